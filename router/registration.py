@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user says of a worker when registering it: where it listens and, optionally, its catalog."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrouter.router.names import WorkerKey
+
+
+class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One KV cache group as a user or the engine patch states it; sizes and windows in tokens."""
+
+    group_idx: int | None
+    kind: str
+    block_size: int
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    eagle: bool = False
+    prefix_cacheable: bool = True
+    # Groups of one class are looked up jointly, as vLLM does for equal specs; None: told from kind, block size and window.
+    spec_class: int | None = None
+
+
+class CatalogSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A catalog as stated; what is None is learned or derived. Shapes as in api.md, `POST /register`."""
+
+    groups: tuple[GroupSpec, ...] = ()
+    hash_block_size: int | None = None
+    scheduler_block_size: int | None = None
+    hash_algo: str | None = None
+    none_hash: str | None = None
+    none_hash_seed: str | None = None
+    partial_hits: bool | None = None
+    offload_blocks_per_chunk: int | None = None
+    lora_paths: dict[str, str] = {}
+
+
+class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One worker as registered. `events` and `replay` are ZMQ endpoints, `url` the engine's HTTP address."""
+
+    worker: WorkerKey
+    events: str | None = None
+    replay: str | None = None
+    url: str | None = None
+    block_size: int | None = None
+    lora_name: str | None = None
+    catalog: CatalogSpec | None = None
