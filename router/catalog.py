@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache groups of a worker, and the geometry that vLLM derives from them.
+
+A catalog is stated by the user or the engine patch, learned from events, or both: what is stated overrides what is learned.
+It does not know blocks, hits or Redis. A catalog that is not whole says why in `problem`, and then earns no credit.
+
+Sources: vLLM 0.32.0 v1/core/kv_cache_utils.py:750 (partial hits), :804 (block sizes), v1/core/kv_cache_coordinator.py:708 (spec
+groups), v1/kv_cache_interface.py:146 (kinds).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from enum import Enum
+
+import msgspec
+
+from kvrouter.events.messages import BlockRemoved, BlockStored
+from kvrouter.router.names import GPU
+from kvrouter.router.registration import CatalogSpec, GroupSpec
+
+
+class Rule(Enum):
+    """Which floor function judges a group; the values are the kernels' codes."""
+
+    FULL = 0
+    SLIDING_WINDOW = 1
+    CHUNKED_LOCAL = 2
+    MAMBA = 3
+
+
+# KVCacheSpecKind of vLLM 0.32.0; cross_attention, encoder_only_attention and unknown have no rule: prefix caching is off there.
+RULE_OF_KIND = {
+    "full_attention": Rule.FULL,
+    "mla_attention": Rule.FULL,
+    "sink_full_attention": Rule.FULL,
+    "sliding_window": Rule.SLIDING_WINDOW,
+    "sliding_window_mla": Rule.SLIDING_WINDOW,
+    "mamba": Rule.MAMBA,
+    "chunked_local_attention": Rule.CHUNKED_LOCAL,
+}
+
+# vLLM <= 0.19 names no groups and turns hybrid caching off when events are on, so its one group behaves as full attention.
+UNNAMED_GROUP_KIND = "full_attention"
+
+
+class Group(msgspec.Struct, frozen=True):
+    """One KV cache group. Sizes and windows in tokens."""
+
+    group_idx: int | None
+    kind: str
+    block_size: int
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    eagle: bool = False
+    prefix_cacheable: bool = True
+    spec_class: int | None = None
+
+    @property
+    def rule(self) -> Rule | None:
+        return RULE_OF_KIND.get(self.kind)
+
+    @property
+    def name(self) -> str:
+        index = "the unnamed group" if self.group_idx is None else f"group {self.group_idx}"
+        return f"{index} ({self.kind})"
+
+
+class SpecGroup(msgspec.Struct, frozen=True):
+    """Groups of equal spec, looked up jointly: a block counts when it is resident in all of them."""
+
+    rule: Rule
+    members: tuple[Group, ...]
+    eagle: bool
+
+    @property
+    def first(self) -> Group:
+        return self.members[0]
+
+
+class Catalog(msgspec.Struct, frozen=True):
+    """What the hit rule needs to know about one worker. All sizes in tokens.
+
+    Invariant: when `problem` is None, every cacheable group has a rule and a block size that hash_block_size divides.
+    """
+
+    groups: tuple[Group, ...]
+    source: str
+    problem: str | None
+    hash_block_size: int
+    scheduler_block_size: int
+    partial_hits: bool
+    blocks_per_chunk: int
+
+    @property
+    def align(self) -> int:
+        """Every hit is a multiple of this. Source: kv_cache_coordinator.py:672 (hybrid), :466 (one group)."""
+        return self.hash_block_size if self.partial_hits else self.scheduler_block_size
+
+    @property
+    def cacheable(self) -> tuple[Group, ...]:
+        return tuple(group for group in self.groups if group.prefix_cacheable)
+
+    def spec_groups(self) -> tuple[SpecGroup, ...]:
+        """Cacheable groups by equal spec, full attention first, else in the engine's order."""
+        by_spec: dict[tuple[object, ...], list[Group]] = {}
+        for group in self.cacheable:
+            by_spec.setdefault(_spec_key(group), []).append(group)
+        found = []
+        for members in by_spec.values():
+            rule = members[0].rule
+            if rule is None:
+                raise ValueError(f"{members[0].name} has no hit rule")
+            found.append(SpecGroup(rule, tuple(members), any(member.eagle for member in members)))
+        return tuple(sorted(found, key=lambda spec_group: spec_group.rule is not Rule.FULL))
+
+    def as_dict(self) -> dict[str, object]:
+        """The catalog as `/workers` shows it; what derives from an incomplete one is None."""
+        whole = self.problem is None
+        return {
+            "groups": [msgspec.to_builtins(group) for group in self.groups],
+            "hash_block_size": self.hash_block_size if whole else None,
+            "scheduler_block_size": self.scheduler_block_size if whole else None,
+            "align": self.align if whole else None,
+            "partial_hits": self.partial_hits if whole else None,
+            "blocks_per_chunk": self.blocks_per_chunk,
+            "problem": self.problem,
+        }
+
+
+def _spec_key(group: Group) -> tuple[object, ...]:
+    if group.spec_class is not None:
+        return ("class", group.spec_class)
+    return (group.kind, group.block_size, group.sliding_window, group.attention_chunk_size)
+
+
+def _problem_of(group: Group) -> str | None:
+    if not group.prefix_cacheable:
+        return None
+    if group.block_size <= 0:
+        return f"{group.name} has no block size yet: it is known only from placeholders or removals"
+    if group.rule is None:
+        return f"{group.name}: no hit rule for this kind, so no hit can be promised; it is served by load alone"
+    if group.rule is Rule.SLIDING_WINDOW and not group.sliding_window:
+        return f"{group.name} was announced without its window: register a catalog with sliding_window"
+    if group.rule is Rule.CHUNKED_LOCAL and not group.attention_chunk_size:
+        return f"{group.name}: its chunk size is not on the wire: register a catalog with attention_chunk_size"
+    if group.rule is Rule.CHUNKED_LOCAL and group.eagle:
+        return f"{group.name}: chunked local attention with EAGLE is not defined in vLLM"
+    return None
+
+
+def _partial_hits(groups: tuple[Group, ...], hash_block_size: int) -> bool:
+    """Whether hits may end inside a block. Source: kv_cache_utils.py:750, without DCP."""
+    if len(groups) < 2 or not any(g.rule is Rule.MAMBA and g.block_size > hash_block_size for g in groups):
+        return False
+    return not any(
+        g.rule in (Rule.SLIDING_WINDOW, Rule.CHUNKED_LOCAL) and g.block_size != hash_block_size
+        for g in groups
+        if g.prefix_cacheable
+    )
+
+
+def build_catalog(
+    groups: Iterable[Group], source: str, spec: CatalogSpec, blocks_per_chunk: int = 1, problem: str | None = None
+) -> Catalog:
+    """The catalog of these groups, with all that vLLM derives; what `spec` states wins over what is derived."""
+    ordered = tuple(sorted(groups, key=lambda g: -1 if g.group_idx is None else g.group_idx))
+    cacheable = tuple(g for g in ordered if g.prefix_cacheable)
+    chunk = spec.offload_blocks_per_chunk or blocks_per_chunk
+    if problem is None and not cacheable:
+        problem = "no KV cache group is known yet"
+    for group in ordered:
+        problem = problem or _problem_of(group)
+    if problem is not None:
+        return Catalog(ordered, source, problem, 0, 0, False, chunk)
+    hash_block_size = spec.hash_block_size or math.gcd(*(g.block_size for g in cacheable))
+    scheduler_block_size = spec.scheduler_block_size or math.lcm(*(g.block_size for g in ordered if g.block_size > 0))
+    for group in cacheable:
+        if group.block_size % hash_block_size:
+            problem = f"{group.name}: block size {group.block_size} is no multiple of hash_block_size {hash_block_size}"
+    if scheduler_block_size % hash_block_size:
+        problem = f"scheduler_block_size {scheduler_block_size} is no multiple of hash_block_size {hash_block_size}"
+    partial = _partial_hits(ordered, hash_block_size) if spec.partial_hits is None else spec.partial_hits
+    return Catalog(ordered, source, problem, hash_block_size, scheduler_block_size, partial, chunk)
+
+
+def _group_of(spec: GroupSpec) -> Group:
+    return Group(
+        spec.group_idx,
+        spec.kind.lower(),
+        spec.block_size,
+        spec.sliding_window,
+        spec.attention_chunk_size,
+        spec.eagle,
+        spec.prefix_cacheable,
+        spec.spec_class,
+    )
+
+
+class LearnedGroup(msgspec.Struct, frozen=True):
+    """What events said of one group, as kept in Redis."""
+
+    group_idx: int | None
+    kind: str | None
+    window: int | None
+    block_sizes: list[int]
+    problem: str | None
+
+
+class Learned(msgspec.Struct, frozen=True):
+    """All that a `CatalogLearner` learned, as kept in Redis."""
+
+    groups: list[LearnedGroup]
+    blocks_per_chunk: int
+
+
+class _Seen:
+    """What events said of one group so far."""
+
+    __slots__ = ("block_sizes", "kind", "problem", "window")
+
+    def __init__(self) -> None:
+        self.kind: str | None = None
+        self.window: int | None = None
+        self.block_sizes: set[int] = set()
+        self.problem: str | None = None
+
+
+class CatalogLearner:
+    """Learns a worker's catalog from its events.
+
+    Groups seen so far are taken for all there are; one that shows up later counts at once. A group known only from placeholders
+    or removals, or one that contradicts itself, makes the catalog incomplete. `version` changes whenever the catalog does.
+    """
+
+    def __init__(self, spec: CatalogSpec | None = None) -> None:
+        self._spec = spec or CatalogSpec()
+        self._stated = {group.group_idx: _group_of(group) for group in self._spec.groups}
+        self._seen: dict[int | None, _Seen] = {}
+        self._blocks_per_chunk = 1
+        self.version = 0
+
+    def stored(self, event: BlockStored) -> None:
+        """Take what a Stored event says of its group, also when its hash list is empty."""
+        seen = self._touch(event.group_idx, event.medium)
+        if seen is None or event.block_size <= 0:
+            return
+        kind = event.kind or (UNNAMED_GROUP_KIND if event.group_idx is None else None)
+        if event.medium != GPU:
+            self._learn_chunk(event, seen)
+            if kind is None:
+                return
+        if event.block_size not in seen.block_sizes:
+            seen.block_sizes.add(event.block_size)
+            self.version += 1
+        if kind is not None and (kind, event.sliding_window) != (seen.kind, seen.window):
+            if seen.kind is not None:
+                seen.problem = (
+                    f"group {event.group_idx} contradicts itself: announced as {seen.kind} (window {seen.window}) "
+                    f"and as {kind} (window {event.sliding_window})"
+                )
+            seen.kind, seen.window = kind, event.sliding_window
+            self.version += 1
+
+    def removed(self, event: BlockRemoved) -> None:
+        """A removal names a group but says nothing of it."""
+        self._touch(event.group_idx, event.medium)
+
+    def _touch(self, group_idx: int | None, medium: str) -> _Seen | None:
+        seen = self._seen.get(group_idx)
+        if seen is None:
+            # vLLM 0.20 to 0.23 drops the group of offload events: such a nameless tier is no group of its own.
+            if group_idx is None and medium != GPU:
+                return None
+            seen = self._seen[group_idx] = _Seen()
+            self.version += 1
+        return seen
+
+    def _learn_chunk(self, event: BlockStored, seen: _Seen) -> None:
+        # A self-describing store names all blocks of its chunk; a partial tail has a smaller block size and no say here.
+        count = len(event.block_hashes)
+        if seen.block_sizes and event.block_size == max(seen.block_sizes) and count > self._blocks_per_chunk:
+            self._blocks_per_chunk = count
+            self.version += 1
+
+    def catalog(self, hash_block_size: int | None = None) -> Catalog:
+        """The catalog as known now: stated groups first, learned ones beside them.
+
+        hash_block_size: what verified hashes showed, for an engine whose prefix_match_unit is finer than the gcd.
+        """
+        spec = self._spec
+        if spec.hash_block_size is None and hash_block_size is not None:
+            spec = msgspec.structs.replace(spec, hash_block_size=hash_block_size)
+        problem: str | None = None
+        groups = dict(self._stated)
+        sizes = [min(seen.block_sizes) for seen in self._seen.values() if seen.block_sizes]
+        finest = spec.hash_block_size or min(sizes, default=0)
+        for group_idx, seen in self._seen.items():
+            if group_idx in self._stated:
+                continue
+            if group_idx is None and len(self._seen) > 1:
+                problem = problem or "events of one engine came both with and without group_idx"
+                continue
+            size = max(seen.block_sizes, default=0)
+            problem = problem or seen.problem or _size_problem(group_idx, seen.block_sizes, finest)
+            if seen.kind is None and size:
+                problem = problem or (
+                    f"group {group_idx} was announced without its kind (vLLM before 0.22.1): register a catalog"
+                )
+            groups[group_idx] = Group(group_idx, seen.kind or "unknown", size, seen.window)
+        source = "configured" if self._stated and self._stated.keys() >= groups.keys() else "learned"
+        return build_catalog(groups.values(), source, spec, self._blocks_per_chunk, problem)
+
+    def dump(self) -> bytes:
+        """What was learned, for another process of the router; read back by `load`."""
+        groups = [
+            LearnedGroup(index, seen.kind, seen.window, sorted(seen.block_sizes), seen.problem)
+            for index, seen in self._seen.items()
+        ]
+        return msgspec.json.encode(Learned(groups, self._blocks_per_chunk))
+
+    def load(self, dumped: bytes) -> None:
+        """Take over what `dump` wrote. Raises msgspec.DecodeError on anything else."""
+        learned = msgspec.json.decode(dumped, type=Learned)
+        for group in learned.groups:
+            seen = self._seen[group.group_idx] = _Seen()
+            seen.kind, seen.window, seen.problem = group.kind, group.window, group.problem
+            seen.block_sizes = set(group.block_sizes)
+        self._blocks_per_chunk = learned.blocks_per_chunk
+        self.version += 1
+
+
+def _size_problem(group_idx: int | None, sizes: set[int], finest: int) -> str | None:
+    """A group has one block size; partial entries come in the hash block size, the finest of all."""
+    if len(sizes) <= 1 or sizes == {max(sizes), finest}:
+        return None
+    return f"group {group_idx} contradicts itself: announced with block sizes {sorted(sizes)}"

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of one router process: one struct, filled from a YAML file, the environment and flags.
+
+Later sources win: default, file, `KVROUTER_*`, flag. Whatever is unknown or wrong raises SettingError with one line
+that says what is wrong and what to write instead. Nothing here does I/O but reading the named file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+
+from kvrouter.router.errors import SettingError
+from kvrouter.router.worker_spec import parse_worker
+
+ENV_PREFIX = "KVROUTER_"
+
+# Read by the client commands and by `serve` itself; not settings.
+CLIENT_VARIABLES = frozenset({"KVROUTER_URL", "KVROUTER_CONFIG"})
+
+# Namespaces of our other parts, which may run in the same environment.
+FOREIGN_PREFIXES = ("KVROUTER_ENGINE_", "KVROUTER_TEST_", "KVROUTER_SIM_")
+
+# Kubernetes sets these for every Service of the namespace, also for one that is named `kvrouter`: then KVROUTER_PORT is
+# `tcp://10.0.0.7:30000`.
+KUBERNETES_NAME = re.compile(r"KVROUTER_(.*_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
+KUBERNETES_PORT = re.compile(r"(tcp|udp|sctp)://")
+
+REDIS_URL = re.compile(r"unix://.|(rediss?|valkeys?)(\+cluster)?://.")
+
+# YAML reads `none_hash_seed: 0` as a number; to the engines it is text.
+TEXT_SETTINGS = ("host", "redis", "data_dir", "api_key", "none_hash_seed")
+
+# Stands for a secret wherever settings are shown.
+HIDDEN = "***"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings. The `description` of each is what an error tells the user to write, and the help of its flag."""
+
+    # Loopback: a router without an API key must not be open to the network unless someone says so.
+    host: Annotated[str, msgspec.Meta(min_length=1, description="an address to listen on, like 0.0.0.0")] = "127.0.0.1"
+    # The port that users of other routers know (peers.md).
+    port: Annotated[int, msgspec.Meta(ge=0, le=65_535, description="a port, 0 to 65535; 0 takes a free one")] = 30_000
+    redis: Annotated[
+        str | None, msgspec.Meta(description="a URL like redis://host:6379/0; without it, a private server is started")
+    ] = None
+    data_dir: Annotated[
+        str, msgspec.Meta(min_length=1, description="the folder in which the private server keeps its data")
+    ] = "./kvrouter-data"
+    workers: Annotated[
+        tuple[str, ...],
+        msgspec.Meta(
+            description="a list of ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N]"
+        ),
+    ] = ()
+    processes: Annotated[
+        int, msgspec.Meta(ge=1, le=1, description="1; for more, start more routers with the same --redis")
+    ] = 1
+    api_key: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"\A[\x21-\x7e]+\Z")] | None,
+        msgspec.Meta(description="a key of printable ASCII, without spaces"),
+    ] = None
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], msgspec.Meta(description="debug, info, warning or error")
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], msgspec.Meta(description="text or json")] = "text"
+    # How long net changes are collected before a commit. 2 ms makes commits of 256 and more at 100 k blocks/s (0.8 M
+    # transitions/s measured, design.md section 6); over 10 ms the answers would lag visibly behind the engines.
+    flush_interval_s: Annotated[
+        float, msgspec.Meta(ge=0.0, le=0.010, description="seconds, 0 to 0.010: how long changes wait for a commit")
+    ] = 0.002
+    # 2 GiB holds some tens of millions of (worker, block) entries: a fleet of 100 engines with 256 k blocks each.
+    mirror_budget_bytes: Annotated[
+        int, msgspec.Meta(ge=16 * 1024**2, description="bytes, at least 16777216: the most memory the index may take")
+    ] = 2 * 1024**3
+    # A remembered segment saves its hashing (1 ms for 8 k tokens); 256 MiB remembers tens of millions of tokens.
+    segment_memory_bytes: Annotated[
+        int, msgspec.Meta(ge=0, description="bytes, 0 or more: memory for the hashes of prompts seen before")
+    ] = 256 * 1024**2
+    # A prompt of 1 M tokens is 7 MB of JSON; 32 MiB leaves room and bounds what one client can make us hold.
+    max_body_bytes: Annotated[
+        int, msgspec.Meta(ge=1024, description="bytes, at least 1024: the largest request body")
+    ] = 32 * 1024**2
+    # How long a dead router's workers stay without ingest before another takes over. Renewed every third of it, so one
+    # slow renewal does not lose it.
+    lease_ttl_s: Annotated[
+        float, msgspec.Meta(ge=0.5, le=300.0, description="seconds, 0.5 to 300: how long a router keeps a worker")
+    ] = 5.0
+    # vLLM answers a full ring (10,000 batches) in well under a second; a lost answer must not hold a worker for long.
+    replay_timeout_s: Annotated[
+        float, msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: how long to wait for a replay")
+    ] = 5.0
+    # None: the engines run without PYTHONHASHSEED, as they do by default.
+    none_hash_seed: Annotated[
+        str | None, msgspec.Meta(description="the engines' PYTHONHASHSEED; leave it out where they have none")
+    ] = None
+
+    def shown(self) -> dict[str, Any]:
+        """The settings for a log: no secret, no password in the Redis URL."""
+        shown: dict[str, Any] = msgspec.to_builtins(self)
+        if self.api_key is not None:
+            shown["api_key"] = HIDDEN
+        if self.redis is not None:
+            shown["redis"] = without_password(self.redis)
+        return shown
+
+
+FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
+
+
+def describe(name: str) -> str:
+    """What setting `name` is: the text of its help and of its errors."""
+    info = msgspec.inspect.type_info(FIELDS[name].type)
+    extra = info.extra_json_schema if isinstance(info, msgspec.inspect.Metadata) else None
+    return str((extra or {}).get("description", ""))
+
+
+def without_password(url: str) -> str:
+    """The URL with its user part hidden: `redis://***@host`."""
+    return re.sub(r"(//)[^/@]+@", rf"\1{HIDDEN}@", url)
+
+
+def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]) -> Config:
+    """The settings from their three sources. Raises SettingError.
+
+    flags: only those that were given; None and empty lists count as not given.
+    """
+    given = {name: value for name, value in flags.items() if value is not None and value != []}
+    if "redis" in given and "data_dir" in given:
+        raise SettingError("--redis and --data-dir contradict each other: the data is either there or here; give one")
+    values: dict[str, Any] = {}
+    for name, value in _from_file(file).items():
+        values[name] = _converted(name, value, f"{name} in {file}")
+    for name, value in _from_environ(environ).items():
+        values[name] = _converted(name, value, _variable(name))
+    for name, value in given.items():
+        values[name] = _converted(name, value, _flag(name))
+    if "data_dir" in given:
+        # The flag wins over a Redis that the file or the environment names.
+        values["redis"] = None
+    return Config(**values)
+
+
+def _variable(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+def _flag(name: str) -> str:
+    return "--worker" if name == "workers" else f"--{name.replace('_', '-')}"
+
+
+def _from_file(file: Path | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise SettingError(f"cannot read the settings file {file}: {reason}; name a readable YAML file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" at line {mark.line + 1}" if mark else ""
+        raise SettingError(f"{file} is not YAML{line}: write lines like `port: 30000`") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SettingError(f"{file} is not a list of settings: write lines like `port: 30000`")
+    for name in content:
+        if name not in FIELDS:
+            raise SettingError(f"{file}: there is no setting {name!r}; {_nearest(str(name), str)}")
+    return {name: value for name, value in content.items() if value is not None}
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable in CLIENT_VARIABLES or variable.startswith(FOREIGN_PREFIXES):
+            continue
+        if KUBERNETES_NAME.match(variable) or (variable == "KVROUTER_PORT" and KUBERNETES_PORT.match(text)):
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in FIELDS:
+            raise SettingError(f"the environment variable {variable} is no setting; {_nearest(name, _variable)}")
+        if text:
+            # Workers stand apart by white space: a SPEC has commas and never a space.
+            found[name] = text.split() if name == "workers" else text
+    return found
+
+
+def _nearest(name: str, form: Callable[[str], str]) -> str:
+    close = difflib.get_close_matches(name.replace("-", "_"), FIELDS, n=1)
+    if close:
+        return f"did you mean {form(close[0])}?"
+    return "there are " + ", ".join(form(known) for known in FIELDS)
+
+
+def _converted(name: str, value: Any, where: str) -> Any:
+    field = FIELDS[name]
+    if name in TEXT_SETTINGS and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    shown = HIDDEN if name == "api_key" else repr(without_password(value) if isinstance(value, str) else value)
+    try:
+        converted = msgspec.convert(value, field.type, strict=isinstance(value, bool))
+    except msgspec.ValidationError:
+        raise SettingError(f"{where} is {shown}: write {describe(name)}") from None
+    if name == "redis" and not REDIS_URL.match(converted):
+        raise SettingError(f"{where} is {shown}: write {describe(name)}")
+    if name == "workers":
+        _check_workers(converted, where)
+    return converted
+
+
+def _check_workers(specs: tuple[str, ...], where: str) -> None:
+    seen: dict[tuple[str, int], str] = {}
+    for spec in specs:
+        try:
+            worker = parse_worker(spec)
+        except SettingError as error:
+            raise SettingError(f"{where} {spec!r}: {error.message}") from None
+        key = (worker.worker_id, worker.dp_rank)
+        if key in seen:
+            raise SettingError(f"{where}: {spec!r} and {seen[key]!r} name one worker; give each its own ID or dp_rank")
+        seen[key] = spec

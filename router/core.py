@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router without its HTTP: workers followed, the mirror kept, questions answered.
+
+Belongs to one asyncio loop. `ask` and `choose` are synchronous and do no I/O; everything that waits is in tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import zmq
+from numpy.typing import NDArray
+
+from kvrouter.router.choose import Choice, choose, route_name
+from kvrouter.router.config import Config
+from kvrouter.router.errors import NoWorker, UnknownModel, UnknownWorker
+from kvrouter.router.index.follower import FollowerItem, LogFollower, Reload, StoreBack, StoreLost
+from kvrouter.router.index.log import LogEntry
+from kvrouter.router.index.mirror import Mirror, MirrorFull
+from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
+from kvrouter.router.ingest import Tally
+from kvrouter.router.match import Matcher, Plans, WorkerView
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.question import Hit, Question
+from kvrouter.router.registration import Registration
+from kvrouter.router.segments import SegmentMemory
+from kvrouter.router.states import StreamState
+from kvrouter.router.stream import WorkerStream
+
+log = logging.getLogger("kvrouter.core")
+
+# Log entries applied before the loop may answer questions again: about a millisecond at 2,048 transitions an entry.
+ENTRIES_PER_TURN = 8
+
+SWEEP_INTERVAL_S = 0.05
+GAUGE_INTERVAL_S = 1.0
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """One row of `GET /workers`. seq: the last batch whose effect this process's answers show."""
+
+    worker_id: str
+    dp_rank: int
+    model: str
+    url: str | None
+    state: str
+    reason: str
+    epoch: str | None
+    seq: int | None
+    catalog: dict[str, object] | None
+    catalog_source: str | None
+    hash_scheme: str
+    residency: dict[str, int]
+    lag_ms: float | None
+    gaps: int
+    last_event_age_s: float | None
+
+
+class Core:
+    """Registrations, streams, mirror and answers."""
+
+    def __init__(
+        self,
+        *,
+        store: IndexStore,
+        config: Config,
+        metrics: Metrics,
+        zmq_context: zmq.Context[zmq.Socket[bytes]],
+        clock: Callable[[], float],
+        rng: random.Random,
+        token: str | None = None,
+    ) -> None:
+        """token: names this process in leases; one that outlives the process lets its successor take over at once."""
+        self._store = store
+        self._config = config
+        self._metrics = metrics
+        self._context = zmq_context
+        self._clock = clock
+        self._rng = rng
+        self._token = token or secrets.token_hex(8)
+        self._mirror = Mirror(config.mirror_budget_bytes)
+        self._memory = SegmentMemory(config.segment_memory_bytes)
+        self._matcher = Matcher(self._mirror, self._memory)
+        self._streams: dict[WorkerKey, WorkerStream] = {}
+        self._follower = LogFollower(store.servers, rng=rng)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changes = 0
+        self._plans: dict[str, tuple[tuple[int, int], Plans]] = {}
+        self._tallies: dict[WorkerKey, Tally] = {}
+        self._segments_counted = (0, 0)
+        self._store_problem: str | None = None
+        self._mirror_problem: str | None = None
+        self._loaded = False
+        self._lock = asyncio.Lock()
+
+    async def start(self) -> None:
+        """Load what Redis holds, then follow it and the workers. Raises StoreError when Redis cannot be read."""
+        for worker, raw in (await self._store.registrations()).items():
+            try:
+                registration = msgspec.json.decode(raw, type=Registration)
+            except msgspec.MsgspecError as error:
+                log.warning("stored registration not readable", extra={"worker": worker, "error": str(error)})
+                continue
+            await self._begin(registration)
+        self._loaded = True
+        for task in (self._follow_logs(), self._sweep(), self._gauge()):
+            self._tasks.append(asyncio.get_running_loop().create_task(task))
+
+    async def stop(self) -> None:
+        """End all tasks; what was committed stays in Redis."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(stream.stop() for stream in self._streams.values()))
+        await self._follower.close()
+
+    async def register(self, registration: Registration) -> None:
+        """The same again is a no-op; a different one for the same id and rank replaces it."""
+        async with self._lock:
+            worker = registration.worker
+            known = self._streams.get(worker)
+            if known is not None and known.registration == registration:
+                return
+            raw = msgspec.json.encode(registration)
+            if known is not None and _same_stream(known.registration, registration):
+                await self._store.put_registration(worker, raw)
+                known.update(registration)
+                return
+            for other in list(self._streams):
+                if (other.worker_id, other.dp_rank) == (worker.worker_id, worker.dp_rank):
+                    await self._drop(other)
+            await self._store.put_registration(worker, raw)
+            await self._begin(registration)
+            log.info("registered", extra={"worker": worker, "events": registration.events})
+
+    async def unregister(self, worker_id: str, dp_rank: int | None = None, model: str | None = None) -> int:
+        """Drop the workers that match, and their residency everywhere; returns how many there were."""
+        async with self._lock:
+            matching = [
+                worker
+                for worker in self._streams
+                if worker.worker_id == worker_id and dp_rank in (None, worker.dp_rank) and model in (None, worker.model)
+            ]
+            for worker in matching:
+                await self._drop(worker)
+            return len(matching)
+
+    async def _begin(self, registration: Registration) -> None:
+        worker = registration.worker
+        stream = WorkerStream(
+            registration,
+            store=self._store,
+            token=self._token,
+            config=self._config,
+            metrics=self._metrics,
+            context=self._context,
+            clock=self._clock,
+            new_epoch=self._new_epoch,
+            changed=self._note_change,
+        )
+        image = await self._store.load(worker)
+        stream.prepare(image, await self._store.load_copies(worker))
+        self._streams[worker] = stream
+        self._take_image(image)
+        self._note_change()
+        stream.start()
+
+    async def _drop(self, worker: WorkerKey) -> None:
+        stream = self._streams.pop(worker)
+        self._note_change()
+        await stream.stop()
+        await self._follower.remove(worker)
+        self._mirror.forget(worker)
+        self._metrics.forget_worker(worker)
+        self._tallies.pop(worker, None)
+        await self._store.drop_registration(worker)
+        log.info("unregistered", extra={"worker": worker})
+
+    def _new_epoch(self) -> str:
+        return f"{self._rng.getrandbits(64):016x}"
+
+    def _note_change(self) -> None:
+        self._changes += 1
+
+    def registrations(self) -> list[Registration]:
+        return [stream.registration for stream in self._streams.values()]
+
+    def models(self) -> list[str]:
+        return sorted({worker.model for worker in self._streams})
+
+    def _views(self, model: str) -> list[WorkerView]:
+        views = [stream.view for worker, stream in self._streams.items() if worker.model == model]
+        if not views:
+            known = ", ".join(self.models()) or "none yet"
+            raise UnknownModel(f"no worker is registered for model {model!r}; registered models: {known}")
+        return views
+
+    def hash_block_size(self, model: str) -> int:
+        """Tokens that one block hash covers, 1 while no catalog of the model is whole."""
+        return max((view.catalog.hash_block_size for view in self._views(model)), default=0) or 1
+
+    def ask(self, question: Question) -> list[Hit]:
+        """One hit for each worker of the model that the question does not leave out."""
+        version = (self._changes, self._mirror.version)
+        known = self._plans.get(question.model)
+        if known is None or known[0] != version:
+            known = self._plans[question.model] = (version, Plans.build(self._mirror, self._views(question.model)))
+        hits = self._matcher.match(question, known[1])
+        if question.worker_ids is not None:
+            missing = question.worker_ids - {hit.worker.worker_id for hit in hits}
+            if missing:
+                raise UnknownWorker(f"not registered for model {question.model!r}: {', '.join(sorted(missing))}")
+            hits = [hit for hit in hits if hit.worker.worker_id in question.worker_ids]
+        if question.exclude_worker_ids:
+            hits = [hit for hit in hits if hit.worker.worker_id not in question.exclude_worker_ids]
+        return sorted(hits, key=lambda hit: hit.worker)
+
+    def choose(self, question: Question) -> Choice:
+        """The worker for this prompt. Raises NoWorker when none is left to choose from."""
+        hits = [hit for hit in self.ask(question) if hit.state != StreamState.DOWN.value]
+        if not hits:
+            raise NoWorker(f"no worker of model {question.model!r} can take it: all are down or excluded")
+        urls = {route_name(hit): self._streams[hit.worker].registration.url for hit in hits}
+        return choose(hits, question.num_tokens, urls, self._rng)
+
+    def statuses(self) -> list[WorkerStatus]:
+        now = self._clock()
+        return [self._status(stream, now) for _, stream in sorted(self._streams.items())]
+
+    def _status(self, stream: WorkerStream, now: float) -> WorkerStatus:
+        ingest = stream.ingest
+        catalog = ingest.catalog
+        return WorkerStatus(
+            worker_id=stream.worker.worker_id,
+            dp_rank=stream.worker.dp_rank,
+            model=stream.worker.model,
+            url=stream.registration.url,
+            state=stream.view.state.value,
+            reason=stream.view.reason,
+            epoch=stream.visible_epoch,
+            seq=stream.visible_seq,
+            catalog=catalog.as_dict(),
+            catalog_source=catalog.source,
+            hash_scheme=ingest.identity.label,
+            residency=ingest.residency(),
+            lag_ms=None if stream.lag_s is None else round(stream.lag_s * 1000, 3),
+            gaps=ingest.tally.gaps,
+            last_event_age_s=None if ingest.last_event_s is None else round(now - ingest.last_event_s, 3),
+        )
+
+    def readiness(self) -> str | None:
+        if not self._loaded:
+            return "the index is being loaded from Redis"
+        if not self._streams:
+            return "no worker is registered: POST /register, or start with --worker"
+        return None
+
+    def health(self) -> list[str]:
+        problems = [problem for problem in (self._store_problem, self._mirror_problem) if problem]
+        for stream in self._streams.values():
+            view = stream.view
+            if view.state is not StreamState.LIVE or view.catalog.problem is not None:
+                why = view.reason or view.catalog.problem or ""
+                problems.append(
+                    f"worker {view.worker.worker_id} (rank {view.worker.dp_rank}) is {view.state.value}: {why}"
+                )
+        return problems
+
+    def _take_image(self, image: WorkerImage) -> None:
+        """Make the mirror equal to what was loaded, and follow on from there."""
+        worker = image.worker
+        self._mirror.begin_epoch(worker, image.epoch or "")
+        for place, hashes in image.places.items():
+            self._add(worker, place, hashes)
+        self._follower.add_image(image)
+        stream = self._streams.get(worker)
+        if stream is not None:
+            stream.shown(image.epoch or "", image.seq, self._clock())
+
+    def _add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
+        try:
+            self._mirror.add(worker, place, hashes)
+        except MirrorFull as error:
+            if self._mirror_problem is None:
+                log.warning("mirror full", extra={"worker": worker, "reason": str(error)})
+            self._mirror_problem = f"{error}; blocks that found no room earn no credit"
+
+    async def _follow_logs(self) -> None:
+        while True:
+            items = await self._follower.next()
+            for start in range(0, len(items), ENTRIES_PER_TURN):
+                for item in items[start : start + ENTRIES_PER_TURN]:
+                    await self._take(item)
+                await asyncio.sleep(0)
+
+    async def _take(self, item: FollowerItem) -> None:
+        if isinstance(item, LogEntry):
+            self._apply(item)
+        elif isinstance(item, Reload):
+            log.warning("reload", extra={"worker": item.worker, "reason": item.reason})
+            try:
+                self._take_image(await self._store.load(item.worker))
+            except StoreError as error:
+                self._store_problem = f"Redis does not answer ({error}); answers come from memory and may grow old"
+                await asyncio.sleep(GAUGE_INTERVAL_S)
+                self._follower.add(item.worker)
+        elif isinstance(item, StoreLost):
+            self._store_problem = f"Redis does not answer ({item.reason}); answers come from memory and may grow old"
+            self._metrics.store_up.set(0)
+            log.warning("store lost", extra={"reason": item.reason})
+        elif isinstance(item, StoreBack):
+            self._store_problem = None
+            self._metrics.store_up.set(1)
+            log.info("store back")
+
+    def _apply(self, entry: LogEntry) -> None:
+        worker = entry.worker
+        stream = self._streams.get(worker)
+        if stream is None:
+            return
+        known = self._mirror.worker(worker)
+        if known is None or entry.opened_epoch or entry.cleared or known.epoch != entry.epoch:
+            self._mirror.begin_epoch(worker, entry.epoch)
+        for change in entry.changes:
+            self._mirror.discard(worker, change.place, change.removed)
+            self._add(worker, change.place, change.added)
+        if entry.last_seq is not None or entry.opened_epoch:
+            stream.shown(entry.epoch, entry.last_seq, self._clock())
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(0 if self._mirror.sweep() else SWEEP_INTERVAL_S)
+
+    async def _gauge(self) -> None:
+        while True:
+            self._measure()
+            await asyncio.sleep(GAUGE_INTERVAL_S)
+
+    def _measure(self) -> None:
+        metrics = self._metrics
+        metrics.mirror_entries.set(self._mirror.entries)
+        metrics.mirror_bytes.set(self._mirror.bytes)
+        metrics.segment_memory_bytes.set(self._memory.bytes)
+        hits, misses = self._memory.hits, self._memory.misses
+        metrics.segment_hits.inc(hits - self._segments_counted[0])
+        metrics.segment_misses.inc(misses - self._segments_counted[1])
+        self._segments_counted = (hits, misses)
+        for worker, stream in self._streams.items():
+            self._measure_worker(worker, stream)
+
+    def _measure_worker(self, worker: WorkerKey, stream: WorkerStream) -> None:
+        metrics = self._metrics
+        label = metrics.worker_label(worker)
+        now, before = stream.ingest.tally, self._tallies.get(worker, Tally())
+        counters = {
+            "batches": metrics.ingest_batches,
+            "events": metrics.ingest_events,
+            "blocks": metrics.ingest_blocks,
+            "broken": metrics.ingest_broken_events,
+            "unknown": metrics.ingest_unknown_events,
+            "gaps": metrics.stream_gaps,
+            "restarts": metrics.stream_restarts,
+        }
+        for name, counter in counters.items():
+            # A stream that began again counts from zero.
+            counter.labels(label).inc(max(0, getattr(now, name) - getattr(before, name)))
+        self._tallies[worker] = msgspec.structs.replace(now)
+        metrics.set_stream_state(worker, stream.view.state.value)
+
+
+def _same_stream(old: Registration, new: Registration) -> bool:
+    """Whether two registrations differ at most in what the stream does not depend on."""
+    return msgspec.structs.replace(old, url=new.url, lora_name=new.lora_name) == new

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong, as types: each knows its HTTP status and its OpenAI-shaped body.
+
+Messages name the cause and the fix in one line. They reach clients, so they hold no secrets and no tracebacks.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, TypedDict
+
+# OpenAI's two families: the request is at fault, or the server is.
+INVALID_REQUEST = "invalid_request_error"
+SERVER_ERROR = "server_error"
+
+
+class ErrorDetail(TypedDict):
+    message: str
+    type: str
+    code: str
+
+
+class ErrorBody(TypedDict):
+    """`{"error": {"message", "type", "code"}}`, as OpenAI's API has it."""
+
+    error: ErrorDetail
+
+
+class RouterError(Exception):
+    """Base of all errors that a request can be answered with. `code` is for programs, the message for people."""
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = SERVER_ERROR
+    default_code: ClassVar[str] = "internal_error"
+
+    def __init__(self, message: str, *, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = self.default_code if code is None else code
+
+    def body(self) -> ErrorBody:
+        return {"error": {"message": self.message, "type": self.type, "code": self.code}}
+
+
+class BadQuestion(RouterError):
+    """400: the body cannot be read as what the endpoint takes."""
+
+    status = 400
+    type = INVALID_REQUEST
+    default_code = "invalid_body"
+
+
+class Unauthorized(RouterError):
+    """401: no API key, or a wrong one."""
+
+    status = 401
+    type = INVALID_REQUEST
+    default_code = "invalid_api_key"
+
+
+class NotFound(RouterError):
+    """404: nothing has this address."""
+
+    status = 404
+    type = INVALID_REQUEST
+    default_code = "not_found"
+
+
+class UnknownModel(NotFound):
+    """404: no worker is registered for this model."""
+
+    default_code = "unknown_model"
+
+
+class UnknownWorker(NotFound):
+    """404: no such worker is registered."""
+
+    default_code = "unknown_worker"
+
+
+class MethodNotAllowed(RouterError):
+    """405: the address exists, the method does not."""
+
+    status = 405
+    type = INVALID_REQUEST
+    default_code = "method_not_allowed"
+
+
+class Conflict(RouterError):
+    """409: what is asked contradicts what is."""
+
+    status = 409
+    type = INVALID_REQUEST
+    default_code = "conflict"
+
+
+class TooLarge(RouterError):
+    """413: the body is over the limit."""
+
+    status = 413
+    type = INVALID_REQUEST
+    default_code = "body_too_large"
+
+
+class NoWorker(RouterError):
+    """503: workers exist, and none can take the request now."""
+
+    status = 503
+    default_code = "no_worker"
+
+
+class SettingError(RouterError):
+    """A missing or wrong setting. It ends the start: one line, what is wrong and what to write instead."""
+
+    default_code = "wrong_setting"
+
+
+def internal_error() -> ErrorBody:
+    """The body for a bug of ours: it says nothing of the inside, which stands in the log."""
+    return RouterError("internal error: this is a bug in the router; its log has the details").body()

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's catalog and places as the integer tables that the hit rule's kernels read.
+
+Columns are constants here so that kernels and builders cannot disagree. A *place bit* says that a block is resident in
+one place; 32 of them make a row (a *bank*), and a worker with more places has more banks.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.catalog import Catalog, Group, Rule
+from kvrouter.router.names import CPU, GPU, STORAGE, Place
+
+RULE_FULL = Rule.FULL.value
+RULE_SLIDING_WINDOW = Rule.SLIDING_WINDOW.value
+RULE_CHUNKED_LOCAL = Rule.CHUNKED_LOCAL.value
+RULE_MAMBA = Rule.MAMBA.value
+
+(
+    GEO_HASH_BLOCK,
+    GEO_ALIGN,
+    GEO_PARTIAL,
+    GEO_SCHEDULER_BLOCK,
+    GEO_UNITARY,
+    GEO_SIMPLE,
+    GEO_SPEC_START,
+    GEO_SPEC_END,
+    GEO_EXT_START,
+    GEO_EXT_END,
+    GEO_EXT_SPARSE,
+    GEO_EXT_MAMBA_ALIGN,
+    GEO_EXT_TAIL_BLOCK,
+    GEO_COLUMNS,
+) = range(14)
+
+SPEC_RULE, SPEC_BLOCK, SPEC_WINDOW, SPEC_CHUNK, SPEC_EAGLE, SPEC_MEMBER_START, SPEC_MEMBER_END, SPEC_COLUMNS = range(8)
+
+MEMBER_BANK, MEMBER_MASK, MEMBER_COLUMNS = range(3)
+
+(
+    EXT_SPARSE,
+    EXT_CHUNK,
+    EXT_WINDOW_CHUNKS,
+    EXT_WINDOW,
+    EXT_EAGLE,
+    EXT_CPU_BANK,
+    EXT_CPU_MASK,
+    EXT_STORAGE_BANK,
+    EXT_STORAGE_MASK,
+    EXT_COLUMNS,
+) = range(10)
+
+# Bits of one residency record; a place is bit `index % BANK_BITS` of bank `index // BANK_BITS`.
+BANK_BITS = 32
+
+
+class BankMask(msgspec.Struct, frozen=True):
+    """The bits, within one bank, of all places that hold a group on one medium. Mask 0: there is no such place."""
+
+    bank: int
+    mask: int
+
+
+def bank_mask(places: dict[Place, int], group_idx: int | None, medium: str) -> BankMask:
+    """The bits of every owner of (group, medium). Owners in another bank than the first are left out: less credit, never more."""
+    bank, mask = 0, 0
+    for place, index in places.items():
+        if place.group_idx != group_idx or place.medium != medium:
+            continue
+        if mask == 0:
+            bank = index // BANK_BITS
+        if index // BANK_BITS == bank:
+            mask |= 1 << (index % BANK_BITS)
+    return BankMask(bank, mask)
+
+
+class Geometry(msgspec.Struct, frozen=True):
+    """The tables of one or many workers, concatenated; int64, shapes (n, GEO_COLUMNS), (n, SPEC_COLUMNS), ..."""
+
+    geos: NDArray[np.int64]
+    specs: NDArray[np.int64]
+    members: NDArray[np.int64]
+    exts: NDArray[np.int64]
+
+
+def _cdiv(numerator: int, denominator: int) -> int:
+    return -(-numerator // denominator)
+
+
+def _window_chunks(group: Group, chunk: int) -> int | None:
+    """Chunks that must be loadable at a boundary; None is full attention. Source: offloading/scheduler.py:129."""
+    if group.rule is Rule.SLIDING_WINDOW:
+        window = group.sliding_window or 0
+        return max(_cdiv(window, chunk), _cdiv(window - 1, chunk))
+    if group.rule is Rule.CHUNKED_LOCAL:
+        return _cdiv(group.attention_chunk_size or 0, chunk)
+    return 1 if group.rule is Rule.MAMBA else None
+
+
+class GeometryBuilder:
+    """Concatenates the tables of workers, one `add` each; the row index it returns names the worker's geometry."""
+
+    def __init__(self) -> None:
+        self._geos: list[list[int]] = []
+        self._specs: list[list[int]] = []
+        self._members: list[list[int]] = []
+        self._exts: list[list[int]] = []
+
+    def add(self, catalog: Catalog, places: dict[Place, int]) -> int:
+        """Add a worker. catalog: without a problem. places: its places and their bit indices."""
+        if catalog.problem is not None:
+            raise ValueError(f"no geometry for an incomplete catalog: {catalog.problem}")
+        geo = [0] * GEO_COLUMNS
+        geo[GEO_HASH_BLOCK] = catalog.hash_block_size
+        geo[GEO_ALIGN] = catalog.align
+        geo[GEO_PARTIAL] = int(catalog.partial_hits)
+        geo[GEO_SCHEDULER_BLOCK] = catalog.scheduler_block_size
+        spec_groups = catalog.spec_groups()
+        geo[GEO_UNITARY] = int(len(catalog.groups) == 1)
+        geo[GEO_SIMPLE] = int(len(spec_groups) == 2 and spec_groups[0].rule is Rule.FULL)
+        geo[GEO_SPEC_START] = len(self._specs)
+        for spec_group in spec_groups:
+            start = len(self._members)
+            for group in spec_group.members:
+                gpu = bank_mask(places, group.group_idx, GPU)
+                self._members.append([gpu.bank, gpu.mask])
+            first = spec_group.first
+            self._specs.append(
+                [
+                    spec_group.rule.value,
+                    first.block_size,
+                    first.sliding_window or 0,
+                    first.attention_chunk_size or 0,
+                    int(spec_group.eagle),
+                    start,
+                    len(self._members),
+                ]
+            )
+        geo[GEO_SPEC_END] = len(self._specs)
+        self._add_offload(geo, catalog, places)
+        self._geos.append(geo)
+        return len(self._geos) - 1
+
+    def _add_offload(self, geo: list[int], catalog: Catalog, places: dict[Place, int]) -> None:
+        geo[GEO_EXT_START] = geo[GEO_EXT_END] = len(self._exts)
+        if not any(place.medium in (CPU, STORAGE) for place in places):
+            return
+        full: list[list[int]] = []
+        sparse: list[list[int]] = []
+        for group in catalog.cacheable:
+            chunk = group.block_size * catalog.blocks_per_chunk
+            window_chunks = _window_chunks(group, chunk)
+            cpu = bank_mask(places, group.group_idx, CPU)
+            storage = bank_mask(places, group.group_idx, STORAGE)
+            ext = [
+                int(window_chunks is not None),
+                chunk,
+                window_chunks or 0,
+                (group.sliding_window or 0) if group.rule is Rule.SLIDING_WINDOW else 0,
+                int(group.eagle),
+                cpu.bank,
+                cpu.mask,
+                storage.bank,
+                storage.mask,
+            ]
+            (full if window_chunks is None else sparse).append(ext)
+            if group.rule is Rule.MAMBA:
+                geo[GEO_EXT_MAMBA_ALIGN] = chunk
+        sparse.sort(key=lambda ext: ext[EXT_WINDOW_CHUNKS], reverse=True)
+        self._exts += full + sparse
+        geo[GEO_EXT_END] = len(self._exts)
+        geo[GEO_EXT_SPARSE] = int(bool(sparse))
+        geo[GEO_EXT_TAIL_BLOCK] = _partial_tail_block(catalog)
+
+    def build(self) -> Geometry:
+        return Geometry(
+            _table(self._geos, GEO_COLUMNS),
+            _table(self._specs, SPEC_COLUMNS),
+            _table(self._members, MEMBER_COLUMNS),
+            _table(self._exts, EXT_COLUMNS),
+        )
+
+
+def _partial_tail_block(catalog: Catalog) -> int:
+    """Block size of the partial tail that the offload tier can load, or 0. Source: offloading/scheduler.py:300."""
+    groups = catalog.cacheable
+    supported = (
+        catalog.blocks_per_chunk == 1
+        and len({group.block_size for group in groups}) == 1
+        and any(g.rule is Rule.MAMBA and g.block_size > catalog.hash_block_size for g in groups)
+        and all(g.rule in (Rule.FULL, Rule.MAMBA) for g in groups)
+        and not any(group.eagle for group in groups)
+    )
+    return groups[0].block_size if supported else 0
+
+
+def _table(rows: list[list[int]], columns: int) -> NDArray[np.int64]:
+    table = np.zeros((len(rows), columns), np.int64)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = row
+    return table

@@ -1,0 +1,405 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's stream, from typed items to net changes of its residency. Pure: no sockets, no Redis, no clock of its own.
+
+Invariant: what `take` returned so far, applied in order, is what the stream said, and nothing is credited that a removal might have
+been lost for: a gap, a restart or an unreadable removal begins a new epoch, empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.events.codec import BatchDecoder, CodecError
+from kvrouter.events.items import (
+    Batch,
+    Connected,
+    Disconnected,
+    GapClosed,
+    GapLost,
+    GapOpened,
+    Malformed,
+    Proven,
+    ReplayFailed,
+    ReplayFinished,
+    Restarted,
+    StreamItem,
+)
+from kvrouter.events.messages import AllBlocksCleared, BlockStored, EventBatch
+from kvrouter.router.catalog import Catalog, CatalogLearner
+from kvrouter.router.copies import CopyTable
+from kvrouter.router.hashing import HashScheme
+from kvrouter.router.identity import HashIdentity, Standing
+from kvrouter.router.names import Place
+from kvrouter.router.registration import CatalogSpec, Registration
+from kvrouter.router.states import StreamState
+from kvrouter.router.transitions import Transitions
+
+# Tags of events that can take blocks away: one that cannot be read may leave ghosts behind, so the epoch is voided.
+REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
+
+# Meta fields of ours in Redis, beside those of the store.
+META_LEARNED = "learned"
+META_SCHEME = "scheme"
+META_FINGERPRINT = "fingerprint"
+META_GAPS = "gaps"
+
+
+class NetChange(msgspec.Struct, frozen=True):
+    """What changed in one place since the last flush: disjoint uint64 arrays."""
+
+    place: Place
+    added: NDArray[np.uint64]
+    removed: NDArray[np.uint64]
+
+
+class Flush(msgspec.Struct, frozen=True):
+    """One commit's worth of changes.
+
+    opens_epoch: everything earlier of this worker is void. seqs: first and last batch, None when there was none."""
+
+    epoch: str
+    opens_epoch: bool
+    seqs: tuple[int, int] | None
+    changes: list[NetChange]
+    copies: list[tuple[Place, int, int]]
+    meta: dict[str, bytes]
+
+
+class Tally(msgspec.Struct):
+    """Counters of one worker since this process began to follow it."""
+
+    batches: int = 0
+    events: int = 0
+    blocks: int = 0
+    broken: int = 0
+    unknown: int = 0
+    malformed: int = 0
+    gaps: int = 0
+    restarts: int = 0
+
+
+class StoredScheme(msgspec.Struct, frozen=True):
+    """A verified hash scheme as kept in Redis."""
+
+    algo: str
+    none_hash: str
+    standing: str
+    hash_block_size: int | None
+
+
+class Ingest:
+    """The state machine of one worker. Single-threaded; call `apply` with items in order and `take` to flush."""
+
+    def __init__(
+        self, registration: Registration, *, seed: str | None, decoder: BatchDecoder, new_epoch: Callable[[], str]
+    ) -> None:
+        spec = registration.catalog or CatalogSpec()
+        self.registration = registration
+        self._decoder = decoder
+        self._new_epoch = new_epoch
+        self._learner = CatalogLearner(spec)
+        self.identity = HashIdentity(spec, seed)
+        self.tally = Tally()
+        self.epoch = new_epoch()
+        self._opens_epoch = True
+        self.seq: int | None = None
+        self._first_seq: int | None = None
+        self._fingerprint = 0
+        self._state = StreamState.CONNECTING
+        self._incident = f"no connection to {registration.events} yet"
+        self._unproven = False
+        self.last_event_s: float | None = None
+        self.last_batch_ts: float | None = None
+        self._copies: dict[Place, CopyTable] = {}
+        self._pending: dict[Place, Transitions] = {}
+        self._multiple: dict[tuple[Place, int], int] = {}
+        self._known_shapes: set[tuple[object, ...]] = set()
+        self._meta_version: tuple[int, Standing] | None = None
+        self._catalog: Catalog | None = None
+        self._catalog_version: tuple[int, int | None] = (-1, None)
+
+    @property
+    def state(self) -> StreamState:
+        if self._state is StreamState.LIVE and not self.identity.explained:
+            return StreamState.UNHASHABLE
+        return self._state
+
+    @property
+    def reason(self) -> str:
+        """Why the state is what it is, and what happened last; empty when there is nothing to say."""
+        if self.state is StreamState.UNHASHABLE:
+            return (
+                "no known hash scheme explains this worker's first dense root blocks: set its hash_algo and none_hash, or the seed "
+                "that its PYTHONHASHSEED has (none_hash_seed)"
+            )
+        return self._incident
+
+    @property
+    def catalog(self) -> Catalog:
+        version = (self._learner.version, self.identity.hash_block_size)
+        if self._catalog is None or version != self._catalog_version:
+            self._catalog = self._learner.catalog(self.identity.hash_block_size)
+            self._catalog_version = version
+        return self._catalog
+
+    @property
+    def pending_blocks(self) -> int:
+        return sum(transitions.count for transitions in self._pending.values())
+
+    @property
+    def resident_bytes(self) -> int:
+        return sum(table.bytes for table in self._copies.values())
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a flush would change anything in Redis."""
+        return self._first_seq is not None or self._opens_epoch
+
+    def residency(self) -> dict[str, int]:
+        """Blocks by place, every medium that was seen."""
+        return {place.text: len(table) for place, table in sorted(self._copies.items(), key=lambda item: item[0].text)}
+
+    def restore(
+        self,
+        epoch: str,
+        seq: int,
+        places: dict[Place, NDArray[np.uint64]],
+        copies: dict[tuple[Place, int], int],
+        meta: dict[str, bytes],
+    ) -> None:
+        """Go on from what Redis holds. Credited as it stands, but suspect until the stream proves that nothing was missed."""
+        self.epoch, self.seq, self._opens_epoch = epoch, seq, False
+        self._fingerprint = int(meta.get(META_FINGERPRINT, b"0"))
+        self.tally.gaps = int(meta.get(META_GAPS, b"0"))
+        for place, hashes in places.items():
+            table = self._copies[place] = CopyTable()
+            table.set(hashes, np.ones(len(hashes), np.uint16))
+        for (place, block_hash), count in copies.items():
+            if place in self._copies:
+                self._copies[place].set(np.array([block_hash], np.uint64), np.array([min(count, 65_535)], np.uint16))
+        if META_LEARNED in meta:
+            self._learner.load(meta[META_LEARNED])
+        if META_SCHEME in meta:
+            stored = msgspec.json.decode(meta[META_SCHEME], type=StoredScheme)
+            scheme = HashScheme.from_bytes(stored.algo, bytes.fromhex(stored.none_hash))
+            self.identity.restore(scheme, Standing(stored.standing), stored.hash_block_size)
+        self._state = StreamState.SUSPECT
+        self._unproven = True
+        self._incident = f"restored from Redis at seq {seq}; the stream has not shown yet that nothing was missed since"
+
+    @property
+    def resume_point(self) -> tuple[int, int] | None:
+        """(seq, fingerprint) of the last batch applied, None when there is none."""
+        return None if self.seq is None else (self.seq, self._fingerprint)
+
+    def apply(self, item: StreamItem, now: float) -> None:
+        """Take the next item of the stream. now: seconds, monotonic."""
+        if isinstance(item, Batch):
+            self._batch(item, now)
+        elif isinstance(item, Connected):
+            self._connected()
+        elif isinstance(item, Disconnected):
+            self._set(
+                StreamState.SUSPECT, f"connection to {self.registration.events} lost; the last known residency is shown"
+            )
+            self._unproven = True
+        elif isinstance(item, GapOpened):
+            self._set(
+                StreamState.RESYNCING,
+                f"batches {item.first_seq} to {item.next_seq - 1} are missing; asking the replay endpoint, no credit meanwhile",
+            )
+        elif isinstance(item, GapClosed):
+            self._set(StreamState.LIVE, "")
+        elif isinstance(item, GapLost):
+            self.tally.gaps += 1
+            self._void(
+                f"batches {item.first_seq} to {item.next_seq - 1} are lost ({item.reason}); residency before seq {item.next_seq} "
+                "was dropped and is learned anew"
+            )
+        elif isinstance(item, Restarted):
+            self.tally.restarts += 1
+            self._void(f"the engine restarted ({item.reason}); what it held before is void")
+            self.seq = None
+        elif isinstance(item, Proven):
+            self._unproven = False
+            self._set(StreamState.LIVE, "")
+        elif isinstance(item, ReplayFinished):
+            if self._state is StreamState.CATCHING_UP:
+                self._set(StreamState.LIVE, "")
+        elif isinstance(item, ReplayFailed):
+            self._replay_failed(item)
+        elif isinstance(item, Malformed):
+            self.tally.malformed += 1
+
+    def _set(self, state: StreamState, incident: str) -> None:
+        self._state, self._incident = state, incident
+
+    def _connected(self) -> None:
+        if self._unproven:
+            self._incident = f"connected to {self.registration.events}; waiting for proof that nothing was missed"
+        elif self.registration.replay:
+            self._set(StreamState.CATCHING_UP, "replaying what the engine still remembers")
+        else:
+            self._set(StreamState.LIVE, "no replay endpoint: what was cached before is learned as it is used")
+
+    def _replay_failed(self, item: ReplayFailed) -> None:
+        if self._state is StreamState.CATCHING_UP:
+            self._set(
+                StreamState.LIVE, f"replay failed ({item.reason}): what was cached before is learned as it is used"
+            )
+        elif self._unproven:
+            self._incident = f"replay failed ({item.reason}); suspect until the next batch follows the last one"
+
+    def _void(self, incident: str) -> None:
+        """Begin a new epoch: nothing that was known counts any more."""
+        self.epoch = self._new_epoch()
+        self._opens_epoch = True
+        self._copies.clear()
+        self._pending.clear()
+        self._multiple.clear()
+        self._first_seq = None
+        self._meta_version = None
+        self._unproven = False
+        self._set(StreamState.LIVE, incident)
+
+    def _batch(self, item: Batch, now: float) -> None:
+        self.last_event_s = now
+        self.tally.batches += 1
+        try:
+            batch = self._decoder.decode(item.payload, with_tokens=self.identity.wants_tokens)
+        except CodecError as error:
+            self.tally.broken += 1
+            self._void(f"batch {item.seq} could not be decoded ({error}); residency before it was dropped")
+        else:
+            self._events(batch)
+            self.last_batch_ts = batch.ts
+        if self._state in (StreamState.CONNECTING, StreamState.SUSPECT) and not self._unproven:
+            self._set(StreamState.LIVE, "")
+        self.seq = item.seq
+        self._fingerprint = item.fingerprint
+        if self._first_seq is None:
+            self._first_seq = item.seq
+
+    def _events(self, batch: EventBatch) -> None:
+        run: list[NDArray[np.uint64]] = []
+        run_place: Place | None = None
+        run_stores = False
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                self._run(run_place, run_stores, run)
+                run, run_place = [], None
+                self._clear(event)
+                continue
+            stores = isinstance(event, BlockStored)
+            if isinstance(event, BlockStored):
+                self._learn(event)
+            else:
+                self._learner.removed(event)
+            if not len(event.block_hashes):
+                continue
+            place = Place(event.group_idx, event.medium, event.ownership)
+            if place != run_place or stores is not run_stores:
+                self._run(run_place, run_stores, run)
+                run, run_place, run_stores = [], place, stores
+            run.append(event.block_hashes)
+        self._run(run_place, run_stores, run)
+        self.tally.events += len(batch.events)
+        self.tally.unknown += batch.unknown
+        self.tally.broken += len(batch.broken)
+        unreadable = [event for event in batch.broken if event.tag in REMOVING_TAGS]
+        if unreadable:
+            self._void(
+                f"{len(unreadable)} event(s) that may have removed blocks could not be decoded ({unreadable[0].error}); "
+                "residency before them was dropped"
+            )
+
+    def _learn(self, event: BlockStored) -> None:
+        shape = (event.group_idx, event.medium, event.block_size, event.kind, event.sliding_window)
+        if shape not in self._known_shapes or event.medium != "GPU":
+            self._learner.stored(event)
+            self._known_shapes.add(shape)
+        if event.token_ids is not None:
+            self.identity.judge(event)
+
+    def _run(self, place: Place | None, stores: bool, parts: list[NDArray[np.uint64]]) -> None:
+        """Count a run of events of one place and one direction."""
+        if place is None or not parts:
+            return
+        hashes = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        self.tally.blocks += len(hashes)
+        table = self._copies.get(place)
+        if table is None:
+            table = self._copies[place] = CopyTable()
+        pending = self._pending.get(place)
+        if pending is None:
+            pending = self._pending[place] = Transitions()
+        if stores:
+            now = table.up(hashes)
+            self._note_copies(place, hashes, now, now >= 2, 0)
+            pending.arrived(hashes if now.max() == 1 else hashes[now == 1])
+        else:
+            was = table.down(hashes)
+            self._note_copies(place, hashes, was, was >= 2, 1)
+            pending.left(hashes if was.max() == 1 and was.min() == 1 else hashes[was == 1])
+
+    def _note_copies(
+        self, place: Place, hashes: NDArray[np.uint64], counts: NDArray[np.uint16], chosen: NDArray[np.bool_], less: int
+    ) -> None:
+        if chosen.any():
+            for block_hash, count in zip(hashes[chosen].tolist(), counts[chosen].tolist(), strict=True):
+                self._multiple[place, block_hash] = count - less
+
+    def _clear(self, event: AllBlocksCleared) -> None:
+        """Everything, or what the event names, is gone.
+
+        Stock vLLM names nothing, so every medium is dropped: less credit, not more.
+        """
+        for place, table in self._copies.items():
+            if event.medium not in (None, place.medium) or event.group_idx not in (None, place.group_idx):
+                continue
+            self._pending.setdefault(place, Transitions()).left(table.hashes())
+            for block_hash in table.multiples().tolist():
+                self._multiple[place, block_hash] = 0
+            self._copies[place] = CopyTable()
+
+    def take(self) -> Flush | None:
+        """The net changes since the last call, None when the stream brought nothing."""
+        if not self.has_news:
+            return None
+        changes = []
+        for place, transitions in self._pending.items():
+            added, removed = transitions.net()
+            if len(added) or len(removed):
+                changes.append(NetChange(place, added, removed))
+        seqs = None if self._first_seq is None or self.seq is None else (self._first_seq, self.seq)
+        flush = Flush(
+            epoch=self.epoch,
+            opens_epoch=self._opens_epoch,
+            seqs=seqs,
+            changes=changes,
+            copies=[(place, block_hash, count) for (place, block_hash), count in self._multiple.items()],
+            meta=self._meta(),
+        )
+        self._opens_epoch = False
+        self._first_seq = None
+        self._pending.clear()
+        self._multiple.clear()
+        return flush
+
+    def _meta(self) -> dict[str, bytes]:
+        meta = {META_FINGERPRINT: str(self._fingerprint).encode(), META_GAPS: str(self.tally.gaps).encode()}
+        version = (self._learner.version, self.identity.standing)
+        if version != self._meta_version:
+            scheme = self.identity.scheme
+            meta[META_LEARNED] = self._learner.dump()
+            meta[META_SCHEME] = msgspec.json.encode(
+                StoredScheme(
+                    scheme.algo, scheme.none_hash.hex(), self.identity.standing.value, self.identity.hash_block_size
+                )
+            )
+            self._meta_version = version
+        return meta

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every metric of the router, in one place, on a registry that is passed in.
+
+Labels come from small closed sets: never a request id, a hash or a model text of a client. Worker names are printable,
+short and at most MAX_WORKER_LABELS many; all further ones share the label `other`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.states import StreamState
+
+STREAM_STATES = tuple(state.value for state in StreamState)
+
+COMMIT_OUTCOMES = ("applied", "fenced", "stale", "failed")
+
+# A fleet has tens to hundreds of workers. Each costs about 15 series here; unbounded, a client that registers in a loop
+# would fill Prometheus.
+MAX_WORKER_LABELS = 1_024
+MAX_WORKER_LABEL_CHARS = 80
+OTHER_WORKER = "other"
+
+# A decision takes 10 us (hashes, warm) to some ms (32 k fresh tokens to hash); Prometheus' own buckets begin at 5 ms.
+DECIDE_BUCKETS_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1, 1.0)
+
+
+class Metrics:
+    """The metrics as attributes. Two instances on two registries live side by side in one process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.registry = registry
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"kvrouter_{name}", text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"kvrouter_{name}", text, labels, registry=registry)
+
+        self.requests = counter("requests_total", "HTTP requests answered", "path", "code")
+        self.internal_errors = counter("internal_errors_total", "Unhandled exceptions: each is a bug", "where")
+        self.decide_seconds = Histogram(
+            "kvrouter_decide_seconds",
+            "Time to answer a question, without HTTP; observed by the API",
+            buckets=DECIDE_BUCKETS_S,
+            registry=registry,
+        )
+
+        self.ingest_batches = counter("ingest_batches_total", "Event batches taken in", "worker")
+        self.ingest_events = counter("ingest_events_total", "Events taken in", "worker")
+        self.ingest_blocks = counter("ingest_blocks_total", "Block hashes taken in, stored or removed", "worker")
+        self.ingest_broken_events = counter("ingest_broken_events_total", "Events that did not decode", "worker")
+        self.ingest_unknown_events = counter("ingest_unknown_events_total", "Events of an unknown type", "worker")
+        self.stream_gaps = counter("stream_gaps_total", "Gaps in the sequence of batches, filled or lost", "worker")
+        self.stream_restarts = counter("stream_restarts_total", "New lives of a worker's publisher", "worker")
+        self.stream_state = gauge("stream_state", "1 for the state that a worker is in, else 0", "worker", "state")
+
+        self.index_commits = counter("index_commits_total", "Commits to the store", "outcome")
+        self.store_up = gauge("store_up", "1 while the store answers")
+        self.mirror_entries = gauge("mirror_entries", "(worker, block) entries in memory")
+        self.mirror_bytes = gauge("mirror_bytes", "Bytes of the index in memory")
+
+        self.segment_memory_bytes = gauge("segment_memory_bytes", "Bytes of remembered prompt segments")
+        self.segment_hits = counter("segment_hits_total", "Prompt segments whose hashes were remembered")
+        self.segment_misses = counter("segment_misses_total", "Prompt segments that were hashed")
+
+        for outcome in COMMIT_OUTCOMES:
+            self.index_commits.labels(outcome)
+        self._workers: dict[WorkerKey, str] = {}
+        self._request_children: dict[tuple[str, int], Counter] = {}
+        # Per-worker metrics, to drop a worker's series when it is unregistered.
+        self._per_worker = (
+            self.ingest_batches,
+            self.ingest_events,
+            self.ingest_blocks,
+            self.ingest_broken_events,
+            self.ingest_unknown_events,
+            self.stream_gaps,
+            self.stream_restarts,
+        )
+
+    def worker_label(self, worker: WorkerKey) -> str:
+        """`w0`, or `w0@3` for another rank than 0; `other` once MAX_WORKER_LABELS are in use.
+
+        Workers of two models with one id share a label."""
+        label = self._workers.get(worker)
+        if label is None:
+            if len(self._workers) >= MAX_WORKER_LABELS:
+                return OTHER_WORKER
+            rank = f"@{worker.dp_rank}" if worker.dp_rank else ""
+            name = "".join(c if c.isprintable() else "_" for c in worker.worker_id)
+            label = name[: MAX_WORKER_LABEL_CHARS - len(rank)] + rank
+            self._workers[worker] = label
+        return label
+
+    def set_stream_state(self, worker: WorkerKey, state: str) -> None:
+        """Marks the one state that `worker` is in now."""
+        label = self.worker_label(worker)
+        for known in STREAM_STATES:
+            self.stream_state.labels(label, known).set(1 if known == state else 0)
+
+    def forget_worker(self, worker: WorkerKey) -> None:
+        """Drops the series of an unregistered worker, unless another worker shares its label."""
+        label = self._workers.pop(worker, None)
+        if label is None or label in self._workers.values():
+            return
+        # Old versions of prometheus-client raise for a series that never was.
+        for metric in self._per_worker:
+            with contextlib.suppress(KeyError):
+                metric.remove(label)
+        for state in STREAM_STATES:
+            with contextlib.suppress(KeyError):
+                self.stream_state.remove(label, state)
+
+    def count_request(self, path: str, code: int) -> None:
+        """Counts one answer; `path` is a route's template, never the path as the client sent it."""
+        child = self._request_children.get((path, code))
+        if child is None:
+            child = self._request_children[path, code] = self.requests.labels(path, str(code))
+        child.inc()

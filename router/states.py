@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of a worker's stream, and what each means for its credit (design.md section 8)."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class StreamState(StrEnum):
+    """Where a worker's event stream stands. The values are what `/workers` and the metrics show."""
+
+    CONNECTING = "connecting"
+    CATCHING_UP = "catching_up"
+    LIVE = "live"
+    SUSPECT = "suspect"
+    RESYNCING = "resyncing"
+    UNHASHABLE = "unhashable"
+    DOWN = "down"
+
+
+# In these states the residency that is known is credited. `suspect` is: nothing contradicts it yet, it is marked, and whatever
+# disproves it voids it. `resyncing` is not: batches are known to be missing.
+CREDITED = frozenset({StreamState.CATCHING_UP, StreamState.LIVE, StreamState.SUSPECT})

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker as one line of text, and the checks on what a worker may be called and where it may listen.
+
+`ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]`. The checks serve
+`POST /register` too. They return the problem as text that names what to write instead, or None; pure, no I/O.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvrouter.router.errors import SettingError
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.registration import CatalogSpec, Registration
+
+# Names become Redis keys, labels and log fields; longer ones are a mistake or an attack.
+MAX_NAME_CHARS = 512
+
+# Data-parallel ranks are counted from 0; vLLM's largest deployments have some hundreds.
+MAX_DP_RANK = 65_535
+
+# Far over any engine's block (vLLM: up to some thousand tokens for Mamba) and any window.
+MAX_TOKENS = 2**31 - 1
+
+HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+
+SHAPE = "ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]"
+CATALOG_NUMBERS = ("hash_block_size", "scheduler_block_size", "offload_blocks_per_chunk")
+CATALOG_TEXTS = ("hash_algo", "none_hash", "none_hash_seed")
+KEYS = ("events", "replay", "model", "dp_rank", "block_size", "lora_name", *CATALOG_NUMBERS, *CATALOG_TEXTS)
+
+
+class WorkerSpec(msgspec.Struct, frozen=True):
+    """One `--worker`. `model` None: the engine at `url` has to be asked for its name."""
+
+    worker_id: str
+    url: str
+    dp_rank: int = 0
+    model: str | None = None
+    events: str | None = None
+    replay: str | None = None
+    block_size: int | None = None
+    lora_name: str | None = None
+    catalog: CatalogSpec | None = None
+
+    def registration(self, model: str) -> Registration:
+        """The registration that this line stands for, as a worker of `model`."""
+        return Registration(
+            worker=WorkerKey(model, self.worker_id, self.dp_rank),
+            events=self.events,
+            replay=self.replay,
+            url=self.url,
+            block_size=self.block_size,
+            lora_name=self.lora_name,
+            catalog=self.catalog,
+        )
+
+
+def name_problem(name: str) -> str | None:
+    """Why `name` cannot name a worker or a model."""
+    if not name or not name.strip():
+        return "must not be empty"
+    if len(name) > MAX_NAME_CHARS:
+        return f"must have at most {MAX_NAME_CHARS} characters"
+    # A lone surrogate (JSON's "\ud800") has no UTF-8, so it can be neither stored nor sent on.
+    if any("\ud800" <= c <= "\udfff" for c in name):
+        return "must be valid Unicode"
+    return None
+
+
+def endpoint_problem(endpoint: str) -> str | None:
+    """Why `endpoint` is no ZMQ endpoint to connect to."""
+    wanted = "must be a ZMQ endpoint like tcp://10.0.0.5:5557 or ipc:///run/kv.sock"
+    if any(c.isspace() or not c.isprintable() for c in endpoint) or len(endpoint) > MAX_NAME_CHARS:
+        return wanted
+    if endpoint.startswith("ipc://"):
+        return None if len(endpoint) > len("ipc://") else wanted
+    found = re.fullmatch(r"tcp://([^/@]+):(\d{1,5})", endpoint)
+    if not found or not 0 < int(found[2]) <= 65_535:
+        return wanted
+    if found[1] in ("*", "0.0.0.0", "[::]"):
+        return f"{wanted}; {found[1]} is where the engine binds, not where it can be reached"
+    return None
+
+
+def url_problem(url: str) -> str | None:
+    """Why `url` is no HTTP address of an engine."""
+    wanted = "must be an HTTP address like http://10.0.0.5:8000"
+    if any(c.isspace() or not c.isprintable() for c in url) or len(url) > MAX_NAME_CHARS:
+        return wanted
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        return wanted
+    return None if good else wanted
+
+
+def none_hash_problem(text: str) -> str | None:
+    """Why `text` is no root hash; vLLM's has 32 bytes (sha256) or 16 (xxhash)."""
+    return None if re.fullmatch(r"(0x)?([0-9a-fA-F]{2}){8,32}", text) else "must be 16 to 64 hex digits"
+
+
+def parse_worker(spec: str) -> WorkerSpec:
+    """The worker that `spec` describes. Raises SettingError."""
+    head, *pairs = spec.split(",")
+    worker_id, separator, url = head.partition("=")
+    if not separator or not url:
+        raise SettingError(f"write {SHAPE}")
+    _check("ID", name_problem(worker_id))
+    _check("HTTP_URL", url_problem(url))
+    values: dict[str, str] = {}
+    for pair in pairs:
+        key, separator, value = pair.partition("=")
+        if not separator or not value:
+            raise SettingError(f"{pair!r} is not KEY=VALUE; write {SHAPE}")
+        if key not in KEYS:
+            raise SettingError(f"there is no key {key!r}; the keys are {', '.join(KEYS)}")
+        if key in values:
+            raise SettingError(f"{key} is given twice; give it once")
+        values[key] = value
+    for key in ("events", "replay"):
+        if key in values:
+            _check(key, endpoint_problem(values[key]))
+    if "model" in values:
+        _check("model", name_problem(values["model"]))
+    if "none_hash" in values:
+        _check("none_hash", none_hash_problem(values["none_hash"]))
+    if values.get("hash_algo", HASH_ALGOS[0]) not in HASH_ALGOS:
+        raise SettingError(f"hash_algo must be one of {', '.join(HASH_ALGOS)}")
+    catalog: dict[str, str | int] = {key: values[key] for key in CATALOG_TEXTS if key in values}
+    catalog |= {key: _number(values, key) for key in CATALOG_NUMBERS if key in values}
+    return WorkerSpec(
+        worker_id=worker_id,
+        url=url,
+        dp_rank=_number(values, "dp_rank", least=0, most=MAX_DP_RANK) if "dp_rank" in values else 0,
+        model=values.get("model"),
+        events=values.get("events"),
+        replay=values.get("replay"),
+        block_size=_number(values, "block_size") if "block_size" in values else None,
+        lora_name=values.get("lora_name"),
+        catalog=msgspec.convert(catalog, CatalogSpec) if catalog else None,
+    )
+
+
+def _number(values: dict[str, str], key: str, least: int = 1, most: int = MAX_TOKENS) -> int:
+    text = values[key]
+    if not re.fullmatch(r"[0-9]{1,10}", text) or not least <= int(text) <= most:
+        raise SettingError(f"{key} must be a whole number, {least} to {most}")
+    return int(text)
+
+
+def _check(what: str, problem: str | None) -> None:
+    if problem:
+        raise SettingError(f"{what} {problem}")

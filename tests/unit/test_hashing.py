@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""hashing.py against vectors that vLLM itself made (tests/golden/make_hash_vectors.py), and its own rules."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvrouter.router.hashing import (
+    ALGORITHMS,
+    ExtraKeys,
+    HashScheme,
+    HashSpace,
+    Unexplained,
+    Unjudged,
+    Verdict,
+    Verified,
+    check_token_ids,
+    extra_keys_for,
+    hash_block,
+    hash_chain,
+    known_schemes,
+    plausible_hash_block_sizes,
+    reduce_hash,
+    reduce_hashes,
+    tag_extra_keys,
+    verify_scheme,
+)
+
+GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "hash_vectors.json").read_text())
+DEFAULT = HashScheme.default()
+
+
+def prompt_ids(name: str) -> list[int]:
+    prompt = GOLDEN["prompts"][name]
+    return prompt["ids"] if "ids" in prompt else [prompt["start"] + prompt["step"] * i for i in range(prompt["count"])]
+
+
+def space_of(vector: dict[str, Any]) -> HashSpace:
+    scheme = HashScheme.from_bytes(vector["algo"], bytes.fromhex(vector["none_hash"]))
+    lora = None if vector["lora"] is None else (vector["lora"][0], vector["lora"][1])
+    return HashSpace(scheme, vector["block_size"], lora, vector["cache_salt"])
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+def test_digests_equal_vllms(algo: str) -> None:
+    vectors = [vector for vector in GOLDEN["vectors"] if vector["algo"] == algo]
+    assert len(vectors) == 3 * 7 * 6
+    for vector in vectors:
+        space = space_of(vector)
+        ids = check_token_ids(prompt_ids(vector["prompt"]))
+        first, others = extra_keys_for(space, 0), extra_keys_for(space, 1)
+        digests = hash_chain(space.scheme, None, ids, space.block_size, first, others)
+        assert [digest.hex() for digest in digests] == vector["hashes"], vector
+        assert [reduce_hash(digest) for digest in digests] == vector["reduced"]
+        assert reduce_hashes(digests).tolist() == vector["reduced"]
+
+
+def test_none_hash_equals_vllms_for_each_seed() -> None:
+    seen = set()
+    for vector in GOLDEN["vectors"]:
+        algo, seed = vector["algo"], vector["seed"]
+        if seed is None and algo.startswith("xxhash"):
+            continue
+        seen.add((algo, seed))
+        assert HashScheme.default(algo, seed).none_hash.hex() == vector["none_hash"]
+    assert len(seen) == 2 * 3 + 2 * 2
+
+
+@pytest.mark.parametrize("algo", ["xxhash", "xxhash_cbor"])
+def test_xxhash_without_a_seed_is_refused_because_vllm_draws_it(algo: str) -> None:
+    with pytest.raises(ValueError, match="PYTHONHASHSEED"):
+        HashScheme.default(algo)
+
+
+def test_an_empty_seed_is_a_seed() -> None:
+    assert HashScheme.default("sha256", "") == HashScheme.from_seed("sha256", "") != DEFAULT
+
+
+def test_schemes_refuse_what_no_engine_has() -> None:
+    with pytest.raises(ValueError, match="unknown hash algorithm 'md5'"):
+        HashScheme.default("md5")
+    with pytest.raises(ValueError, match="unknown hash algorithm 'builtin'"):
+        HashScheme("builtin", b"")
+    with pytest.raises(ValueError, match="has 32 bytes, got 16"):
+        HashScheme.from_bytes("sha256", bytes(16))
+    with pytest.raises(ValueError, match="has 16 bytes, got 32"):
+        HashScheme.from_bytes("xxhash_cbor", bytes(32))
+    with pytest.raises(ValueError, match="block_size"):
+        HashSpace(DEFAULT, 0)
+
+
+def test_labels_tell_seeds_apart() -> None:
+    assert DEFAULT.label == "sha256"
+    assert HashScheme.default("sha256_cbor").label == "sha256_cbor"
+    seeded = HashScheme.from_seed("sha256", "0")
+    assert seeded.label == f"sha256/{seeded.none_hash.hex()[:8]}"
+    labels = [scheme.label for scheme in known_schemes(["a", "b"])]
+    assert len(set(labels)) == len(labels) == 2 + 4 * 4
+
+
+def test_known_schemes_start_with_vllms_default_and_have_no_duplicates() -> None:
+    assert known_schemes()[0] == DEFAULT
+    assert known_schemes(["0", "0"]) == (*known_schemes()[:2], *known_schemes(["0"])[2:])
+    assert HashScheme.from_seed("xxhash", "mine") in known_schemes(["mine"])
+
+
+@given(st.lists(st.integers(0, 2**63 - 1), max_size=40), st.integers(1, 7))
+def test_a_chain_is_its_blocks_one_after_another(ids: list[int], block_size: int) -> None:
+    space = HashSpace(DEFAULT, block_size, ("n", "p"), "s")
+    parent, expected = None, []
+    for index in range(len(ids) // block_size):
+        block = ids[index * block_size : (index + 1) * block_size]
+        parent = hash_block(DEFAULT, parent, block, extra_keys_for(space, index))
+        expected.append(parent)
+    first, others = extra_keys_for(space, 0), extra_keys_for(space, 1)
+    assert hash_chain(DEFAULT, None, check_token_ids(ids), block_size, first, others) == expected
+
+
+def test_hash_block_takes_arrays_as_it_takes_lists() -> None:
+    ids = [1, 300, 70000, 2**31]
+    assert hash_block(DEFAULT, b"", np.array(ids, np.uint32), None) == hash_block(DEFAULT, None, ids, None)
+
+
+@pytest.mark.parametrize("bad", [[-1], [2**63], [2**64], [-1, 2**63], [1.0], ["1"], [[1]], [None], [True, False]])
+def test_bad_token_ids_are_refused(bad: list[Any]) -> None:
+    with pytest.raises(ValueError, match=r"token ids must be .*from 0 to 2\*\*63-1"):
+        check_token_ids(bad)
+    with pytest.raises(ValueError, match="token ids"):
+        hash_block(DEFAULT, None, bad, None)
+
+
+def test_the_ends_of_the_token_range_are_taken() -> None:
+    assert check_token_ids([0, 2**63 - 1]).tolist() == [0, 2**63 - 1]
+    assert check_token_ids([]).dtype == np.int64
+
+
+def test_extra_keys_are_tagged_lora_first_and_salt_in_block_0_only() -> None:
+    space = HashSpace(DEFAULT, 16, ("sql", "/a"), "tenant")
+    assert extra_keys_for(space, 0) == (("lora", "sql", "/a"), ("cache_salt", "tenant"))
+    assert extra_keys_for(space, 1) == (("lora", "sql", "/a"),)
+    assert extra_keys_for(HashSpace(DEFAULT, 16, None, "tenant"), 1) is None
+    assert extra_keys_for(HashSpace(DEFAULT, 16, None, ""), 0) is None
+
+
+def test_a_path_that_is_the_name_hashes_as_two_strings() -> None:
+    # As one object, pickle would write the second as a reference to the first; the engine decoded two objects.
+    name = "adapter"
+    path = "".join(["adap", "ter"])
+    assert name is not path
+    expected = hash_block(DEFAULT, None, [1], (("lora", name, path),))
+    assert hash_block(DEFAULT, None, [1], extra_keys_for(HashSpace(DEFAULT, 1, (name, name)), 0)) == expected
+    assert hash_block(DEFAULT, None, [1], (("lora", name, name),)) != expected
+
+
+@pytest.mark.parametrize("event", GOLDEN["announced"][:-1])
+def test_a_block_as_vllm_announces_it_verifies(event: dict[str, Any]) -> None:
+    for hash_block_size in (event["hash_block_size"], None):
+        verdict = judge(event, hash_block_size)
+        assert verdict == Verified(DEFAULT, event["hash_block_size"])
+    assert judge({**event, "block_hash": event["block_hash"] ^ 1}, event["hash_block_size"]) == Unexplained(
+        plain=event["extra_keys"] is None
+    )
+
+
+def judge(event: dict[str, Any], hash_block_size: int | None) -> Verdict:
+    return verify_scheme(
+        known_schemes(),
+        block_hash=event["block_hash"],
+        token_ids=event["token_ids"],
+        block_size=event["block_size"],
+        hash_block_size=hash_block_size,
+        extra_keys_untagged=event["extra_keys"],
+        lora_name=event["lora"] and event["lora"][0],
+        lora_paths=dict([event["lora"]]) if event["lora"] else {},
+    )
+
+
+@pytest.mark.parametrize("hash_block_size", [16, None])
+def test_images_within_several_hash_blocks_cannot_be_judged(hash_block_size: int | None) -> None:
+    event = GOLDEN["announced"][-1]
+    assert event["hash_block_size"] < event["block_size"]
+    assert isinstance(judge(event, hash_block_size), Unjudged)
+
+
+def test_an_image_within_the_first_hash_block_is_judged() -> None:
+    keys: ExtraKeys = (("mm", "a1", 3),)
+    root = hash_block(DEFAULT, None, range(16), keys)
+    event = {
+        "block_hash": reduce_hash(hash_block(DEFAULT, root, range(16, 32), None)),
+        "token_ids": list(range(32)),
+        "block_size": 32,
+        "extra_keys": [("a1", 3)],
+        "lora": None,
+    }
+    assert judge(event, None) == judge(event, 16) == Verified(DEFAULT, 16)
+
+
+def verdict(scheme: HashScheme, candidates: list[HashScheme] | tuple[HashScheme, ...], **changes: Any) -> Verdict:
+    """The verdict on the plain block 0..15 hashed by `scheme`, but for `changes`."""
+    told: dict[str, Any] = {
+        "block_hash": reduce_hash(hash_block(scheme, None, range(16), changes.pop("hashed", None))),
+        "token_ids": list(range(16)),
+        "block_size": 16,
+        "hash_block_size": 16,
+        "extra_keys_untagged": None,
+        "lora_name": None,
+        "lora_paths": {},
+    }
+    return verify_scheme(candidates, **{**told, **changes})
+
+
+@pytest.mark.parametrize("scheme", known_schemes(["mine"]), ids=lambda scheme: scheme.label)
+def test_each_known_scheme_is_told_from_all_others(scheme: HashScheme) -> None:
+    every = known_schemes(["mine"])
+    assert verdict(scheme, every) == Verified(scheme, 16)
+    assert verdict(scheme, [other for other in every if other != scheme]) == Unexplained(plain=True)
+
+
+def test_a_salt_that_equals_the_lora_name_is_told_apart() -> None:
+    hashed: ExtraKeys = (("lora", "x", "/p"), ("cache_salt", "x"))
+    told = {"extra_keys_untagged": ["x", "x"], "lora_name": "x", "lora_paths": {"x": "/p"}}
+    assert verdict(DEFAULT, [DEFAULT], hashed=hashed, **told) == Verified(DEFAULT, 16)
+
+
+def test_bare_salts_of_older_engines_do_not_convict_the_scheme() -> None:
+    # mypy would not let this key through hash_block: it is what vLLM hashed before vllm#44701.
+    older: Any = ("tenant",)
+    assert verdict(DEFAULT, [DEFAULT], hashed=older, extra_keys_untagged=["tenant"]) == Unexplained(plain=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"token_ids": list(range(15))}, "came with 15 token ids"),
+        ({"token_ids": [], "block_size": 0}, "block of 0 tokens"),
+        ({"token_ids": [-1] * 16}, "token ids must be"),
+        ({"hash_block_size": 3}, "not made of hash blocks of 3"),
+        ({"hash_block_size": 32}, "not made of hash blocks of 32"),
+        ({"hash_block_size": 0}, "not made of hash blocks of 0"),
+        ({"hash_block_size": None, "block_size": 2056, "token_ids": list(range(2056))}, "not guessed"),
+        ({"lora_name": "x", "extra_keys_untagged": ["x"]}, "declare it in lora_paths"),
+        ({"lora_name": "x", "lora_paths": {"x": "/p"}}, "do not start with it"),
+        ({"lora_name": "x", "lora_paths": {"x": "/p"}, "extra_keys_untagged": ["y"]}, "do not start with it"),
+        ({"extra_keys_untagged": ["a", "b"]}, "does not send: str"),
+        ({"extra_keys_untagged": [7]}, "does not send: int"),
+        ({"extra_keys_untagged": [["a", "b"]]}, "does not send: list"),
+    ],
+)
+def test_what_cannot_be_judged_says_why(changes: dict[str, Any], why: str) -> None:
+    outcome = verdict(DEFAULT, [DEFAULT], **changes)
+    assert isinstance(outcome, Unjudged)
+    assert why in outcome.reason
+
+
+def test_prompt_embeds_are_tagged() -> None:
+    assert tag_extra_keys([b"d"], lora_name=None, lora_paths={}) == (("prompt_embeds", b"d"),)
+
+
+def test_plausible_hash_block_sizes_are_the_block_and_its_divisors_in_steps() -> None:
+    assert plausible_hash_block_sizes(16) == [16, 8]
+    assert plausible_hash_block_sizes(528) == [528, 264, 176, 88, 48, 24, 16, 8]
+    assert plausible_hash_block_sizes(1) == [1]
+    assert plausible_hash_block_sizes(8) == [8]
+    assert plausible_hash_block_sizes(15) == [15]

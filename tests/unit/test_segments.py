@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Remembered hashes equal computed ones, and the memory keeps to its budget."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvrouter.router.hashing import HashScheme, HashSpace, extra_keys_for, hash_block, reduce_hash
+from kvrouter.router.segments import PromptHasher, SegmentMemory
+from numpy.typing import NDArray
+
+SPACE = HashSpace(HashScheme.default(), 4)
+PLENTY = 1 << 20
+
+
+def hashed(space: HashSpace, ids: NDArray[np.int64], memory: SegmentMemory, segment_blocks: int = 2) -> list[int]:
+    hasher = PromptHasher(space, ids, memory, segment_blocks)
+    handed: list[int] = []
+    while (segment := hasher.extend()).size:
+        assert segment.dtype == np.uint64
+        handed += segment.tolist()
+        assert hasher.hashes.tolist() == handed
+    assert len(handed) == hasher.total_blocks
+    return handed
+
+
+def one_by_one(space: HashSpace, ids: NDArray[np.int64]) -> list[int]:
+    parent, hashes = None, []
+    for index in range(len(ids) // space.block_size):
+        block = ids[index * space.block_size : (index + 1) * space.block_size]
+        parent = hash_block(space.scheme, parent, block, extra_keys_for(space, index))
+        hashes.append(reduce_hash(parent))
+    return hashes
+
+
+def spaces() -> st.SearchStrategy[HashSpace]:
+    schemes = st.sampled_from([HashScheme.default(), HashScheme.from_seed("xxhash", "0")])
+    loras = st.sampled_from([None, ("a", "p"), ("a", "q")])
+    return st.builds(HashSpace, schemes, st.integers(1, 3), loras, st.sampled_from([None, "s", "t"]))
+
+
+@given(
+    st.lists(
+        st.tuples(spaces(), st.lists(st.sampled_from([0, 1, 2**32 - 1, 2**32, 2**40]), max_size=14), st.integers(1, 4)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from([0, 1500, 4000, PLENTY]),
+)
+def test_remembered_hashes_equal_computed_ones(
+    prompts: list[tuple[HashSpace, list[int], int]], budget_bytes: int
+) -> None:
+    # Few ids and small spaces, so that prompts of one memory share prefixes, widths and evicted segments.
+    memory = SegmentMemory(budget_bytes)
+    for space, ids, segment_blocks in prompts * 2:
+        array = np.array(ids, np.int64)
+        assert hashed(space, array, memory, segment_blocks) == one_by_one(space, array)
+        assert memory.bytes <= budget_bytes
+
+
+def test_ids_of_two_widths_with_equal_bytes_are_different_segments() -> None:
+    memory, space = SegmentMemory(PLENTY), HashSpace(HashScheme.default(), 1)
+    wide = np.array([2**32 + 5], np.int64)
+    narrow = np.array([5, 1], np.int64)
+    assert wide.tobytes() == narrow.astype(np.uint32).tobytes()
+    assert len(hashed(space, wide, memory)) == 1
+    assert hashed(space, narrow, memory) == one_by_one(space, narrow)
+
+
+def test_wide_ids_are_not_cut_to_narrow_ones() -> None:
+    memory, space = SegmentMemory(PLENTY), HashSpace(HashScheme.default(), 1)
+    for ids in ([5], [2**32 + 5], [2**32 - 1], [2**33 - 1], [0], [2**32]):
+        array = np.array(ids, np.int64)
+        assert hashed(space, array, memory) == one_by_one(space, array)
+    assert memory.hits == 0
+
+
+def test_a_shared_prefix_is_hashed_once() -> None:
+    memory = SegmentMemory(PLENTY)
+    hashed(SPACE, np.arange(32), memory)
+    assert (memory.hits, memory.misses, len(memory)) == (0, 4, 4)
+    longer = np.concatenate([np.arange(16), np.arange(100, 120)])
+    hashed(SPACE, longer, memory)
+    assert (memory.hits, memory.misses, len(memory)) == (2, 7, 7)
+
+
+def test_hashing_is_lazy() -> None:
+    memory = SegmentMemory(PLENTY)
+    hasher = PromptHasher(SPACE, np.arange(1000), memory, 3)
+    assert (hasher.total_blocks, hasher.hashes.size, memory.misses) == (250, 0, 0)
+    hasher.extend()
+    assert (hasher.hashes.size, memory.misses) == (3, 1)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 3])
+def test_a_prompt_without_a_full_block_has_no_hashes(num_tokens: int) -> None:
+    hasher = PromptHasher(SPACE, np.arange(num_tokens), SegmentMemory(PLENTY))
+    assert hasher.total_blocks == hasher.extend().size == hasher.hashes.size == 0
+
+
+def test_handed_out_hashes_cannot_spoil_the_memory() -> None:
+    memory = SegmentMemory(PLENTY)
+    for _ in range(2):
+        hasher = PromptHasher(SPACE, np.arange(8), memory)
+        with pytest.raises(ValueError, match="read-only"):
+            hasher.extend()[0] = 0
+        with pytest.raises(ValueError, match="read-only"):
+            hasher.hashes[0] = 0
+
+
+def test_bad_prompts_and_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="token ids"):
+        PromptHasher(SPACE, np.array([-1]), SegmentMemory(PLENTY))
+    with pytest.raises(ValueError, match="segment_blocks"):
+        PromptHasher(SPACE, np.arange(4), SegmentMemory(PLENTY), 0)
+    with pytest.raises(ValueError, match="budget_bytes"):
+        SegmentMemory(-1)
+
+
+def put(memory: SegmentMemory, name: int, space: HashSpace = SPACE) -> None:
+    memory.put(space, None, 1, bytes([name]) * 16, np.array([name], np.uint64), bytes(32))
+
+
+def holds(memory: SegmentMemory, name: int) -> bool:
+    return memory.get(SPACE, None, 1, bytes([name]) * 16) is not None
+
+
+def test_the_least_recently_used_segment_goes_first() -> None:
+    one = SegmentMemory(PLENTY)
+    put(one, 0)
+    memory = SegmentMemory(3 * one.bytes)
+    for name in (0, 1, 2):
+        put(memory, name)
+    assert holds(memory, 0)
+    put(memory, 3)
+    assert [holds(memory, name) for name in range(4)] == [True, False, True, True]
+    assert memory.bytes == 3 * one.bytes
+
+
+def test_a_segment_larger_than_the_budget_evicts_nothing() -> None:
+    one = SegmentMemory(PLENTY)
+    put(one, 0)
+    memory = SegmentMemory(one.bytes)
+    put(memory, 0)
+    put(memory, 1, HashSpace(SPACE.scheme, 4, None, "a long salt" * 100))
+    assert holds(memory, 0)
+
+
+def test_replacing_a_segment_counts_it_once() -> None:
+    memory = SegmentMemory(PLENTY)
+    put(memory, 0)
+    before = memory.bytes
+    put(memory, 0)
+    assert (memory.bytes, len(memory)) == (before, 1)
+
+
+def test_the_budget_covers_what_is_really_allocated() -> None:
+    # Worst case: every prompt has a space of its own and one small segment.
+    memory = SegmentMemory(PLENTY)
+    hashed(SPACE, np.arange(8), memory)
+    tracemalloc.start()
+    try:
+        before, counted = tracemalloc.get_traced_memory()[0], memory.bytes
+        for name in range(600):
+            space = HashSpace(HashScheme.from_bytes("sha256", bytes(32)), 4, None, f"tenant {name}")
+            hashed(space, np.arange(name, name + 8), memory)
+        allocated = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert 0.5 * (memory.bytes - counted) < allocated <= memory.bytes - counted
