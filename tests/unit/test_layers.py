@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No import runs back: data flows events -> ingest -> index -> mirror -> match -> choose -> api, and imports the other way."""
+
+from __future__ import annotations
+
+import ast
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("events", "router", "engine_patch", "simulator")
+
+# What each package may import of ours.
+ALLOWED_PACKAGES = {
+    "events": {"events"},
+    "router": {"router", "events"},
+    "engine_patch": {"engine_patch", "events"},
+    "simulator": {"simulator", "events"},
+}
+
+# Modules of the router from the bottom up; a module may import only from lines above its own, or from its own line.
+ROUTER_LAYERS = (
+    {"names", "states", "jit", "errors"},
+    {"registration", "question", "probing", "worker_spec"},
+    {"config", "metrics", "logs", "hashing", "copy_kernels"},
+    {"segments", "copies", "transitions", "catalog", "identity"},
+    {"geometry", "ingest"},
+    {"index.resp", "index.keys", "index.kernels"},
+    {"index.log", "index.connection", "index.mirror", "index.servers"},
+    {"index.commit"},
+    {"index.store"},
+    {"index.follower", "index.embedded"},
+    {"hit_rule"},
+    {"match"},
+    {"choose", "warm"},
+    {"stream"},
+    {"core"},
+    {"api"},
+    {"app", "demo", "client"},
+    {"cli"},
+)
+
+ENGINE_SIDE_FORBIDDEN = {"numba", "fastapi", "uvicorn", "redis"}
+
+
+def modules(package: str) -> Iterator[tuple[str, Path]]:
+    """(dotted name within the package, file), tests and caches left out."""
+    for path in sorted((ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT / package).with_suffix("").parts
+        yield ".".join(part for part in parts if part != "__init__"), path
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Absolute names of everything a file imports, also inside functions."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def violations(package: str, name: str, imported: str) -> str | None:
+    """Why `package.name` may not import `imported`, None when it may."""
+    if not imported.startswith("kvrouter."):
+        top = imported.partition(".")[0]
+        if package in ("events", "engine_patch") and top in ENGINE_SIDE_FORBIDDEN:
+            return f"{package} runs in the engine's environment and must not need {top}"
+        return None
+    _, target, *rest = imported.split(".")
+    if target not in ALLOWED_PACKAGES[package]:
+        return f"{package} must not import {target}"
+    if package != "router" or target != "router" or not rest:
+        return None
+    own, other = layer(name), layer(".".join(rest))
+    if own is None:
+        return f"router/{name.replace('.', '/')}.py has no place in ROUTER_LAYERS"
+    if other is not None and other > own:
+        return f"router.{name} must not import router.{'.'.join(rest)}: that runs back"
+    return None
+
+
+def layer(name: str) -> int | None:
+    """The line of a module, by its longest known prefix."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        prefix = ".".join(parts[:end])
+        for line, names in enumerate(ROUTER_LAYERS):
+            if prefix in names:
+                return line
+    return None
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_import_runs_back(package: str) -> None:
+    found = []
+    for name, path in modules(package):
+        if package == "router" and name and name not in ("index",):
+            assert layer(name) is not None, f"router/{name}: give it a place in ROUTER_LAYERS"
+        for imported in imports(path):
+            problem = violations(package, name, imported) if name and name != "index" else None
+            if problem:
+                found.append(f"{path.relative_to(ROOT)}: {problem}")
+    assert not found, "\n".join(found)
+
+
+def test_the_check_itself_sees_a_run_back() -> None:
+    assert violations("router", "hit_rule", "kvrouter.router.core")
+    assert violations("events", "codec", "kvrouter.router.names")
+    assert violations("simulator", "pool", "kvrouter.router.hashing")
+    assert violations("events", "codec", "numba")
+    assert violations("router", "core", "kvrouter.router.hit_rule") is None
+
+
+def test_pyproject_lists_every_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    listed = set(project["tool"]["setuptools"]["packages"])
+    found = {
+        "kvrouter." + ".".join(path.parent.relative_to(ROOT).parts)
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("__init__.py")
+    }
+    assert listed == found
+    for name, folder in project["tool"]["setuptools"]["package-dir"].items():
+        assert (ROOT / folder / "py.typed").exists(), f"{name} has no py.typed"
