@@ -108,10 +108,23 @@ class NoWorker(RouterError):
     default_code = "no_worker"
 
 
+class StoreDown(RouterError):
+    """503: the store does not answer, so nothing can be registered or dropped. Questions are answered from memory."""
+
+    status = 503
+    default_code = "store_unavailable"
+
+
 class SettingError(RouterError):
     """A missing or wrong setting. It ends the start: one line, what is wrong and what to write instead."""
 
     default_code = "wrong_setting"
+
+
+class StartError(RouterError):
+    """The settings are right and the router still cannot start. One line: the cause and the fix."""
+
+    default_code = "cannot_start"
 
 
 def internal_error() -> ErrorBody:

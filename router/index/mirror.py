@@ -70,7 +70,7 @@ class Mirror:
 
     @property
     def entries(self) -> int:
-        """(worker, block) pairs in the table, those of dead epochs not yet swept included."""
+        """(worker, bank, block) records in the table, those of dead epochs not yet swept included."""
         return int(self._state[kernels.RECORDS_LIVE])
 
     @property

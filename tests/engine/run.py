@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -87,7 +88,10 @@ def engine_python() -> Path:
 
 def main() -> int:
     python = engine_python()
-    pip(python, "install", "--no-deps", "--upgrade", "--target", str(SITE), str(ROOT))
+    # setuptools would put what an earlier build left there into the wheel, also files that are gone by now.
+    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
+    shutil.rmtree(SITE, ignore_errors=True)
+    pip(python, "install", "--no-deps", "--target", str(SITE), str(ROOT))
     environ = {**os.environ, "PYTHONPATH": str(SITE)}
     arguments = sys.argv[1:] or ["tests/engine"]
     return subprocess.run([python, "-m", "pytest", *arguments], cwd=ROOT, env=environ, check=False).returncode

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a subscriber hands out: batches in order, and every fact about what is missing or proven. Values only.
+
+For the consumer: `GapLost` and `Restarted` void what it knows; whatever is missing is announced by one of the two
+before the next `Batch`. All seqs are of the life that the surrounding items speak of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal, TypeAlias
+
+import msgspec
+
+
+def fingerprint(payload: bytes) -> int:
+    """64 bits that tell one batch from another with the same seq: BLAKE2b over the payload, which holds its time."""
+    return int.from_bytes(hashlib.blake2b(payload, digest_size=8).digest(), "big")
+
+
+class ResumePoint(msgspec.Struct, frozen=True):
+    """The last batch that a consumer has safely kept."""
+
+    seq: int
+    fingerprint: int
+
+
+class Connected(msgspec.Struct, frozen=True):
+    """The live socket has a peer."""
+
+
+class Disconnected(msgspec.Struct, frozen=True):
+    """The live socket lost its peer; ZMQ keeps trying to connect."""
+
+
+class Batch(msgspec.Struct, frozen=True, gc=False):
+    """One batch, undecoded; in order, exactly once in each life of the publisher."""
+
+    seq: int
+    payload: bytes
+    fingerprint: int
+    replayed: bool
+
+
+class GapOpened(msgspec.Struct, frozen=True):
+    """Batches first_seq up to next_seq - 1 did not come; replay is being asked and live batches are held."""
+
+    first_seq: int
+    next_seq: int
+
+
+class GapClosed(msgspec.Struct, frozen=True):
+    """Replay brought them all, as Batches before this item: nothing was lost."""
+
+    first_seq: int
+    next_seq: int
+
+
+class GapLost(msgspec.Struct, frozen=True):
+    """They cannot be had. first_seq == next_seq: nothing need be missing, but it cannot be proven."""
+
+    first_seq: int
+    next_seq: int
+    reason: str
+
+
+class Restarted(msgspec.Struct, frozen=True):
+    """Another life of the publisher. last_seq is the last of the old life, seq the first seen of the new one."""
+
+    last_seq: int
+    seq: int
+    reason: str
+
+
+class Proven(msgspec.Struct, frozen=True):
+    """After a resume or a reconnect: it is the same life, and nothing up to seq was missed."""
+
+    seq: int
+    how: Literal["replay", "next_seq"]
+
+
+class ReplayFinished(msgspec.Struct, frozen=True):
+    """A replay came to its end; it brought `batches` new batches, first_seq to last_seq (None when 0)."""
+
+    first_seq: int | None
+    last_seq: int | None
+    batches: int
+
+
+class ReplayFailed(msgspec.Struct, frozen=True):
+    """The replay endpoint does not answer; until it does, gaps are lost."""
+
+    reason: str
+
+
+class Malformed(msgspec.Struct, frozen=True):
+    """A message that is not (topic, seq of 8 bytes, payload); it was dropped."""
+
+    reason: str
+
+
+StreamItem: TypeAlias = (
+    Connected
+    | Disconnected
+    | Batch
+    | GapOpened
+    | GapClosed
+    | GapLost
+    | Restarted
+    | Proven
+    | ReplayFinished
+    | ReplayFailed
+    | Malformed
+)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine says of its KV blocks, after decoding: stored, removed, cleared.
+
+A block hash is an unsigned 64-bit number. The wire also knows 16- and 32-byte digests (reduced to their last 8 bytes,
+big-endian, as vLLM itself does for its integer form) and negative 64-bit numbers (read as two's complement).
+
+Messages hold no positions: vLLM omits the hashes of masked blocks but not their tokens, so only the hash identifies a
+block. They are values: nothing here does I/O, counts copies or knows a worker.
+Source: vLLM 0.32.0 distributed/kv_events.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+HashArray: TypeAlias = npt.NDArray[np.uint64]
+
+GPU = "GPU"
+
+
+class BlockStored(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Blocks became resident; one event per physical copy, so the same hash may come again.
+
+    Compared by identity: the arrays have no single truth value.
+    """
+
+    # (n,) native uint64; n may be 0.
+    block_hashes: HashArray
+    parent_block_hash: int | None
+    # Tokens; 0 in the offloading connector's placeholders.
+    block_size: int
+    # Upper case; an absent medium is "GPU".
+    medium: str
+    # None is the one group of an engine that names none; it is never group 0.
+    group_idx: int | None = None
+    # kv_cache_spec_kind, lower case.
+    kind: str | None = None
+    # Tokens.
+    sliding_window: int | None = None
+    # "LOCAL" or "REMOTE", relative to the publisher.
+    locality: str | None = None
+    # Which secondary tier, when one sent it.
+    ownership: str | None = None
+    lora_name: str | None = None
+    # One entry a block, untagged; decoded only when tokens were asked for.
+    extra_keys: tuple[Any, ...] | None = None
+    # (m,) int64; decoded only when asked for.
+    token_ids: npt.NDArray[np.int64] | None = None
+    session_id: str | None = None
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """One physical copy of each of these blocks is gone."""
+
+    block_hashes: HashArray
+    medium: str
+    group_idx: int | None = None
+    locality: str | None = None
+    ownership: str | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, gc=False):
+    """Everything is gone. Stock vLLM names neither medium nor group; None means it was not said."""
+
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class BrokenEvent(msgspec.Struct, frozen=True):
+    """One event that could not be decoded. `tag` is its type, None when not even that was readable."""
+
+    tag: str | None
+    error: str
+
+
+class EventBatch(msgspec.Struct, frozen=True, eq=False):
+    """The events of one engine step, in the engine's order; `broken` and `unknown` ones are left out of `events`."""
+
+    # Seconds since 1970, the engine's clock.
+    ts: float
+    events: list[Event]
+    dp_rank: int | None = None
+    broken: list[BrokenEvent] = []
+    # How many events had a type that this version does not know.
+    unknown: int = 0

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outer ASGI application: key, body limit, hot endpoints, counting, and the last word on errors.
+
+Hot paths go from the raw body straight to `asking`; everything else to FastAPI, which then finds the body already read.
+Every answer that is not a success has the shape of `errors.ErrorBody`; no traceback leaves the process.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvrouter.router.api.asking import Asking
+from kvrouter.router.api.ports import CorePort
+from kvrouter.router.api.replies import encode
+from kvrouter.router.api.watching import watch_routes
+from kvrouter.router.api.workers import worker_routes
+from kvrouter.router.config import Config
+from kvrouter.router.errors import (
+    BadQuestion,
+    MethodNotAllowed,
+    NotFound,
+    RouterError,
+    StoreDown,
+    TooLarge,
+    Unauthorized,
+    internal_error,
+)
+from kvrouter.router.index.connection import StoreError
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.version import PACKAGE, VERSION
+
+log = logging.getLogger(__name__)
+
+# A load balancer asks these, and has no key.
+OPEN_PATHS = frozenset({"/health", "/ready"})
+
+# The label of all paths that we do not serve: a client must not be able to make series.
+OTHER_PATH = "other"
+
+HotHandler = Callable[[bytes, str], Any]
+
+
+class ClientGone(Exception):
+    """The client hung up before its body was whole; there is nobody to answer."""
+
+
+class Outer:
+    """The ASGI application. `hot` maps POST paths to synchronous handlers of (raw body, content type)."""
+
+    def __init__(self, hot: Mapping[str, HotHandler], cold: ASGIApp, config: Config, metrics: Metrics) -> None:
+        self._hot = hot
+        self._cold = cold
+        self._metrics = metrics
+        self._max_body_bytes = config.max_body_bytes
+        self._key = None if config.api_key is None else config.api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._cold(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await receive()
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        path: str = scope["path"]
+        hot = self._hot.get(path)
+        label = OTHER_PATH if hot is None else path
+        sender = _Sender(send)
+        accept = ""
+        try:
+            content_type = authorization = ""
+            length: str | None = None
+            for name, value in scope["headers"]:
+                if name == b"content-type":
+                    content_type = value.decode("latin-1")
+                elif name == b"accept":
+                    accept = value.decode("latin-1")
+                elif name == b"content-length":
+                    length = value.decode("latin-1")
+                elif name == b"authorization":
+                    authorization = value.decode("latin-1")
+            if self._key is not None and path not in OPEN_PATHS:
+                self._check_key(authorization)
+            raw = await self._read(receive, length)
+            if hot is None:
+                await self._cold(scope, _already_read(raw, receive), sender.send)
+                label = _label_of(scope)
+            else:
+                if scope["method"] != "POST":
+                    raise MethodNotAllowed(f"{path} takes POST, not {scope['method']}")
+                content, media_type = encode(hot(raw, content_type), accept)
+                await sender.answer(200, content, media_type)
+        except RouterError as error:
+            content, media_type = encode(error.body(), accept)
+            await sender.answer(error.status, content, media_type, _headers_of(error))
+        except ClientGone:
+            return
+        except Exception:
+            label = _label_of(scope) if hot is None else path
+            log.exception("unhandled error", extra={"path": label})
+            self._metrics.internal_errors.labels(label).inc()
+            if sender.status is None:
+                content, media_type = encode(internal_error(), accept)
+                await sender.answer(500, content, media_type)
+        if sender.status is not None:
+            self._metrics.count_request(label, sender.status)
+
+    def _check_key(self, authorization: str) -> None:
+        scheme, _, key = authorization.partition(" ")
+        assert self._key is not None
+        # Constant time: how long it takes must not tell how much of the key was right.
+        right = hmac.compare_digest(key.strip().encode("utf-8", "surrogatepass"), self._key)
+        if scheme.lower() != "bearer" or not right:
+            raise Unauthorized("this router wants its API key: send the header `Authorization: Bearer KEY`")
+
+    async def _read(self, receive: Receive, length: str | None) -> bytes:
+        limit = self._max_body_bytes
+        if length is not None and length.isdigit() and int(length) > limit:
+            raise _too_large(limit)
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body: bytes = message.get("body", b"")
+        if message.get("more_body", False):
+            parts = [body]
+            size = len(body)
+            while message.get("more_body", False) and size <= limit:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                parts.append(message.get("body", b""))
+                size += len(parts[-1])
+            body = b"".join(parts)
+        if len(body) > limit:
+            raise _too_large(limit)
+        return body
+
+
+class _Sender:
+    """Remembers the status that was sent, so that no second answer follows the first."""
+
+    __slots__ = ("_send", "status")
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.status: int | None = None
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        await self._send(message)
+
+    async def answer(
+        self, status: int, content: bytes, media_type: str, headers: tuple[tuple[bytes, bytes], ...] = ()
+    ) -> None:
+        self.status = status
+        await self._send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [
+                    (b"content-type", media_type.encode()),
+                    (b"content-length", str(len(content)).encode()),
+                    *headers,
+                ],
+            }
+        )
+        await self._send({"type": "http.response.body", "body": content})
+
+
+def _too_large(limit: int) -> TooLarge:
+    return TooLarge(f"the body is over the limit of {limit} bytes; send less, or raise max_body_bytes of the router")
+
+
+def _headers_of(error: RouterError) -> tuple[tuple[bytes, bytes], ...]:
+    if isinstance(error, Unauthorized):
+        return ((b"www-authenticate", b"Bearer"),)
+    if isinstance(error, MethodNotAllowed):
+        return ((b"allow", b"POST"),)
+    if isinstance(error, TooLarge):
+        # The rest of the body is still under way; nobody will read it.
+        return ((b"connection", b"close"),)
+    return ()
+
+
+def _label_of(scope: Scope) -> str:
+    return getattr(scope.get("route"), "path_format", OTHER_PATH)
+
+
+def _already_read(raw: bytes, receive: Receive) -> Receive:
+    """The `receive` of an application that comes after us: the whole body once, then whatever the server says."""
+    given = False
+
+    async def again() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    return again
+
+
+def _answer(request: Request, error: RouterError, headers: Mapping[str, str] | None = None) -> Response:
+    content, media_type = encode(error.body(), request.headers.get("accept", ""))
+    return Response(content, error.status, headers, media_type)
+
+
+async def _on_router_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RouterError)
+    return _answer(request, error)
+
+
+async def _on_store_error(request: Request, error: Exception) -> Response:
+    log.warning("store error", extra={"path": _label_of(request.scope), "error": str(error)})
+    return _answer(request, StoreDown(f"the store cannot be used now: {error}; try again"))
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        text = f"{request.url.path} takes {allowed or 'another method'}, not {request.method}"
+        return _answer(request, MethodNotAllowed(text), error.headers)
+    if error.status_code == 404:
+        return _answer(request, NotFound(f"there is no {request.url.path}; GET /docs lists what there is"))
+    return _answer(request, BadQuestion(str(error.detail)))
+
+
+async def _on_bad_parameter(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    return _answer(request, BadQuestion(f"parameter {first['loc'][-1]}: {first['msg']}"))
+
+
+def build_api(core: CorePort, config: Config, metrics: Metrics, clock: Callable[[], float]) -> Outer:
+    """The whole HTTP API on `core`. Holds no global state: several live side by side in one process.
+
+    clock: seconds, monotonic; measures decisions."""
+    app = FastAPI(
+        title=PACKAGE,
+        version=VERSION,
+        description="Predicts how many tokens of a prompt each engine replica will reuse, and routes by it.",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={
+            RouterError: _on_router_error,
+            StoreError: _on_store_error,
+            HTTPException: _on_http_error,
+            RequestValidationError: _on_bad_parameter,
+        },
+    )
+    app.include_router(worker_routes(core))
+    app.include_router(watch_routes(core, metrics.registry, app, needs_key=config.api_key is not None))
+    asking = Asking(core, metrics, clock)
+    hot: dict[str, HotHandler] = {
+        "/query": asking.query,
+        "/query_by_hash": asking.query_by_hash,
+        "/select": asking.select,
+    }
+    return Outer(hot, app, config, metrics)

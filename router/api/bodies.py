@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients may send, as typed structs, and its decoding from JSON or MessagePack.
+
+Unknown fields are ignored. The aliases are those of Mooncake's indexer RFC and of Dynamo's services. Nothing here
+looks at the core.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from kvrouter.router.errors import BadQuestion
+
+MSGPACK = "application/msgpack"
+MSGPACK_TYPES = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
+
+MAX_NUM_TOKENS = 2**31 - 1
+
+# A field that is not there, or is null in either encoding.
+ABSENT = msgspec.Raw(b"null")
+NULLS = (b"null", b"\xc0")
+
+NumTokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUM_TOKENS, description="length of the whole prompt, in tokens")]
+TokenIds = Annotated[list[int], msgspec.Meta(description="token ids of the whole prompt, each 0 to 2147483647")]
+BlockHashes = Annotated[
+    list[int | str],
+    msgspec.Meta(
+        description="block hashes from block 0, at the hash block size: u64, i64 or hex (16, 32 or 64 digits)"
+    ),
+]
+WorkerIds = Annotated[list[str | int], msgspec.Meta(description="only these workers")]
+
+
+class _Asked(msgspec.Struct, kw_only=True):
+    """What every question says: the model, under any of its three names, and what is mixed into its block hashes."""
+
+    model: str | None = None
+    model_name: str | None = None
+    modelname: str | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    workers: WorkerIds | None = None
+    explain: bool = False
+
+
+class QueryBody(_Asked, kw_only=True):
+    """`POST /query`"""
+
+    token_ids: TokenIds
+
+
+class QueryByHashBody(_Asked, kw_only=True):
+    """`POST /query_by_hash`"""
+
+    block_hashes: BlockHashes
+    num_tokens: NumTokens | None = None
+
+
+class SelectBody(_Asked, kw_only=True):
+    """`POST /select`: one of token_ids and block_hashes. prompt, messages and tools are seen, and not read."""
+
+    token_ids: TokenIds | None = None
+    block_hashes: BlockHashes | None = None
+    num_tokens: NumTokens | None = None
+    # By a factory, as a schema cannot show a Raw as a default.
+    prompt: msgspec.Raw = msgspec.field(default_factory=lambda: ABSENT)
+    messages: msgspec.Raw = msgspec.field(default_factory=lambda: ABSENT)
+    session_id: str | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    exclude_workers: WorkerIds | None = None
+
+
+class GroupBody(msgspec.Struct, kw_only=True):
+    """One KV cache group as registered; sizes and windows in tokens."""
+
+    kind: str
+    block_size: int
+    group_idx: int | None = None
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    eagle: bool = False
+    prefix_cacheable: bool = True
+    spec_class: int | None = None
+
+
+class CatalogBody(msgspec.Struct, kw_only=True):
+    """A catalog as registered. What is given overrides what is learned; the rest is learned."""
+
+    groups: list[GroupBody] | None = None
+    hash_block_size: int | None = None
+    scheduler_block_size: int | None = None
+    hash_algo: str | None = None
+    none_hash: str | None = None
+    none_hash_seed: str | int | None = None
+    partial_hits: bool | None = None
+    offload_blocks_per_chunk: int | None = None
+    lora_paths: dict[str, str] | None = None
+
+
+class WorkerPatch(msgspec.Struct, kw_only=True):
+    """`PATCH /workers/{id}`: null unsets, absent keeps. `dp_rank` and `model` say which worker is meant."""
+
+    model: str | None = None
+    model_name: str | None = None
+    modelname: str | None = None
+    dp_rank: int | None = None
+    endpoint: str | msgspec.UnsetType | None = msgspec.UNSET
+    replay_endpoint: str | msgspec.UnsetType | None = msgspec.UNSET
+    url: str | msgspec.UnsetType | None = msgspec.UNSET
+    block_size: int | msgspec.UnsetType | None = msgspec.UNSET
+    lora_name: str | msgspec.UnsetType | None = msgspec.UNSET
+    catalog: CatalogBody | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class RegisterBody(msgspec.Struct, kw_only=True):
+    """`POST /register` and `POST /workers`. One of instance_id and worker_id, and one of the model's three names."""
+
+    instance_id: str | int | None = None
+    worker_id: str | int | None = None
+    model: str | None = None
+    model_name: str | None = None
+    modelname: str | None = None
+    dp_rank: int | None = None
+    endpoint: str | None = None
+    replay_endpoint: str | None = None
+    url: str | None = None
+    block_size: int | None = None
+    lora_name: str | None = None
+    catalog: CatalogBody | None = None
+
+
+class UnregisterBody(msgspec.Struct, kw_only=True):
+    """`POST /unregister`: all ranks, where dp_rank is absent."""
+
+    instance_id: str | int | None = None
+    worker_id: str | int | None = None
+    model: str | None = None
+    model_name: str | None = None
+    modelname: str | None = None
+    dp_rank: int | None = None
+
+
+Body = TypeVar("Body")
+
+
+class BodyReader:
+    """Decodes one kind of body from both encodings; built once, as decoders are dear to make."""
+
+    def __init__(self, kind: type[Any]) -> None:
+        self._json = msgspec.json.Decoder(kind)
+        self._msgpack = msgspec.msgpack.Decoder(kind)
+
+    def read(self, raw: bytes, content_type: str) -> Any:
+        """The struct. Raises BadQuestion. All but MessagePack is read as JSON, since `curl -d` says form data."""
+        is_msgpack = content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
+        try:
+            return (self._msgpack if is_msgpack else self._json).decode(raw)
+        except msgspec.ValidationError as error:
+            raise BadQuestion(f"the body does not fit: {error}") from None
+        except RecursionError:
+            raise BadQuestion("the body is nested too deeply", code="malformed_body") from None
+        except (msgspec.DecodeError, ValueError, OverflowError) as error:
+            what = "MessagePack" if is_msgpack else "JSON"
+            raise BadQuestion(f"the body is no {what}: {error}", code="malformed_body") from None
+
+
+def model_of(body: _Asked | RegisterBody | UnregisterBody | WorkerPatch) -> str | None:
+    """The model, whichever of its names was used. Raises BadQuestion when two contradict each other."""
+    named = body.model
+    for other in (body.model_name, body.modelname):
+        if other is not None:
+            if named is not None and other != named:
+                raise BadQuestion(
+                    "model, model_name and modelname contradict each other; give one", code="invalid_model"
+                )
+            named = other
+    return named
+
+
+def worker_ids_of(given: list[str | int] | None) -> frozenset[str] | None:
+    """Worker ids as text: a bare Dynamo client sends numbers."""
+    return None if given is None else frozenset(map(str, given))

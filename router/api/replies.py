@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the API answers, as typed structs, and their encoding. Shapes as in api.md; all counts are tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from kvrouter.router.api.bodies import MSGPACK, MSGPACK_TYPES
+from kvrouter.router.question import GroupCover, Hit, Limit
+
+JSON = "application/json"
+
+
+class InstanceReply(msgspec.Struct, kw_only=True):
+    """One worker_id: the numbers of its best rank, and `dp` with the longest match of each rank."""
+
+    longest_matched: int
+    gpu: int
+    cpu: int
+    disk: int
+    dp: dict[str, int]
+    state: str
+    reason: str | msgspec.UnsetType = msgspec.UNSET
+    groups: tuple[GroupCover, ...] | msgspec.UnsetType = msgspec.UNSET
+    limited_by: Limit | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class QueryReply(msgspec.Struct):
+    """Of `/query` and `/query_by_hash`: every worker of the model, also those without a hit."""
+
+    instances: dict[str, InstanceReply]
+    scores: dict[str, dict[str, int]]
+
+
+class Overlap(msgspec.Struct):
+    """Tokens that would not be computed again; cumulative, and longest_matched equals disk."""
+
+    longest_matched: int
+    gpu: int
+    cpu: int
+    disk: int
+
+
+class CandidateReply(msgspec.Struct, kw_only=True):
+    """One worker as it stood in the choice; lower cost wins."""
+
+    worker_id: str
+    dp_rank: int
+    overlap: Overlap
+    load: int
+    cost: int
+    state: str
+    limited_by: Limit | None
+    reason: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class SelectReply(msgspec.Struct, kw_only=True):
+    """Of `/select`. `endpoint` is the engine's URL, null for a worker that was registered without one."""
+
+    selection_id: str
+    model: str
+    worker_id: str
+    dp_rank: int
+    endpoint: str | None
+    overlap: Overlap
+    effective_prefill_tokens: int
+    reason: str
+    candidates: list[CandidateReply] | msgspec.UnsetType = msgspec.UNSET
+
+
+class WorkerReply(msgspec.Struct, kw_only=True):
+    """One row of `GET /workers`."""
+
+    worker_id: str
+    dp_rank: int
+    model: str
+    url: str | None
+    state: str
+    reason: str
+    epoch: str | None
+    seq: int | None
+    catalog: dict[str, Any] | None
+    catalog_source: str | None
+    hash_scheme: str
+    residency: dict[str, int]
+    lag_ms: float | None
+    gaps: int
+    last_event_age_s: float | None
+
+
+class WorkersReply(msgspec.Struct):
+    """Of `GET /workers`."""
+
+    workers: list[WorkerReply]
+
+
+class RegisteredReply(msgspec.Struct):
+    """Of all that register, change or drop a worker; `dropped` counts the ranks that were."""
+
+    status: str
+    worker_id: str
+    dropped: int | msgspec.UnsetType = msgspec.UNSET
+
+
+class HealthReply(msgspec.Struct):
+    """Of `GET /health`; status is ok or degraded."""
+
+    status: str
+    reasons: list[str]
+
+
+class ReadyReply(msgspec.Struct):
+    """Of `GET /ready`."""
+
+    status: str
+
+
+class VersionReply(msgspec.Struct):
+    """Of `GET /version`."""
+
+    name: str
+    version: str
+
+
+class ErrorDetailReply(msgspec.Struct):
+    """Cause and fix for people, type and code for programs."""
+
+    message: str
+    type: str
+    code: str
+
+
+class ErrorReply(msgspec.Struct):
+    """Of everything that fails, in OpenAI's shape."""
+
+    error: ErrorDetailReply
+
+
+_json = msgspec.json.Encoder()
+_msgpack = msgspec.msgpack.Encoder()
+
+
+def encode(reply: Any, accept: str) -> tuple[bytes, str]:
+    """The reply and its media type: MessagePack where `accept` names it at least as willingly as JSON, else JSON."""
+    # Nearly every request stops here.
+    if "msgpack" in accept and _wants_msgpack(accept):
+        return _msgpack.encode(reply), MSGPACK
+    return _json.encode(reply), JSON
+
+
+def _wants_msgpack(accept: str) -> bool:
+    willing = {"msgpack": 0.0, "json": 0.0}
+    for part in accept.lower().split(","):
+        name, *parameters = (piece.strip() for piece in part.split(";"))
+        quality = 1.0
+        for parameter in parameters:
+            if parameter.startswith("q="):
+                try:
+                    quality = float(parameter[2:])
+                except ValueError:
+                    quality = 0.0
+        if name in MSGPACK_TYPES:
+            willing["msgpack"] = quality
+        elif name == JSON:
+            willing["json"] = quality
+    return willing["msgpack"] > 0 and willing["msgpack"] >= willing["json"]
+
+
+def query_reply(hits: Iterable[Hit], explain: bool) -> QueryReply:
+    """The ranks of one worker_id merged; the best is the one with the most by disk, then cpu, then gpu."""
+    best: dict[str, Hit] = {}
+    scores: dict[str, dict[str, int]] = {}
+    for hit in hits:
+        name = hit.worker.worker_id
+        ranks = scores.get(name)
+        if ranks is None:
+            scores[name] = {str(hit.worker.dp_rank): hit.disk}
+            best[name] = hit
+            continue
+        ranks[str(hit.worker.dp_rank)] = hit.disk
+        known = best[name]
+        if (hit.disk, hit.cpu, hit.gpu) > (known.disk, known.cpu, known.gpu):
+            best[name] = hit
+    instances = {
+        name: InstanceReply(
+            longest_matched=hit.disk,
+            gpu=hit.gpu,
+            cpu=hit.cpu,
+            disk=hit.disk,
+            dp=scores[name],
+            state=hit.state,
+            reason=hit.reason or msgspec.UNSET,
+            groups=hit.groups if explain else msgspec.UNSET,
+            limited_by=hit.limited_by if explain else msgspec.UNSET,
+        )
+        for name, hit in best.items()
+    }
+    return QueryReply(instances, scores)
+
+
+def overlap_of(hit: Hit) -> Overlap:
+    return Overlap(hit.disk, hit.gpu, hit.cpu, hit.disk)

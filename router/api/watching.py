@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the router is: health, readiness, metrics, version, and the description of the API."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from kvrouter.router.api.describe import document, gives, page
+from kvrouter.router.api.ports import CorePort
+from kvrouter.router.api.replies import HealthReply, ReadyReply, VersionReply
+from kvrouter.router.api.workers import respond
+from kvrouter.router.errors import NoWorker
+from kvrouter.router.version import PACKAGE, VERSION
+
+
+def watch_routes(core: CorePort, registry: CollectorRegistry, app: FastAPI, *, needs_key: bool) -> APIRouter:
+    """The routes, bound to `core` and to the registry that `/metrics` shows."""
+    router = APIRouter(tags=["watching"])
+
+    @router.get("/health", summary="Does the process serve?", operation_id="health", responses=gives(HealthReply))
+    async def health(request: Request) -> Response:
+        """200 as long as the process serves; `degraded` has its reasons beside it."""
+        reasons = list(core.health())
+        return respond(request, HealthReply("degraded" if reasons else "ok", reasons))
+
+    @router.get("/ready", summary="Can a worker be chosen?", operation_id="ready", responses=gives(ReadyReply))
+    async def ready(request: Request) -> Response:
+        """503 with the reason until it can."""
+        reason = core.readiness()
+        if reason is not None:
+            raise NoWorker(f"not ready: {reason}", code="not_ready")
+        return respond(request, ReadyReply("ready"))
+
+    @router.get(
+        "/metrics",
+        summary="Prometheus metrics",
+        operation_id="metrics",
+        response_class=Response,
+        responses={200: {"description": "Done", "content": {"text/plain": {"schema": {"type": "string"}}}}},
+    )
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    @router.get("/version", summary="Name and version", operation_id="version", responses=gives(VersionReply))
+    async def version(request: Request) -> Response:
+        return respond(request, VersionReply(PACKAGE, VERSION))
+
+    @router.get("/openapi.json", include_in_schema=False)
+    async def openapi(request: Request) -> Response:
+        return respond(request, document(app, needs_key=needs_key))
+
+    @router.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return Response(page(document(app, needs_key=needs_key)), media_type="text/html")
+
+    return router

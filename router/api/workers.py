@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registering, changing, dropping and listing workers."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Query, Request, Response
+
+from kvrouter.router.api.bodies import BodyReader, RegisterBody, UnregisterBody, WorkerPatch, model_of
+from kvrouter.router.api.describe import gives, takes
+from kvrouter.router.api.ports import CorePort
+from kvrouter.router.api.registering import dp_rank_of, patched, registration_of, worker_id_of
+from kvrouter.router.api.replies import RegisteredReply, WorkerReply, WorkersReply, encode
+from kvrouter.router.errors import Conflict, UnknownWorker
+from kvrouter.router.worker_spec import MAX_DP_RANK
+
+DpRank = Annotated[int | None, Query(ge=0, le=MAX_DP_RANK, description="only this rank; without it, all")]
+Model = Annotated[str | None, Query(description="only of this model")]
+
+
+def respond(request: Request, reply: Any) -> Response:
+    """The reply in the encoding that the client asked for."""
+    content, media_type = encode(reply, request.headers.get("accept", ""))
+    return Response(content, media_type=media_type)
+
+
+def worker_routes(core: CorePort) -> APIRouter:
+    """The routes, bound to `core`."""
+    router = APIRouter(tags=["workers"])
+    register_reader = BodyReader(RegisterBody)
+    unregister_reader = BodyReader(UnregisterBody)
+    patch_reader = BodyReader(WorkerPatch)
+
+    async def read(request: Request, reader: BodyReader) -> Any:
+        return reader.read(await request.body(), request.headers.get("content-type", ""))
+
+    async def drop(worker_id: str, dp_rank: int | None, model: str | None) -> RegisteredReply:
+        dropped = await core.unregister(worker_id, dp_rank, model)
+        if not dropped:
+            raise UnknownWorker(missing(worker_id, dp_rank, model))
+        return RegisteredReply("ok", worker_id, dropped)
+
+    async def register(request: Request) -> Response:
+        """The same registration again is a no-op; a different one for the same id and rank replaces it."""
+        registration = registration_of(await read(request, register_reader))
+        await core.register(registration)
+        return respond(request, RegisteredReply("ok", registration.worker.worker_id))
+
+    for path, name in (("/register", "register"), ("/workers", "add_worker")):
+        router.add_api_route(
+            path,
+            register,
+            methods=["POST"],
+            summary="Register a worker",
+            operation_id=name,
+            openapi_extra=takes(RegisterBody),
+            responses=gives(RegisteredReply),
+        )
+
+    @router.post(
+        "/unregister",
+        summary="Drop a worker and its residency",
+        operation_id="unregister",
+        openapi_extra=takes(UnregisterBody),
+        responses=gives(RegisteredReply),
+    )
+    async def unregister(request: Request) -> Response:
+        body: UnregisterBody = await read(request, unregister_reader)
+        return respond(request, await drop(worker_id_of(body), dp_rank_of(body.dp_rank), model_of(body)))
+
+    @router.get("/workers", summary="All workers", operation_id="workers", responses=gives(WorkersReply))
+    async def workers(request: Request) -> Response:
+        rows = [msgspec.convert(status, WorkerReply, from_attributes=True) for status in core.statuses()]
+        return respond(request, WorkersReply(rows))
+
+    @router.patch(
+        "/workers/{worker_id:path}",
+        summary="Change a worker",
+        operation_id="change_worker",
+        openapi_extra=takes(WorkerPatch),
+        responses=gives(RegisteredReply),
+    )
+    async def patch(request: Request, worker_id: str) -> Response:
+        """What is absent stays; null unsets. All ranks change, where dp_rank is absent."""
+        body: WorkerPatch = await read(request, patch_reader)
+        model, dp_rank = model_of(body), dp_rank_of(body.dp_rank)
+        known = [
+            registration
+            for registration in core.registrations()
+            if registration.worker.worker_id == worker_id
+            and dp_rank in (None, registration.worker.dp_rank)
+            and model in (None, registration.worker.model)
+        ]
+        if not known:
+            raise UnknownWorker(missing(worker_id, dp_rank, model))
+        if len(known) > 1 and not (body.endpoint is msgspec.UNSET and body.replay_endpoint is msgspec.UNSET):
+            # Each rank has its own stream: one endpoint for all would count its blocks for each.
+            raise Conflict(f"worker {worker_id!r} has {len(known)} ranks or models; say which by dp_rank and model")
+        for changed in [patched(registration, body) for registration in known]:
+            await core.register(changed)
+        return respond(request, RegisteredReply("ok", worker_id))
+
+    @router.delete(
+        "/workers/{worker_id:path}",
+        summary="Drop a worker and its residency",
+        operation_id="drop_worker",
+        responses=gives(RegisteredReply),
+    )
+    async def delete(request: Request, worker_id: str, dp_rank: DpRank = None, model: Model = None) -> Response:
+        return respond(request, await drop(worker_id, dp_rank, model))
+
+    return router
+
+
+def missing(worker_id: str, dp_rank: int | None, model: str | None) -> str:
+    """The text for a worker that is not there."""
+    rank = "" if dp_rank is None else f" rank {dp_rank}"
+    of = "" if model is None else f" of model {model!r}"
+    return f"no worker {worker_id!r}{rank}{of} is registered; GET /workers lists those that are"

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Wiring: from settings to a serving process, and back down in order. The only place that names clocks and chance."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import random
+import signal
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import zmq
+from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+
+from kvrouter.router.api.asgi import Outer, build_api
+from kvrouter.router.api.ports import CorePort
+from kvrouter.router.config import Config, without_password
+from kvrouter.router.core import Core
+from kvrouter.router.discover import register_when_known
+from kvrouter.router.errors import SettingError, StartError
+from kvrouter.router.index.embedded import EmbeddedStore, EmbeddedStoreError
+from kvrouter.router.index.store import IndexStore, StoreError
+from kvrouter.router.logs import set_up_logs
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.version import VERSION
+from kvrouter.router.worker_spec import parse_worker
+
+log = logging.getLogger(__name__)
+
+# Requests take below a second, so this is for a client that reads slowly; then its connection is cut.
+DRAIN_S = 5.0
+# Longer than the usual keep-alive of clients and load balancers (60 s), so that they close first and no request meets
+# a closed connection.
+KEEP_ALIVE_S = 75
+# A private server that died is noticed by this; questions are answered from memory meanwhile.
+STORE_CHECK_S = 1.0
+# The data directory's lock admits one router, so its leases need no name of their own, and a restart takes over at once.
+PRIVATE_TOKEN = "private"
+
+
+def build_app(core: CorePort, config: Config, metrics: Metrics) -> Outer:
+    """The HTTP API on any object with the core's interface."""
+    return build_api(core, config, metrics, time.perf_counter)
+
+
+async def serve(config: Config) -> None:
+    """Runs a router until SIGTERM or SIGINT. Raises SettingError and StartError before it serves."""
+    set_up_logs(config.log_level, config.log_format, sys.stderr)
+    with _stopping_on_signals() as stopping:
+        async with AsyncExitStack() as stack:
+            # First, as it is what fails most often, and fails fast.
+            listener = stack.enter_context(contextlib.closing(bound_socket(config.host, config.port)))
+            server = await stopping.unless_stopped(_start(config, listener, stack))
+            if server is not None:
+                stopping.server = server
+                try:
+                    await server.serve(sockets=[listener])
+                except OSError as error:
+                    # Two starting routers can both bind the port; the second to listen finds out here.
+                    raise _port_taken(config.host, config.port, error) from None
+    log.info("stopped")
+
+
+async def _start(config: Config, listener: socket.socket, stack: AsyncExitStack) -> _Server:
+    registry = CollectorRegistry()
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    metrics = Metrics(registry)
+    try:
+        url = config.redis
+        if url is None:
+            url = await stack.enter_async_context(_private_store(Path(config.data_dir)))
+        store = await IndexStore.open(url)
+        stack.push_async_callback(store.close)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.callback(context.destroy, linger=0)
+        core = Core(
+            store=store,
+            config=config,
+            metrics=metrics,
+            zmq_context=context,
+            clock=time.monotonic,
+            rng=random.Random(),
+            token=PRIVATE_TOKEN if config.redis is None else None,
+        )
+        stack.push_async_callback(core.stop)
+        await core.start()
+        await stack.enter_async_context(_configured_workers(config, core))
+    except (StoreError, EmbeddedStoreError) as error:
+        raise StartError(str(error)) from None
+    settings = uvicorn.Config(
+        build_app(core, config, metrics),
+        loop="none",
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=int(DRAIN_S),
+    )
+    # What lives now lives for long: the collector need not walk it again and again between requests.
+    gc.collect()
+    gc.freeze()
+    return _Server(settings, lambda: print(start_line(config, listener, len(core.registrations())), flush=True))
+
+
+def start_line(config: Config, listener: socket.socket, workers: int) -> str:
+    """What a user reads when the router is up: where it listens, where its data is, and what to do next."""
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    if config.redis is None:
+        data = f"its index is in {Path(config.data_dir).resolve()}"
+    else:
+        data = f"its index is in {without_password(config.redis)}"
+    at = "" if (host, port) == ("127.0.0.1", Config.port) else f" --url http://{shown}:{port}"
+    if workers or config.workers:
+        following = f"`kvrouter workers{at}` shows the workers"
+    else:
+        following = f"no worker yet: POST /register, or start with --worker; API: http://{shown}:{port}/docs"
+    return f"kvrouter {VERSION} listens on http://{shown}:{port}; {data}; {following}"
+
+
+def bound_socket(host: str, port: int) -> socket.socket:
+    """A TCP socket bound to host and port, not listening yet. Raises SettingError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise SettingError(f"host {host!r} is no address of this machine ({error.strerror}); write one") from None
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _port_taken(host, port, error) from None
+    return listener
+
+
+def _port_taken(host: str, port: int, error: OSError) -> SettingError:
+    why = error.strerror or error
+    return SettingError(
+        f"cannot listen on {host} port {port} ({why}); stop what listens there, or pass another --host or --port"
+    )
+
+
+@asynccontextmanager
+async def _private_store(data_dir: Path) -> AsyncIterator[str]:
+    """The private Valkey server of `data_dir`, kept running; yields its URL."""
+    store = await EmbeddedStore.start(data_dir)
+    keeper = asyncio.get_running_loop().create_task(_keep_running(store))
+    try:
+        yield store.url
+    finally:
+        keeper.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await keeper
+        await store.stop()
+
+
+async def _keep_running(store: EmbeddedStore) -> None:
+    told = ""
+    while True:
+        await asyncio.sleep(STORE_CHECK_S)
+        try:
+            if await store.ensure_running():
+                log.warning("private store was gone and was started again", extra={"data_dir": store.data_dir})
+            told = ""
+        except (EmbeddedStoreError, StoreError, OSError) as error:
+            if str(error) != told:
+                told = str(error)
+                log.error("private store cannot be started", extra={"error": told})
+
+
+@asynccontextmanager
+async def _configured_workers(config: Config, core: Core) -> AsyncIterator[None]:
+    """Registers the workers of the settings; those without a model as soon as their engine tells it."""
+    tasks = []
+    for spec in map(parse_worker, config.workers):
+        if spec.model is None:
+            tasks.append(asyncio.get_running_loop().create_task(register_when_known(spec, core.register)))
+        else:
+            await core.register(spec.registration(spec.model))
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn that tells when it serves and leaves the signals to us: its own handling kills the process on SIGTERM as
+    soon as HTTP is down, before the index is closed."""
+
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._tell = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._tell()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Stopping:
+    """What a signal does: before the server serves it cancels the start, after that it ends the server."""
+
+    def __init__(self) -> None:
+        self.server: _Server | None = None
+        self._starting: asyncio.Task[_Server] | None = None
+        self._stopped = False
+
+    def on_signal(self) -> None:
+        if self.server is not None:
+            # The second signal does not wait for open connections.
+            self.server.force_exit = self._stopped
+            self.server.should_exit = True
+        elif self._starting is not None:
+            self._starting.cancel()
+        self._stopped = True
+
+    async def unless_stopped(self, start: Coroutine[Any, Any, _Server]) -> _Server | None:
+        """The started server, or None when a signal came first."""
+        self._starting = asyncio.get_running_loop().create_task(start)
+        try:
+            server = await self._starting
+            return None if self._stopped else server
+        except asyncio.CancelledError:
+            if self._stopped:
+                return None
+            raise
+
+
+@contextmanager
+def _stopping_on_signals() -> Iterator[_Stopping]:
+    loop = asyncio.get_running_loop()
+    stopping = _Stopping()
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, stopping.on_signal)
+    try:
+        yield stopping
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)

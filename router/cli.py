@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `kvrouter`. Every failure is one line on stderr: the cause and the fix.
+
+Exit codes: 0 done, 1 it could not be done, 2 a wrong flag or setting, 130 interrupted. `app` is open: other parts add
+their commands to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from kvrouter.router.client import Client, ClientError
+from kvrouter.router.config import FIELDS, describe, load_config
+from kvrouter.router.errors import RouterError, SettingError, StartError
+from kvrouter.router.tables import candidates_table, text, worker_name, workers_table
+from kvrouter.router.version import VERSION
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+DEFAULT_URL = "http://127.0.0.1:30000"
+
+# Wide enough for a row of either table when the output is no terminal, so that no cell is cut for `grep`.
+PIPE_WIDTH = 400
+
+app = typer.Typer(
+    name="kvrouter",
+    help="Routes requests to the engine replica that reuses the most of their KV cache, exactly predicted.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# typer wraps click in some versions and carries its own copy in others; this is its base of usage errors in both.
+UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _setting(name: str, metavar: str, flag: str | None = None) -> Any:
+    """A flag of `serve`. Values are checked with those of the file and the environment, so all are text here."""
+    text = describe(name).replace("a list of ", "a worker, may be repeated: ")
+    default = FIELDS[name].default
+    shown = "" if default in (None, ()) else f" [default: {default}]"
+    return typer.Option(flag or f"--{name.replace('_', '-')}", metavar=metavar, help=text + shown, show_default=False)
+
+
+Text = str | None
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="settings as YAML [env: KVROUTER_CONFIG]")] = None,
+    worker: Annotated[list[str] | None, _setting("workers", "SPEC", "--worker")] = None,
+    redis: Annotated[Text, _setting("redis", "URL")] = None,
+    data_dir: Annotated[Text, _setting("data_dir", "DIR")] = None,
+    host: Annotated[Text, _setting("host", "HOST")] = None,
+    port: Annotated[Text, _setting("port", "PORT")] = None,
+    processes: Annotated[Text, _setting("processes", "N")] = None,
+    api_key: Annotated[Text, _setting("api_key", "KEY")] = None,
+    log_level: Annotated[Text, _setting("log_level", "LEVEL")] = None,
+    log_format: Annotated[Text, _setting("log_format", "FORMAT")] = None,
+    flush_interval_s: Annotated[Text, _setting("flush_interval_s", "S")] = None,
+    mirror_budget_bytes: Annotated[Text, _setting("mirror_budget_bytes", "N")] = None,
+    segment_memory_bytes: Annotated[Text, _setting("segment_memory_bytes", "N")] = None,
+    max_body_bytes: Annotated[Text, _setting("max_body_bytes", "N")] = None,
+    lease_ttl_s: Annotated[Text, _setting("lease_ttl_s", "S")] = None,
+    replay_timeout_s: Annotated[Text, _setting("replay_timeout_s", "S")] = None,
+    none_hash_seed: Annotated[Text, _setting("none_hash_seed", "SEED")] = None,
+) -> None:
+    """Run the router.
+
+    Every setting can also stand in the YAML file (port: 30000) or in the environment (KVROUTER_PORT=30000; workers
+    apart by spaces in KVROUTER_WORKERS). A flag wins over the environment, and that over the file.
+    """
+    flags = {
+        "workers": worker,
+        "redis": redis,
+        "data_dir": data_dir,
+        "host": host,
+        "port": port,
+        "processes": processes,
+        "api_key": api_key,
+        "log_level": log_level,
+        "log_format": log_format,
+        "flush_interval_s": flush_interval_s,
+        "mirror_budget_bytes": mirror_budget_bytes,
+        "segment_memory_bytes": segment_memory_bytes,
+        "max_body_bytes": max_body_bytes,
+        "lease_ttl_s": lease_ttl_s,
+        "replay_timeout_s": replay_timeout_s,
+        "none_hash_seed": none_hash_seed,
+    }
+    named = os.environ.get("KVROUTER_CONFIG")
+    file = config if config is not None else Path(named) if named else None
+    settings = load_config(file, os.environ, flags)
+    # The kernels' compiler takes a second to import; the client commands need none of it.
+    from kvrouter.router.app import serve as run_router
+
+    _run(lambda: run_router(settings))
+
+
+def _run(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(start())
+
+
+Url = Annotated[str, typer.Option(envvar="KVROUTER_URL", metavar="URL", help="where the router listens")]
+Key = Annotated[
+    str | None, typer.Option(envvar="KVROUTER_API_KEY", metavar="KEY", help="its API key", show_envvar=True)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="the answer as JSON, for programs")]
+
+
+@app.command()
+def workers(url: Url = DEFAULT_URL, api_key: Key = None, as_json: AsJson = False) -> None:
+    """Show the workers: state, blocks held, and why credit is withheld."""
+    answer = Client(url, api_key).call("GET", "/workers")
+    if as_json:
+        _print_json(answer)
+        return
+    rows = _part(answer, "workers")
+    if not rows:
+        print("no worker is registered; POST /register, or start `kvrouter serve` with --worker")
+        return
+    _console().print(_shaped(lambda: workers_table(rows)))
+
+
+@app.command()
+def explain(
+    model: Annotated[str, typer.Option("--model", "-m", metavar="NAME", help="the model, as registered")],
+    tokens: Annotated[
+        str | None, typer.Option(metavar="FILE", help="token ids, apart by spaces, commas or lines; - for stdin")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="the prompt as text")] = None,
+    lora_name: Annotated[str | None, typer.Option(metavar="NAME", help="the LoRA adapter of the request")] = None,
+    cache_salt: Annotated[str | None, typer.Option(metavar="SALT", help="the cache salt of the request")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which worker would get a prompt, and why: hits by tier, what limits them, load and cost, in tokens."""
+    if (tokens is None) == (prompt is None):
+        raise SettingError("explain needs the prompt: give one of --tokens FILE and --prompt TEXT")
+    body: dict[str, Any] = {"model": model, "explain": True}
+    if tokens is not None:
+        body["token_ids"] = read_tokens(tokens)
+    else:
+        body["prompt"] = prompt
+    if lora_name:
+        body["lora_name"] = lora_name
+    if cache_salt:
+        body["cache_salt"] = cache_salt
+    answer = Client(url, api_key).call("POST", "/select", body)
+    if as_json:
+        _print_json(answer)
+        return
+    num_tokens = _shaped(lambda: answer["effective_prefill_tokens"] + answer["overlap"]["disk"])
+    console = _console()
+    console.print(_shaped(lambda: candidates_table(answer, num_tokens)))
+    console.print()
+    to = text(answer["endpoint"])
+    console.print(f"{text(worker_name(answer))} ({to}): {text(answer['reason'])}", highlight=False)
+
+
+@app.command()
+def version() -> None:
+    """Show the version."""
+    print(f"kvrouter {VERSION}")
+
+
+def read_tokens(source: str) -> list[int]:
+    """Token ids from a file or, for `-`, from stdin: numbers apart by white space or commas, brackets allowed.
+
+    Raises SettingError."""
+    try:
+        content = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise SettingError(f"--tokens {source} is no text; write token ids like [1, 2, 3]") from None
+    except OSError as error:
+        raise SettingError(f"cannot read --tokens {source}: {error.strerror}; name a readable file") from None
+    words = re.split(r"[\s,]+", content.strip().removeprefix("[").removesuffix("]").strip())
+    found = [word for word in words if word]
+    for word in found:
+        if not re.fullmatch(r"[0-9]{1,19}", word):
+            raise SettingError(f"--tokens {source} has {word[:40]!r}, which is no token id; write ids like [1, 2, 3]")
+    if not found:
+        raise SettingError(f"--tokens {source} is empty; write token ids like [1, 2, 3]")
+    return [int(word) for word in found]
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+
+
+def _print_json(answer: Any) -> None:
+    print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+
+
+def _part(answer: Any, name: str) -> Any:
+    return _shaped(lambda: answer[name])
+
+
+def _shaped(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except (KeyError, TypeError):
+        raise ClientError("the answer is not that of a router, or of another version; check --url") from None
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry point of the command."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(given or ["--help"], standalone_mode=False)
+    except UsageProblem as problem:
+        message = str(problem.format_message()) if hasattr(problem, "format_message") else str(problem)
+        return _fail(f"{message.rstrip('.')}; see --help", EXIT_USAGE)
+    except SettingError as error:
+        return _fail(error.message, EXIT_USAGE)
+    except (StartError, RouterError, ClientError) as error:
+        return _fail(str(error), EXIT_FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`head`) has enough; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    line = " ".join(message.split())
+    print(f"kvrouter: {line}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

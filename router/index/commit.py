@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a commit is, when it applies, and the Redis commands it becomes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import Enum
+
+import msgspec
+
+from kvrouter.router.index import keys
+from kvrouter.router.index.log import Change, decode_text, encode_text
+from kvrouter.router.index.resp import Hashes, command, members_commands
+from kvrouter.router.names import Place, WorkerKey
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """The effect of batches first_seq..last_seq of one worker's epoch.
+
+    copies: (place, block hash, number of copies): 2 or more is stored, less deletes. cleared: drop all residency and
+    copies of the epoch first. meta: further fields of `meta` to set, none of keys.META_FIELDS."""
+
+    worker: WorkerKey
+    epoch: str
+    first_seq: int
+    last_seq: int
+    changes: list[Change] = []
+    copies: list[tuple[Place, int, int]] = []
+    cleared: bool = False
+    meta: dict[str, bytes] = {}
+
+
+class CommitOutcome(Enum):
+    """APPLIED changed the store; the others changed nothing.
+
+    FENCED: the token does not hold the lease. STALE: another epoch is current, or the seqs do not continue the
+    committed ones: replayed, or the store lost its last second in a crash. `load` tells where the store is. A commit
+    that is sent again because its connection was lost is STALE when the first one had been applied."""
+
+    APPLIED = "applied"
+    FENCED = "fenced"
+    STALE = "stale"
+
+
+class WorkerImage(msgspec.Struct, frozen=True):
+    """What the store holds of one worker. epoch None: no epoch was ever opened; seq None: none committed in this epoch.
+
+    Following the log from (log_id, commits) continues this image."""
+
+    worker: WorkerKey
+    epoch: str | None
+    seq: int | None
+    meta: dict[str, bytes]
+    log_id: str
+    commits: int
+    places: dict[Place, Hashes]
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What a transaction must know before it writes."""
+
+    epoch: str | None
+    seq: int | None
+    commits: int
+    places: tuple[str, ...]
+
+    @classmethod
+    def of(cls, epoch: bytes | None, seq: bytes | None, commits: bytes | None, places: bytes | None) -> Head:
+        return cls(
+            epoch=None if epoch is None else decode_text(epoch),
+            seq=None if seq is None else int(seq),
+            commits=int(commits or 0),
+            places=tuple((places or b"").decode("ascii").split()),
+        )
+
+
+def continues(commit: Commit, seq: int | None) -> bool:
+    """Whether the commit's seqs follow `seq`.
+
+    A hole would mean that the store lost commits, so that it still holds blocks long gone."""
+    return seq is None or commit.first_seq == seq + 1 or (commit.cleared and commit.first_seq > seq)
+
+
+def checked_meta(meta: dict[str, bytes] | None) -> dict[str, bytes]:
+    if taken := keys.META_FIELDS & set(meta or ()):
+        raise ValueError(f"meta fields {sorted(taken)} are the store's own; name yours differently")
+    return meta or {}
+
+
+def new_places(commit: Commit) -> Iterable[str]:
+    return (keys.place_text(change.place) for change in commit.changes if len(change.added))
+
+
+def epoch_keys(worker: WorkerKey, head: Head) -> list[str]:
+    """All keys of the current epoch; a name that no SET has costs nothing to UNLINK."""
+    epoch = head.epoch or ""
+    sets = [keys.residents(worker, epoch, keys.parse_place(text)) for text in head.places]
+    return [*sets, keys.copies(worker, epoch)]
+
+
+def residency_commands(commit: Commit) -> Iterable[bytes]:
+    for change in commit.changes:
+        key = keys.residents(commit.worker, commit.epoch, change.place)
+        yield from members_commands(b"SADD", key, change.added)
+        yield from members_commands(b"SREM", key, change.removed)
+
+
+def copies_commands(commit: Commit) -> Iterable[bytes]:
+    kept: list[bytes] = []
+    dropped: list[bytes] = []
+    for place, block_hash, count in commit.copies:
+        field = keys.copies_field(place, block_hash)
+        if count >= 2:
+            kept += (field, b"%d" % count)
+        else:
+            dropped.append(field)
+    key = keys.copies(commit.worker, commit.epoch)
+    if kept:
+        yield command("HSET", key, *kept)
+    if dropped:
+        yield command("HDEL", key, *dropped)
+
+
+def hset(key: str, fields: dict[str, bytes]) -> bytes:
+    return command("HSET", key, *(part for name, value in fields.items() for part in (encode_text(name), value)))

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every Redis key of the index, and the text forms used inside its values.
+
+All keys of one worker share the hash tag `{model/worker_id}` (`{model/worker_id@3}` for dp_rank 3), so that one
+commit is one transaction on one node of a cluster. Names come from users and from the wire: each is percent-quoted,
+so that no brace, colon, slash or newline in a name can reach another worker's keys.
+
+| key | type | content |
+|---|---|---|
+| `kvr:models` | SET | the quoted names of the models that have workers |
+| `kvr:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |
+| `kvr:{tag}:meta` | HASH | `META_FIELDS` and what the owner adds |
+| `kvr:{tag}:EPOCH:gK:MEDIUM[:OWNER]` | SET | 8-byte big-endian block hashes resident there |
+| `kvr:{tag}:EPOCH:copies` | HASH | place text + 8 bytes -> number of copies, only 2 or more |
+| `kvr:{tag}:log` | STREAM | one entry a commit; trimmed |
+| `kvr:{tag}:lease` | STRING | token of the process that ingests this worker; expires |
+"""
+
+from __future__ import annotations
+
+from urllib.parse import quote, unquote
+
+from kvrouter.router.names import Place, WorkerKey
+
+MODELS = "kvr:models"
+
+# The fields of `meta` that the store itself writes; a commit's own meta fields must not be named like these.
+META_EPOCH = "epoch"  # the current epoch's name
+META_SEQ = "seq"  # last committed seq of the epoch; absent before its first commit
+META_COMMITS = "commits"  # number of log entries ever written for this worker; each entry carries its number
+META_PLACES = "places"  # the epoch's places, quoted and space-separated: what to UNLINK when it is voided
+META_FIELDS = frozenset({META_EPOCH, META_SEQ, META_COMMITS, META_PLACES})
+
+
+def _quoted(name: str) -> str:
+    # Lone surrogates are legal in JSON strings, hence in names; without surrogatepass they would raise here.
+    return quote(name, safe="", errors="surrogatepass")
+
+
+def _unquoted(text: str) -> str:
+    return unquote(text, errors="surrogatepass")
+
+
+def worker_tag(worker: WorkerKey) -> str:
+    """The hash tag of all keys of `worker`, with its braces."""
+    rank = f"@{worker.dp_rank}" if worker.dp_rank else ""
+    return f"{{{_quoted(worker.model)}/{_quoted(worker.worker_id)}{rank}}}"
+
+
+def meta(worker: WorkerKey) -> str:
+    return f"kvr:{worker_tag(worker)}:meta"
+
+
+def log(worker: WorkerKey) -> str:
+    return f"kvr:{worker_tag(worker)}:log"
+
+
+def lease(worker: WorkerKey) -> str:
+    return f"kvr:{worker_tag(worker)}:lease"
+
+
+def copies(worker: WorkerKey, epoch: str) -> str:
+    return f"kvr:{worker_tag(worker)}:{_quoted(epoch)}:copies"
+
+
+def residents(worker: WorkerKey, epoch: str, place: Place) -> str:
+    """The SET of block hashes that `worker` holds at `place` in `epoch`."""
+    return f"kvr:{worker_tag(worker)}:{_quoted(epoch)}:{place_text(place)}"
+
+
+def registry(model: str) -> str:
+    return f"kvr:{{{_quoted(model)}}}:workers"
+
+
+def model_member(model: str) -> str:
+    """The member of `kvr:models` that stands for `model`."""
+    return _quoted(model)
+
+
+def parse_model_member(member: bytes) -> str:
+    return _unquoted(member.decode("ascii"))
+
+
+def registry_field(worker: WorkerKey) -> str:
+    return f"{_quoted(worker.worker_id)}@{worker.dp_rank}"
+
+
+def parse_registry_field(model: str, field: bytes) -> WorkerKey:
+    worker_id, _, rank = field.decode("ascii").rpartition("@")
+    return WorkerKey(model, _unquoted(worker_id), int(rank))
+
+
+def place_text(place: Place) -> str:
+    """`Place.text` with medium and owner quoted: the same for ordinary names, unambiguous for all."""
+    group = "-" if place.group_idx is None else str(place.group_idx)
+    owner = "" if place.ownership is None else f":{_quoted(place.ownership)}"
+    return f"g{group}:{_quoted(place.medium)}{owner}"
+
+
+def parse_place(text: str) -> Place:
+    """The place that `place_text` wrote as `text`."""
+    group, medium, *owner = text.split(":")
+    return Place(
+        None if group == "g-" else int(group[1:]),
+        _unquoted(medium),
+        _unquoted(owner[0]) if owner else None,
+    )
+
+
+def copies_field(place: Place, block_hash: int) -> bytes:
+    return place_text(place).encode("ascii") + block_hash.to_bytes(8, "big")
+
+
+def parse_copies_field(field: bytes) -> tuple[Place, int]:
+    return parse_place(field[:-8].decode("ascii")), int.from_bytes(field[-8:], "big")

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router as the demo sees it: `kvrouter serve` in a process of its own, spoken to over HTTP as any client would."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# A first start compiles numba kernels and writes a new database; later ones take a second or two.
+START_S = 60.0
+# What a replica published is visible within milliseconds; this much later something is broken.
+VISIBLE_S = 10.0
+STOP_S = 10.0
+POLL_S = 0.005
+REQUEST_S = 30.0
+
+# Lines of the router's log that are shown when it fails.
+LOG_LINES = 20
+
+
+class DemoFailed(RuntimeError):
+    """The demo cannot go on; the text says why and what to look at."""
+
+
+class Http:
+    """JSON over HTTP to local servers. Proxies of the environment are not asked."""
+
+    def __init__(self) -> None:
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def call(self, url: str, body: object = None) -> Any:
+        """The decoded reply; POST where there is a body. Raises DemoFailed for an error status or no answer."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, {"content-type": "application/json"})
+        try:
+            with self._opener.open(request, timeout=REQUEST_S) as reply:
+                return json.loads(reply.read() or b"null")
+        except urllib.error.HTTPError as error:
+            raise DemoFailed(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:500]}") from None
+        except (OSError, ValueError) as error:
+            raise DemoFailed(f"{url} did not answer: {error}") from None
+
+
+def serve_command(port: int, data_dir: Path) -> list[str]:
+    """How the router is started: its own embedded database under `data_dir`, loopback only."""
+    command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
+    return [*command, "--data-dir", str(data_dir), "--log-level", "warning"]
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class RouterProcess:
+    """`kvrouter serve`, from `start` to `stop`, with its data and its log in `folder`."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        http: Http,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        command: Callable[[int, Path], list[str]] = serve_command,
+    ) -> None:
+        self._log = folder / "router.log"
+        self._data_dir = folder / "data"
+        self._http = http
+        self._clock = clock
+        self._sleep = sleep
+        self._command = command
+        self._process: subprocess.Popen[bytes] | None = None
+        self.url = ""
+
+    def start(self) -> None:
+        """Start it and wait until it answers. Raises DemoFailed with the end of its log when it does not."""
+        port = free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        # Settings of the user's own router must not leak into this one.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KVROUTER_")}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command(port, self._data_dir),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+        deadline = self._clock() + START_S
+        while True:
+            try:
+                self._http.call(f"{self.url}/health")
+                return
+            except DemoFailed:
+                if self._process.poll() is not None:
+                    raise DemoFailed(f"the router stopped at once:\n{self._log_end()}") from None
+                if self._clock() > deadline:
+                    raise DemoFailed(f"the router did not answer within {START_S:.0f} s:\n{self._log_end()}") from None
+                self._sleep(0.05)
+
+    def stop(self) -> None:
+        """End it, with SIGTERM and if need be SIGKILL. Safe to call twice."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def call(self, path: str, body: object = None) -> Any:
+        """The router's reply. Raises DemoFailed."""
+        return self._http.call(self.url + path, body)
+
+    def wait_until_shown(self, worker_ids: list[str], seqs: list[int]) -> None:
+        """Wait until the router's answers show each worker live and up to that seq (-1: nothing published yet)."""
+        deadline = self._clock() + VISIBLE_S
+        while True:
+            rows = {row["worker_id"]: row for row in self.call("/workers")["workers"]}
+            behind = [
+                f"{worker_id} is {rows[worker_id]['state']} at {rows[worker_id]['seq']} of {seq}"
+                if worker_id in rows
+                else f"{worker_id} is unknown"
+                for worker_id, seq in zip(worker_ids, seqs, strict=True)
+                if worker_id not in rows or not _shown(rows[worker_id], seq)
+            ]
+            if not behind:
+                return
+            if self._clock() > deadline:
+                raise DemoFailed(f"not visible after {VISIBLE_S:.0f} s: {'; '.join(behind)}\n{self._log_end()}")
+            self._sleep(POLL_S)
+
+    def _log_end(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-LOG_LINES:])
+
+
+def _shown(row: dict[str, Any], seq: int) -> bool:
+    if seq < 0:
+        # A publisher that never published cannot prove itself live; being listed is all there is to see.
+        return True
+    return row["state"] == "live" and row["seq"] is not None and row["seq"] >= seq

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache groups of a model as vLLM forms them, and what follows from them. Pure values.
+
+Geometry is what the scheduler needs to know of a model; weights, layers and heads do not matter to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["full_attention", "sliding_window", "mamba"]
+
+
+class UnsupportedGeometry(ValueError):
+    """Groups that this simulator would not treat as vLLM does."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupShape:
+    """One KV cache group; sizes in tokens. Equal shapes are looked up jointly, as vLLM does for equal specs."""
+
+    kind: Kind
+    block_size: int
+    sliding_window: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise UnsupportedGeometry(f"a block holds at least 1 token, not {self.block_size}")
+        if (self.sliding_window is not None) != (self.kind == "sliding_window"):
+            raise UnsupportedGeometry(
+                f"{self.kind} with sliding_window={self.sliding_window}: only that kind has a window"
+            )
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise UnsupportedGeometry(f"a window holds at least 1 token, not {self.sliding_window}")
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """All groups of a model in group_idx order, and how densely window and state checkpoints are kept.
+
+    retention_interval (tokens): 0 keeps only what a replayed or a shared prompt can resume at (vLLM's default since
+    0.29), None keeps everything, n > 0 one checkpoint every n tokens besides.
+    """
+
+    name: str
+    groups: tuple[GroupShape, ...]
+    retention_interval: int | None = 0
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise UnsupportedGeometry("a model has at least one KV cache group")
+        sizes = {group.block_size for group in self.groups}
+        if any(group.kind == "mamba" for group in self.groups) and len(sizes) > 1:
+            # Mixed sizes with Mamba mean hits inside a block and copies on write, which are not simulated.
+            raise UnsupportedGeometry(f"Mamba groups need one block size for all groups, not {sorted(sizes)}")
+        interval = self.retention_interval
+        if interval and all(group.kind == "full_attention" for group in self.groups):
+            raise UnsupportedGeometry(f"retention_interval {interval}: full attention keeps every block; leave it at 0")
+        if interval is not None and (interval < 0 or interval % self.scheduler_block_size):
+            raise UnsupportedGeometry(
+                f"retention_interval {interval} is no multiple of the scheduler block size {self.scheduler_block_size}"
+            )
+
+    @property
+    def hash_block_size(self) -> int:
+        """Tokens a block hash advances by: vLLM's gcd of the group block sizes."""
+        return math.gcd(*(group.block_size for group in self.groups))
+
+    @property
+    def scheduler_block_size(self) -> int:
+        """Tokens a hit length is a multiple of: vLLM's lcm of the group block sizes."""
+        return math.lcm(*(group.block_size for group in self.groups))
+
+    @property
+    def classes(self) -> tuple[tuple[int, ...], ...]:
+        """Group indices that are looked up jointly, full attention first. Source: kv_cache_coordinator.py:708."""
+        members: dict[GroupShape, list[int]] = {}
+        for group_idx, group in enumerate(self.groups):
+            members.setdefault(group, []).append(group_idx)
+        ordered = sorted(members.items(), key=lambda item: item[0].kind != "full_attention")
+        return tuple(tuple(group_ids) for _, group_ids in ordered)
+
+
+def llama(block_size: int = 16, retention_interval: int | None = 0) -> Geometry:
+    """Full attention in every layer: one group."""
+    return Geometry("llama", (GroupShape("full_attention", block_size),), retention_interval)
+
+
+def gemma3(
+    block_size: int = 16, window: int = 1024, sliding_groups: int = 5, retention_interval: int | None = 0
+) -> Geometry:
+    """Five sliding-window layers to one of full attention: as many window groups, then the full-attention group."""
+    sliding = GroupShape("sliding_window", block_size, window)
+    return Geometry(
+        "gemma3", (sliding,) * sliding_groups + (GroupShape("full_attention", block_size),), retention_interval
+    )
+
+
+def gpt_oss(block_size: int = 16, window: int = 128, retention_interval: int | None = 0) -> Geometry:
+    """Window and full attention in turn: one group each."""
+    groups = (GroupShape("sliding_window", block_size, window), GroupShape("full_attention", block_size))
+    return Geometry("gpt-oss", groups, retention_interval)
+
+
+def qwen3_next(block_size: int = 544, mamba_groups: int = 3, retention_interval: int | None = 0) -> Geometry:
+    """Three linear-attention layers to one of full attention: as many Mamba groups, then the full-attention group.
+
+    vLLM raises the block size until an attention page is as large as a Mamba state, hence the odd default.
+    """
+    groups = (GroupShape("mamba", block_size),) * mamba_groups + (GroupShape("full_attention", block_size),)
+    return Geometry("qwen3-next", groups, retention_interval)
+
+
+SHAPES: dict[str, Callable[..., Geometry]] = {
+    "llama": llama,
+    "gemma3": gemma3,
+    "gpt-oss": gpt_oss,
+    "qwen3-next": qwen3_next,
+}
+
+
+def make_geometry(
+    name: str, *, block_size: int | None = None, window: int | None = None, retention_interval: int | None = 0
+) -> Geometry:
+    """The shape of that name, with its own sizes where none are given. Raises UnsupportedGeometry."""
+    shape = SHAPES.get(name)
+    if shape is None:
+        raise UnsupportedGeometry(f"there is no shape {name!r}; take one of {', '.join(SHAPES)}")
+    sizes: dict[str, int] = {}
+    if block_size is not None:
+        sizes["block_size"] = block_size
+    if window is not None:
+        if not any(group.kind == "sliding_window" for group in shape().groups):
+            raise UnsupportedGeometry(f"{name} has no sliding-window group, so leave the window out")
+        sizes["window"] = window
+    return shape(retention_interval=retention_interval, **sizes)

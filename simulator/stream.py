@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica's events on the wire: one batch a step, in vLLM's own structs and framing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvrouter.events.codec import encode_batch
+from kvrouter.events.publisher import EventPublisher
+from kvrouter.events.wire import WireCleared, WireEvent, WireRemoved, WireStored
+from kvrouter.simulator.pool import Event, Removed, Stored
+from kvrouter.simulator.shapes import Geometry
+
+MEDIUM = "GPU"
+
+
+def to_wire(event: Event, geometry: Geometry) -> WireEvent:
+    """The event as vLLM 0.32 would publish it, with whole 32-byte hashes; the encoder shortens them."""
+    if isinstance(event, Stored):
+        shape = geometry.groups[event.group_idx]
+        return WireStored(
+            block_hashes=list(event.hashes),
+            parent_block_hash=event.parent,
+            token_ids=list(event.tokens),
+            block_size=event.block_size,
+            lora_id=None,
+            medium=MEDIUM,
+            lora_name=None,
+            extra_keys=list(event.extra_keys) or None,
+            group_idx=event.group_idx,
+            kv_cache_spec_kind=shape.kind,
+            kv_cache_spec_sliding_window=shape.sliding_window,
+        )
+    if isinstance(event, Removed):
+        return WireRemoved(block_hashes=[event.key.block_hash], medium=MEDIUM, group_idx=event.key.group_idx)
+    return WireCleared()
+
+
+class EventStream:
+    """Sends each step's events as one batch. Closing it is the publisher's owner's affair."""
+
+    def __init__(self, geometry: Geometry, publisher: EventPublisher, *, clock: Callable[[], float]) -> None:
+        """clock: wall-clock seconds, the batch's timestamp."""
+        self._geometry = geometry
+        self._publisher = publisher
+        self._clock = clock
+
+    def send(self, events: list[Event]) -> None:
+        """Queue one batch; blocks only while the publisher's queue is full, as vLLM does."""
+        wire = [to_wire(event, self._geometry) for event in events]
+        self._publisher.publish(encode_batch(self._clock(), wire, 0))

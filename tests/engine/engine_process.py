@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine in a process of its own: a tiny Gemma-3 with random weights on the CPU, asked line by line.
+
+Run as a script it is the child: it reads one JSON request a line and writes one JSON answer a line. The parent's side
+is `EngineProcess`. The engine's own output goes to a log file, its warnings stay in the child.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import zmq
+
+START_TIMEOUT_S = 240.0
+ANSWER_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+REPLAY_TIMEOUT_MS = 10_000
+VOCAB_SIZE = 512
+MAX_MODEL_LEN = 2048
+# Five windows and one full attention over blocks of 32 tokens: a few prompts of some hundred tokens.
+NUM_BLOCKS = 110
+
+_END_OF_REPLAY = b"\xff" * 8
+
+
+def gemma3_config() -> dict[str, Any]:
+    """Six layers: five with a sliding window of 128 tokens and one with full attention (wire.md section 6)."""
+    return {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "query_pre_attn_scalar": 64,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": MAX_MODEL_LEN,
+        "sliding_window": 128,
+        "sliding_window_pattern": 6,
+        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+
+
+class EngineProcess:
+    """Starts on entry, stops on exit."""
+
+    def __init__(self, folder: Path, events_port: int, replay_port: int) -> None:
+        self._folder = folder
+        self._log = folder / "engine.log"
+        self._process: subprocess.Popen[str] | None = None
+        self._events_port, self._replay_port = events_port, replay_port
+        self.endpoint = f"tcp://127.0.0.1:{events_port}"
+        self.replay_endpoint = f"tcp://127.0.0.1:{replay_port}"
+
+    def __enter__(self) -> Self:
+        model = self._folder / "gemma3"
+        model.mkdir()
+        (model / "config.json").write_text(json.dumps(gemma3_config()))
+        options = {"model": str(model), "events_port": self._events_port, "replay_port": self._replay_port}
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, __file__, json.dumps(options)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=self._folder,
+            )
+        try:
+            assert self._read(START_TIMEOUT_S) == {"ready": True}
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.close()  # the child's loop ends with its input
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+    def _read(self, timeout_s: float) -> Any:
+        assert self._process is not None and self._process.stdout is not None
+        poller = zmq.Poller()
+        poller.register(self._process.stdout.fileno(), zmq.POLLIN)
+        if not poller.poll(timeout_s * 1000):
+            raise AssertionError(f"no answer from the engine in {timeout_s} s\n{self.log_tail()}")
+        line = self._process.stdout.readline()
+        if not line:
+            raise AssertionError(f"the engine has ended\n{self.log_tail()}")
+        return json.loads(line)
+
+    def log_tail(self) -> str:
+        return self._log.read_text(errors="replace")[-4000:]
+
+    def generate(self, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str | None) -> dict[str, Any]:
+        """`{"cached": tokens reused, "token_ids": the answer}` for one prompt, run alone."""
+        assert self._process is not None and self._process.stdin is not None
+        request = {"token_ids": token_ids, "max_tokens": max_tokens, "cache_salt": cache_salt}
+        print(json.dumps(request), file=self._process.stdin, flush=True)
+        return dict(self._read(ANSWER_TIMEOUT_S))
+
+    def last_published(self, context: zmq.Context[zmq.Socket[bytes]], known: int) -> int:
+        """Sequence number of the last batch the engine will publish until its next step; -1 for none.
+
+        The publisher's thread serves one replay request, then takes at most one batch from its queue, in turns. So when
+        two replays in a row end at the same batch, the queue was empty between them and nothing is left to come.
+        """
+        socket = context.socket(zmq.DEALER)
+        try:
+            socket.connect(self.replay_endpoint)
+            last = None
+            while True:
+                newest = self._replay(socket, known)
+                if newest == last:
+                    return newest
+                last = known = newest
+        finally:
+            socket.close(linger=0)
+
+    @staticmethod
+    def _replay(socket: zmq.Socket[bytes], known: int) -> int:
+        """The last seq that a replay from `known` on shows, `known` when it shows none."""
+        socket.send_multipart([b"", max(known, 0).to_bytes(8, "big")])
+        newest = known
+        while socket.poll(REPLAY_TIMEOUT_MS):
+            _, _, seq, _ = socket.recv_multipart()
+            if seq == _END_OF_REPLAY:
+                return newest
+            newest = int.from_bytes(seq, "big")
+        raise AssertionError("the engine's replay endpoint does not answer")
+
+
+def _serve(options: dict[str, Any]) -> None:
+    """The child: one engine, one prompt at a time."""
+    # stdout belongs to the answers; whatever the engine and its processes print goes to the log.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from vllm import LLM, SamplingParams
+    from vllm.config import KVEventsConfig
+    from vllm.inputs import TokensPrompt
+
+    engine = LLM(
+        model=options["model"],
+        skip_tokenizer_init=True,
+        load_format="dummy",
+        enforce_eager=True,
+        dtype="bfloat16",
+        max_model_len=MAX_MODEL_LEN,
+        max_num_batched_tokens=256,
+        num_gpu_blocks_override=NUM_BLOCKS,
+        enable_prefix_caching=True,
+        disable_log_stats=True,
+        kv_events_config=KVEventsConfig(
+            enable_kv_cache_events=True,
+            publisher="zmq",
+            endpoint=f"tcp://*:{options['events_port']}",
+            replay_endpoint=f"tcp://*:{options['replay_port']}",
+        ),
+    )
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        prompt = TokensPrompt(prompt_token_ids=request["token_ids"])
+        if request["cache_salt"]:
+            prompt["cache_salt"] = request["cache_salt"]
+        params = SamplingParams(max_tokens=request["max_tokens"], temperature=0.0, ignore_eos=True, detokenize=False)
+        started = time.monotonic()
+        output = engine.generate(prompt, params, use_tqdm=False)[0]
+        answer = {
+            "cached": output.num_cached_tokens,
+            "token_ids": list(output.outputs[0].token_ids),
+            "seconds": time.monotonic() - started,
+        }
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    _serve(json.loads(sys.argv[1]))

@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache group layouts that the oracle tests run through: vLLM's own specs, and the catalog that states them.
+
+A layout whose facts all cross the wire is registered without a catalog, so that the router has to learn it; one that
+needs more (EAGLE flags, chunk sizes, a hash block size of its own) is registered with one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+    get_kv_cache_spec_kind,
+)
+
+_ATTENTION: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+
+
+def full(block_size: int = 16) -> FullAttentionSpec:
+    return FullAttentionSpec(block_size=block_size, **_ATTENTION)
+
+
+def window(tokens: int, block_size: int = 16) -> SlidingWindowSpec:
+    return SlidingWindowSpec(block_size=block_size, sliding_window=tokens, **_ATTENTION)
+
+
+def chunked(tokens: int, block_size: int = 16) -> ChunkedLocalAttentionSpec:
+    return ChunkedLocalAttentionSpec(block_size=block_size, attention_chunk_size=tokens, **_ATTENTION)
+
+
+def mla(block_size: int = 16) -> MLAAttentionSpec:
+    return MLAAttentionSpec(block_size=block_size, **_ATTENTION)
+
+
+def window_mla(tokens: int, block_size: int = 16) -> SlidingWindowMLASpec:
+    return SlidingWindowMLASpec(block_size=block_size, sliding_window=tokens, **_ATTENTION)
+
+
+def mamba(block_size: int = 16) -> MambaSpec:
+    return MambaSpec(block_size=block_size, shapes=((1, 1),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
+@dataclass(frozen=True)
+class GroupSet:
+    """One layout. `num_blocks` is small beside the working set, so that blocks are evicted all the time.
+
+    retention: tokens between the states that sparse groups keep; 0 keeps the latest only, None keeps all.
+    eagle: speculative decoding is on; with no flagged group vLLM treats every group as flagged.
+    match_unit: vLLM's `prefix_match_unit`, the hash block size where it is not the gcd of the block sizes.
+    """
+
+    name: str
+    specs: tuple[KVCacheSpec, ...]
+    num_blocks: int
+    retention: int | None = 0
+    eagle: bool = False
+    eagle_groups: frozenset[int] = frozenset()
+    match_unit: int | None = None
+    declared: bool = False
+
+    @property
+    def block_size(self) -> int:
+        """What `CacheConfig.block_size` would be: the Mamba block where there is one, else the largest block."""
+        states = [spec.block_size for spec in self.specs if isinstance(spec, MambaSpec)]
+        return max(states or [spec.block_size for spec in self.specs])
+
+    @property
+    def has_mamba(self) -> bool:
+        return any(isinstance(spec, MambaSpec) for spec in self.specs)
+
+    @property
+    def scheduler_block_size(self) -> int:
+        return math.lcm(*(spec.block_size for spec in self.specs))
+
+    def flagged(self, group_idx: int) -> bool:
+        return self.eagle and (not self.eagle_groups or group_idx in self.eagle_groups)
+
+    def catalog(self, **extra: Any) -> dict[str, Any]:
+        """This layout as `POST /register` takes it (api.md)."""
+        groups = []
+        for group_idx, spec in enumerate(self.specs):
+            group = {
+                "group_idx": group_idx,
+                "kind": get_kv_cache_spec_kind(spec).value,
+                "block_size": spec.block_size,
+                "eagle": self.flagged(group_idx),
+            }
+            if isinstance(spec, SlidingWindowSpec):
+                group["sliding_window"] = spec.sliding_window
+            if isinstance(spec, ChunkedLocalAttentionSpec):
+                group["attention_chunk_size"] = spec.attention_chunk_size
+            groups.append(group)
+        catalog: dict[str, Any] = {"groups": groups, "scheduler_block_size": self.scheduler_block_size, **extra}
+        if self.match_unit is not None:
+            catalog["hash_block_size"] = self.match_unit
+        return catalog
+
+
+FIRST = frozenset({0})
+SECOND = frozenset({1})
+
+GPU_SETS = (
+    # One group of each kind.
+    GroupSet("full", (full(),), 64),
+    GroupSet("window", (window(64),), 48),
+    GroupSet("mamba", (mamba(),), 18),
+    GroupSet("chunked", (chunked(64),), 48, declared=True),
+    GroupSet("mla", (mla(),), 64),
+    GroupSet("window-mla", (window_mla(48),), 44),
+    # Hybrids, sparse (retention 0) and dense (None), and in between.
+    GroupSet("full+window", (full(), window(64)), 110),
+    GroupSet("full+window dense", (full(), window(64)), 130, retention=None),
+    GroupSet("full+window every 64", (full(), window(40)), 110, retention=64),
+    GroupSet("full+mamba", (full(), mamba()), 90),
+    GroupSet("full+mamba dense", (full(), mamba()), 110, retention=None),
+    GroupSet("3-way", (full(), window(64), mamba()), 140),
+    GroupSet("3-way dense", (full(), window(64), mamba()), 160, retention=None),
+    GroupSet("5 windows+full", (*(window(64),) * 5, full()), 240),
+    GroupSet("window+mamba+full", (window(48), mamba(), full()), 140),
+    # Block sizes that differ.
+    GroupSet("full 32+window 16", (full(32), window(48, 16)), 80),
+    GroupSet("full 16+full 32", (full(16), full(32)), 90, retention=None),
+    GroupSet("full 16+mamba 64, partial hits", (full(16), mamba(64)), 80),
+    GroupSet("full 32+mamba 32, hash 16", (full(32), mamba(32)), 50, match_unit=16, declared=True),
+    # EAGLE.
+    GroupSet("eagle full", (full(),), 64, eagle=True, declared=True),
+    GroupSet("eagle window", (window(64),), 52, eagle=True, declared=True),
+    GroupSet("eagle full, window flagged", (full(), window(64)), 120, eagle=True, eagle_groups=SECOND, declared=True),
+    GroupSet("eagle full flagged, window", (full(), window(64)), 120, eagle=True, eagle_groups=FIRST, declared=True),
+    GroupSet("eagle all flagged", (full(), window(64), window(32)), 170, eagle=True, declared=True),
+    GroupSet("eagle all flagged, mixed", (full(32), window(48, 16)), 90, eagle=True, declared=True, retention=None),
+    GroupSet("eagle full+mamba", (full(), mamba()), 100, eagle=True, declared=True),
+    GroupSet("eagle partial hits", (full(16), mamba(64)), 80, eagle=True, declared=True),
+)
+
+
+@dataclass(frozen=True)
+class OffloadSet:
+    """A layout whose engine keeps evicted blocks on the CPU; `cpu_chunks` is the tier's size, over all groups."""
+
+    group_set: GroupSet
+    cpu_chunks: int
+    blocks_per_chunk: int = 1
+    self_describing: bool = False
+
+    # A chunk's bytes are rounded up to a page, and these layouts' chunks are smaller than one.
+    _CHUNK_BYTES = 4096
+
+    @property
+    def name(self) -> str:
+        events = "self-describing" if self.self_describing else "placeholder"
+        return f"cpu {self.group_set.name}, {events}, {self.blocks_per_chunk} a chunk"
+
+    def connector_config(self) -> dict[str, Any]:
+        return {
+            "cpu_bytes_to_use": self.cpu_chunks * self._CHUNK_BYTES,
+            "blocks_per_chunk": self.blocks_per_chunk,
+            "self_describing_kv_events": self.self_describing,
+        }
+
+    def catalog(self) -> dict[str, Any] | None:
+        """Chunks of several blocks are not on the wire; else the layout alone decides what has to be declared."""
+        if self.blocks_per_chunk > 1:
+            return self.group_set.catalog(offload_blocks_per_chunk=self.blocks_per_chunk)
+        return self.group_set.catalog() if self.group_set.declared else None
+
+
+_FULL = GroupSet("full", (full(),), 48)
+_WINDOW = GroupSet("full+window", (full(), window(64)), 80)
+_DENSE = GroupSet("full+window 40 dense", (full(), window(40)), 90, retention=None)
+_MAMBA = GroupSet("full+mamba", (full(), mamba()), 64)
+_FIVE = GroupSet("5 windows+full", (*(window(64),) * 5, full()), 200)
+_MIXED = GroupSet("full 32+window 16", (full(32), window(48, 16)), 64)
+_TAIL = GroupSet("full 32+mamba 32, hash 16", (full(32), mamba(32)), 44, match_unit=16, declared=True)
+_EAGLE = GroupSet(
+    "eagle full, window flagged", (full(), window(64)), 100, eagle=True, eagle_groups=SECOND, declared=True
+)
+_EAGLE_FULL = GroupSet("eagle full", (full(),), 48, eagle=True, eagle_groups=FIRST, declared=True)
+_THREE = GroupSet("3-way", (full(), window(64), mamba()), 110)
+
+OFFLOAD_SETS = (
+    OffloadSet(_FULL, 120),
+    OffloadSet(_FULL, 120, self_describing=True),
+    OffloadSet(_FULL, 60, blocks_per_chunk=2),
+    OffloadSet(_FULL, 60, blocks_per_chunk=2, self_describing=True),
+    OffloadSet(_WINDOW, 150),
+    OffloadSet(_WINDOW, 150, self_describing=True),
+    OffloadSet(_WINDOW, 80, blocks_per_chunk=2, self_describing=True),
+    OffloadSet(_WINDOW, 60, blocks_per_chunk=3),
+    OffloadSet(_DENSE, 150),
+    OffloadSet(_MAMBA, 110),
+    OffloadSet(_MAMBA, 110, self_describing=True),
+    OffloadSet(_FIVE, 260),
+    OffloadSet(_FIVE, 260, self_describing=True),
+    OffloadSet(_MIXED, 110),
+    OffloadSet(_THREE, 150),
+    OffloadSet(_TAIL, 90),
+    OffloadSet(_TAIL, 90, self_describing=True),
+    OffloadSet(_EAGLE, 150),
+    OffloadSet(_EAGLE_FULL, 120),
+)

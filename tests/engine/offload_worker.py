@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The worker side of an OffloadingConnector, without memory: it only reports transfer jobs as done.
+
+vLLM's own worker wants CUDA. What the scheduler learns from it is when jobs finish, and that is what this keeps to: a
+load ends in its own step or later, a store no earlier than the step after, a flushed job at once.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    OffloadingConnectorMetadata,
+    OffloadingWorkerMetadata,
+)
+from vllm.v1.outputs import KVConnectorOutput
+
+# Share of the waiting jobs that finish in a step.
+_FINISHING = 0.8
+
+
+class OffloadWorker:
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._loads: dict[int, str] = {}
+        self._stores: set[int] = set()
+
+    def run(self, metadata: OffloadingConnectorMetadata | None) -> KVConnectorOutput:
+        """Take this step's jobs and report which of all jobs ended in it."""
+        flushed: set[int] = set()
+        fresh: set[int] = set()
+        if metadata is not None:
+            self._loads.update({job_id: job.req_id for job_id, job in metadata.load_jobs.items()})
+            fresh = set(metadata.store_jobs)
+            flushed = (metadata.jobs_to_flush or set()) & (self._stores | fresh | self._loads.keys())
+        done = flushed | {job_id for job_id in [*self._loads, *sorted(self._stores)] if self._rng.random() < _FINISHING}
+        self._stores = (self._stores | fresh) - done
+        received = {self._loads.pop(job_id) for job_id in sorted(done) if job_id in self._loads}
+        report = OffloadingWorkerMetadata()
+        for job_id in done:
+            report.mark_completed(job_id)
+        return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=report)

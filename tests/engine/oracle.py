@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's own scheduler, run without a model: it publishes real events and says what it would reuse.
+
+Every step is the engine's: `schedule`, made-up sampled tokens, `update_from_output`, which hands the step's KV events
+to the real `ZmqEventPublisher`. Questions are asked between steps, of the same objects, and change nothing.
+
+The same seed gives the same requests and steps. With an offload tier the traces differ a little from run to run all the
+same, because vLLM walks sets of byte keys there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from engine_config import VOCAB_SIZE, build_kv_cache_config, build_vllm_config
+from group_sets import GroupSet
+from offload_worker import OffloadWorker
+from vllm.config import set_current_vllm_config
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+from workload import Prompt, PromptTree
+
+# Tokens that most requests generate, so that many prompts come and go, and that one in five generates: past a block, a
+# window's edge and a Mamba boundary.
+SHORT_OUTPUT_TOKENS = 3
+LONG_OUTPUT_TOKENS = 50
+
+
+@dataclass
+class Traffic:
+    """What went over the wire so far; hashes by kind of event."""
+
+    batches: int = 0
+    stored: int = 0
+    removed: int = 0
+    cpu_stored: int = 0
+    cpu_removed: int = 0
+
+    def count(self, events: list[Any]) -> None:
+        self.batches += 1
+        for event in events:
+            hashes = len(event.block_hashes) if isinstance(event, BlockStored | BlockRemoved) else 0
+            on_gpu = getattr(event, "medium", None) == "GPU"
+            if isinstance(event, BlockStored):
+                self.stored += hashes if on_gpu else 0
+                self.cpu_stored += 0 if on_gpu else hashes
+            elif isinstance(event, BlockRemoved):
+                self.removed += hashes if on_gpu else 0
+                self.cpu_removed += 0 if on_gpu else hashes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Tokens that the engine would not compute; `cpu` includes `gpu` and is None while a transfer must end first."""
+
+    gpu: int
+    cpu: int | None
+
+
+class Oracle:
+    """One engine core: scheduler, block pools, offload tier (if any) and event publisher."""
+
+    def __init__(self, group_set: GroupSet, model: Path, rng: Random, offload: dict[str, Any] | None = None) -> None:
+        self.group_set = group_set
+        self.traffic = Traffic()
+        self._rng = rng
+        self._names = 0
+        config = build_vllm_config(group_set, model, offload)
+        kv_cache_config = build_kv_cache_config(group_set)
+        init_none_hash(sha256)
+        with set_current_vllm_config(config):
+            block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
+            self.scheduler = Scheduler(
+                vllm_config=config,
+                kv_cache_config=kv_cache_config,
+                structured_output_manager=StructuredOutputManager(config),
+                block_size=block_size,
+                hash_block_size=hash_block_size,
+            )
+        self.block_size = block_size
+        self.hash_block_size = hash_block_size
+        self._hasher = get_request_block_hasher(hash_block_size, sha256)
+        self._worker = None if offload is None else OffloadWorker(rng)
+        publisher = self.scheduler.kv_event_publisher
+        endpoints = publisher.get_publisher_config()
+        assert endpoints is not None
+        self.endpoint: str = endpoints.endpoint
+        self.replay_endpoint: str = endpoints.replay_endpoint
+        self._publish = publisher.publish
+        publisher.publish = self._count_and_publish
+
+    def _count_and_publish(self, batch: Any) -> None:
+        self.traffic.count(batch.events)
+        self._publish(batch)
+
+    @property
+    def last_seq(self) -> int:
+        """Number of the last batch handed to the publisher; -1 before the first."""
+        return self.traffic.batches - 1
+
+    def close(self) -> None:
+        self.scheduler.shutdown()
+
+    # Requests and steps
+
+    def _request(self, prompt: Prompt, max_tokens: int) -> Request:
+        self._names += 1
+        return Request(
+            request_id=f"r{self._names}",
+            prompt_token_ids=list(prompt.token_ids),
+            sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            pooling_params=None,
+            cache_salt=prompt.cache_salt,
+            block_hasher=self._hasher,
+        )
+
+    def submit(self, prompt: Prompt) -> None:
+        longest = LONG_OUTPUT_TOKENS if self._rng.random() < 0.2 else SHORT_OUTPUT_TOKENS
+        self.scheduler.add_request(self._request(prompt, self._rng.randint(1, longest)))
+
+    @property
+    def unfinished(self) -> int:
+        return self.scheduler.get_num_unfinished_requests()
+
+    def abort_one(self) -> None:
+        running = [request.request_id for request in self.scheduler.running]
+        if running:
+            self.scheduler.finish_requests([self._rng.choice(running)], RequestStatus.FINISHED_ABORTED)
+
+    def step(self, tree: PromptTree | None = None) -> bool:
+        """One engine step. True when it published a batch. Finished conversations are added to `tree`."""
+        before = self.traffic.batches
+        output = self.scheduler.schedule()
+        result = self._run_model(output)
+        if self._worker is not None:
+            result.kv_connector_output = self._worker.run(output.kv_connector_metadata)
+        running = list(self.scheduler.running)
+        self.scheduler.update_from_output(output, result)
+        if self.group_set.eagle:
+            drafts = [r.request_id for r in self.scheduler.running]
+            tokens = [[self._rng.randrange(VOCAB_SIZE)] for _ in drafts]
+            self.scheduler.update_draft_token_ids(DraftTokenIds(drafts, tokens))
+        if tree is not None:
+            for request in running:
+                if request.is_finished() and self._rng.random() < 0.3:
+                    tree.adopt(tuple(request.all_token_ids), request.cache_salt)
+        return self.traffic.batches > before
+
+    def _run_model(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """What a worker would return: a random token for each request whose known tokens are all computed now.
+
+        A drafted token is taken as right half of the time, and then one more is sampled.
+        """
+        sampled: list[list[int]] = []
+        for request_id in output.num_scheduled_tokens:
+            request = self.scheduler.requests[request_id]
+            drafted = output.scheduled_spec_decode_tokens.get(request_id, [])
+            if request.num_computed_tokens < request.num_tokens:
+                sampled.append([])  # a chunk of a prefill
+                continue
+            accepted = drafted if drafted and self._rng.random() < 0.5 else []
+            sampled.append([*accepted, self._rng.randrange(VOCAB_SIZE)])
+        names = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, sampled)
+
+    # Questions
+
+    def ask(self, prompt: Prompt) -> Answer:
+        """What would be reused if this prompt came now, by the code that would decide it (`Scheduler.schedule`)."""
+        request = self._request(prompt, 1)
+        _, local, _ = self.scheduler.kv_cache_manager.get_computed_blocks(request)
+        connector = self.scheduler.connector
+        if connector is None:
+            return Answer(local, local)
+        tail = local % self.block_size
+        connector.on_new_request(request)
+        external, _ = connector.get_num_new_matched_tokens(request, local - tail)
+        del connector.connector_scheduler._req_status[request.request_id]
+        if external is None:
+            return Answer(local, None)
+        # A load supersedes a local sub-block tail only when it reaches further (scheduler.py, WAITING requests).
+        return Answer(local, local - tail + external if external > tail else local)
+
+    def per_group(self, prompt: Prompt) -> str:
+        """For reports: which block boundaries each group holds, `#` held and `.` not, as the engine sees it."""
+        request = self._request(prompt, 1)
+        pool = self.scheduler.kv_cache_manager.block_pool
+        lines = []
+        for group_idx, spec in enumerate(self.group_set.specs):
+            every = spec.block_size // self.hash_block_size
+            fine = "".join(
+                "#" if pool.get_cached_block(block_hash, [group_idx]) else "." for block_hash in request.block_hashes
+            )
+            lines.append(f"  g{group_idx} {type(spec).__name__} {spec.block_size}: {fine[every - 1 :: every]}")
+            if every > 1:
+                lines[-1] += f"   (at the hash block size: {fine})"
+        return "\n".join(lines)
+
+    def snapshot(self) -> object:
+        """Everything that asking must not change, comparable."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        gpu = (
+            [(block.block_id, block.ref_cnt, block.block_hash) for block in pool.blocks],
+            [block.block_id for block in pool.free_block_queue.get_all_free_blocks()],
+            len(pool.kv_event_queue),
+        )
+        if self.scheduler.connector is None:
+            return gpu
+        offload = self.scheduler.connector.connector_scheduler
+        manager, tracker = offload.manager, offload._events_tracker
+        policy = {name: repr(value) for name, value in vars(manager._policy).items()}
+        return (
+            gpu,
+            policy,
+            list(manager.events),
+            sorted(offload._req_status),
+            sorted(offload._jobs),
+            sorted(offload._chunks_being_loaded),
+            sorted(tracker._pending_event_metadata),
+        )

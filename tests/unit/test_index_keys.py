@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and their texts: no name, however hostile, reaches another worker's keys; every text reads back as what it was."""
+
+from __future__ import annotations
+
+import binascii
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.router.index import keys
+from kvrouter.router.index.connection import StoreError, parse_url
+from kvrouter.router.index.log import Change, EntryKind, entry_fields, parse_entry
+from kvrouter.router.index.resp import MEMBERS_PER_COMMAND, command, members_commands
+from kvrouter.router.index.servers import key_slot
+from kvrouter.router.names import Place, WorkerKey
+
+# Surrogates too: they are legal in JSON strings.
+NAMES = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(["{", "}", "a}b", "\r\n", "a:b", "a/b", "a@1"])
+WORKERS = st.builds(WorkerKey, NAMES, NAMES, st.integers(0, 9))
+PLACES = st.builds(
+    Place,
+    st.none() | st.integers(0, 99),
+    NAMES.filter(bool),
+    st.none() | NAMES,
+)
+HASHES = st.lists(st.integers(0, 2**64 - 1), max_size=5).map(lambda values: np.array(values, dtype=np.uint64))
+
+
+def test_keys_look_as_documented():
+    worker = WorkerKey("m", "w", 0)
+    assert keys.meta(worker) == "kvr:{m/w}:meta"
+    assert keys.log(worker) == "kvr:{m/w}:log"
+    assert keys.lease(worker) == "kvr:{m/w}:lease"
+    assert keys.copies(worker, "e1") == "kvr:{m/w}:e1:copies"
+    assert keys.residents(worker, "e1", Place(0, "GPU")) == "kvr:{m/w}:e1:g0:GPU"
+    assert keys.residents(worker, "e1", Place(None, "STORAGE", "fs")) == "kvr:{m/w}:e1:g-:STORAGE:fs"
+    assert keys.meta(WorkerKey("m", "w", 3)) == "kvr:{m/w@3}:meta"
+    assert keys.registry("m") == "kvr:{m}:workers"
+
+
+@given(place=st.builds(Place, st.none() | st.integers(0, 9), st.sampled_from(["GPU", "CPU", "STORAGE"]), st.none() | st.just("fs-1")))
+def test_an_ordinary_place_reads_as_place_text(place: Place):
+    assert keys.place_text(place) == place.text
+
+
+@given(one=st.tuples(WORKERS, NAMES, PLACES), other=st.tuples(WORKERS, NAMES, PLACES))
+def test_different_names_have_different_keys(one, other):
+    def all_keys(worker: WorkerKey, epoch: str, place: Place) -> tuple[str, ...]:
+        return keys.residents(worker, epoch, place), keys.copies(worker, epoch), keys.meta(worker), keys.log(worker)
+
+    assert len(set(all_keys(*one))) == 4
+    assert (one == other) == (keys.residents(*one) == keys.residents(*other))
+    if one[0] != other[0]:
+        assert not set(all_keys(*one)) & set(all_keys(*other))
+
+
+@given(worker=WORKERS, epoch=NAMES, place=PLACES)
+def test_all_keys_of_a_worker_share_the_slot_of_its_tag(worker: WorkerKey, epoch: str, place: Place):
+    tag = keys.meta(worker).split("{", 1)[1].split("}", 1)[0]
+    expected = binascii.crc_hqx(tag.encode("ascii"), 0) % 16_384
+    for key in (keys.meta(worker), keys.log(worker), keys.lease(worker), keys.copies(worker, epoch), keys.residents(worker, epoch, place)):
+        assert key_slot(key) == expected
+
+
+def test_slots_are_those_of_the_cluster_specification():
+    # "123456789" -> 0x31C3 is the specification's own example of its CRC-16.
+    assert key_slot("123456789") == 0x31C3 % 16_384
+    assert key_slot("{}x") == binascii.crc_hqx(b"{}x", 0) % 16_384
+
+
+@given(worker=WORKERS)
+def test_registry_fields_read_back(worker: WorkerKey):
+    member = keys.model_member(worker.model).encode("ascii")
+    field = keys.registry_field(worker).encode("ascii")
+    assert keys.parse_registry_field(keys.parse_model_member(member), field) == worker
+
+
+@given(place=PLACES, block_hash=st.integers(0, 2**64 - 1))
+def test_copies_fields_read_back(place: Place, block_hash: int):
+    assert keys.parse_copies_field(keys.copies_field(place, block_hash)) == (place, block_hash)
+
+
+@given(changes=st.lists(st.builds(Change, PLACES, HASHES, HASHES), max_size=3), epoch=NAMES)
+def test_log_entries_read_back(changes: list[Change], epoch: str):
+    worker = WorkerKey("m", "w")
+    entry = parse_entry(worker, b"5-1", entry_fields(EntryKind.CLEAR, 7, epoch, (1, 2), changes, {"state": b"x"}))
+    assert (entry.id, entry.commit, entry.epoch, entry.first_seq, entry.last_seq) == ("5-1", 7, epoch, 1, 2)
+    assert entry.cleared
+    assert not entry.opened_epoch
+    assert entry.meta == {"state": b"x"}
+    expected = [change for change in changes if len(change.added) or len(change.removed)]
+    assert [change.place for change in entry.changes] == [change.place for change in expected]
+    for got, want in zip(entry.changes, expected, strict=True):
+        assert got.added.tolist() == want.added.tolist()
+        assert got.removed.tolist() == want.removed.tolist()
+
+
+@pytest.mark.parametrize("count", [0, 1, MEMBERS_PER_COMMAND, MEMBERS_PER_COMMAND + 1])
+def test_packed_members_are_what_hiredis_packs(count: int):
+    hashes = np.arange(2**64 - count, 2**64, dtype=np.uint64) if count else np.empty(0, np.uint64)
+    members = [int(h).to_bytes(8, "big") for h in hashes]
+    chunks = [members[i : i + MEMBERS_PER_COMMAND] for i in range(0, count, MEMBERS_PER_COMMAND)]
+    assert list(members_commands(b"SADD", "kä", hashes)) == [command("SADD", "kä", *chunk) for chunk in chunks]
+
+
+def test_urls_are_read():
+    plain = parse_url("redis://user:p%2Fw@host:7000/3")
+    assert (plain.address, plain.username, plain.password, plain.db) == (("host", 7000), "user", "p/w", 3)
+    assert parse_url("redis://").address == ("localhost", 6379)
+    assert parse_url("redis://[::1]:7000").address == ("::1", 7000)
+    socket = parse_url("unix://:pw@/tmp/a%20b.sock?db=2")
+    assert (socket.address, socket.password, socket.db) == ("/tmp/a b.sock", "pw", 2)
+    assert parse_url("rediss://host").tls is not None
+    assert parse_url("redis+cluster://host:1").must_be_cluster
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://:secret@host",
+        "redis://:secret/x@host:6379",
+        "redis://:secret@host:port",
+        "redis://:secret@host?nonsense=1",
+        "unix://:secret@",
+        "unix+cluster://:secret@/a",
+        "redis://:secret@[::1",
+        "secret",
+    ],
+)
+def test_a_wrong_url_is_refused_without_showing_its_password(url: str):
+    with pytest.raises(StoreError) as raised:
+        parse_url(url)
+    shown = f"{raised.value!r} {raised.value.__cause__!r} {raised.value.__suppress_context__}"
+    assert "secret" not in shown
+    assert "://" in str(raised.value) or "known are" in str(raised.value)
+
+
+def test_an_endpoint_never_shows_its_password():
+    assert "secret" not in repr(parse_url("redis://u:secret@host")) + str(parse_url("redis://u:secret@host"))

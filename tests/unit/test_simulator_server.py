@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica over its sockets: HTTP, the live stream and the replay."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import zmq
+
+from kvrouter.events.codec import BatchDecoder
+from kvrouter.events.messages import AllBlocksCleared, BlockRemoved, BlockStored
+from kvrouter.simulator.pool import Key
+from kvrouter.simulator.server import ReplicaServer, main
+from kvrouter.simulator.shapes import gpt_oss
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        yield context
+
+
+@pytest.fixture
+def server(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[ReplicaServer]:
+    server = ReplicaServer(gpt_oss(16, 32), 40, context=context, model="m", clock=lambda: 1234.5)
+    server.start()
+    yield server
+    server.stop()
+
+
+def call(url: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=10) as reply:
+        return json.loads(reply.read() or b"null")
+
+
+def refusal(url: str, body: Any) -> tuple[int, dict[str, Any]]:
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        call(url, body)
+    with caught.value as error:
+        return error.code, json.loads(error.read())["error"]
+
+
+def complete(server: ReplicaServer, tokens: list[int], **more: Any) -> Any:
+    return call(f"{server.endpoints['url']}/v1/completions", {"prompt": tokens, "model": "m", **more})
+
+
+def replayed(server: ReplicaServer, context: zmq.Context[zmq.Socket[bytes]]) -> list[tuple[int, bytes]]:
+    assert server.endpoints["replay"] is not None
+    with context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.rcvtimeo = 10_000
+        dealer.connect(server.endpoints["replay"])
+        dealer.send_multipart((b"", (0).to_bytes(8, "big")))
+        batches = []
+        while True:
+            _, _, seq, payload = dealer.recv_multipart()
+            if seq == b"\xff" * 8:
+                return batches
+            batches.append((int.from_bytes(seq, "big"), payload))
+
+
+def test_usage_tells_what_was_reused(server: ReplicaServer) -> None:
+    first = complete(server, list(range(50)), max_tokens=3)
+    assert first["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+    again = complete(server, list(range(50)), max_tokens=3, return_token_ids=True)
+    assert again["usage"] == {
+        "prompt_tokens": 50,
+        "completion_tokens": 3,
+        "total_tokens": 53,
+        "prompt_tokens_details": {"cached_tokens": 48},
+    }
+    (choice,) = again["choices"]
+    assert choice["text"] == " ".join(map(str, choice["token_ids"])) == first["choices"][0]["text"]
+    assert "token_ids" not in first["choices"][0]
+
+
+def test_the_salt_is_heeded(server: ReplicaServer) -> None:
+    complete(server, list(range(50)))
+    assert complete(server, list(range(50)), cache_salt="a")["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "part"),
+    [
+        ({"prompt": "hello"}, 400, "list of token ids"),
+        ({"prompt": [-1]}, 400, "token ids"),
+        ({"prompt": []}, 400, "empty"),
+        ({"prompt": [1], "max_tokens": 0}, 400, "max_tokens"),
+        ({"prompt": [1], "model": "other"}, 404, "serves `m`"),
+        ({"prompt": [1], "stream": True}, 400, "stream"),
+        ({"prompt": [1], "n": 2}, 400, "$.n"),
+        ({"prompt": list(range(2000))}, 400, "shorter prompt"),
+    ],
+)
+def test_what_it_cannot_do_it_refuses_as_openai_does(
+    server: ReplicaServer, body: dict[str, Any], status: int, part: str
+) -> None:
+    code, error = refusal(f"{server.endpoints['url']}/v1/completions", body)
+    assert code == status
+    assert part in error["message"]
+    assert error["type"] and error["code"]
+
+
+def test_models_and_health(server: ReplicaServer) -> None:
+    assert call(f"{server.endpoints['url']}/health") is None
+    (card,) = call(f"{server.endpoints['url']}/v1/models")["data"]
+    assert card["id"] == "m"
+
+
+def test_the_stream_says_what_the_pool_holds(server: ReplicaServer, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    for n in range(6):
+        complete(server, [*range(60), *range(n * 1000, n * 1000 + 80)], cache_salt="a" if n == 3 else None)
+    batches = replayed(server, context)
+    assert [seq for seq, _ in batches] == list(range(server.publisher.next_seq))
+    copies: dict[tuple[int | None, int], int] = {}
+    decoder = BatchDecoder()
+    removed = 0
+    for _, payload in batches:
+        batch = decoder.decode(payload, with_tokens=True)
+        assert (batch.ts, batch.dp_rank, batch.broken, batch.unknown) == (1234.5, 0, [], 0)
+        for event in batch.events:
+            assert not isinstance(event, AllBlocksCleared)
+            assert event.medium == "GPU"
+            change = -1 if isinstance(event, BlockRemoved) else 1
+            removed += change < 0
+            if isinstance(event, BlockStored):
+                assert (event.kind, event.sliding_window) == [("sliding_window", 32), ("full_attention", None)][
+                    event.group_idx or 0
+                ]
+                assert event.token_ids is not None
+                assert len(event.token_ids) % 16 == 0
+            for block_hash in event.block_hashes.tolist():
+                place = (event.group_idx, block_hash)
+                copies[place] = copies.get(place, 0) + change
+    assert removed
+    held = server.replica.pool.resident()
+    expected = {(key.group_idx, int.from_bytes(key.block_hash[-8:], "big")): n for key, n in held.items()}
+    assert {place: n for place, n in copies.items() if n} == expected
+    assert isinstance(next(iter(held)), Key)
+
+
+def test_a_reset_shows_with_the_next_request(server: ReplicaServer, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    complete(server, list(range(50)))
+    before = server.publisher.next_seq
+    assert call(f"{server.endpoints['url']}/reset_prefix_cache", {}) == {"success": True}
+    assert server.publisher.next_seq == before
+    assert complete(server, list(range(50)))["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    batch = BatchDecoder().decode(replayed(server, context)[before][1])
+    assert isinstance(batch.events[0], AllBlocksCleared)
+
+
+def test_stop_frees_the_port(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    server = ReplicaServer(gpt_oss(16, 32), 40, context=context, model="m")
+    server.stop()
+    port = int(server.endpoints["url"].rpartition(":")[2])
+    again = ReplicaServer(gpt_oss(16, 32), 40, context=context, model="m", port=port)
+    again.start()
+    assert call(f"{again.endpoints['url']}/health") is None
+    again.stop()
+    again.stop()
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--shape", "llama", "--window", "64"], "no sliding-window group"),
+        (["--retention", "7"], "no multiple"),
+        (["--retention", "some"], "some"),
+        (["--blocks", "1"], "at least one more"),
+        (["--events", "nowhere"], "nvalid argument"),
+    ],
+)
+def test_wrong_settings_end_with_one_line(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.count("\n") == 1
+    assert part in shown.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_command_says_where_it_listens_and_ends_cleanly(number: signal.Signals) -> None:
+    command = [sys.executable, "-m", "kvrouter.simulator", "--shape", "gemma3", "--window", "64", "--blocks", "300"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = json.loads(process.stdout.readline())
+        assert said["model"] == "sim-gemma3"
+        body = {"prompt": list(range(200)), "max_tokens": 2}
+        call(f"{said['url']}/v1/completions", body)
+        usage = call(f"{said['url']}/v1/completions", body)["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == 192
+        process.send_signal(number)
+        rest = process.communicate(timeout=20)
+    assert (process.returncode, rest) == (0, ("", ""))
