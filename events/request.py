@@ -26,11 +26,13 @@ class Request(msgspec.Struct):
     # First seq asked for.
     start: int
     purpose: Purpose
-    # A check while nothing is wrong: live batches are not held, and success is not announced.
+    # A check while nothing is known to be wrong: live batches are not held for it.
     silent: bool = False
+    # Whether its end is news even when it brings nothing.
+    announced: bool = True
     # Asked again from where an answer had a hole: ZMQ's ROUTER drops silently above its high-water mark.
     again_at: int | None = None
-    # The answer's first batch has been compared with the last one handed out.
+    # The answer's first batch has been compared with the last one handed out, or there was none.
     judged: bool = False
     # New batches that the answer brought.
     batches: int = 0

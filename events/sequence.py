@@ -154,8 +154,9 @@ class Cursor:
         request = self.request
         if request is None or seq < request.start:
             return
+        self._replay_works = True
         print_ = fingerprint(payload)
-        if self._last_seq is not None and not request.judged:
+        if not request.judged:
             request.judged = True
             if not self._judge_first(request, seq, print_):
                 return
@@ -182,7 +183,8 @@ class Cursor:
         request = self.request
         if request is None:
             return
-        if self._last_seq is not None and not request.judged and request.purpose is Purpose.PROVE:
+        self._replay_works = True
+        if not request.judged and request.purpose is Purpose.PROVE:
             self._restart(0, f"the publisher has nothing from seq {request.start} on")
             return
         if self._expected is None:
@@ -194,9 +196,8 @@ class Cursor:
                 return
             self._lose_gap("the publisher no longer has these batches")
         self.request = None
-        if not request.silent or request.batches or not self._replay_works:
+        if request.announced or request.batches:
             self.items.append(ReplayFinished(request.first_seq, request.last_seq, request.batches))
-        self._replay_works = True
         self._drain()
 
     def replay_overdue(self) -> None:
@@ -220,11 +221,9 @@ class Cursor:
         self._replay_works = False
         if request.purpose is Purpose.PROVE and not request.judged and not request.silent:
             self._to_prove = True
-            expected = self._expected
-            if self._overflowed and self._held and expected is not None and self._held[0][0] >= expected:
-                # The first of the new connection are gone, and with them what could contradict the next seq.
-                self._lose(expected, self._held[0][0], reason)
+            self._lose_unless_contradicted(reason)
         self._lose_gap(reason)
+        self._held_old = 0
         self._drain()
 
     def check(self) -> None:
@@ -252,7 +251,14 @@ class Cursor:
             self._drop_old()
             self._held_old = len(self._held)
         self._requests += 1
-        self.request = Request(self._requests, self._first_wanted(), purpose, silent)
+        self.request = Request(
+            self._requests,
+            self._first_wanted(),
+            purpose,
+            silent,
+            announced=not silent or not self._replay_works,
+            judged=self._last_seq is None,
+        )
 
     def _ask_again(self, request: Request) -> None:
         self._requests += 1
@@ -262,7 +268,7 @@ class Cursor:
             start=self._first_wanted(),
             purpose=Purpose.FILL,
             again_at=self._expected,
-            judged=False,
+            judged=self._last_seq is None,
             progress=0,
         )
 
@@ -276,7 +282,8 @@ class Cursor:
         if seq == request.start:
             if not self._seen(seq, print_):
                 self._restart(seq, f"seq {seq} is another batch than the one handed out")
-            elif request.purpose is Purpose.PROVE and not request.silent:
+            elif self._to_prove or (request.purpose is Purpose.PROVE and not request.silent):
+                self._to_prove = False
                 self.items.append(Proven(seq, "replay"))
             return False
         expected = self._expected
@@ -342,9 +349,22 @@ class Cursor:
     def _lose_gap(self, reason: str) -> None:
         if self._gap is None or self._expected is None:
             return
+        if self._held and self._held[0][0] < self._expected and not self._seen(self._held[0][0], self._held[0][2]):
+            # Another life's, which voids more than a gap.
+            return
         # An overflow may have dropped what the gap was seen by.
-        first_held = self._held[0][0] if self._held else 0
-        self._lose(self._expected, max(self._gap[1], first_held), reason)
+        following = next((seq for seq, _, _ in self._held if seq >= self._gap[1]), self._gap[1])
+        self._lose(self._expected, following, reason)
+
+    def _lose_unless_contradicted(self, reason: str) -> None:
+        """No proof, and not all is left of what came since: then the next seq alone is no proof either."""
+        expected = self._expected
+        if expected is None or not (self._overflowed or self._held_old):
+            return
+        self._drop_old()
+        following = self._held[0][0] if self._held else expected
+        if following >= expected:
+            self._lose(expected, following, reason)
 
     def _restart(self, seq: int, reason: str) -> None:
         last_seq = -1 if self._expected is None else self._expected - 1

@@ -32,6 +32,7 @@ from kvrouter.router.index.store import IndexStore, StoreError
 from kvrouter.router.logs import set_up_logs
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.version import VERSION
+from kvrouter.router.warm import warm
 from kvrouter.router.worker_spec import parse_worker
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,8 @@ async def _start(config: Config, listener: socket.socket, stack: AsyncExitStack)
             token=PRIVATE_TOKEN if config.redis is None else None,
         )
         stack.push_async_callback(core.stop)
+        # In a thread, as it takes seconds on the first start of all and a signal must not wait for it.
+        await asyncio.to_thread(warm)
         await core.start()
         await stack.enter_async_context(_configured_workers(config, core))
     except (StoreError, EmbeddedStoreError) as error:

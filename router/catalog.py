@@ -41,6 +41,11 @@ RULE_OF_KIND = {
     "chunked_local_attention": Rule.CHUNKED_LOCAL,
 }
 
+FULL_KINDS = frozenset(kind for kind, rule in RULE_OF_KIND.items() if rule is Rule.FULL)
+
+# Prompts whose first block is remembered while the chunk size is unknown; offloading follows the store within a step or two.
+MAX_ROOTS = 4_096
+
 # vLLM <= 0.19 names no groups and turns hybrid caching off when events are on, so its one group behaves as full attention.
 UNNAMED_GROUP_KIND = "full_attention"
 
@@ -91,7 +96,8 @@ class Catalog(msgspec.Struct, frozen=True):
     hash_block_size: int
     scheduler_block_size: int
     partial_hits: bool
-    blocks_per_chunk: int
+    # Blocks of a group that the offload tier stores and loads as one; None: not known yet.
+    blocks_per_chunk: int | None
 
     @property
     def align(self) -> int:
@@ -163,7 +169,11 @@ def _partial_hits(groups: tuple[Group, ...], hash_block_size: int) -> bool:
 
 
 def build_catalog(
-    groups: Iterable[Group], source: str, spec: CatalogSpec, blocks_per_chunk: int = 1, problem: str | None = None
+    groups: Iterable[Group],
+    source: str,
+    spec: CatalogSpec,
+    blocks_per_chunk: int | None = None,
+    problem: str | None = None,
 ) -> Catalog:
     """The catalog of these groups, with all that vLLM derives; what `spec` states wins over what is derived."""
     ordered = tuple(sorted(groups, key=lambda g: -1 if g.group_idx is None else g.group_idx))
@@ -213,7 +223,7 @@ class Learned(msgspec.Struct, frozen=True):
     """All that a `CatalogLearner` learned, as kept in Redis."""
 
     groups: list[LearnedGroup]
-    blocks_per_chunk: int
+    blocks_per_chunk: int | None
 
 
 class _Seen:
@@ -239,12 +249,16 @@ class CatalogLearner:
         self._spec = spec or CatalogSpec()
         self._stated = {group.group_idx: _group_of(group) for group in self._spec.groups}
         self._seen: dict[int | None, _Seen] = {}
-        self._blocks_per_chunk = 1
+        self._blocks_per_chunk: int | None = None
+        # First blocks of prompts and their sizes, newest last: one alone on an offload tier shows that chunks are single blocks.
+        self._roots: dict[int, int] = {}
         self.version = 0
 
     def stored(self, event: BlockStored) -> None:
         """Take what a Stored event says of its group, also when its hash list is empty."""
         seen = self._touch(event.group_idx, event.medium)
+        if event.medium != GPU and event.block_size == 0:
+            self._judge_placeholder(event, seen)
         if seen is None or event.block_size <= 0:
             return
         kind = event.kind or (UNNAMED_GROUP_KIND if event.group_idx is None else None)
@@ -281,8 +295,29 @@ class CatalogLearner:
     def _learn_chunk(self, event: BlockStored, seen: _Seen) -> None:
         # A self-describing store names all blocks of its chunk; a partial tail has a smaller block size and no say here.
         count = len(event.block_hashes)
-        if seen.block_sizes and event.block_size == max(seen.block_sizes) and count > self._blocks_per_chunk:
+        if seen.block_sizes and event.block_size == max(seen.block_sizes) and count > (self._blocks_per_chunk or 0):
             self._blocks_per_chunk = count
+            self.version += 1
+
+    @property
+    def wants_roots(self) -> bool:
+        """Whether `root` may still teach something."""
+        return self._blocks_per_chunk is None
+
+    def root(self, event: BlockStored) -> None:
+        """Remember the first block of a prompt. Only full attention announces blocks without leaving any out."""
+        if event.parent_block_hash is None and len(event.block_hashes) and event.kind in FULL_KINDS:
+            self._roots[int(event.block_hashes[0])] = event.block_size
+            if len(self._roots) > MAX_ROOTS:
+                del self._roots[next(iter(self._roots))]
+
+    def _judge_placeholder(self, event: BlockStored, seen: _Seen | None) -> None:
+        # A chunk is known by its last block, so a chunk that ends with the first block of its group is that block alone.
+        if self._blocks_per_chunk is not None or seen is None or not seen.block_sizes:
+            return
+        size = max(seen.block_sizes)
+        if any(self._roots.get(int(block_hash)) == size for block_hash in event.block_hashes):
+            self._blocks_per_chunk = 1
             self.version += 1
 
     def catalog(self, hash_block_size: int | None = None) -> Catalog:

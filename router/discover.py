@@ -18,7 +18,8 @@ log = logging.getLogger(__name__)
 
 # An engine takes minutes to load its weights; a shorter interval would only fill its log.
 RETRY_S = 2.0
-TIMEOUT_S = 5.0
+# A list of models is answered at once; the process cannot end before the thread that waits for it.
+TIMEOUT_S = 2.0
 # Some tens of LoRA adapters and their paths; an answer beyond this is no engine's.
 MAX_ANSWER_BYTES = 1024**2
 

@@ -33,8 +33,9 @@ RULE_MAMBA = Rule.MAMBA.value
     GEO_EXT_SPARSE,
     GEO_EXT_MAMBA_ALIGN,
     GEO_EXT_TAIL_BLOCK,
+    GEO_EXT_UNPROVEN,
     GEO_COLUMNS,
-) = range(14)
+) = range(15)
 
 SPEC_RULE, SPEC_BLOCK, SPEC_WINDOW, SPEC_CHUNK, SPEC_EAGLE, SPEC_MEMBER_START, SPEC_MEMBER_END, SPEC_COLUMNS = range(8)
 
@@ -150,8 +151,10 @@ class GeometryBuilder:
             return
         full: list[list[int]] = []
         sparse: list[list[int]] = []
+        blocks_per_chunk = catalog.blocks_per_chunk or 1
+        geo[GEO_EXT_UNPROVEN] = int(catalog.blocks_per_chunk is None)
         for group in catalog.cacheable:
-            chunk = group.block_size * catalog.blocks_per_chunk
+            chunk = group.block_size * blocks_per_chunk
             window_chunks = _window_chunks(group, chunk)
             cpu = bank_mask(places, group.group_idx, CPU)
             storage = bank_mask(places, group.group_idx, STORAGE)
@@ -188,7 +191,7 @@ def _partial_tail_block(catalog: Catalog) -> int:
     """Block size of the partial tail that the offload tier can load, or 0. Source: offloading/scheduler.py:300."""
     groups = catalog.cacheable
     supported = (
-        catalog.blocks_per_chunk == 1
+        catalog.blocks_per_chunk in (None, 1)
         and len({group.block_size for group in groups}) == 1
         and any(g.rule is Rule.MAMBA and g.block_size > catalog.hash_block_size for g in groups)
         and all(g.rule in (Rule.FULL, Rule.MAMBA) for g in groups)

@@ -30,6 +30,7 @@ from kvrouter.router.geometry import (
     GEO_EXT_SPARSE,
     GEO_EXT_START,
     GEO_EXT_TAIL_BLOCK,
+    GEO_EXT_UNPROVEN,
     GEO_HASH_BLOCK,
     GEO_PARTIAL,
     GEO_SCHEDULER_BLOCK,
@@ -398,12 +399,36 @@ def complete_chunks(rows: Rows, row: int, geo: Table, exts: Table, num_tokens: i
 
 
 @kernel
+def single_block_chunks(rows: Rows, row: int, geo: Table, exts: Table, num_tokens: int) -> bool:
+    """Whether this prompt's own chunks show that a chunk is one block.
+
+    A chunk of k blocks ends at a multiple of k blocks, so k divides every such end; ends without a common divisor leave k = 1.
+    """
+    divisor = 0
+    for g in range(geo[GEO_EXT_START], geo[GEO_EXT_END]):
+        scale = exts[g, EXT_CHUNK] // geo[GEO_HASH_BLOCK]
+        for chunk in range(num_tokens // exts[g, EXT_CHUNK]):
+            if not offloaded(rows, row, (chunk + 1) * scale - 1, exts[g], True):
+                continue
+            a = chunk + 1
+            b = divisor
+            while b != 0:
+                a, b = b, a % b
+            divisor = a
+            if divisor == 1:
+                return True
+    return False
+
+
+@kernel
 def external_hit(rows: Rows, row: int, geo: Table, exts: Table, num_tokens: int, gpu: int, storage: bool) -> int:
     """Tokens the engine reuses with its offload tiers, at least `gpu`.
 
     A sub-block tail of the GPU hit is given up only for a longer external hit.
     Source: v1/core/sched/scheduler.py:975, offloading/scheduler.py:966.
     """
+    if geo[GEO_EXT_UNPROVEN] != 0 and not single_block_chunks(rows, row, geo, exts, num_tokens):
+        return gpu
     tail = gpu % geo[GEO_SCHEDULER_BLOCK]
     local = gpu - tail
     found = complete_chunks(rows, row, geo, exts, num_tokens, local, storage)

@@ -33,13 +33,15 @@ from kvrouter.router.catalog import Catalog, CatalogLearner
 from kvrouter.router.copies import CopyTable
 from kvrouter.router.hashing import HashScheme
 from kvrouter.router.identity import HashIdentity, Standing
-from kvrouter.router.names import Place
+from kvrouter.router.names import CPU, STORAGE, Place
 from kvrouter.router.registration import CatalogSpec, Registration
 from kvrouter.router.states import StreamState
 from kvrouter.router.transitions import Transitions
 
 # Tags of events that can take blocks away: one that cannot be read may leave ghosts behind, so the epoch is voided.
 REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
+
+OFFLOADED = frozenset({CPU, STORAGE})
 
 # Meta fields of ours in Redis, beside those of the store.
 META_LEARNED = "learned"
@@ -135,6 +137,11 @@ class Ingest:
             return (
                 "no known hash scheme explains this worker's first dense root blocks: set its hash_algo and none_hash, or the seed "
                 "that its PYTHONHASHSEED has (none_hash_seed)"
+            )
+        if not self._incident and self.catalog.blocks_per_chunk is None and any(p.medium in OFFLOADED for p in self._copies):
+            return (
+                "the chunk size of the offload tier is not on the wire: its blocks earn credit only where they show that a chunk "
+                "is one block; register a catalog with offload_blocks_per_chunk"
             )
         return self._incident
 
@@ -322,6 +329,8 @@ class Ingest:
         if shape not in self._known_shapes or event.medium != "GPU":
             self._learner.stored(event)
             self._known_shapes.add(shape)
+        if event.parent_block_hash is None and self._learner.wants_roots:
+            self._learner.root(event)
         if event.token_ids is not None:
             self.identity.judge(event)
 

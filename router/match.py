@@ -134,7 +134,7 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
                 row += 1
             # Without full attention a prefix may be worth something although its beginning is gone.
             stops_early = stops_early and any(group.rule is Rule.FULL for group in groups)
-            chunk = max(g.block_size for g in view.catalog.cacheable) * view.catalog.blocks_per_chunk
+            chunk = max(g.block_size for g in view.catalog.cacheable) * (view.catalog.blocks_per_chunk or 1)
             segment = max(segment, chunk // view.catalog.hash_block_size)
         return cls(tuple(views), tuple(spec_groups), row_of_slot, row, bases, builder.build(), stops_early, segment)
 

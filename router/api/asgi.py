@@ -241,6 +241,12 @@ async def _on_bad_parameter(request: Request, error: Exception) -> Response:
     return _answer(request, BadQuestion(f"parameter {first['loc'][-1]}: {first['msg']}"))
 
 
+async def _on_bug(request: Request, error: Exception) -> Response:
+    # Starlette raises it again behind this answer; `Outer` then logs and counts it.
+    content, media_type = encode(internal_error(), request.headers.get("accept", ""))
+    return Response(content, 500, media_type=media_type)
+
+
 def build_api(core: CorePort, config: Config, metrics: Metrics, clock: Callable[[], float]) -> Outer:
     """The whole HTTP API on `core`. Holds no global state: several live side by side in one process.
 
@@ -258,6 +264,7 @@ def build_api(core: CorePort, config: Config, metrics: Metrics, clock: Callable[
             StoreError: _on_store_error,
             HTTPException: _on_http_error,
             RequestValidationError: _on_bad_parameter,
+            Exception: _on_bug,
         },
     )
     app.include_router(worker_routes(core))

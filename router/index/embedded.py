@@ -97,7 +97,10 @@ class EmbeddedStore:
                     f"Its log: {self.data_dir / _LOG}"
                 )
             try:
-                info, (_, directory) = await self._ask(command("INFO", "server"), command("CONFIG", "GET", "dir"))
+                # PING is refused while the data is loading; the other two are not.
+                _, info, (_, directory) = await self._ask(
+                    command("PING"), command("INFO", "server"), command("CONFIG", "GET", "dir")
+                )
             except StoreUnavailable as error:
                 reason = str(error)
             except ReplyError as error:
@@ -140,7 +143,9 @@ class EmbeddedStore:
         try:
             if not _try_lock(lock):
                 return False
-            self._reap()
+            if self._process is not None:
+                # The kernel frees a dying process's lock a moment before its parent can reap it.
+                self._process.wait()
             self._spawn(lock)
             return True
         finally:

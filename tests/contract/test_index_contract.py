@@ -8,117 +8,42 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import random
-from collections.abc import Awaitable, Callable
+import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import redis
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from kvrouter.router.index import keys
-from kvrouter.router.index.follower import LogEntry, LogFollower, Reload, StoreBack, StoreLost
+from kvrouter.router.index.follower import LogEntry, LogFollower, Reload
 from kvrouter.router.index.store import Change, Commit, CommitOutcome, IndexStore, StoreError, StoreUnavailable
 from kvrouter.router.names import Place, WorkerKey
 
-APPLIED, FENCED, STALE = CommitOutcome.APPLIED, CommitOutcome.FENCED, CommitOutcome.STALE
-GPU, CPU, DISK = Place(0, "GPU"), Place(1, "CPU"), Place(None, "STORAGE", "fs:{}\n")
-PLACES = (GPU, CPU, DISK)
-HOSTILE = ["m}{m", "a/b:c\r\nDEL x", "", "{}", "ä\ud800", "x@1", "w" * 300]
-WAIT_S = 15.0
-_fresh = itertools.count()
-
-Residency = dict[Place, set[int]]
-
-
-def hashes(*values: int) -> np.ndarray:
-    return np.array(values, dtype=np.uint64)
-
-
-def change(place: Place, added: tuple[int, ...] = (), removed: tuple[int, ...] = ()) -> Change:
-    return Change(place, hashes(*added), hashes(*removed))
-
-
-def held(places: dict[Place, np.ndarray]) -> Residency:
-    return {place: set(found.tolist()) for place, found in places.items() if len(found)}
-
-
-def apply(residency: Residency, entry: LogEntry) -> None:
-    """What a mirror does with an entry."""
-    if entry.cleared or entry.opened_epoch:
-        residency.clear()
-    for part in entry.changes:
-        there = residency.setdefault(part.place, set())
-        there |= set(part.added.tolist())
-        there -= set(part.removed.tolist())
-        if not there:
-            del residency[part.place]
-
-
-class World:
-    """A flushed store, and a raw client to look into it."""
-
-    def __init__(self, url: str, raw: Any) -> None:
-        self.url = url
-        self.raw = raw
-
-    def run(self, body: Callable[[IndexStore], Awaitable[None]], **options: Any) -> None:
-        async def main() -> None:
-            async with asyncio.timeout(2 * WAIT_S):
-                store = await IndexStore.open(self.url, **options)
-                try:
-                    await body(store)
-                finally:
-                    await store.close()
-
-        asyncio.run(main())
-
-    def keys(self) -> set[str]:
-        return {key.decode() for key in self.raw.scan_iter(count=1_000)}
-
-    def snapshot(self) -> dict[str, Any]:
-        """Everything that is stored, so that "changes nothing" means nothing at all."""
-        readers = {
-            b"hash": self.raw.hgetall,
-            b"set": self.raw.smembers,
-            b"string": self.raw.get,
-            b"stream": self.raw.xrange,
-        }
-        return {key: readers[self.raw.type(key)](key) for key in self.keys()}
-
-    def worker(self) -> WorkerKey:
-        return WorkerKey("model", f"w{next(_fresh)}")
-
-    async def owned(self, store: IndexStore, epoch: str = "e1", token: str = "me") -> WorkerKey:
-        """A worker with a lease and an epoch."""
-        worker = self.worker()
-        assert await store.take_lease(worker, token, 60)
-        assert await store.open_epoch(worker, epoch, token) is APPLIED
-        return worker
-
-
-async def next_items(follower: LogFollower, count: int) -> list[Any]:
-    items: list[Any] = []
-    async with asyncio.timeout(WAIT_S):
-        while len(items) < count:
-            items += await follower.next()
-    return items
-
-
-STEPS = st.lists(
-    st.tuples(
-        st.sampled_from(["commit"] * 6 + ["clear", "epoch", "replay", "fenced", "hole", "meta"]),
-        st.lists(st.tuples(st.sampled_from(PLACES), st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30))), max_size=3),
-        st.lists(st.tuples(st.sampled_from(PLACES), st.integers(2**63, 2**63 + 5), st.integers(0, 4)), max_size=3),
-        st.integers(0, 3),
-    ),
-    max_size=14,
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parent))
+pytest.register_assert_rewrite("index_support", "index_follow_laws")
+from index_follow_laws import FollowLaws  # noqa: E402
+from index_support import (  # noqa: E402
+    APPLIED,
+    CPU,
+    DISK,
+    FENCED,
+    GPU,
+    HOSTILE,
+    PLACES,
+    STALE,
+    WAIT_S,
+    World,
+    change,
+    held,
+    move_slot,
+    next_items,
 )
 
 
-class IndexContract:
+class IndexContract(FollowLaws):
     @pytest.fixture
     def url(self) -> str:
         raise NotImplementedError
@@ -142,14 +67,23 @@ class IndexContract:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             commit = Commit(
-                worker, "e1", 5, 7, [change(GPU, (1, 2**64 - 1)), change(DISK, (3,))], [(GPU, 1, 2), (GPU, 3, 1)],
+                worker,
+                "e1",
+                5,
+                7,
+                [change(GPU, (1, 2**64 - 1)), change(DISK, (3,))],
+                [(GPU, 1, 2), (GPU, 3, 1)],
                 meta={"state": b"live"},
             )
             assert await store.commit(commit, "me") is APPLIED
             tag = f"kvr:{{model/{worker.worker_id}}}"
-            assert world.keys() == {
-                f"{tag}:meta", f"{tag}:log", f"{tag}:lease",
-                f"{tag}:e1:g0:GPU", f"{tag}:e1:g-:STORAGE:fs%3A%7B%7D%0A", f"{tag}:e1:copies",
+            assert world.stored_keys() == {
+                f"{tag}:meta",
+                f"{tag}:log",
+                f"{tag}:lease",
+                f"{tag}:e1:g0:GPU",
+                f"{tag}:e1:g-:STORAGE:fs%3A%7B%7D%0A",
+                f"{tag}:e1:copies",
             }
             assert world.raw.smembers(f"{tag}:e1:g0:GPU") == {bytes(7) + b"\x01", b"\xff" * 8}
             assert world.raw.hgetall(f"{tag}:e1:copies") == {b"g0:GPU" + bytes(7) + b"\x01": b"2"}
@@ -166,7 +100,9 @@ class IndexContract:
             worker = await world.owned(store)
             many = np.arange(20_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
             assert await store.commit(Commit(worker, "e1", 0, 0, [Change(GPU, many, many[:0])]), "me") is APPLIED
-            assert await store.commit(Commit(worker, "e1", 1, 1, [Change(GPU, many[:0], many[:9_000])]), "me") is APPLIED
+            assert (
+                await store.commit(Commit(worker, "e1", 1, 1, [Change(GPU, many[:0], many[:9_000])]), "me") is APPLIED
+            )
             members = world.raw.smembers(keys.residents(worker, "e1", GPU))
             assert {len(member) for member in members} == {8}
             assert {int.from_bytes(member, "big") for member in members} == set(many[9_000:].tolist())
@@ -178,7 +114,9 @@ class IndexContract:
             worker = await world.owned(store)
             first = Commit(worker, "e1", 0, 2, [change(GPU, (1, 2))], [(GPU, 1, 3)])
             assert await store.commit(first, "me") is APPLIED
-            assert await store.commit(Commit(worker, "e1", 3, 3, [change(GPU, (), (1,))], [(GPU, 1, 0)]), "me") is APPLIED
+            assert (
+                await store.commit(Commit(worker, "e1", 3, 3, [change(GPU, (), (1,))], [(GPU, 1, 0)]), "me") is APPLIED
+            )
             before = world.snapshot()
             overlapping = Commit(worker, "e1", 3, 9, [change(GPU, (1,))])
             cleared = Commit(worker, "e1", 2, 3, cleared=True)
@@ -224,7 +162,10 @@ class IndexContract:
                 if lease != b"me":
                     return FENCED
                 world.raw.set(keys.lease(worker), "thief")
-                return [b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$1\r\nx\r\n" % (len(keys.lease(worker)), keys.lease(worker).encode())]
+                return [
+                    b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$1\r\nx\r\n"
+                    % (len(keys.lease(worker)), keys.lease(worker).encode())
+                ]
 
             assert await store._transact(worker, write) is FENCED
             assert seen == [b"me", b"thief"]
@@ -249,12 +190,12 @@ class IndexContract:
             worker = await world.owned(store)
             full = [change(place, (1, 2, 3)) for place in PLACES]
             assert await store.commit(Commit(worker, "e1", 0, 0, full, [(CPU, 1, 2)]), "me") is APPLIED
-            assert sum(":e1:" in key for key in world.keys()) == 4
+            assert sum(":e1:" in key for key in world.stored_keys()) == 4
             assert await store.open_epoch(worker, "e2", "me") is APPLIED
-            assert not any(":e1:" in key for key in world.keys())
+            assert not any(":e1:" in key for key in world.stored_keys())
             assert await store.commit(Commit(worker, "e2", 0, 0, full, [(CPU, 1, 2)]), "me") is APPLIED
             assert await store.commit(Commit(worker, "e2", 1, 1, cleared=True), "me") is APPLIED
-            assert not any(":e2:" in key for key in world.keys())
+            assert not any(":e2:" in key for key in world.stored_keys())
             assert (await store.load(worker)).seq == 1
 
         world.run(body)
@@ -268,7 +209,7 @@ class IndexContract:
             assert world.raw.hlen(keys.copies(worker, "e1")) == 2
             assert await store.commit(Commit(worker, "e1", 1, 1, copies=[(CPU, 2, 1), (GPU, 2, 0)]), "me") is APPLIED
             assert await store.load_copies(worker) == {}
-            assert keys.copies(worker, "e1") not in world.keys()
+            assert keys.copies(worker, "e1") not in world.stored_keys()
 
         world.run(body)
 
@@ -297,7 +238,7 @@ class IndexContract:
             assert not await store.renew_lease(worker, "a", 60)
             assert await store.release_lease(worker, "b")
             assert not await store.renew_lease(worker, "b", 60)
-            assert not world.keys()
+            assert not world.stored_keys()
 
         world.run(body)
 
@@ -360,7 +301,7 @@ class IndexContract:
             assert await store.commit(Commit(one, "e", 1, 1), "me") is FENCED
             assert await store.registrations() == {two: b"b"}
             assert await store.drop_registration(two)
-            assert not world.keys()
+            assert not world.stored_keys()
 
         world.run(body)
 
@@ -381,236 +322,9 @@ class IndexContract:
                 assert await store.load_copies(worker) == {(place, number): 2}
             for worker in workers:
                 assert await store.drop_registration(worker)
-            assert not world.keys()
+            assert not world.stored_keys()
 
         world.run(body)
-
-    # -- loading and following
-
-    def test_a_worker_without_an_epoch_loads_as_nothing(self, world: World):
-        async def body(store: IndexStore) -> None:
-            image = await store.load(world.worker())
-            assert (image.epoch, image.seq, image.log_id, image.commits, image.places) == (None, None, "0-0", 0, {})
-
-        world.run(body)
-
-    def test_foreign_members_are_refused(self, world: World):
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), "me") is APPLIED
-            world.raw.sadd(keys.residents(worker, "e1", GPU), "guest")
-            with pytest.raises(StoreError, match="not 8 bytes"):
-                await store.load(worker)
-
-        world.run(body)
-
-    @given(steps=STEPS)
-    # Three classes run this one test, each on its own store: that is meant.
-    @settings(
-        max_examples=40,
-        deadline=None,
-        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
-    )
-    def test_store_and_log_equal_a_brute_force_model(self, world: World, steps: list[Any]):
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            residency: Residency = {}
-            copies: dict[tuple[Place, int], int] = {}
-            epoch, seq, entries = "e1", -1, 1
-            for number, (kind, parts, counts, length) in enumerate(steps):
-                # Later parts of one place could contradict earlier ones; a commit has each place once.
-                parts = list({place: (place, added - removed, removed) for place, added, removed in parts}.values())
-                counts = list({(place, block): (place, block, count) for place, block, count in counts}.values())
-                changes = [change(place, tuple(added), tuple(removed)) for place, added, removed in parts]
-                if kind == "epoch":
-                    epoch = f"e{number}:"
-                    assert await store.open_epoch(worker, epoch, "me") is APPLIED
-                    residency, copies, seq, entries = {}, {}, -1, entries + 1
-                    continue
-                if kind == "meta":
-                    assert await store.put_meta(worker, epoch, "me", {"n": b"%d" % number}) is APPLIED
-                    entries += 1
-                    continue
-                first = {"replay": max(seq - length, 0), "hole": seq + 2}.get(kind, seq + 1)
-                commit = Commit(worker, epoch, first, first + length, changes, counts, cleared=kind == "clear")
-                outcome = await store.commit(commit, "other" if kind == "fenced" else "me")
-                if kind == "fenced":
-                    assert outcome is FENCED
-                    continue
-                if kind in ("replay", "hole") and seq >= 0:
-                    assert outcome is STALE
-                    continue
-                assert outcome is APPLIED
-                seq, entries = first + length, entries + 1
-                if kind == "clear":
-                    residency, copies = {}, {}
-                for place, added, removed in parts:
-                    residency[place] = (residency.get(place, set()) | added) - removed
-                for place, block, count in counts:
-                    copies[place, block] = count
-            expected = {place: blocks for place, blocks in residency.items() if blocks}
-            image = await store.load(worker)
-            assert held(image.places) == expected
-            assert (image.epoch, image.seq, image.commits) == (epoch, None if seq < 0 else seq, entries)
-            kept = {key: count for key, count in copies.items() if count >= 2}
-            assert await store.load_copies(worker) == kept
-            tag = keys.worker_tag(worker)
-            stored = {key for key in world.keys() if key.startswith(f"kvr:{tag}:") and "e" in key[len(f"kvr:{tag}:") :][:1]}
-            wanted = {keys.residents(worker, epoch, place) for place in expected}
-            assert stored == wanted | ({keys.copies(worker, epoch)} if kept else set())
-            follower = LogFollower(store.servers)
-            follower.add(worker)
-            followed: Residency = {}
-            for item in await next_items(follower, entries):
-                apply(followed, item)
-            await follower.close()
-            assert followed == expected
-
-        world.run(body)
-
-    def test_a_follower_sees_each_commit_of_each_worker_once_and_in_order(self, world: World):
-        async def body(store: IndexStore) -> None:
-            follower = LogFollower(store.servers)
-            workers = [await world.owned(store) for _ in range(4)]
-            follower.add(workers[0])
-            items = await next_items(follower, 1)
-
-            async def write(worker: WorkerKey) -> None:
-                for seq in range(30):
-                    commit = Commit(worker, "e1", seq, seq, [change(GPU, (seq,))], meta={"n": b"%d" % seq})
-                    assert await store.commit(commit, "me") is APPLIED
-
-            writers = asyncio.gather(*map(write, workers))
-            for worker in workers[1:]:
-                # Added while a read that does not know them is under way.
-                await asyncio.sleep(0.005)
-                follower.add(worker)
-            await writers
-            items += await next_items(follower, 4 * 31 - 1)
-            for worker in workers:
-                own = [item for item in items if item.worker == worker]
-                assert [entry.commit for entry in own] == list(range(1, 32))
-                assert own[0].opened_epoch
-                assert [(entry.first_seq, entry.last_seq) for entry in own[1:]] == [(seq, seq) for seq in range(30)]
-                assert [entry.meta for entry in own[1:]] == [{"n": b"%d" % seq} for seq in range(30)]
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.1):
-                    await follower.next()
-            await follower.remove(workers[0])
-            for worker in workers[:2]:
-                assert await store.put_meta(worker, "e1", "me", {"n": b"last"}) is APPLIED
-            (last,) = await next_items(follower, 1)
-            assert last.worker == workers[1]
-            await follower.close()
-
-        world.run(body)
-
-    def test_following_on_from_an_image_converges_while_commits_go_on(self, world: World):
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            rng = random.Random(3)
-            residency: Residency = {}
-
-            async def write() -> None:
-                for seq in range(300):
-                    added = set(rng.sample(range(200), 20))
-                    removed = set(rng.sample(range(200), 20)) - added
-                    place = rng.choice(PLACES)
-                    cleared = seq % 70 == 69
-                    commit = Commit(worker, "e1", seq, seq, [change(place, tuple(added), tuple(removed))], cleared=cleared)
-                    assert await store.commit(commit, "me") is APPLIED
-                    if cleared:
-                        residency.clear()
-                    residency[place] = (residency.get(place, set()) | added) - removed
-
-            writer = asyncio.create_task(write())
-            for _ in range(4):
-                await asyncio.sleep(0.01)
-                follower = LogFollower(store.servers)
-                image = await store.load(worker)
-                follower.add_image(image)
-                followed, seq = held(image.places), image.seq
-                async with asyncio.timeout(WAIT_S):
-                    while seq != 299:
-                        for entry in await follower.next():
-                            apply(followed, entry)
-                            seq = entry.last_seq
-                await follower.close()
-                await writer
-                assert followed == {place: blocks for place, blocks in residency.items() if blocks}
-
-        world.run(body)
-
-    def test_a_trimmed_log_asks_for_a_reload_and_goes_on_after_it(self, world: World):
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            for seq in range(40):
-                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), "me") is APPLIED
-            world.raw.xtrim(keys.log(worker), maxlen=5, approximate=False)
-            follower = LogFollower(store.servers)
-            follower.add(worker)
-            (item,) = await next_items(follower, 1)
-            assert isinstance(item, Reload)
-            assert item.worker == worker
-            follower.add_image(await store.load(worker))
-            assert await store.commit(Commit(worker, "e1", 40, 40), "me") is APPLIED
-            (entry,) = await next_items(follower, 1)
-            assert (entry.commit, entry.last_seq) == (42, 40)
-            await follower.close()
-
-        world.run(body)
-
-    def test_the_log_is_bounded(self, world: World):
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            for seq in range(400):
-                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), "me") is APPLIED
-            # A node of a stream holds 100 entries, and MAXLEN ~ drops whole nodes.
-            assert 10 <= world.raw.xlen(keys.log(worker)) < 120
-
-        world.run(body, log_entries=10)
-
-    def test_a_worker_dropped_and_registered_again_is_reloaded(self, world: World):
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            for seq in range(3):
-                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), "me") is APPLIED
-            follower = LogFollower(store.servers)
-            follower.add_image(await store.load(worker))
-            await asyncio.sleep(0.01)
-            await store.drop_registration(worker)
-            assert await store.take_lease(worker, "you", 60)
-            assert await store.open_epoch(worker, "e1", "you") is APPLIED
-            (item,) = await next_items(follower, 1)
-            assert isinstance(item, Reload)
-            await follower.close()
-
-        world.run(body)
-
-    def test_a_cut_connection_is_told_and_loses_nothing(self, world: World):
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            follower = LogFollower(store.servers, rng=random.Random(1))
-            follower.add(worker)
-            items = await next_items(follower, 1)
-            self.kill_clients(world.raw)
-            for seq in range(5):
-                commit = Commit(worker, "e1", seq, seq, [change(GPU, (seq,))])
-                try:
-                    assert await store.commit(commit, "me") is APPLIED
-                except StoreUnavailable:
-                    assert await store.commit(commit, "me") in (APPLIED, STALE)
-            items += await next_items(follower, 7)
-            entries = [item for item in items if isinstance(item, LogEntry)]
-            assert [entry.commit for entry in entries] == [1, 2, 3, 4, 5, 6]
-            assert [type(item) for item in items if not isinstance(item, LogEntry)] == [StoreLost, StoreBack]
-            assert items.index(next(i for i in items if isinstance(i, StoreBack))) < items.index(entries[1])
-            await follower.close()
-
-        world.run(body)
-
-    def kill_clients(self, raw: Any) -> None:
-        raw.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
 
 class TestEmbedded(IndexContract):
@@ -691,18 +405,3 @@ class TestCluster(IndexContract):
             await follower.close()
 
         world.run(body)
-
-
-def move_slot(raw: Any, key: str) -> None:
-    """Moves the slot of `key`, with its keys, to another node, as `redis-cli --cluster reshard` does."""
-    slot = raw.keyslot(key)
-    source = raw.get_node_from_key(key)
-    target = next(node for node in raw.get_primaries() if node.name != source.name)
-    ids = {node.name: raw.get_redis_connection(node).execute_command("CLUSTER", "MYID").decode() for node in (source, target)}
-    at_source, at_target = raw.get_redis_connection(source), raw.get_redis_connection(target)
-    at_target.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source.name])
-    at_source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target.name])
-    moved = at_source.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100)
-    at_source.execute_command("MIGRATE", target.host, target.port, "", 0, 5_000, "KEYS", *moved)
-    for node in (at_target, at_source):
-        node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target.name])

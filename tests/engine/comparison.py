@@ -68,11 +68,15 @@ class Comparison:
         self._worker_id = self._model = name.replace(" ", "_")
         self._tree = PromptTree(rng, 512)
         self._whole = False
+        self._never_whole = False
         self.tally = Tally(name)
 
-    def run(self, catalog: dict[str, Any] | None, rounds: int, questions: int) -> Tally:
-        """Register the engine, let it work, and ask `questions` prompts after each of `rounds` rounds."""
+    def run(self, catalog: dict[str, Any] | None, rounds: int, questions: int, *, never_whole: bool = False) -> Tally:
+        """Register the engine, let it work, and ask `questions` prompts after each of `rounds` rounds.
+
+        never_whole: the wire lacks a fact, so answers may fall short of the engine's for ever, and never exceed them."""
         oracle, router = self._oracle, self._router
+        self._never_whole = never_whole
         self._whole = catalog is not None
         router.register(self._worker_id, self._model, oracle.endpoint, oracle.replay_endpoint, catalog)
         try:
@@ -104,7 +108,8 @@ class Comparison:
     def _learn(self, row: dict[str, Any]) -> None:
         """Whether the router knows all groups by now. A group without events is unknown to it, and rightly so."""
         groups = (row["catalog"] or {}).get("groups", [])
-        self._whole = self._whole or len(groups) == len(self._oracle.group_set.specs)
+        known = len(groups) == len(self._oracle.group_set.specs)
+        self._whole = self._whole or (known and not self._never_whole)
 
     def _compare(self, prompt: Prompt) -> None:
         truth = self._oracle.ask(prompt)
@@ -112,6 +117,7 @@ class Comparison:
         tally = self.tally
         if not self._whole:
             tally.early += 1
+            tally.gpu_hits += found["gpu"] > 0
             if found["gpu"] > truth.gpu or (truth.cpu is not None and found["cpu"] > truth.cpu):
                 self._report("more than the engine gives, before the catalog is whole", prompt, truth)
             return

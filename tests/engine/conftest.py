@@ -20,7 +20,7 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
 )
 # pytest's importlib mode leaves sys.path alone; the helpers of this folder are imported by their plain names.
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 SEED_VARIABLE = "KVROUTER_TEST_SEED"
 DEFAULT_SEED = 20261

@@ -183,9 +183,14 @@ class Oracle:
         if connector is None:
             return Answer(local, local)
         tail = local % self.block_size
+        offload = connector.connector_scheduler
+        tracker = offload._events_tracker
+        # A look-up refills the payload of an event to come, where a re-stored chunk has lost it.
+        payloads = dict(tracker._pending_event_metadata)
         connector.on_new_request(request)
         external, _ = connector.get_num_new_matched_tokens(request, local - tail)
-        del connector.connector_scheduler._req_status[request.request_id]
+        tracker._pending_event_metadata = payloads
+        del offload._req_status[request.request_id]
         if external is None:
             return Answer(local, None)
         # A load supersedes a local sub-block tail only when it reaches further (scheduler.py, WAITING requests).

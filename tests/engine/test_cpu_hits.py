@@ -46,6 +46,24 @@ def test_cpu_hit_equals_the_engines(
     assert tally.cpu_evicted >= MIN_CPU_EVICTED
 
 
+UNDECLARED = [offload_set for offload_set in OFFLOAD_SETS if offload_set.blocks_per_chunk > 1]
+
+
+@pytest.mark.parametrize("offload_set", UNDECLARED, ids=lambda offload_set: offload_set.name)
+def test_an_undeclared_chunk_size_never_claims_more_than_the_engine_gives(
+    offload_set: OffloadSet, router: RouterProcess, model: Path, seed: int
+) -> None:
+    rng = Random(f"{seed} {offload_set.name}")
+    oracle = Oracle(offload_set.group_set, model, rng, offload_set.connector_config())
+    try:
+        comparison = Comparison(router, oracle, rng, seed, f"undeclared {offload_set.name}")
+        tally = comparison.run(None, ROUNDS, QUESTIONS, never_whole=True)
+    finally:
+        oracle.close()
+    verdict(tally)
+    assert tally.early == ROUNDS * QUESTIONS and tally.gpu_hits
+
+
 @pytest.mark.parametrize("offload_set", OFFLOAD_SETS, ids=lambda offload_set: offload_set.name)
 def test_asking_the_engine_changes_nothing(offload_set: OffloadSet, model: Path, seed: int) -> None:
     """The oracle's questions to the connector are free of side effects."""

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from judging import judge  # noqa: E402
 
 from kvrouter.router.catalog import Group  # noqa: E402
@@ -184,6 +184,12 @@ def test_part_of_a_chunk_earns_nothing() -> None:
     spec = CatalogSpec(offload_blocks_per_chunk=4)
     assert judge((FULL,), {Place(0, CPU): range(8)}, 100, spec).cpu == 64
     assert judge((FULL,), {Place(0, CPU): range(7)}, 200, spec).cpu == 64
+
+
+@pytest.mark.parametrize(("held", "cpu"), [(range(8), 128), ((0,), 16), ((2, 3, 4), 80), ((3,), 32), ((3, 5, 7), 32)])
+def test_an_unknown_chunk_size_earns_nothing_until_the_chunks_show_it(held: tuple[int, ...], cpu: int) -> None:
+    resident = {Place(0, GPU): range(2 if cpu != 128 and 0 not in held else 0), Place(0, CPU): held}
+    assert judge((FULL,), resident, 200, blocks_per_chunk=None).cpu == cpu
 
 
 def test_more_than_32_places_take_a_second_bank() -> None:

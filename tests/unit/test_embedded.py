@@ -133,7 +133,9 @@ def test_stopping_twice_is_harmless(tmp_path: Path):
 
 def test_a_second_router_on_the_same_directory_is_refused(tmp_path: Path):
     async def body(server: EmbeddedStore) -> None:
-        with pytest.raises(EmbeddedStoreError, match=rf"another router \(process {os.getpid()}\).*--data-dir") as raised:
+        with pytest.raises(
+            EmbeddedStoreError, match=rf"another router \(process {os.getpid()}\).*--data-dir"
+        ) as raised:
             await EmbeddedStore.start(tmp_path)
         assert "\n" not in str(raised.value)
         assert isinstance(raised.value, SettingError)
@@ -153,8 +155,12 @@ def test_the_server_of_a_killed_router_is_adopted_and_stopped(tmp_path: Path):
         assert server.pid == orphan
         assert await registrations(server) == {WORKER: b"from the killed router"}
 
-    with_server(tmp_path, body)
-    assert not is_alive(orphan)
+    try:
+        with_server(tmp_path, body)
+        assert not is_alive(orphan)
+    finally:
+        if is_alive(orphan):
+            os.kill(orphan, signal.SIGKILL)
 
 
 def test_a_killed_server_comes_back_with_its_data(tmp_path: Path):

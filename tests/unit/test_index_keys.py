@@ -18,7 +18,9 @@ from kvrouter.router.index.servers import key_slot
 from kvrouter.router.names import Place, WorkerKey
 
 # Surrogates too: they are legal in JSON strings.
-NAMES = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(["{", "}", "a}b", "\r\n", "a:b", "a/b", "a@1"])
+NAMES = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(
+    ["{", "}", "a}b", "\r\n", "a:b", "a/b", "a@1"]
+)
 WORKERS = st.builds(WorkerKey, NAMES, NAMES, st.integers(0, 9))
 PLACES = st.builds(
     Place,
@@ -41,7 +43,11 @@ def test_keys_look_as_documented():
     assert keys.registry("m") == "kvr:{m}:workers"
 
 
-@given(place=st.builds(Place, st.none() | st.integers(0, 9), st.sampled_from(["GPU", "CPU", "STORAGE"]), st.none() | st.just("fs-1")))
+@given(
+    place=st.builds(
+        Place, st.none() | st.integers(0, 9), st.sampled_from(["GPU", "CPU", "STORAGE"]), st.none() | st.just("fs-1")
+    )
+)
 def test_an_ordinary_place_reads_as_place_text(place: Place):
     assert keys.place_text(place) == place.text
 
@@ -61,7 +67,13 @@ def test_different_names_have_different_keys(one, other):
 def test_all_keys_of_a_worker_share_the_slot_of_its_tag(worker: WorkerKey, epoch: str, place: Place):
     tag = keys.meta(worker).split("{", 1)[1].split("}", 1)[0]
     expected = binascii.crc_hqx(tag.encode("ascii"), 0) % 16_384
-    for key in (keys.meta(worker), keys.log(worker), keys.lease(worker), keys.copies(worker, epoch), keys.residents(worker, epoch, place)):
+    for key in (
+        keys.meta(worker),
+        keys.log(worker),
+        keys.lease(worker),
+        keys.copies(worker, epoch),
+        keys.residents(worker, epoch, place),
+    ):
         assert key_slot(key) == expected
 
 

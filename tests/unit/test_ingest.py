@@ -264,6 +264,22 @@ def test_a_group_that_contradicts_itself_makes_the_catalog_incomplete() -> None:
     assert ingest.catalog.problem is not None and "contradicts itself" in ingest.catalog.problem
 
 
+def placeholder(block_hash: int) -> WireStored:
+    return stored([block_hash], medium="CPU", block_size=0, parent_block_hash=None, kv_cache_spec_kind=None)
+
+
+def test_a_first_block_alone_on_the_cpu_tier_shows_that_chunks_are_single_blocks() -> None:
+    ingest = feed(live(), batch(0, stored([1, 2, 3], parent_block_hash=None)), batch(1, placeholder(2)))
+    assert ingest.catalog.blocks_per_chunk is None and "offload_blocks_per_chunk" in ingest.reason
+    feed(ingest, batch(2, placeholder(1)))
+    assert ingest.catalog.blocks_per_chunk == 1 and ingest.reason == ""
+
+
+def test_a_self_describing_store_tells_the_chunk_size() -> None:
+    ingest = feed(live(), batch(0, stored([1, 2, 3, 4], parent_block_hash=None)), batch(1, stored([1, 2], medium="CPU")))
+    assert ingest.catalog.blocks_per_chunk == 2
+
+
 def test_what_is_stated_wins_over_what_is_learned() -> None:
     spec = CatalogSpec(groups=(GroupSpec(0, "full_attention", 16, eagle=True),))
     ingest = feed(live(catalog=spec), batch(0, stored([1], kv_cache_spec_kind="mamba")))

@@ -245,7 +245,6 @@ def test_senseless_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("shape", SCENES)
 def test_the_real_router_predicts_every_prompt_exactly(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("kvrouter.router.cli")
     assert run_demo(shape=shape, requests=24, json_output=True) == 0
     summary = json.loads(capsys.readouterr().out)["summary"]
     assert summary["exact_prompts"] == summary["prompts"] == 24

@@ -74,6 +74,14 @@ class RouterProcess:
             process.kill()
             process.wait()
 
+    def kill(self) -> None:
+        """kill -9: no goodbye to the store, the engines or the lease. Its embedded store lives on."""
+        process, self._process = self._process, None
+        self._connection.close()
+        assert process is not None
+        process.kill()
+        process.wait()
+
     def log_tail(self) -> str:
         return self._log.read_text(errors="replace")[-4000:]
 

@@ -21,10 +21,14 @@ BUDGET_BYTES = 1 << 26
 
 
 def judge(
-    groups: Iterable[Group], resident: Mapping[Place, Iterable[int]], num_tokens: int, spec: CatalogSpec | None = None
+    groups: Iterable[Group],
+    resident: Mapping[Place, Iterable[int]],
+    num_tokens: int,
+    spec: CatalogSpec | None = None,
+    blocks_per_chunk: int | None = 1,
 ) -> Hit:
     """The hit of one worker that holds the hash indices `resident[place]`."""
-    catalog = build_catalog(groups, "configured", spec or CatalogSpec())
+    catalog = build_catalog(groups, "configured", spec or CatalogSpec(), blocks_per_chunk)
     assert catalog.problem is None, catalog.problem
     mirror = Mirror(BUDGET_BYTES)
     worker = WorkerKey("m", "w")

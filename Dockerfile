@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+# One image for the router and the simulated replicas; they differ by their entry point (docs/containers.md).
+# tests/unit/test_containers.py runs the commands of this file, as far as that goes without Docker.
+
+FROM python:3.11.14-slim-bookworm AS build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \
+    PIP_NO_CACHE_DIR=1
+WORKDIR /build
+# Without pip: what runs needs none, and what is not there cannot be used.
+RUN python -m venv --without-pip /opt/kvrouter
+# The dependencies come before the source, so that a change of the source does not install them again.
+COPY pyproject.toml ./
+RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > dependencies.txt \
+ && pip --python /opt/kvrouter install --requirement dependencies.txt
+COPY README.md LICENSE ./
+COPY events/ events/
+COPY router/ router/
+COPY engine_patch/ engine_patch/
+COPY simulator/ simulator/
+RUN pip wheel --no-deps --wheel-dir /wheels .
+RUN pip --python /opt/kvrouter install --no-deps /wheels/*.whl
+
+FROM python:3.11.14-slim-bookworm
+LABEL org.opencontainers.image.title="hybrid-kv-router" \
+      org.opencontainers.image.licenses="Apache-2.0"
+# A number of its own, so that a volume's files belong to the same user on every host.
+RUN groupadd --gid 10001 kvrouter \
+ && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin kvrouter \
+ && install -d -o kvrouter -g kvrouter -m 0700 /var/lib/kvrouter /var/cache/kvrouter
+COPY --from=build /opt/kvrouter /opt/kvrouter
+# 0.0.0.0 is inside the container; what of it is reachable from outside is said by `ports` or -p.
+ENV PATH=/opt/kvrouter/bin:$PATH \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    NUMBA_CACHE_DIR=/var/cache/kvrouter \
+    KVROUTER_HOST=0.0.0.0 \
+    KVROUTER_PORT=30000 \
+    KVROUTER_DATA_DIR=/var/lib/kvrouter
+USER 10001:10001
+WORKDIR /var/lib/kvrouter
+# Compiles the kernels once, here (12 s of CPU); a processor of another type than the builder's compiles its own at the first start.
+RUN python -c "from kvrouter.router.warm import warm; warm()"
+EXPOSE 30000
+# Not urllib: Docker may hand a proxy to every container, and urllib would ask that for 127.0.0.1. The start period covers
+# a first start that has to compile.
+HEALTHCHECK --interval=5s --timeout=3s --start-period=90s --retries=3 \
+    CMD ["python", "-c", "import http.client, os; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['KVROUTER_PORT']), timeout=2); c.request('GET', '/health'); raise SystemExit(c.getresponse().status != 200)"]
+ENTRYPOINT ["kvrouter"]
+CMD ["serve"]

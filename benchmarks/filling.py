@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fills a private store through real ingest: events on sockets, our router, Valkey."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from processes import HERE, Publisher, child
+from workload import WORKERS, Chain, Publishing, Workload, chains_for, write_frames
+
+BLOCKS_PER_EVENT = 32
+# What 16 busy engines make together; at full speed commits and so log entries would be larger than they are in service.
+FILL_BLOCKS_S = 150_000
+
+
+class Load(NamedTuple):
+    """The events of a fleet: their file, how many batches, the last seq of each worker, and what they are about."""
+
+    path: Path
+    batches: int
+    entries: int
+    last_seqs: list[int]
+    chains: list[Chain]
+    held: dict[int, list[int]]
+
+
+def make_load(folder: Path, entries: int) -> Load:
+    chains = Workload().chains(chains_for(entries))
+    publishing = Publishing()
+    path = folder / "frames.bin"
+    batches, _ = write_frames(path, publishing.frames(enumerate(chains), BLOCKS_PER_EVENT))
+    return Load(path, batches, publishing.entries, [seq - 1 for seq in publishing.next_seqs], chains, publishing.held)
+
+
+def fill_ours(folder: Path, load: Load) -> dict[str, Any]:
+    """Runs the whole way once; the store is in folder/data afterwards. Returns what our_process.fill told."""
+    with Publisher.run(load.path, WORKERS) as publisher:
+        command = [sys.executable, str(HERE / "our_process.py"), "fill", str(folder / "data")]
+        command += ["--endpoints", *publisher.endpoints, "--last-seqs", *map(str, load.last_seqs)]
+        with child(command, folder / "fill.log", stdout=subprocess.PIPE) as process:
+            answer(process, folder / "fill.log")
+            publisher.wait()
+            publisher.send(load.batches, FILL_BLOCKS_S)
+            found = answer(process, folder / "fill.log")
+            process.wait(60)
+    return found
+
+
+def answer(process: subprocess.Popen[bytes], log: Path) -> dict[str, Any]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise RuntimeError(f"our process ended: {log.read_text()[-2000:]}")
+    found: dict[str, Any] = json.loads(line)
+    return found

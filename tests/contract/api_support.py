@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A core that knows nothing but the API's Protocol, and an ASGI client without a socket. For HTTP shapes only: what the numbers
+are is proven elsewhere, with the real core."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+from prometheus_client import CollectorRegistry
+
+from kvrouter.router.api.asgi import Outer, build_api
+from kvrouter.router.config import Config
+from kvrouter.router.errors import NoWorker, UnknownModel
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.question import GroupCover, Hit, Limit, Question
+from kvrouter.router.registration import Registration
+
+HASH_BLOCK_SIZE = 16
+
+
+class Candidate(msgspec.Struct):
+    hit: Hit
+    cost: int
+    load: int
+
+
+class Choice(msgspec.Struct):
+    hit: Hit
+    url: str | None
+    reason: str
+    candidates: list[Candidate]
+
+
+class Status(msgspec.Struct):
+    worker_id: str
+    dp_rank: int
+    model: str
+    url: str | None
+    state: str = "live"
+    reason: str = ""
+    epoch: str | None = "e1"
+    seq: int | None = 7
+    catalog: dict[str, Any] | None = None
+    catalog_source: str | None = "learned"
+    hash_scheme: str = "sha256 (verified)"
+    residency: dict[str, int] = msgspec.field(default_factory=lambda: {"g0:GPU": 3})
+    lag_ms: float | None = 0.5
+    gaps: int = 0
+    last_event_age_s: float | None = 1.5
+
+
+class TinyCore:
+    """Satisfies CorePort. `hits` are the answers; `asked` and `registered` are what came in; `fail` is raised by all."""
+
+    def __init__(self, hits: Sequence[Hit] = ()) -> None:
+        self.hits = list(hits)
+        self.asked: list[Question] = []
+        self.registered: dict[WorkerKey, Registration] = {}
+        self.fail: Exception | None = None
+        self.degraded: list[str] = []
+        self.unready: str | None = None
+
+    def _maybe_fail(self) -> None:
+        if self.fail is not None:
+            raise self.fail
+
+    async def register(self, registration: Registration) -> None:
+        self._maybe_fail()
+        self.registered[registration.worker] = registration
+
+    async def unregister(self, worker_id: str, dp_rank: int | None = None, model: str | None = None) -> int:
+        self._maybe_fail()
+        gone = [
+            worker
+            for worker in self.registered
+            if worker.worker_id == worker_id and dp_rank in (None, worker.dp_rank) and model in (None, worker.model)
+        ]
+        for worker in gone:
+            del self.registered[worker]
+        return len(gone)
+
+    def registrations(self) -> list[Registration]:
+        return list(self.registered.values())
+
+    def statuses(self) -> list[Status]:
+        self._maybe_fail()
+        return [Status(worker.worker_id, worker.dp_rank, worker.model, r.url) for worker, r in self.registered.items()]
+
+    def ask(self, question: Question) -> list[Hit]:
+        self._maybe_fail()
+        if question.model not in self.models():
+            raise UnknownModel(f"no worker serves {question.model!r}")
+        self.asked.append(question)
+        return self.hits
+
+    def choose(self, question: Question) -> Choice:
+        hits = self.ask(question)
+        if not hits:
+            raise NoWorker("no worker can take it")
+        best = max(hits, key=lambda hit: hit.disk)
+        candidates = [Candidate(hit, question.num_tokens - hit.disk, 0) for hit in hits]
+        return Choice(best, "http://w:8000", "reuses the most", candidates)
+
+    def models(self) -> list[str]:
+        return ["m"]
+
+    def hash_block_size(self, model: str) -> int:
+        if model not in self.models():
+            raise UnknownModel(f"no worker serves {model!r}")
+        return HASH_BLOCK_SIZE
+
+    def readiness(self) -> str | None:
+        return self.unready
+
+    def health(self) -> list[str]:
+        return self.degraded
+
+
+def hit(worker_id: str, gpu: int, cpu: int, disk: int, rank: int = 0, reason: str = "") -> Hit:
+    """A hit with a group and a limit, as `explain` shows them."""
+    return Hit(
+        WorkerKey("m", worker_id, rank),
+        gpu,
+        cpu,
+        disk,
+        "live",
+        reason,
+        (GroupCover(0, "full_attention", disk),),
+        Limit(1, "sliding_window", "its window is gone"),
+    )
+
+
+class Answer(msgspec.Struct):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def error(self) -> dict[str, str]:
+        """The error, its shape checked: exactly OpenAI's three fields, no trace of the inside."""
+        body = msgspec.msgpack.decode(self.body) if "msgpack" in self.headers["content-type"] else self.json()
+        assert set(body) == {"error"}
+        error: dict[str, str] = body["error"]
+        assert set(error) == {"message", "type", "code"}
+        assert all(isinstance(value, str) and value for value in error.values())
+        assert "Traceback" not in error["message"] and "\n" not in error["message"]
+        return error
+
+
+def build(core: TinyCore, clock: Callable[[], float] = lambda: 0.0, **settings: Any) -> tuple[Outer, Metrics]:
+    metrics = Metrics(CollectorRegistry())
+    return build_api(core, Config(**settings), metrics, clock), metrics
+
+
+async def ask_app(
+    app: Outer,
+    method: str,
+    path: str,
+    body: bytes | list[bytes] = b"",
+    headers: dict[str, str] | None = None,
+    query: str = "",
+    with_length: bool = True,
+) -> Answer:
+    """One request through ASGI; a list of bytes is a chunked body, which has no content-length."""
+    chunks = body if isinstance(body, list) else [body]
+    raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in (headers or {}).items()]
+    if with_length and not isinstance(body, list):
+        raw.append((b"content-length", str(len(body)).encode()))
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode("utf-8", "replace"),
+        "query_string": query.encode(),
+        "root_path": "",
+        "headers": raw,
+        "server": ("test", 80),
+        "client": ("test", 1),
+    }
+    pending = [
+        {"type": "http.request", "body": chunk, "more_body": index < len(chunks) - 1}
+        for index, chunk in enumerate(chunks)
+    ]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        return pending.pop(0) if pending else {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    starts = [message for message in sent if message["type"] == "http.response.start"]
+    assert len(starts) == 1, f"{len(starts)} answers"
+    assert not sent[-1].get("more_body")
+    return Answer(
+        starts[0]["status"],
+        {name.decode().lower(): value.decode("latin-1") for name, value in starts[0]["headers"]},
+        b"".join(message.get("body", b"") for message in sent[1:]),
+    )
+
+
+def call(app: Outer, method: str, path: str, body: Any = None, **more: Any) -> Answer:
+    """`ask_app` in a loop of its own. Bytes and a tuple of bytes (chunks) go as they are, None is no body, the rest is JSON."""
+    if body is None:
+        raw: bytes | list[bytes] = b""
+    elif isinstance(body, bytes):
+        raw = body
+    elif isinstance(body, tuple):
+        raw = list(body)
+    else:
+        raw = json.dumps(body).encode()
+    return asyncio.run(ask_app(app, method, path, raw, **more))

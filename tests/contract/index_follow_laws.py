@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The laws of loading and following; `test_index_contract.py` runs them on every kind of store."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from index_support import (
+    APPLIED,
+    FENCED,
+    GPU,
+    PLACES,
+    STALE,
+    WAIT_S,
+    Residency,
+    World,
+    apply,
+    change,
+    held,
+    next_items,
+)
+
+from kvrouter.router.index import keys
+from kvrouter.router.index.follower import LogEntry, LogFollower, Reload, StoreBack, StoreLost
+from kvrouter.router.index.store import Commit, IndexStore, StoreError, StoreUnavailable
+from kvrouter.router.names import Place, WorkerKey
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["commit"] * 6 + ["clear", "epoch", "replay", "fenced", "hole", "meta"]),
+        st.lists(
+            st.tuples(st.sampled_from(PLACES), st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30))), max_size=3
+        ),
+        st.lists(st.tuples(st.sampled_from(PLACES), st.integers(2**63, 2**63 + 5), st.integers(0, 4)), max_size=3),
+        st.integers(0, 3),
+    ),
+    max_size=14,
+)
+
+
+class FollowLaws:
+    def kill_clients(self, raw: Any) -> None:
+        raw.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+
+    def test_a_worker_without_an_epoch_loads_as_nothing(self, world: World):
+        async def body(store: IndexStore) -> None:
+            image = await store.load(world.worker())
+            assert (image.epoch, image.seq, image.log_id, image.commits, image.places) == (None, None, "0-0", 0, {})
+
+        world.run(body)
+
+    def test_foreign_members_are_refused(self, world: World):
+        async def body(store: IndexStore) -> None:
+            worker = await world.owned(store)
+            assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), "me") is APPLIED
+            world.raw.sadd(keys.residents(worker, "e1", GPU), "guest")
+            with pytest.raises(StoreError, match="not 8 bytes"):
+                await store.load(worker)
+
+        world.run(body)
+
+    @given(steps=STEPS)
+    # Three classes run this one test, each on its own store: that is meant.
+    @settings(
+        max_examples=40,
+        deadline=None,
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
+    )
+    def test_store_and_log_equal_a_brute_force_model(self, world: World, steps: list[Any]):
+        async def body(store: IndexStore) -> None:
+            worker = await world.owned(store)
+            residency: Residency = {}
+            copies: dict[tuple[Place, int], int] = {}
+            epoch, seq, entries = "e1", -1, 1
+            for number, (kind, parts, counts, length) in enumerate(steps):
+                # Later parts of one place could contradict earlier ones; a commit has each place once.
+                parts = list({place: (place, added - removed, removed) for place, added, removed in parts}.values())
+                counts = list({(place, block): (place, block, count) for place, block, count in counts}.values())
+                changes = [change(place, tuple(added), tuple(removed)) for place, added, removed in parts]
+                if kind == "epoch":
+                    epoch = f"e{number}:"
+                    assert await store.open_epoch(worker, epoch, "me") is APPLIED
+                    residency, copies, seq, entries = {}, {}, -1, entries + 1
+                    continue
+                if kind == "meta":
+                    assert await store.put_meta(worker, epoch, "me", {"n": b"%d" % number}) is APPLIED
+                    entries += 1
+                    continue
+                first = {"replay": max(seq - length, 0), "hole": seq + 2}.get(kind, seq + 1)
+                commit = Commit(worker, epoch, first, first + length, changes, counts, cleared=kind == "clear")
+                outcome = await store.commit(commit, "other" if kind == "fenced" else "me")
+                if kind == "fenced":
+                    assert outcome is FENCED
+                    continue
+                if kind in ("replay", "hole") and seq >= 0:
+                    assert outcome is STALE
+                    continue
+                assert outcome is APPLIED
+                seq, entries = first + length, entries + 1
+                if kind == "clear":
+                    residency, copies = {}, {}
+                for place, added, removed in parts:
+                    residency[place] = (residency.get(place, set()) | added) - removed
+                for place, block, count in counts:
+                    copies[place, block] = count
+            expected = {place: blocks for place, blocks in residency.items() if blocks}
+            image = await store.load(worker)
+            assert held(image.places) == expected
+            assert (image.epoch, image.seq, image.commits) == (epoch, None if seq < 0 else seq, entries)
+            kept = {key: count for key, count in copies.items() if count >= 2}
+            assert await store.load_copies(worker) == kept
+            tag = keys.worker_tag(worker)
+            stored = {
+                key
+                for key in world.stored_keys()
+                if key.startswith(f"kvr:{tag}:") and "e" in key[len(f"kvr:{tag}:") :][:1]
+            }
+            wanted = {keys.residents(worker, epoch, place) for place in expected}
+            assert stored == wanted | ({keys.copies(worker, epoch)} if kept else set())
+            follower = LogFollower(store.servers)
+            follower.add(worker)
+            followed: Residency = {}
+            for item in await next_items(follower, entries):
+                apply(followed, item)
+            await follower.close()
+            assert followed == expected
+
+        world.run(body)
+
+    def test_a_follower_sees_each_commit_of_each_worker_once_and_in_order(self, world: World):
+        async def body(store: IndexStore) -> None:
+            follower = LogFollower(store.servers)
+            workers = [await world.owned(store) for _ in range(4)]
+            follower.add(workers[0])
+            items = await next_items(follower, 1)
+
+            async def write(worker: WorkerKey) -> None:
+                for seq in range(30):
+                    commit = Commit(worker, "e1", seq, seq, [change(GPU, (seq,))], meta={"n": b"%d" % seq})
+                    assert await store.commit(commit, "me") is APPLIED
+
+            writers = asyncio.gather(*map(write, workers))
+            for worker in workers[1:]:
+                # Added while a read that does not know them is under way.
+                await asyncio.sleep(0.005)
+                follower.add(worker)
+            await writers
+            items += await next_items(follower, 4 * 31 - 1)
+            for worker in workers:
+                own = [item for item in items if item.worker == worker]
+                assert [entry.commit for entry in own] == list(range(1, 32))
+                assert own[0].opened_epoch
+                assert [(entry.first_seq, entry.last_seq) for entry in own[1:]] == [(seq, seq) for seq in range(30)]
+                assert [entry.meta for entry in own[1:]] == [{"n": b"%d" % seq} for seq in range(30)]
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await follower.next()
+            await follower.remove(workers[0])
+            for worker in workers[:2]:
+                assert await store.put_meta(worker, "e1", "me", {"n": b"last"}) is APPLIED
+            (last,) = await next_items(follower, 1)
+            assert last.worker == workers[1]
+            await follower.close()
+
+        world.run(body)
+
+    def test_following_on_from_an_image_converges_while_commits_go_on(self, world: World):
+        async def body(store: IndexStore) -> None:
+            worker = await world.owned(store)
+            rng = random.Random(3)
+            residency: Residency = {}
+
+            async def write() -> None:
+                for seq in range(300):
+                    added = set(rng.sample(range(200), 20))
+                    removed = set(rng.sample(range(200), 20)) - added
+                    place = rng.choice(PLACES)
+                    cleared = seq % 70 == 69
+                    commit = Commit(
+                        worker, "e1", seq, seq, [change(place, tuple(added), tuple(removed))], cleared=cleared
+                    )
+                    assert await store.commit(commit, "me") is APPLIED
+                    if cleared:
+                        residency.clear()
+                    residency[place] = (residency.get(place, set()) | added) - removed
+
+            writer = asyncio.create_task(write())
+            for _ in range(4):
+                await asyncio.sleep(0.01)
+                follower = LogFollower(store.servers)
+                image = await store.load(worker)
+                follower.add_image(image)
+                followed, seq = held(image.places), image.seq
+                async with asyncio.timeout(WAIT_S):
+                    while seq != 299:
+                        for entry in await follower.next():
+                            apply(followed, entry)
+                            seq = entry.last_seq
+                await follower.close()
+                await writer
+                assert followed == {place: blocks for place, blocks in residency.items() if blocks}
+
+        world.run(body)
+
+    def test_a_trimmed_log_asks_for_a_reload_and_goes_on_after_it(self, world: World):
+        async def body(store: IndexStore) -> None:
+            worker = await world.owned(store)
+            for seq in range(40):
+                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), "me") is APPLIED
+            world.raw.xtrim(keys.log(worker), maxlen=5, approximate=False)
+            follower = LogFollower(store.servers)
+            follower.add(worker)
+            (item,) = await next_items(follower, 1)
+            assert isinstance(item, Reload)
+            assert item.worker == worker
+            follower.add_image(await store.load(worker))
+            assert await store.commit(Commit(worker, "e1", 40, 40), "me") is APPLIED
+            (entry,) = await next_items(follower, 1)
+            assert (entry.commit, entry.last_seq) == (42, 40)
+            await follower.close()
+
+        world.run(body)
+
+    def test_the_log_is_bounded(self, world: World):
+        async def body(store: IndexStore) -> None:
+            worker = await world.owned(store)
+            for seq in range(400):
+                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), "me") is APPLIED
+            # A node of a stream holds 100 entries, and MAXLEN ~ drops whole nodes.
+            assert 10 <= world.raw.xlen(keys.log(worker)) < 120
+
+        world.run(body, log_entries=10)
+
+    def test_a_worker_dropped_and_registered_again_is_reloaded(self, world: World):
+        async def body(store: IndexStore) -> None:
+            worker = await world.owned(store)
+            for seq in range(3):
+                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), "me") is APPLIED
+            follower = LogFollower(store.servers)
+            follower.add_image(await store.load(worker))
+            await asyncio.sleep(0.01)
+            await store.drop_registration(worker)
+            assert await store.take_lease(worker, "you", 60)
+            assert await store.open_epoch(worker, "e1", "you") is APPLIED
+            (item,) = await next_items(follower, 1)
+            assert isinstance(item, Reload)
+            await follower.close()
+
+        world.run(body)
+
+    def test_a_cut_connection_is_told_and_loses_nothing(self, world: World):
+        async def body(store: IndexStore) -> None:
+            worker = await world.owned(store)
+            follower = LogFollower(store.servers, rng=random.Random(1))
+            follower.add(worker)
+            items = await next_items(follower, 1)
+            self.kill_clients(world.raw)
+            for seq in range(5):
+                commit = Commit(worker, "e1", seq, seq, [change(GPU, (seq,))])
+                try:
+                    assert await store.commit(commit, "me") is APPLIED
+                except StoreUnavailable:
+                    assert await store.commit(commit, "me") in (APPLIED, STALE)
+            items += await next_items(follower, 7)
+            entries = [item for item in items if isinstance(item, LogEntry)]
+            assert [entry.commit for entry in entries] == [1, 2, 3, 4, 5, 6]
+            assert [type(item) for item in items if not isinstance(item, LogEntry)] == [StoreLost, StoreBack]
+            assert items.index(next(i for i in items if isinstance(i, StoreBack))) < items.index(entries[1])
+            await follower.close()
+
+        world.run(body)

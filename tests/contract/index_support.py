@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the laws of the index need: a raw look into the store, and plain sets as the model."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from kvrouter.router.index.follower import LogEntry, LogFollower
+from kvrouter.router.index.store import Change, CommitOutcome, IndexStore
+from kvrouter.router.names import Place, WorkerKey
+
+APPLIED, FENCED, STALE = CommitOutcome.APPLIED, CommitOutcome.FENCED, CommitOutcome.STALE
+GPU, CPU, DISK = Place(0, "GPU"), Place(1, "CPU"), Place(None, "STORAGE", "fs:{}\n")
+PLACES = (GPU, CPU, DISK)
+HOSTILE = ["m}{m", "a/b:c\r\nDEL x", "", "{}", "ä\ud800", "x@1", "w" * 300]
+WAIT_S = 15.0  # a law that takes longer is broken
+_fresh = itertools.count()
+
+Residency = dict[Place, set[int]]
+
+
+def hashes(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.uint64)
+
+
+def change(place: Place, added: tuple[int, ...] = (), removed: tuple[int, ...] = ()) -> Change:
+    return Change(place, hashes(*added), hashes(*removed))
+
+
+def held(places: dict[Place, np.ndarray]) -> Residency:
+    return {place: set(found.tolist()) for place, found in places.items() if len(found)}
+
+
+def apply(residency: Residency, entry: LogEntry) -> None:
+    """What a mirror does with an entry."""
+    if entry.cleared or entry.opened_epoch:
+        residency.clear()
+    for part in entry.changes:
+        there = residency.setdefault(part.place, set())
+        there |= set(part.added.tolist())
+        there -= set(part.removed.tolist())
+        if not there:
+            del residency[part.place]
+
+
+class World:
+    """A flushed store, and a raw client to look into it."""
+
+    def __init__(self, url: str, raw: Any) -> None:
+        self.url = url
+        self.raw = raw
+
+    def run(self, body: Callable[[IndexStore], Awaitable[None]], **options: Any) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(2 * WAIT_S):
+                store = await IndexStore.open(self.url, **options)
+                try:
+                    await body(store)
+                finally:
+                    await store.close()
+
+        asyncio.run(main())
+
+    def stored_keys(self) -> set[str]:
+        return {key.decode() for key in self.raw.scan_iter(count=1_000)}
+
+    def snapshot(self) -> dict[str, Any]:
+        """Everything that is stored, so that "changes nothing" means nothing at all."""
+        readers = {
+            b"hash": self.raw.hgetall,
+            b"set": self.raw.smembers,
+            b"string": self.raw.get,
+            b"stream": self.raw.xrange,
+        }
+        return {key: readers[self.raw.type(key)](key) for key in self.stored_keys()}
+
+    def worker(self) -> WorkerKey:
+        return WorkerKey("model", f"w{next(_fresh)}")
+
+    async def owned(self, store: IndexStore, epoch: str = "e1", token: str = "me") -> WorkerKey:
+        """A worker with a lease and an epoch."""
+        worker = self.worker()
+        assert await store.take_lease(worker, token, 60)
+        assert await store.open_epoch(worker, epoch, token) is APPLIED
+        return worker
+
+
+async def next_items(follower: LogFollower, count: int) -> list[Any]:
+    items: list[Any] = []
+    async with asyncio.timeout(WAIT_S):
+        while len(items) < count:
+            items += await follower.next()
+    return items
+
+
+def move_slot(raw: Any, key: str) -> None:
+    """Moves the slot of `key`, with its keys, to another node, as `redis-cli --cluster reshard` does."""
+    slot = raw.keyslot(key)
+    source = raw.get_node_from_key(key)
+    target = next(node for node in raw.get_primaries() if node.name != source.name)
+    ids = {
+        node.name: raw.get_redis_connection(node).execute_command("CLUSTER", "MYID").decode()
+        for node in (source, target)
+    }
+    at_source, at_target = raw.get_redis_connection(source), raw.get_redis_connection(target)
+    at_target.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source.name])
+    at_source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target.name])
+    moved = at_source.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100)
+    at_source.execute_command("MIGRATE", target.host, target.port, "", 0, 5_000, "KEYS", *moved)
+    for node in (at_target, at_source):
+        node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target.name])

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/query`, `/query_by_hash`, `/select`: what goes in, what comes out, what is refused (api.md)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parent))
+from api_support import TinyCore, build, call, hit
+
+
+@pytest.fixture
+def core() -> TinyCore:
+    return TinyCore([hit("w0", 64, 128, 192), hit("w1", 0, 0, 0)])
+
+
+def test_query_has_the_shape_of_the_contract(core: TinyCore) -> None:
+    answer = call(build(core)[0], "POST", "/query", {"model": "m", "token_ids": [1, 2, 3]})
+    assert answer.status == 200
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json() == {
+        "instances": {
+            "w0": {"longest_matched": 192, "gpu": 64, "cpu": 128, "disk": 192, "dp": {"0": 192}, "state": "live"},
+            "w1": {"longest_matched": 0, "gpu": 0, "cpu": 0, "disk": 0, "dp": {"0": 0}, "state": "live"},
+        },
+        "scores": {"w0": {"0": 192}, "w1": {"0": 0}},
+    }
+
+
+def test_explain_adds_groups_and_limit_and_an_explicit_null(core: TinyCore) -> None:
+    core.hits.append(msgspec.structs.replace(hit("w2", 0, 0, 0), limited_by=None, groups=()))
+    answer = call(build(core)[0], "POST", "/query", {"model": "m", "token_ids": [1], "explain": True})
+    instances = answer.json()["instances"]
+    assert instances["w0"]["groups"] == [{"group_idx": 0, "kind": "full_attention", "covered": 192}]
+    assert instances["w0"]["limited_by"] == {"group_idx": 1, "kind": "sliding_window", "why": "its window is gone"}
+    assert instances["w2"]["groups"] == []
+    assert instances["w2"]["limited_by"] is None
+    assert core.asked[0].explain
+
+
+def test_ranks_of_one_worker_are_merged_and_the_best_one_speaks(core: TinyCore) -> None:
+    core.hits = [hit("w0", 64, 64, 64, 0), hit("w0", 32, 32, 96, 1, "why"), hit("w0", 16, 16, 16, 2)]
+    answer = call(build(core)[0], "POST", "/query", {"model": "m", "token_ids": [1]}).json()
+    instance = answer["instances"]["w0"]
+    assert instance["dp"] == {"0": 64, "1": 96, "2": 16}
+    assert (instance["gpu"], instance["cpu"], instance["disk"], instance["longest_matched"]) == (32, 32, 96, 96)
+    assert instance["reason"] == "why"
+    assert answer["scores"] == {"w0": {"0": 64, "1": 96, "2": 16}}
+
+
+def test_a_question_carries_everything_that_was_said(core: TinyCore) -> None:
+    body = {
+        "model_name": "m",
+        "token_ids": [0, 5, 2**31 - 1],
+        "lora_name": "a",
+        "cache_salt": "s",
+        "workers": ["w0", 7],
+        "unknown": {"x": [1]},
+    }
+    assert call(build(core)[0], "POST", "/query", body).status == 200
+    question = core.asked[0]
+    assert question.token_ids is not None and question.token_ids.dtype == np.int64
+    assert question.token_ids.tolist() == [0, 5, 2**31 - 1]
+    assert (question.num_tokens, question.lora_name, question.cache_salt) == (3, "a", "s")
+    assert question.worker_ids == {"w0", "7"}
+    assert question.block_hashes is None
+
+
+@pytest.mark.parametrize("name", ["model", "model_name", "modelname"])
+def test_the_model_goes_by_three_names(core: TinyCore, name: str) -> None:
+    assert call(build(core)[0], "POST", "/query", {name: "m", "token_ids": [1]}).status == 200
+
+
+def test_empty_lora_and_salt_are_none_as_in_the_engine(core: TinyCore) -> None:
+    call(build(core)[0], "POST", "/query", {"model": "m", "token_ids": [1], "lora_name": "", "cache_salt": ""})
+    assert (core.asked[0].lora_name, core.asked[0].cache_salt) == (None, None)
+
+
+HASH_FORMS = [
+    (5, 5),
+    (0, 0),
+    (2**64 - 1, 2**64 - 1),
+    (-1, 2**64 - 1),
+    (-(2**63), 2**63),
+    ("ff", 255),
+    ("0xFf", 255),
+    ("0123456789abcdef", 0x0123456789ABCDEF),
+    # Decimal digits in a string are hex all the same.
+    ("10", 16),
+    ("aa" * 8 + "0123456789abcdef", 0x0123456789ABCDEF),
+    ("0x" + "aa" * 24 + "f123456789abcdef", 0xF123456789ABCDEF),
+]
+
+
+@pytest.mark.parametrize(("given", "value"), HASH_FORMS)
+def test_hash_forms(core: TinyCore, given: int | str, value: int) -> None:
+    assert call(build(core)[0], "POST", "/query_by_hash", {"model": "m", "block_hashes": [given]}).status == 200
+    hashes = core.asked[0].block_hashes
+    assert hashes is not None and hashes.dtype == np.uint64
+    assert hashes.tolist() == [value]
+
+
+def test_all_hash_forms_together_keep_their_order(core: TinyCore) -> None:
+    body = {"model": "m", "block_hashes": [given for given, _ in HASH_FORMS]}
+    assert call(build(core)[0], "POST", "/query_by_hash", body).status == 200
+    hashes = core.asked[0].block_hashes
+    assert hashes is not None and hashes.tolist() == [value for _, value in HASH_FORMS]
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"), [({}, 2 * 16 + 1), ({"num_tokens": 40}, 40), ({"num_tokens": None}, 33)]
+)
+def test_num_tokens_defaults_to_one_more_than_the_hashes_cover(
+    core: TinyCore, extra: dict[str, Any], expected: int
+) -> None:
+    call(build(core)[0], "POST", "/query_by_hash", {"model": "m", "block_hashes": [1, 2], **extra})
+    assert core.asked[0].num_tokens == expected
+
+
+BAD_BODIES = [
+    ("/query", {"token_ids": [1]}, "model"),
+    ("/query", {"model": "m"}, "token_ids"),
+    ("/query", {"model": "m", "token_ids": []}, "token_ids"),
+    ("/query", {"model": "m", "token_ids": [1, -1]}, "token_ids[1]"),
+    ("/query", {"model": "m", "token_ids": [2**31]}, "token_ids[0]"),
+    ("/query", {"model": "m", "token_ids": [2**64]}, "token_ids[0]"),
+    ("/query", {"model": "m", "token_ids": [1.5]}, "token_ids"),
+    ("/query", {"model": "m", "token_ids": [True]}, "token_ids"),
+    ("/query", {"model": "m", "token_ids": ["1"]}, "token_ids"),
+    ("/query", {"model": "m", "model_name": "n", "token_ids": [1]}, "contradict"),
+    ("/query", {"model": "m", "token_ids": [1], "explain": "yes"}, "explain"),
+    ("/query_by_hash", {"model": "m", "block_hashes": [2**64]}, "block_hashes[0]"),
+    ("/query_by_hash", {"model": "m", "block_hashes": [-(2**63) - 1]}, "block_hashes[0]"),
+    ("/query_by_hash", {"model": "m", "block_hashes": [1, "xyz"]}, "block_hashes[1]"),
+    ("/query_by_hash", {"model": "m", "block_hashes": [""]}, "block_hashes[0]"),
+    ("/query_by_hash", {"model": "m", "block_hashes": ["1_0"]}, "block_hashes[0]"),
+    ("/query_by_hash", {"model": "m", "block_hashes": ["-1"]}, "block_hashes[0]"),
+    ("/query_by_hash", {"model": "m", "block_hashes": ["a" * 20]}, "block_hashes[0]"),
+    ("/query_by_hash", {"model": "m", "block_hashes": [1], "num_tokens": 0}, "num_tokens"),
+    ("/query_by_hash", {"model": "m", "block_hashes": [1], "num_tokens": 2**31}, "num_tokens"),
+    ("/select", {"model": "m"}, "give one of"),
+    ("/select", {"model": "m", "token_ids": [1], "block_hashes": [1]}, "give one of"),
+    ("/select", {"model": "m", "token_ids": [1], "prompt": "x"}, "give one of"),
+    ("/query", [1, 2], "object"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "named"), BAD_BODIES)
+def test_a_bad_body_is_400_and_names_the_field(core: TinyCore, path: str, body: Any, named: str) -> None:
+    answer = call(build(core)[0], "POST", path, body)
+    assert answer.status == 400
+    assert answer.error["type"] == "invalid_request_error"
+    assert named in answer.error["message"]
+    assert not core.asked
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b'{"model": "m", "token_ids": [1]} x', b"\xff\xfe", b'{"model":"\xff"}', b"[" * 9999]
+)
+def test_what_is_no_json_is_400(core: TinyCore, raw: bytes) -> None:
+    answer = call(build(core)[0], "POST", "/query", raw)
+    assert answer.status == 400
+    assert answer.error["code"] in ("malformed_body", "invalid_body")
+
+
+def test_unknown_model_is_404_with_its_code(core: TinyCore) -> None:
+    for path, body in (
+        ("/query", {"token_ids": [1]}),
+        ("/query_by_hash", {"block_hashes": []}),
+        ("/select", {"token_ids": [1]}),
+    ):
+        answer = call(build(core)[0], "POST", path, {"model": "zz", **body})
+        assert (answer.status, answer.error["code"]) == (404, "unknown_model")
+
+
+def test_messagepack_in_and_out(core: TinyCore) -> None:
+    raw = msgspec.msgpack.encode({"model": "m", "block_hashes": [2**64 - 1, -1, "ff"]})
+    headers = {"content-type": "application/msgpack", "accept": "application/msgpack"}
+    answer = call(build(core)[0], "POST", "/query_by_hash", raw, headers=headers)
+    assert (answer.status, answer.headers["content-type"]) == (200, "application/msgpack")
+    assert msgspec.msgpack.decode(answer.body)["scores"] == {"w0": {"0": 192}, "w1": {"0": 0}}
+    assert core.asked[0].block_hashes is not None
+    assert core.asked[0].block_hashes.tolist() == [2**64 - 1, 2**64 - 1, 255]
+
+
+@pytest.mark.parametrize(
+    ("accept", "msgpack"),
+    [
+        ("*/*", False),
+        ("application/json", False),
+        ("application/x-msgpack", True),
+        ("application/json, application/msgpack;q=0.5", False),
+        ("application/json;q=0.5, application/msgpack", True),
+        ("application/msgpack;q=0", False),
+        ("application/msgpack;q=oops", False),
+    ],
+)
+def test_the_reply_is_in_what_the_client_prefers(core: TinyCore, accept: str, msgpack: bool) -> None:
+    answer = call(build(core)[0], "POST", "/query", {"model": "m", "token_ids": [1]}, headers={"accept": accept})
+    assert ("msgpack" in answer.headers["content-type"]) is msgpack
+
+
+def test_select_has_the_shape_of_the_contract(core: TinyCore) -> None:
+    app, _ = build(core)
+    body = {"model": "m", "token_ids": [1] * 200, "session_id": "s", "max_tokens": 5, "exclude_workers": ["w9"]}
+    first, second = call(app, "POST", "/select", body).json(), call(app, "POST", "/select", body).json()
+    assert first.pop("selection_id") != second.pop("selection_id")
+    assert first == {
+        "model": "m",
+        "worker_id": "w0",
+        "dp_rank": 0,
+        "endpoint": "http://w:8000",
+        "overlap": {"longest_matched": 192, "gpu": 64, "cpu": 128, "disk": 192},
+        "effective_prefill_tokens": 8,
+        "reason": "reuses the most",
+    }
+    assert core.asked[0].exclude_worker_ids == {"w9"}
+
+
+def test_select_explains_every_candidate(core: TinyCore) -> None:
+    body = {"model": "m", "block_hashes": [1], "num_tokens": 300, "explain": True}
+    candidates = call(build(core)[0], "POST", "/select", body).json()["candidates"]
+    assert candidates[0] == {
+        "worker_id": "w0",
+        "dp_rank": 0,
+        "overlap": {"longest_matched": 192, "gpu": 64, "cpu": 128, "disk": 192},
+        "load": 0,
+        "cost": 108,
+        "state": "live",
+        "limited_by": {"group_idx": 1, "kind": "sliding_window", "why": "its window is gone"},
+    }
+    assert [candidate["worker_id"] for candidate in candidates] == ["w0", "w1"]
+
+
+@pytest.mark.parametrize("text", [{"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}])
+def test_text_is_refused_honestly(core: TinyCore, text: dict[str, Any]) -> None:
+    answer = call(build(core)[0], "POST", "/select", {"model": "m", **text})
+    assert (answer.status, answer.error["code"]) == (400, "tokens_required")
+    assert "token_ids" in answer.error["message"]
+
+
+def test_null_text_beside_tokens_is_no_text(core: TinyCore) -> None:
+    body = {"model": "m", "token_ids": [1], "prompt": None, "messages": None}
+    assert call(build(core)[0], "POST", "/select", body).status == 200
+    raw = msgspec.msgpack.encode(body)
+    assert call(build(core)[0], "POST", "/select", raw, headers={"content-type": "application/msgpack"}).status == 200
+
+
+def test_no_worker_is_503(core: TinyCore) -> None:
+    core.hits = []
+    answer = call(build(core)[0], "POST", "/select", {"model": "m", "token_ids": [1]})
+    assert (answer.status, answer.error["code"]) == (503, "no_worker")
+
+
+def test_decisions_are_timed_by_the_clock_that_was_given(core: TinyCore) -> None:
+    ticks = iter([10.0, 10.25, 20.0, 20.5])
+    app, metrics = build(core, clock=lambda: next(ticks))
+    call(app, "POST", "/query", {"model": "m", "token_ids": [1]})
+    call(app, "POST", "/select", {"model": "m", "token_ids": [1]})
+    assert metrics.registry.get_sample_value("kvrouter_decide_seconds_count") == 2
+    assert metrics.registry.get_sample_value("kvrouter_decide_seconds_sum") == pytest.approx(0.75)

@@ -1,0 +1,274 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for every endpoint: key, body limit, errors, counting; and health, readiness, metrics, version, docs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parent))
+from api_support import TinyCore, ask_app, build, call, hit
+
+QUERY = {"model": "m", "token_ids": [1]}
+KEY = "s3cret-key"
+# (method, path, body): one request for each way through the application.
+EVERY_WAY = [
+    ("POST", "/query", QUERY),
+    ("POST", "/register", {"worker_id": "w", "model": "m", "url": "http://h:1"}),
+    ("GET", "/workers", None),
+    ("GET", "/metrics", None),
+    ("GET", "/docs", None),
+    ("GET", "/openapi.json", None),
+    ("GET", "/version", None),
+    ("GET", "/nowhere", None),
+]
+
+
+@pytest.fixture
+def core() -> TinyCore:
+    return TinyCore([hit("w0", 1, 2, 3)])
+
+
+@pytest.mark.parametrize(("method", "path", "body"), EVERY_WAY)
+def test_with_a_key_all_but_health_and_ready_want_it(core: TinyCore, method: str, path: str, body: Any) -> None:
+    app, _ = build(core, api_key=KEY)
+    for wrong in ({}, {"authorization": KEY}, {"authorization": f"Bearer {KEY}x"}, {"authorization": f"Basic {KEY}"}):
+        answer = call(app, method, path, body, headers=wrong)
+        assert (answer.status, answer.error["code"]) == (401, "invalid_api_key")
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert KEY not in answer.body.decode()
+    assert not core.registered and not core.asked
+    right = call(app, method, path, body, headers={"authorization": f"bearer {KEY}"})
+    assert right.status == (404 if path == "/nowhere" else 200)
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready"])
+def test_a_load_balancer_needs_no_key(core: TinyCore, path: str) -> None:
+    assert call(build(core, api_key=KEY)[0], "GET", path).status == 200
+
+
+@pytest.mark.parametrize("path", ["/query", "/register", "/nowhere"])
+def test_a_body_over_the_limit_is_413_however_it_comes(core: TinyCore, path: str) -> None:
+    app, _ = build(core, max_body_bytes=1024)
+    for body in (b"x" * 1025, (b"x" * 1000, b"x" * 25), (b"x" * 1025,), (b"x",) * 1025):
+        answer = call(app, "POST", path, body)
+        assert (answer.status, answer.error["code"]) == (413, "body_too_large")
+        assert answer.headers["connection"] == "close"
+
+
+def test_a_body_of_exactly_the_limit_is_read(core: TinyCore) -> None:
+    app, _ = build(core, max_body_bytes=1024)
+    raw = b'{"model": "m", "token_ids": [1]}'.ljust(1024)
+    assert call(app, "POST", "/query", raw).status == 200
+    assert call(app, "POST", "/query", (raw[:7], b"", raw[7:])).status == 200
+
+
+def test_a_false_content_length_alone_is_not_read_into_memory(core: TinyCore) -> None:
+    app, _ = build(core, max_body_bytes=1024)
+    answer = call(app, "POST", "/query", b"{}", headers={"content-length": "99999999"}, with_length=False)
+    assert answer.status == 413
+
+
+def test_a_client_that_hangs_up_gets_no_answer_and_is_no_error(core: TinyCore) -> None:
+    app, metrics = build(core)
+    sent: list[Any] = []
+    received = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
+
+    async def receive() -> dict[str, Any]:
+        return next(received)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(app({"type": "http", "path": "/query", "method": "POST", "headers": []}, receive, send))
+    assert sent == []
+    assert metrics.registry.get_sample_value("kvrouter_internal_errors_total", {"where": "/query"}) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("GET", "/query", "POST"), ("PUT", "/select", "POST"), ("PUT", "/register", "POST"), ("POST", "/health", "GET")],
+)
+def test_a_wrong_method_is_405_and_says_which_is_right(core: TinyCore, method: str, path: str, allowed: str) -> None:
+    answer = call(build(core)[0], method, path)
+    assert (answer.status, answer.error["code"]) == (405, "method_not_allowed")
+    assert answer.headers["allow"] == allowed
+
+
+def test_an_unknown_path_is_404(core: TinyCore) -> None:
+    answer = call(build(core)[0], "GET", "/queries")
+    assert (answer.status, answer.error["code"]) == (404, "not_found")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "label"),
+    [
+        ("POST", "/query", QUERY, "/query"),
+        ("GET", "/workers", None, "/workers"),
+        ("DELETE", "/workers/w0", None, "/workers/{worker_id}"),
+    ],
+)
+def test_a_bug_is_500_logged_counted_and_shows_nothing(
+    core: TinyCore, caplog: pytest.LogCaptureFixture, method: str, path: str, body: Any, label: str
+) -> None:
+    core.fail = RuntimeError("secret inside")
+    app, metrics = build(core)
+    with caplog.at_level(logging.ERROR):
+        answer = call(app, method, path, body)
+    assert (answer.status, answer.error["code"]) == (500, "internal_error")
+    assert "secret" not in answer.body.decode()
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+    assert metrics.registry.get_sample_value("kvrouter_internal_errors_total", {"where": label}) == 1
+    assert metrics.registry.get_sample_value("kvrouter_requests_total", {"path": label, "code": "500"}) == 1
+
+
+def test_requests_are_counted_by_template_never_by_what_the_client_sent(core: TinyCore) -> None:
+    app, metrics = build(core)
+    for number in range(5):
+        call(app, "GET", f"/nowhere/{number}")
+        call(app, "DELETE", f"/workers/w{number}")
+    call(app, "POST", "/query", QUERY)
+    paths = {
+        (sample.labels["path"], sample.labels["code"]): sample.value
+        for metric in metrics.registry.collect()
+        for sample in metric.samples
+        if sample.name == "kvrouter_requests_total"
+    }
+    assert paths == {("other", "404"): 5, ("/workers/{worker_id}", "404"): 5, ("/query", "200"): 1}
+
+
+def test_health_is_200_and_says_why_it_is_degraded(core: TinyCore) -> None:
+    app, _ = build(core)
+    assert call(app, "GET", "/health").json() == {"status": "ok", "reasons": []}
+    core.degraded = ["worker w0 is suspect"]
+    answer = call(app, "GET", "/health")
+    assert (answer.status, answer.json()) == (200, {"status": "degraded", "reasons": ["worker w0 is suspect"]})
+
+
+def test_ready_is_503_until_it_is(core: TinyCore) -> None:
+    core.unready = "no worker is registered"
+    app, _ = build(core)
+    answer = call(app, "GET", "/ready")
+    assert (answer.status, answer.error["code"]) == (503, "not_ready")
+    assert "no worker is registered" in answer.error["message"]
+    core.unready = None
+    assert call(app, "GET", "/ready").json() == {"status": "ready"}
+
+
+def test_metrics_are_those_of_the_registry_that_was_given(core: TinyCore) -> None:
+    app, metrics = build(core)
+    metrics.mirror_entries.set(17)
+    answer = call(app, "GET", "/metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=")
+    assert "kvrouter_mirror_entries 17.0" in answer.body.decode()
+
+
+def test_two_apps_in_one_process_share_nothing() -> None:
+    first, first_metrics = build(TinyCore([hit("a", 1, 1, 1)]), api_key="first")
+    second, second_metrics = build(TinyCore([hit("b", 2, 2, 2)]))
+    assert call(first, "POST", "/query", QUERY).status == 401
+    assert set(call(second, "POST", "/query", QUERY).json()["instances"]) == {"b"}
+    assert first_metrics.registry is not second_metrics.registry
+    assert (
+        second_metrics.registry.get_sample_value("kvrouter_requests_total", {"path": "/query", "code": "401"}) is None
+    )
+
+
+def test_version(core: TinyCore) -> None:
+    answer = call(build(core)[0], "GET", "/version").json()
+    assert answer["name"] == "hybrid-kv-router"
+    assert re.match(r"\d+\.\d+", answer["version"])
+
+
+def test_the_openapi_document_lists_every_endpoint_and_all_its_references_lead_somewhere(core: TinyCore) -> None:
+    document = call(build(core)[0], "GET", "/openapi.json").json()
+    operations = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
+    assert operations == {
+        ("POST", "/query"),
+        ("POST", "/query_by_hash"),
+        ("POST", "/select"),
+        ("POST", "/register"),
+        ("POST", "/unregister"),
+        ("GET", "/workers"),
+        ("POST", "/workers"),
+        ("PATCH", "/workers/{worker_id}"),
+        ("DELETE", "/workers/{worker_id}"),
+        ("GET", "/health"),
+        ("GET", "/ready"),
+        ("GET", "/metrics"),
+        ("GET", "/version"),
+    }
+    text = str(document)
+    names = set(re.findall(r"#/components/schemas/(\w+)", text))
+    assert names <= set(document["components"]["schemas"])
+    assert "HTTPValidationError" not in text
+    ids = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
+    assert len(set(ids)) == len(ids)
+
+
+def test_answers_fit_the_schemas_of_the_document(core: TinyCore) -> None:
+    app, _ = build(core)
+    document = call(app, "GET", "/openapi.json").json()
+    call(app, "POST", "/register", {"worker_id": "w", "model": "m", "url": "http://h:1"})
+    for method, path, body in (
+        ("POST", "/query", {**QUERY, "explain": True}),
+        ("POST", "/query_by_hash", {"model": "m", "block_hashes": ["ff"]}),
+        ("POST", "/select", {**QUERY, "explain": True}),
+        ("GET", "/workers", None),
+        ("GET", "/health", None),
+        ("GET", "/ready", None),
+        ("GET", "/version", None),
+    ):
+        operation = document["paths"][path][method.lower()]
+        answer = call(app, method, path, body).json()
+        for part, value in ((operation.get("requestBody"), body), (operation["responses"]["200"], answer)):
+            if part is not None:
+                schema = {**part["content"]["application/json"]["schema"], "components": document["components"]}
+                jsonschema.validate(value, schema)
+    failed = call(app, "POST", "/query", {})
+    schema = {"$ref": "#/components/schemas/ErrorReply", "components": document["components"]}
+    jsonschema.validate(failed.json(), schema)
+
+
+def test_the_docs_page_needs_nothing_from_elsewhere(core: TinyCore) -> None:
+    answer = call(build(core)[0], "GET", "/docs")
+    page = answer.body.decode()
+    assert answer.headers["content-type"].startswith("text/html")
+    assert "POST /query_by_hash" in page and "PATCH /workers/{worker_id}" in page
+    assert not re.search(r"<(script|link|img|iframe)|url\(|@import|https?://", page)
+
+
+def test_with_a_key_the_document_says_so(core: TinyCore) -> None:
+    document = call(
+        build(core, api_key=KEY)[0], "GET", "/openapi.json", headers={"authorization": f"Bearer {KEY}"}
+    ).json()
+    assert document["security"] == [{"key": []}]
+    assert document["paths"]["/health"]["get"]["security"] == []
+
+
+def test_a_websocket_is_closed(core: TinyCore) -> None:
+    app, _ = build(core)
+    sent: list[Any] = []
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "websocket.connect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(app({"type": "websocket", "path": "/query", "headers": []}, receive, send))
+    assert [message["type"] for message in sent] == ["websocket.close"]
+
+
+def test_odd_headers_are_no_error(core: TinyCore) -> None:
+    app, _ = build(core, api_key=KEY)
+    answer = asyncio.run(ask_app(app, "POST", "/query", b"{}", {"authorization": "Bearer \xff\xfe", "accept": "\xff"}))
+    assert answer.status == 401

