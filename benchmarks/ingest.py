@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import contextlib
 
-from processes import Dynamo, Ours, Publisher, Served, check_equal
+from processes import Dynamo, Ours, Publisher, Served, check_equal, cpu_s
 from report import Row, Settings, above_dynamo, median_row, progress, run
 from workload import EVENTS_PER_BATCH, Chain, Publishing, Workload, chains_for, write_frames
 
 SIZES = (32, 1, 512)
 
 
-def one_round(server: Served, publisher: Publisher, batches: int, last: Chain) -> tuple[float, float]:
-    """(blocks/s until visible, blocks/s that the publisher handed to ZMQ)."""
+def one_round(server: Served, publisher: Publisher, batches: int, last: Chain) -> tuple[float, float, float]:
+    """(blocks/s until visible, blocks/s that the publisher handed to ZMQ, us of the server's CPU a block)."""
     publisher.wait()
+    before = cpu_s(server.pid)
     publisher.start(f"send {batches} 0")
     sent = publisher.finish()
     visible = server.wait_visible(last, 0)
-    return sent["blocks"] / (visible - sent["start"]), sent["blocks"] / (sent["end"] - sent["start"])
+    blocks = sent["blocks"]
+    used = (cpu_s(server.pid) - before) / blocks * 1e6
+    return blocks / (visible - sent["start"]), blocks / (sent["end"] - sent["start"]), used
 
 
 def measure(settings: Settings) -> tuple[list[Row], list[str]]:
@@ -42,6 +45,7 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
         path = settings.folder / f"frames-{size}.bin"
         batches, blocks = write_frames(path, publishing.frames(enumerate(chosen), size))
         rates: dict[str, list[float]] = {}
+        used: dict[str, list[float]] = {}
         published = []
         for turn in range(rounds):
             progress(f"ingest: {size} blocks an event, round {turn + 1} of {rounds}")
@@ -52,7 +56,8 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
                 for server in servers:
                     with Publisher.run(path, 1) as publisher:
                         server.register(publisher.endpoints)
-                        rate, sending = one_round(server, publisher, batches, chosen[-1])
+                        rate, sending, cpu = one_round(server, publisher, batches, chosen[-1])
+                        used.setdefault(server.name, []).append(cpu)
                         rates.setdefault(server.name, []).append(rate)
                         published.append(sending)
                 if len(servers) == 2 and turn == rounds - 1:
@@ -66,6 +71,14 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
                 rates.get("dynamo", ()),
                 goal="at least dynamo's" if size == SIZES[0] else "",
                 wanted=above_dynamo if size == SIZES[0] else None,
+            )
+        )
+        rows.append(
+            median_row(
+                f"the same, CPU of router and Valkey, {size} blocks an event",
+                "us/block",
+                used["kvrouter"],
+                used.get("dynamo", ()),
             )
         )
         notes.append(f"{size} blocks an event: the publisher itself sent {min(published):,.0f} blocks/s or more")

@@ -11,7 +11,7 @@ import contextlib
 import time
 
 import numpy as np
-from processes import Dynamo, Ours, Publisher, Served, check_equal
+from processes import Dynamo, Ours, Publisher, Served, check_equal, cpu_s
 from report import Row, Settings, below_dynamo, median_row, progress, run
 from workload import WORKERS, Publishing, Workload, chains_for, write_frames
 
@@ -55,6 +55,7 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
     per_round = int(len(more) / rounds)
 
     samples: dict[tuple[str, str], list[np.ndarray]] = {}
+    cpu: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack:
         servers: list[Served] = [stack.enter_context(Ours.run(settings.folder))]
         if settings.dynamo is not None:
@@ -77,7 +78,10 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
             progress(f"query: idle, round {turn + 1} of {rounds}")
             for server in servers:
                 latencies(server, questions[server.name], 50)
-                samples.setdefault(("i64", server.name), []).append(latencies(server, questions[server.name], requests))
+                before = cpu_s(server.pid)
+                taken = latencies(server, questions[server.name], requests)
+                cpu.setdefault(server.name, []).append((cpu_s(server.pid) - before) / requests * 1e6)
+                samples.setdefault(("i64", server.name), []).append(taken)
             samples.setdefault(("u64", "kvrouter"), []).append(latencies(servers[0], unsigned, requests))
         lag = []
         for turn in range(rounds):
@@ -104,6 +108,7 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
                     wanted=below_dynamo,
                 )
             )
+    rows.append(median_row("the same, idle, CPU of the server", "us/request", cpu["kvrouter"], cpu.get("dynamo", ())))
     for quantile in (50, 99):
         values_u = [float(np.percentile(x, quantile)) for x in samples["u64", "kvrouter"]]
         rows.append(median_row(f"the same, idle, hashes written as u64, p{quantile}", "us", values_u))

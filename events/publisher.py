@@ -157,7 +157,7 @@ class EventPublisher:
             poller.register(self._replay, zmq.POLLIN)
         while True:
             try:
-                ready = dict(poller.poll(0 if self._queue else None))
+                ready = dict(poller.poll(0 if self._queue or self._closed else None))
                 if self._replay is not None and self._replay in ready:
                     self._answer_replay(self._replay)
             except zmq.ZMQError as error:

@@ -220,6 +220,28 @@ def _shaped(read: Callable[[], Any]) -> Any:
         raise ClientError("the answer is not that of a router, or of another version; check --url") from None
 
 
+@app.command()
+def demo(
+    replicas: Annotated[int, typer.Option(min=2, max=8, help="simulated engine replicas")] = 3,
+    shape: Annotated[str, typer.Option(help="the KV cache groups: gemma3, gpt-oss, qwen3-next or llama")] = "gemma3",
+    requests: Annotated[int, typer.Option(min=1, max=500, help="prompts to send")] = 48,
+    seed: Annotated[int, typer.Option(help="another seed, other prompts")] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="the rows and the summary as JSON")] = False,
+) -> None:
+    """Start a router and simulated replicas, and compare every prediction with what was reused. Ends by itself."""
+    from kvrouter.simulator.demo import run_demo
+
+    raise typer.Exit(run_demo(replicas=replicas, shape=shape, requests=requests, seed=seed, json_output=as_json))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def sim(context: typer.Context) -> None:
+    """Run one simulated engine replica: vLLM's cache and event stream without a model. `kvrouter sim --help` for more."""
+    from kvrouter.simulator.server import main as run_replica
+
+    raise typer.Exit(run_replica(context.args))
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The entry point of the command."""
     sys.exit(run(arguments))

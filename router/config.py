@@ -207,7 +207,7 @@ def _converted(name: str, value: Any, where: str) -> Any:
         value = str(value)
     shown = HIDDEN if name == "api_key" else repr(without_password(value) if isinstance(value, str) else value)
     try:
-        converted = msgspec.convert(value, field.type, strict=isinstance(value, bool))
+        converted = msgspec.convert(value, field.type, strict=False)
     except msgspec.ValidationError:
         raise SettingError(f"{where} is {shown}: write {describe(name)}") from None
     if name == "redis" and not REDIS_URL.match(converted):

@@ -73,6 +73,22 @@ def resident(rows: Rows, row: int, index: int, members: Table, start: int, end: 
 
 
 @kernel
+def run_from_zero(rows: Rows, row: int, members: Table, start: int, end: int, scale: int, limit: int) -> int:
+    """Blocks of the unbroken run from block 0, at most `limit`. The one loop that walks whole prompts, so it is kept bare."""
+    run = min(limit, rows.shape[1] // scale)
+    for m in range(start, end):
+        line = rows[row + members[m, MEMBER_BANK]]
+        mask = np.uint32(members[m, MEMBER_MASK])
+        index = scale - 1
+        for block in range(run):
+            if line[index] & mask == 0:
+                run = block
+                break
+            index += scale
+    return run
+
+
+@kernel
 def floor_full(
     rows: Rows,
     row: int,
@@ -88,9 +104,7 @@ def floor_full(
     block = spec[SPEC_BLOCK]
     scale = block // hash_block
     start, end = spec[SPEC_MEMBER_START], spec[SPEC_MEMBER_END]
-    run = 0
-    while run < max_length // block and resident(rows, row, (run + 1) * scale - 1, members, start, end):
-        run += 1
+    run = run_from_zero(rows, row, members, start, end, scale, max_length // block)
     hit = run * block
     if align < block and block % align == 0:
         inner = block // align

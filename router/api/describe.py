@@ -71,10 +71,6 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
                 **takes(body),
             }
         }
-    for operations in found["paths"].values():
-        for operation in operations.values():
-            # FastAPI's own shape of errors, which we never send.
-            operation["responses"].pop("422", None)
     _, schemas = msgspec.json.schema_components(SCHEMAS, ref_template=SCHEMA_REF)
     components = found.setdefault("components", {})
     components["schemas"] = schemas

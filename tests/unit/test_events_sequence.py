@@ -269,7 +269,7 @@ class TestGap:
     def test_the_answer_of_another_life_fills_nothing(self) -> None:
         cursor = following(0, 1)
         live(cursor, 3, life="b")
-        (restarted,) = replay(cursor, 1, 2, 3, life="b", end=False)
+        (restarted,) = replay(cursor, 1, life="b", end=False)
         assert isinstance(restarted, Restarted)
         assert asked(cursor) == 0
         assert replay(cursor, 0, 1, 2, 3, life="b") == [*again(0, 1, 2, 3, life="b"), ReplayFinished(0, 3, 4)]

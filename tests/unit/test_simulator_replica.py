@@ -40,6 +40,12 @@ def text(tokens: int, start: int = 0) -> list[int]:
     return list(range(start, start + tokens))
 
 
+def forget(sim: Replica, group_idx: int, block_hash: bytes) -> None:
+    found = sim.pool.find([group_idx], block_hash)
+    assert found is not None
+    sim.pool.forget(found[0])
+
+
 def test_the_hash_chain_is_vllms() -> None:
     # Printed by vLLM 0.32.0 (PYTHONHASHSEED unset): NONE_HASH and hash_block_tokens(sha256, ...) of two blocks.
     assert root_hash().hex() == "066b1e8987e027138e98701c46128929378935f9b6cd1549105ae6b4f0d71198"
@@ -184,11 +190,31 @@ def test_a_hit_found_by_one_group_alone_is_no_hit() -> None:
     sim.run(text(100))
     for held in list(sim.pool.resident()):
         if held.group_idx == 0:
-            block = sim.pool.find([0], held.block_hash)
-            assert block is not None
-            sim.pool.forget(block[0])
+            forget(sim, 0, held.block_hash)
     assert sim.find(text(100)).tokens == 0
     assert sim.find(text(100)).junction == 96
+
+
+def test_eviction_takes_the_end_of_a_finished_prompt_first() -> None:
+    sim, _ = replica(llama(16), 6)
+    sim.run(text(80))
+    sim.run(text(32, 1000))
+    assert sim.find(text(81)).tokens == 48
+
+
+def test_a_window_run_starts_at_an_aligned_boundary_only() -> None:
+    sim, _ = replica(Geometry("mixed", (GroupShape(SWA, 4, 9), GroupShape(FULL, 8)), None))
+    sim.run(text(41))
+    assert sim.find(text(41)).tokens == 40
+    # Without the block that ends at 40, blocks 28..36 cover a window; but 36 is no boundary of the wider blocks.
+    forget(sim, 0, sim.hashes(text(41))[9])
+    assert sim.find(text(41)).tokens == 32
+
+
+def test_the_kept_tail_ends_where_all_groups_have_a_boundary() -> None:
+    group = make_group(0, Geometry("mixed", (GroupShape(SWA, 4, 5), GroupShape(FULL, 8))), BlockPool(2))
+    # A prompt resumes at 15 at most, so at 8: of the blocks 0..4, 4..8, 8..12 the second.
+    assert group.mask(0, 3, [15]) == [False, True, False]
 
 
 def test_equal_groups_are_looked_up_jointly() -> None:
@@ -197,9 +223,7 @@ def test_equal_groups_are_looked_up_jointly() -> None:
     sim.run(text(100))
     assert sim.find(text(100)).tokens == 96
     held = next(k for k in sim.pool.resident() if k.group_idx == 3)
-    block = sim.pool.find([3], held.block_hash)
-    assert block is not None
-    sim.pool.forget(block[0])
+    forget(sim, 3, held.block_hash)
     assert sim.find(text(100)).tokens == 0
 
 
