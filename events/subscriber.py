@@ -122,16 +122,13 @@ class Subscriber:
         """
         if self._closed:
             raise SubscriberClosed
-        if self._waiter is not None:
+        if self._waiter is not None and not self._waiter.done():
             raise RuntimeError("another task is waiting for this subscriber")
         while not self._waiting:
             if self._failure is not None:
                 raise self._failure
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
+            await waiter
             if self._closed:
                 raise SubscriberClosed
         was_full = self._full()

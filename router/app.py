@@ -203,8 +203,8 @@ async def _configured_workers(config: Config, core: Core) -> AsyncIterator[None]
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that tells when it serves and leaves the signals to us: its own handling kills the process on SIGTERM as
-    soon as HTTP is down, before the index is closed."""
+    """uvicorn that tells when it serves and leaves the signals to us: it would take them over and raise them once more
+    when HTTP is down, in the middle of our own way down."""
 
     def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
         super().__init__(config)

@@ -2,7 +2,7 @@
 """A worker's catalog and places as the integer tables that the hit rule's kernels read.
 
 Columns are constants here so that kernels and builders cannot disagree. A *place bit* says that a block is resident in
-one place; 32 of them make a row (a *bank*), and a worker with more places has more banks.
+one place; 16 of them make a row (a *bank*), and a worker with more places has more banks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MEMBER_BANK, MEMBER_MASK, MEMBER_COLUMNS = range(3)
 ) = range(10)
 
 # Bits of one residency record; a place is bit `index % BANK_BITS` of bank `index // BANK_BITS`.
-BANK_BITS = 32
+BANK_BITS = 16
 
 
 class BankMask(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from kvrouter.router.catalog import Catalog, Rule, SpecGroup
 from kvrouter.router.geometry import GEO_EXT_END, GEO_EXT_START, Geometry, GeometryBuilder
 from kvrouter.router.hashing import HashScheme, HashSpace
 from kvrouter.router.hit_rule import alone, external_hit, gpu_hit
-from kvrouter.router.index.kernels import find, gather
+from kvrouter.router.index.kernels import any_resident, gather
 from kvrouter.router.index.mirror import Mirror
 from kvrouter.router.jit import kernel
 from kvrouter.router.names import WorkerKey
@@ -44,37 +44,13 @@ class WorkerView(msgspec.Struct, frozen=True, eq=False):
 
 
 @kernel
-def any_resident(
-    keys: NDArray[np.uint64],
-    heads: NDArray[np.int32],
-    slots: NDArray[np.uint16],
-    nexts: NDArray[np.int32],
-    hashes: NDArray[np.uint64],
-    row_of_slot: NDArray[np.int32],
-) -> bool:
-    """Whether any of these workers holds any of these blocks anywhere."""
-    for h in range(hashes.shape[0]):
-        i = find(keys, heads, hashes[h])
-        if i < 0:
-            continue
-        record = heads[i]
-        while record >= 0:
-            if row_of_slot[slots[record]] >= 0:
-                return True
-            record = nexts[record]
-    return False
-
-
-@kernel
 def match_workers(
     keys: NDArray[np.uint64],
     heads: NDArray[np.int32],
-    slots: NDArray[np.uint16],
-    masks: NDArray[np.uint32],
-    nexts: NDArray[np.int32],
+    records: NDArray[np.uint64],
     hashes: NDArray[np.uint64],
     row_of_slot: NDArray[np.int32],
-    rows: NDArray[np.uint32],
+    rows: NDArray[np.uint16],
     bases: NDArray[np.int64],
     geos: NDArray[np.int64],
     specs: NDArray[np.int64],
@@ -84,7 +60,7 @@ def match_workers(
     out: NDArray[np.int64],
 ) -> None:
     """Look all hashes up, then judge every worker: out (n_workers, OUT_COLUMNS). rows must be zero."""
-    gather(keys, heads, slots, masks, nexts, hashes, row_of_slot, rows)
+    gather(keys, heads, records, hashes, row_of_slot, rows)
     for w in range(bases.shape[0]):
         geo = geos[w]
         gpu, limiter = gpu_hit(rows, bases[w], geo, specs, members, num_tokens)
@@ -138,8 +114,8 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
             segment = max(segment, chunk // view.catalog.hash_block_size)
         return cls(tuple(views), tuple(spec_groups), row_of_slot, row, bases, builder.build(), stops_early, segment)
 
-    def rows(self, hashes: int) -> NDArray[np.uint32]:
-        return np.zeros((self.row_count, hashes), np.uint32)
+    def rows(self, hashes: int) -> NDArray[np.uint16]:
+        return np.zeros((self.row_count, hashes), np.uint16)
 
 
 class Plans(msgspec.Struct, frozen=True, eq=False):
@@ -231,12 +207,13 @@ class Matcher:
         """Hash the prompt segment by segment, until no worker can reach further."""
         assert question.token_ids is not None
         hasher = PromptHasher(space, question.token_ids, self._memory, plan.segment_blocks)
-        keys, heads, slots, _, nexts = self._mirror.table
         while True:
             segment = hasher.extend()
             if not len(segment):
                 break
-            if plan.stops_early and not any_resident(keys, heads, slots, nexts, segment, plan.row_of_slot):
+            if plan.stops_early and not any_resident(
+                *self._mirror.table, segment, plan.row_of_slot
+            ):
                 break
         return hasher.hashes
 
@@ -263,7 +240,7 @@ def _no_hit(view: WorkerView, reason: str) -> Hit:
     return Hit(view.worker, 0, 0, 0, view.state.value, reason)
 
 
-def _covers(plan: Plan, rows: NDArray[np.uint32], w: int, num_tokens: int) -> Iterable[GroupCover]:
+def _covers(plan: Plan, rows: NDArray[np.uint16], w: int, num_tokens: int) -> Iterable[GroupCover]:
     """How far each group alone would let worker `w` reach."""
     geometry = plan.geometry
     offset = sum(len(view.catalog.spec_groups()) for view in plan.views[:w])

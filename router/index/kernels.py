@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loops of the mirror: open addressing on 64-bit block hashes, linear probing, no tombstones.
 
-Table: keys (uint64) and heads (int32, EMPTY or the first record); records are columns: slot (uint16), mask (uint32), next (int32).
-Callers make room first: no kernel allocates.
+Table: keys (uint64) and heads (int32, EMPTY or the first record). A record is one uint64, so that visiting it is one memory access:
+next record (upper 32 bits), worker slot (16), place bits (16). Callers make room first: no kernel allocates.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from kvrouter.router.jit import kernel
 from kvrouter.router.probing import home
 
 U64 = NDArray[np.uint64]
-U32 = NDArray[np.uint32]
 U16 = NDArray[np.uint16]
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
@@ -23,6 +22,36 @@ EMPTY = -1
 
 # Columns of the mirror's int64 state array.
 KEYS_USED, RECORDS_USED, FREE_HEAD, RECORDS_LIVE, STATE_COLUMNS = range(5)
+
+_U16 = np.uint64(16)
+_U32 = np.uint64(32)
+_LOW16 = np.uint64(0xFFFF)
+_LOW32 = np.uint64(0xFFFFFFFF)
+_HIGH32 = np.uint64(0xFFFFFFFF00000000)
+_END = np.uint64(0xFFFFFFFF)
+
+
+@kernel
+def record_next(record: np.uint64) -> int:
+    """The record after this one, or EMPTY."""
+    link = record >> _U32
+    if link == _END:
+        return EMPTY
+    return np.int64(link)  # type: ignore[return-value]
+
+
+@kernel
+def record_slot(record: np.uint64) -> int:
+    return np.int64((record >> _U16) & _LOW16)  # type: ignore[return-value]
+
+
+@kernel
+def link_to(record: np.uint64, following: int) -> np.uint64:
+    """The record with another successor; EMPTY ends the list."""
+    rest = record & _LOW32
+    if following == EMPTY:
+        return rest | _HIGH32
+    return rest | (np.uint64(following) << _U32)
 
 
 @kernel
@@ -64,21 +93,11 @@ def close_gap(keys: U64, heads: I32, hole: int) -> None:
 
 
 @kernel
-def add(
-    keys: U64,
-    heads: I32,
-    slots: U16,
-    masks: U32,
-    nexts: I32,
-    state: I64,
-    slot_records: I64,
-    slot: int,
-    bit: int,
-    hashes: U64,
-) -> None:
+def add(keys: U64, heads: I32, records: U64, state: I64, slot_records: I64, slot: int, bit: int, hashes: U64) -> None:
     """Set place `bit` of worker `slot` for every hash. Room for len(hashes) keys and records must be there."""
     capacity = keys.shape[0]
-    mask = np.uint32(1) << np.uint32(bit)
+    mask = np.uint64(1) << np.uint64(bit)
+    fresh = (np.uint64(slot) << _U16) | mask
     for h in range(hashes.shape[0]):
         key = hashes[h]
         i = home(key, capacity)
@@ -86,46 +105,45 @@ def add(
             i += 1
             if i == capacity:
                 i = 0
-        record = heads[i]
-        if record == EMPTY:
+        first = np.int64(heads[i])
+        if first == EMPTY:
             keys[i] = key
             state[KEYS_USED] += 1
-        while record != EMPTY and slots[record] != slot:
-            record = nexts[record]
-        if record != EMPTY:
-            masks[record] |= mask
+        at = first
+        while at != EMPTY and record_slot(records[at]) != slot:
+            at = record_next(records[at])
+        if at != EMPTY:
+            records[at] |= mask
             continue
-        record = np.int32(state[FREE_HEAD])
-        if record != EMPTY:
-            state[FREE_HEAD] = nexts[record]
+        at = state[FREE_HEAD]
+        if at != EMPTY:
+            state[FREE_HEAD] = record_next(records[at])
         else:
-            record = np.int32(state[RECORDS_USED])
+            at = state[RECORDS_USED]
             state[RECORDS_USED] += 1
-        slots[record] = slot
-        masks[record] = mask
-        nexts[record] = heads[i]
-        heads[i] = record
+        records[at] = link_to(fresh, first)
+        heads[i] = at
         state[RECORDS_LIVE] += 1
         slot_records[slot] += 1
 
 
 @kernel
 def drop_record(
-    keys: U64, heads: I32, slots: U16, nexts: I32, state: I64, slot_records: I64, index: int, before: int, record: int
+    keys: U64, heads: I32, records: U64, state: I64, slot_records: I64, index: int, before: int, at: int
 ) -> bool:
-    """Unlink a record of table entry `index`; True when that emptied the entry (another may now stand there)."""
-    follower = nexts[record]
-    nexts[record] = np.int32(state[FREE_HEAD])
-    state[FREE_HEAD] = record
+    """Unlink record `at` of table entry `index`; True when that emptied the entry (another may now stand there)."""
+    record = records[at]
+    following = record_next(record)
+    records[at] = link_to(record, state[FREE_HEAD])
+    state[FREE_HEAD] = at
     state[RECORDS_LIVE] -= 1
-    slot_records[slots[record]] -= 1
+    slot_records[record_slot(record)] -= 1
     if before != EMPTY:
-        nexts[before] = follower
+        records[before] = link_to(records[before], following)
         return False
-    heads[index] = follower
-    if follower != EMPTY:
+    heads[index] = following
+    if following != EMPTY:
         return False
-    # The entry must not look empty while entries behind it are shifted back over it.
     close_gap(keys, heads, index)
     state[KEYS_USED] -= 1
     return True
@@ -133,41 +151,31 @@ def drop_record(
 
 @kernel
 def discard(
-    keys: U64,
-    heads: I32,
-    slots: U16,
-    masks: U32,
-    nexts: I32,
-    state: I64,
-    slot_records: I64,
-    slot: int,
-    bit: int,
-    hashes: U64,
+    keys: U64, heads: I32, records: U64, state: I64, slot_records: I64, slot: int, bit: int, hashes: U64
 ) -> None:
     """Clear place `bit` of worker `slot` for every hash; absent ones are left alone."""
-    mask = np.uint32(1) << np.uint32(bit)
+    mask = np.uint64(1) << np.uint64(bit)
     for h in range(hashes.shape[0]):
         i = find(keys, heads, hashes[h])
         if i < 0:
             continue
-        before = EMPTY
-        record = heads[i]
-        while record != EMPTY and slots[record] != slot:
-            before = record
-            record = nexts[record]
-        if record == EMPTY:
+        before = np.int64(EMPTY)
+        at = np.int64(heads[i])
+        while at != EMPTY and record_slot(records[at]) != slot:
+            before = at
+            at = record_next(records[at])
+        if at == EMPTY:
             continue
-        masks[record] &= ~mask
-        if masks[record] == 0:
-            drop_record(keys, heads, slots, nexts, state, slot_records, i, before, record)
+        records[at] &= ~mask
+        if records[at] & _LOW16 == 0:
+            drop_record(keys, heads, records, state, slot_records, i, before, at)
 
 
 @kernel
 def sweep(
     keys: U64,
     heads: I32,
-    slots: U16,
-    nexts: I32,
+    records: U64,
     state: I64,
     slot_records: I64,
     dead: NDArray[np.bool_],
@@ -177,18 +185,18 @@ def sweep(
     """Drop the records of dead slots in table entries [start, end). An entry shifted out of the range is met in a later pass."""
     i = start
     while i < end:
-        before = EMPTY
-        record = heads[i]
+        before = np.int64(EMPTY)
+        at = np.int64(heads[i])
         emptied = False
-        while record != EMPTY:
-            follower = nexts[record]
-            if dead[slots[record]]:
-                emptied = drop_record(keys, heads, slots, nexts, state, slot_records, i, before, record)
+        while at != EMPTY:
+            following = record_next(records[at])
+            if dead[record_slot(records[at])]:
+                emptied = drop_record(keys, heads, records, state, slot_records, i, before, at)
                 if emptied:
                     break
             else:
-                before = record
-            record = follower
+                before = at
+            at = following
         if not emptied:
             i += 1
 
@@ -210,36 +218,49 @@ def rehash(keys: U64, heads: I32, new_keys: U64, new_heads: I32) -> None:
 
 
 @kernel
-def gather(keys: U64, heads: I32, slots: U16, masks: U32, nexts: I32, hashes: U64, row_of_slot: I32, rows: U32) -> int:
-    """Write the place bits of every hash into rows[row_of_slot[slot], i]; rows must be zero. Returns the hashes that hit a row."""
-    hits = 0
+def gather(keys: U64, heads: I32, records: U64, hashes: U64, row_of_slot: I32, rows: U16) -> None:
+    """Write the place bits of every hash into rows[row_of_slot[slot], i]; rows must be zero."""
+    # The hottest loop of all: unsigned indices, because signed ones are checked for being negative.
     for h in range(hashes.shape[0]):
         i = find(keys, heads, hashes[h])
         if i < 0:
             continue
-        hit = 0
-        record = heads[i]
-        while record != EMPTY:
-            row = row_of_slot[slots[record]]
+        at = np.uint64(heads[i])
+        while at != _END:
+            record = records[at]
+            row = row_of_slot[(record >> _U16) & _LOW16]
             if row >= 0:
-                rows[row, h] = masks[record]
-                hit = 1
-            record = nexts[record]
-        hits += hit
-    return hits
+                rows[np.uint64(row), np.uint64(h)] = np.uint16(record & _LOW16)
+            at = record >> _U32
 
 
 @kernel
-def members(keys: U64, heads: I32, slots: U16, masks: U32, nexts: I32, slot: int, bit: int, out: U64) -> int:
+def any_resident(keys: U64, heads: I32, records: U64, hashes: U64, row_of_slot: I32) -> bool:
+    """Whether any worker that has a row holds any of these blocks anywhere."""
+    for h in range(hashes.shape[0]):
+        i = find(keys, heads, hashes[h])
+        if i < 0:
+            continue
+        at = np.int64(heads[i])
+        while at != EMPTY:
+            if row_of_slot[record_slot(records[at])] >= 0:
+                return True
+            at = record_next(records[at])
+    return False
+
+
+@kernel
+def members(keys: U64, heads: I32, records: U64, slot: int, bit: int, out: U64) -> int:
     """Write the hashes that worker `slot` holds at place `bit` into `out`, as many as fit; returns how many there are."""
-    mask = np.uint32(1) << np.uint32(bit)
+    mask = np.uint64(1) << np.uint64(bit)
     count = 0
     for i in range(keys.shape[0]):
-        record = heads[i]
-        while record != EMPTY:
-            if slots[record] == slot and masks[record] & mask != 0:
+        at = np.int64(heads[i])
+        while at != EMPTY:
+            record = records[at]
+            if record_slot(record) == slot and record & mask != 0:
                 if count < out.shape[0]:
                     out[count] = keys[i]
                 count += 1
-            record = nexts[record]
+            at = record_next(record)
     return count

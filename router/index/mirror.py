@@ -7,8 +7,6 @@ Invariant: a block that a worker holds in several groups or media is one record 
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +23,7 @@ RECORD_GROWTH = 1.25
 MIN_CAPACITY = 1024
 
 BYTES_PER_KEY = 12
-BYTES_PER_RECORD = 10
+BYTES_PER_RECORD = 8
 
 # Table entries swept in one turn: about a millisecond, so that answers are not held up.
 SWEEP_ENTRIES = 65_536
@@ -53,9 +51,7 @@ class Mirror:
         self._budget_bytes = budget_bytes
         self._keys = np.zeros(MIN_CAPACITY, np.uint64)
         self._heads = np.full(MIN_CAPACITY, kernels.EMPTY, np.int32)
-        self._record_slots = np.zeros(MIN_CAPACITY, np.uint16)
-        self._masks = np.zeros(MIN_CAPACITY, np.uint32)
-        self._nexts = np.zeros(MIN_CAPACITY, np.int32)
+        self._records = np.zeros(MIN_CAPACITY, np.uint64)
         self._state = np.zeros(kernels.STATE_COLUMNS, np.int64)
         self._state[kernels.FREE_HEAD] = kernels.EMPTY
         self._slot_records = np.zeros(16, np.int64)
@@ -75,7 +71,7 @@ class Mirror:
 
     @property
     def bytes(self) -> int:
-        return len(self._keys) * BYTES_PER_KEY + len(self._masks) * BYTES_PER_RECORD
+        return len(self._keys) * BYTES_PER_KEY + len(self._records) * BYTES_PER_RECORD
 
     @property
     def slot_count(self) -> int:
@@ -112,10 +108,10 @@ class Mirror:
             if index // BANK_BITS == len(known.slots):
                 known.slots.append(self._take_slot())
         self._make_room(len(hashes))
+        slot = known.slots[index // BANK_BITS]
         kernels.add(
-            self._keys, self._heads, self._record_slots, self._masks, self._nexts, self._state, self._slot_records,
-            known.slots[index // BANK_BITS], index % BANK_BITS, hashes,
-        )  # fmt: skip
+            self._keys, self._heads, self._records, self._state, self._slot_records, slot, index % BANK_BITS, hashes
+        )
 
     def discard(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
         """Blocks stopped being resident; unknown ones are left alone."""
@@ -123,23 +119,15 @@ class Mirror:
         index = known.places.get(place)
         if index is None or not len(hashes):
             return
+        slot = known.slots[index // BANK_BITS]
         kernels.discard(
-            self._keys, self._heads, self._record_slots, self._masks, self._nexts, self._state, self._slot_records,
-            known.slots[index // BANK_BITS], index % BANK_BITS, hashes,
-        )  # fmt: skip
-
-    def gather(self, hashes: NDArray[np.uint64], row_of_slot: NDArray[np.int32], rows: NDArray[np.uint32]) -> int:
-        """Fill rows (n_rows, len(hashes)), zeroed by the caller, with place bits; returns the hashes any row has."""
-        return kernels.gather(
-            self._keys, self._heads, self._record_slots, self._masks, self._nexts, hashes, row_of_slot, rows
+            self._keys, self._heads, self._records, self._state, self._slot_records, slot, index % BANK_BITS, hashes
         )
 
     @property
-    def table(
-        self,
-    ) -> tuple[NDArray[np.uint64], NDArray[np.int32], NDArray[np.uint16], NDArray[np.uint32], NDArray[np.int32]]:
-        """The arrays that kernels read: keys, heads, and the records' slot, mask and next."""
-        return self._keys, self._heads, self._record_slots, self._masks, self._nexts
+    def table(self) -> tuple[NDArray[np.uint64], NDArray[np.int32], NDArray[np.uint64]]:
+        """The arrays that kernels read: keys, heads, records."""
+        return self._keys, self._heads, self._records
 
     def held(self, worker: WorkerKey, place: Place) -> NDArray[np.uint64]:
         """The hashes that `worker` holds at `place`, in no order. Walks the table: for inspection, not for answers."""
@@ -160,15 +148,7 @@ class Mirror:
         start = self._sweep_at if self._sweep_at < capacity else 0
         end = min(start + SWEEP_ENTRIES, capacity)
         kernels.sweep(
-            self._keys,
-            self._heads,
-            self._record_slots,
-            self._nexts,
-            self._state,
-            self._slot_records,
-            self._dead,
-            start,
-            end,
+            self._keys, self._heads, self._records, self._state, self._slot_records, self._dead, start, end
         )
         self._sweep_at = end if end < capacity else 0
         for slot in np.flatnonzero(self._dead & (self._slot_records == 0)):
@@ -193,11 +173,11 @@ class Mirror:
         wanted = int((self._state[kernels.KEYS_USED] + count) / MAX_LOAD) + 1
         if wanted > keys:
             keys = max(wanted, int(keys * KEY_GROWTH))
-        records = len(self._masks)
+        records = len(self._records)
         room = records - int(self._state[kernels.RECORDS_LIVE])
         if room < count:
             records = max(records + count - room, int(records * RECORD_GROWTH))
-        if (keys, records) == (len(self._keys), len(self._masks)):
+        if (keys, records) == (len(self._keys), len(self._records)):
             return
         if keys * BYTES_PER_KEY + records * BYTES_PER_RECORD > self._budget_bytes:
             self.refused_blocks += count
@@ -207,16 +187,7 @@ class Mirror:
             new_heads = np.full(keys, kernels.EMPTY, np.int32)
             kernels.rehash(self._keys, self._heads, new_keys, new_heads)
             self._keys, self._heads = new_keys, new_heads
-        if records != len(self._masks):
-            self._record_slots = _grown(self._record_slots, records)
-            self._masks = _grown(self._masks, records)
-            self._nexts = _grown(self._nexts, records)
-
-
-Column = TypeVar("Column", NDArray[np.uint16], NDArray[np.uint32], NDArray[np.int32])
-
-
-def _grown(column: Column, length: int) -> Column:
-    grown = np.empty_like(column, shape=length)
-    grown[: len(column)] = column
-    return grown
+        if records != len(self._records):
+            grown = np.empty(records, np.uint64)
+            grown[: len(self._records)] = self._records
+            self._records = grown

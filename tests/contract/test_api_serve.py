@@ -24,7 +24,7 @@ STOP_TIMEOUT_S = 30.0
 
 @contextmanager
 def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """(process, the line it printed); ended by its own pid."""
+    """(process, the line it printed). Router and private server are ended by their own pids, also when a test fails."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("KVROUTER_")}
     command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--port", "0", "--data-dir", str(folder / "data")]
     with (folder / "log").open("a") as log:
@@ -39,6 +39,9 @@ def serving(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
             process.kill()
         process.wait(STOP_TIMEOUT_S)
         process.stdout.close()
+        pid_file = folder / "data" / "valkey.pid"
+        if pid_file.exists() and is_private_server(folder, valkey_pid(folder)):
+            os.kill(valkey_pid(folder), signal.SIGKILL)
 
 
 def get(url: str, body: Any = None) -> Any:
@@ -49,6 +52,14 @@ def get(url: str, body: Any = None) -> Any:
 
 def valkey_pid(folder: Path) -> int:
     return int((folder / "data" / "valkey.pid").read_text())
+
+
+def is_private_server(folder: Path, pid: int) -> bool:
+    """Whether `pid` is the server of this folder, and not a stranger that got the number later."""
+    try:
+        return Path(f"/proc/{pid}/cwd").readlink() == folder / "data"
+    except OSError:
+        return False
 
 
 def is_running(pid: int) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import json
 import os
 import re
@@ -240,7 +241,15 @@ def test_the_composed_services_work_together(image: Image, tmp_path: Path, monke
     store_port = ports["valkey", "6379"]
     env = image.env | {"KVROUTER_PORT": str(free_port())}
     for name, value in SERVICES["router"]["environment"].items():
-        env[name] = ports.peers(re.sub(r"\$\{\w+:-(.*)\}", r"\1", value))
+        default = re.sub(r"\$\{\w+:-(.*)\}", r"\1", value)
+        env[name] = ports.peers(default)
+        if name == "KVROUTER_WORKERS":
+            # A stream of another replica would show only as a worse prediction.
+            assert [set(re.findall(r"replica-\d", spec)) for spec in default.split()] == [
+                {"replica-0"},
+                {"replica-1"},
+                {"replica-2"},
+            ]
     api = f"http://127.0.0.1:{env['KVROUTER_PORT']}"
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/valkey-server").symlink_to(get_binary_path())
@@ -259,7 +268,7 @@ def test_the_composed_services_work_together(image: Image, tmp_path: Path, monke
             kind, *check = ports.own(name, service["healthcheck"]["test"])
             assert kind == "CMD"
             assert (image.root / "opt/kvrouter/bin" / check[0]).exists()
-            wait_until(lambda check=check: healthy(check, image.env), ended)
+            wait_until(functools.partial(healthy, check, image.env), ended)
         ended = stack.enter_context(running(router_command, env, tmp_path))
         wait_until(lambda: healthy(image_health(), env), ended)
         workers = call(f"{api}/workers")["workers"]
