@@ -20,6 +20,7 @@ STOP_TIMEOUT_S = 15.0
 # From "published" to "the answers show it"; the router flushes every few milliseconds, a machine under load may not.
 VISIBLE_TIMEOUT_S = 30.0
 _POLL_S = 0.002
+METRICS_AGE_S = 1.2
 
 # Another command to start, for example a router under a debugger; `--port` and `--data-dir` are appended.
 COMMAND_VARIABLE = "KVROUTER_TEST_COMMAND"
@@ -109,6 +110,17 @@ class RouterProcess:
         except BaseException:
             self._connection.close()
             raise
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One sample of `/metrics`, 0 when there is none. The gauges and counters of workers are a second old at most."""
+        time.sleep(METRICS_AGE_S)
+        _, text = self._exchange("GET", "/metrics", None)
+        wanted = {f'{label}="{value}"' for label, value in labels.items()}
+        for line in text.decode().splitlines():
+            sample, _, value = line.rpartition(" ")
+            if sample.partition("{")[0] == name and wanted <= set(sample.partition("{")[2].rstrip("}").split(",")):
+                return float(value)
+        return 0.0
 
     def register(
         self, worker_id: str, model: str, endpoint: str, replay_endpoint: str, catalog: dict[str, Any] | None = None

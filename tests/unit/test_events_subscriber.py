@@ -119,6 +119,7 @@ def test_late_join_with_replay_misses_nothing(context: Context, run: Any) -> Non
         with EventPublisher(ANY, ANY, context=context, topic="kv") as publisher:
             for number in range(5):
                 publisher.publish(b"%d" % number)
+            publisher.flush(PATIENCE_S)
             async with subscribe(publisher, context, topic=b"kv") as stream:
                 items = await stream.until_kind(ReplayFinished)
                 assert kinds(items) == ["Connected", "ReplayFinished"]
@@ -198,6 +199,7 @@ def test_restart_on_the_same_address(context: Context, run: Any, batches: int) -
                 # With none it stays idle: only the replay endpoint can tell.
                 for number in range(batches):
                     successor.publish(b"new%d" % number)
+                successor.flush(PATIENCE_S)
                 items = await stream.until_kind(ReplayFinished)
                 assert kinds(items) == ["Connected", "Restarted", "ReplayFinished"]
                 assert seqs(items) == list(range(batches))
@@ -345,6 +347,7 @@ def test_resume_proven_and_disproven(context: Context, run: Any) -> None:
         with EventPublisher(ANY, ANY, context=context) as publisher:
             for number in range(6):
                 publisher.publish(b"%d" % number)
+            publisher.flush(PATIENCE_S)
             async with subscribe(publisher, context, resume=ResumePoint(3, fingerprint(b"3"))) as stream:
                 items = await stream.until_kind(ReplayFinished)
                 assert items[:2] == [Connected(), Proven(3, "replay")]
@@ -431,6 +434,7 @@ def test_within_one_process(context: Context, run: Any) -> None:
     async def test() -> None:
         with EventPublisher("inproc://live", "inproc://replay", context=context) as publisher:
             publisher.publish(b"0")
+            publisher.flush(PATIENCE_S)
             async with subscribe(publisher, context) as stream:
                 assert seqs(await stream.until_kind(ReplayFinished)) == [0]
                 await stream.until_live(publisher)
