@@ -150,7 +150,8 @@ def floor_sliding_window(
         need += 1
     run = 0
     blocks = -1
-    for i in range(max_length // block - 1, -1, -1):
+    # Nothing is resident past the hashes that were asked for; a claimed length costs no time.
+    for i in range(min(max_length // block, rows.shape[1] // scale) - 1, -1, -1):
         if not resident(rows, row, (i + 1) * scale - 1, members, start, end):
             run = 0
             continue
@@ -211,12 +212,12 @@ def floor_mamba(
     block = spec[SPEC_BLOCK]
     start, end = spec[SPEC_MEMBER_START], spec[SPEC_MEMBER_END]
     if align < block and block % align == 0:
-        for index in range(min(max_length // align, num_hashes) - 1, -1, -1):
+        for index in range(min(max_length // align, num_hashes, rows.shape[1]) - 1, -1, -1):
             if resident(rows, row, index, members, start, end):
                 return (index + 1) * align
         return 0
     scale = block // hash_block
-    for i in range(max_length // block - 1, -1, -1):
+    for i in range(min(max_length // block, rows.shape[1] // scale) - 1, -1, -1):
         if (i + 1) * block % align == 0 and resident(rows, row, (i + 1) * scale - 1, members, start, end):
             return int((i + 1) * block)
     return 0
@@ -346,6 +347,10 @@ def offload_window(
     """End, from chunk `first`, of the last run of `window` loadable chunks; the rightmost run must have `initial` of them."""
     run = 0
     need = initial
+    if last > rows.shape[1] // scale:
+        # The chunks past the hashes that were asked for are missing, and a miss ends the claim of the rightmost run.
+        need = window
+        last = rows.shape[1] // scale
     for chunk in range(last - 1, first - 1, -1):
         if offloaded(rows, row, (chunk + 1) * scale - 1, ext, storage):
             run += 1
@@ -431,7 +436,7 @@ def single_block_chunks(rows: Rows, row: int, geo: Table, exts: Table, num_token
     divisor = 0
     for g in range(geo[GEO_EXT_START], geo[GEO_EXT_END]):
         scale = exts[g, EXT_CHUNK] // geo[GEO_HASH_BLOCK]
-        for chunk in range(num_tokens // exts[g, EXT_CHUNK]):
+        for chunk in range(min(num_tokens // exts[g, EXT_CHUNK], rows.shape[1] // scale)):
             if not offloaded(rows, row, (chunk + 1) * scale - 1, exts[g], True):
                 continue
             a = chunk + 1

@@ -223,10 +223,10 @@ class Ingest:
             self._set(StreamState.LIVE, "")
         elif isinstance(item, GapLost):
             self.tally.gaps += 1
-            self._void(
-                f"batches {item.first_seq} to {item.next_seq - 1} are lost ({item.reason}); residency before seq {item.next_seq} "
-                "was dropped and is learned anew"
-            )
+            lost = f"batches {item.first_seq} to {item.next_seq - 1} are lost"
+            if item.first_seq == item.next_seq:
+                lost = f"it cannot be proven that nothing was missed before seq {item.next_seq}"
+            self._void(f"{lost} ({item.reason}); residency before seq {item.next_seq} was dropped and is learned anew")
         elif isinstance(item, Restarted):
             self.tally.restarts += 1
             self._void(f"the engine restarted ({item.reason}); what it held before is void")

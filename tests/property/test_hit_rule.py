@@ -124,6 +124,28 @@ def test_every_group_alone_covers_at_least_the_hit(seed: int) -> None:
     assert (hit.limited_by is None) == (hit.gpu == best)
 
 
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_hashes_past_what_is_resident_need_not_be_asked_for(seed: int) -> None:
+    """Hashing stops early where nobody holds anything further; the answer may not depend on it."""
+    draw = random.Random(seed)
+    groups = make_groups(draw)
+    resident = make_residency(draw, groups, draw.randint(1, 100))
+    resident |= {Place(g.group_idx, CPU): set(range(draw.randint(0, 12))) for g in groups}
+    whole = judge(groups, resident, 400)
+    part = judge(groups, resident, 400, hashed_tokens=160)
+    assert (part.gpu, part.cpu, part.disk) == (whole.gpu, whole.cpu, whole.disk)
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_window", "mamba"])
+def test_a_claimed_length_costs_no_time(kind: str) -> None:
+    groups = (Group(0, kind, 16, 64 if kind == "sliding_window" else None), FULL_TWIN)
+    resident = {Place(0, GPU): range(4), Place(1, GPU): range(4), Place(0, CPU): range(6), Place(1, CPU): range(6)}
+    hit = judge(groups, resident, 2**60, hashed_tokens=160)
+    assert (hit.gpu, hit.cpu) == (64, 96)
+
+
+FULL_TWIN = Group(1, "full_attention", 16)
 FULL = Group(0, "full_attention", 16)
 WINDOW = Group(1, "sliding_window", 16, 64)
 STATE = Group(2, "mamba", 16)

@@ -26,8 +26,11 @@ def judge(
     num_tokens: int,
     spec: CatalogSpec | None = None,
     blocks_per_chunk: int | None = 1,
+    hashed_tokens: int | None = None,
 ) -> Hit:
-    """The hit of one worker that holds the hash indices `resident[place]`."""
+    """The hit of one worker that holds the hash indices `resident[place]`.
+
+    hashed_tokens: ask with the hashes of so many tokens only, as when hashing stopped early."""
     catalog = build_catalog(groups, "configured", spec or CatalogSpec(), blocks_per_chunk)
     assert catalog.problem is None, catalog.problem
     mirror = Mirror(BUDGET_BYTES)
@@ -36,7 +39,8 @@ def judge(
     for place, indices in resident.items():
         mirror.add(worker, place, np.array([1000 + i for i in indices], np.uint64))
     view = WorkerView(worker, None, StreamState.LIVE, "", "e", catalog, HashScheme.default(), {})
-    hashes = np.array([1000 + i for i in range(num_tokens // catalog.hash_block_size)], np.uint64)
+    covered = num_tokens if hashed_tokens is None else hashed_tokens
+    hashes = np.array([1000 + i for i in range(covered // catalog.hash_block_size)], np.uint64)
     question = Question("m", num_tokens, block_hashes=hashes, explain=True)
     (hit,) = Matcher(mirror, SegmentMemory(0)).match(question, Plans.build(mirror, [view]))
     return hit
