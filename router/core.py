@@ -326,13 +326,12 @@ class Core:
         if stream is None:
             return
         known = self._mirror.worker(worker)
-        if known is None or entry.opened_epoch or entry.cleared or known.epoch != entry.epoch:
+        if known is None or entry.opened_epoch or known.epoch != entry.epoch:
             self._mirror.begin_epoch(worker, entry.epoch)
         for change in entry.changes:
             self._mirror.discard(worker, change.place, change.removed)
             self._add(worker, change.place, change.added)
-        if entry.last_seq is not None or entry.opened_epoch:
-            stream.shown(entry.epoch, entry.last_seq, self._clock())
+        stream.shown(entry.epoch, entry.last_seq, self._clock())
 
     async def _sweep(self) -> None:
         while True:

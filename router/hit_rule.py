@@ -3,7 +3,8 @@
 
 Each spec group is a floor function; the hit is their greatest common fixpoint below num_tokens - 1. The rule for what the
 CPU and disk tiers add on top is `external_hit`. No I/O, no names: residency comes as rows of place bits (`index/mirror.py`),
-the catalog as the integer tables of `geometry.py`. Lengths are in tokens; a block is looked up by the hash at its last hash boundary.
+the catalog as the integer tables of `geometry.py`. Lengths are in tokens; a block is looked up by the hash at its last hash
+boundary.
 
 Source: vLLM 0.32.0 v1/core/kv_cache_coordinator.py:796, v1/core/single_type_kv_cache_manager.py:733 :956 :1269 :1454,
 distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py:752 :966.
@@ -95,7 +96,7 @@ def run_from_zero(rows: Rows, row: int, members: Table, start: int, end: int, sc
         while block < run and line[(block + 1) * scale - 1] & mask != 0:
             block += 1
         run = block
-    return run
+    return int(run)
 
 
 @kernel

@@ -138,7 +138,11 @@ class Ingest:
                 "no known hash scheme explains this worker's first dense root blocks: set its hash_algo and none_hash, or the seed "
                 "that its PYTHONHASHSEED has (none_hash_seed)"
             )
-        if not self._incident and self.catalog.blocks_per_chunk is None and any(p.medium in OFFLOADED for p in self._copies):
+        if (
+            not self._incident
+            and self.catalog.blocks_per_chunk is None
+            and any(p.medium in OFFLOADED for p in self._copies)
+        ):
             return (
                 "the chunk size of the offload tier is not on the wire: its blocks earn credit only where they show that a chunk "
                 "is one block; register a catalog with offload_blocks_per_chunk"

@@ -211,9 +211,7 @@ class Matcher:
             segment = hasher.extend()
             if not len(segment):
                 break
-            if plan.stops_early and not any_resident(
-                *self._mirror.table, segment, plan.row_of_slot
-            ):
+            if plan.stops_early and not any_resident(*self._mirror.table, segment, plan.row_of_slot):
                 break
         return hasher.hashes
 

@@ -168,7 +168,9 @@ class WorkerStream:
                 await asyncio.sleep(RETRY_LAST_S)
             except Exception:
                 # A defect of ours must not end the worker's task unseen; what Redis holds is begun from again.
-                self._hold_problem = "internal error while following this worker: a bug in the router; its log has the details"
+                self._hold_problem = (
+                    "internal error while following this worker: a bug in the router; its log has the details"
+                )
                 self._metrics.internal_errors.labels("stream").inc()
                 log.exception("stream failed", extra={"worker": self.worker})
                 self._refresh()

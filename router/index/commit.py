@@ -17,8 +17,8 @@ from kvrouter.router.names import Place, WorkerKey
 class Commit(msgspec.Struct, frozen=True):
     """The effect of batches first_seq..last_seq of one worker's epoch.
 
-    copies: (place, block hash, number of copies): 2 or more is stored, less deletes. cleared: drop all residency and
-    copies of the epoch first. meta: further fields of `meta` to set, none of keys.META_FIELDS."""
+    copies: (place, block hash, number of copies): 2 or more is stored, less deletes. meta: further fields of `meta` to
+    set, none of keys.META_FIELDS."""
 
     worker: WorkerKey
     epoch: str
@@ -26,7 +26,6 @@ class Commit(msgspec.Struct, frozen=True):
     last_seq: int
     changes: list[Change] = []
     copies: list[tuple[Place, int, int]] = []
-    cleared: bool = False
     meta: dict[str, bytes] = {}
 
 
@@ -75,10 +74,10 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def continues(commit: Commit, seq: int | None) -> bool:
-    """Whether the commit's seqs follow `seq`.
+    """Whether the commit's seqs follow `seq`; None: it is the first of its epoch, which may start anywhere.
 
     A hole would mean that the store lost commits, so that it still holds blocks long gone."""
-    return seq is None or commit.first_seq == seq + 1 or (commit.cleared and commit.first_seq > seq)
+    return seq is None or commit.first_seq == seq + 1
 
 
 def checked_meta(meta: dict[str, bytes] | None) -> dict[str, bytes]:

@@ -105,7 +105,7 @@ def add(keys: U64, heads: I32, records: U64, state: I64, slot_records: I64, slot
             i += 1
             if i == capacity:
                 i = 0
-        first = np.int64(heads[i])
+        first = int(heads[i])
         if first == EMPTY:
             keys[i] = key
             state[KEYS_USED] += 1
@@ -115,11 +115,11 @@ def add(keys: U64, heads: I32, records: U64, state: I64, slot_records: I64, slot
         if at != EMPTY:
             records[at] |= mask
             continue
-        at = state[FREE_HEAD]
+        at = int(state[FREE_HEAD])
         if at != EMPTY:
             state[FREE_HEAD] = record_next(records[at])
         else:
-            at = state[RECORDS_USED]
+            at = int(state[RECORDS_USED])
             state[RECORDS_USED] += 1
         records[at] = link_to(fresh, first)
         heads[i] = at
@@ -134,7 +134,7 @@ def drop_record(
     """Unlink record `at` of table entry `index`; True when that emptied the entry (another may now stand there)."""
     record = records[at]
     following = record_next(record)
-    records[at] = link_to(record, state[FREE_HEAD])
+    records[at] = link_to(record, int(state[FREE_HEAD]))
     state[FREE_HEAD] = at
     state[RECORDS_LIVE] -= 1
     slot_records[record_slot(record)] -= 1
@@ -159,8 +159,8 @@ def discard(
         i = find(keys, heads, hashes[h])
         if i < 0:
             continue
-        before = np.int64(EMPTY)
-        at = np.int64(heads[i])
+        before = EMPTY
+        at = int(heads[i])
         while at != EMPTY and record_slot(records[at]) != slot:
             before = at
             at = record_next(records[at])
@@ -185,8 +185,8 @@ def sweep(
     """Drop the records of dead slots in table entries [start, end). An entry shifted out of the range is met in a later pass."""
     i = start
     while i < end:
-        before = np.int64(EMPTY)
-        at = np.int64(heads[i])
+        before = EMPTY
+        at = int(heads[i])
         emptied = False
         while at != EMPTY:
             following = record_next(records[at])
@@ -241,7 +241,7 @@ def any_resident(keys: U64, heads: I32, records: U64, hashes: U64, row_of_slot: 
         i = find(keys, heads, hashes[h])
         if i < 0:
             continue
-        at = np.int64(heads[i])
+        at = int(heads[i])
         while at != EMPTY:
             if row_of_slot[record_slot(records[at])] >= 0:
                 return True
@@ -255,7 +255,7 @@ def members(keys: U64, heads: I32, records: U64, slot: int, bit: int, out: U64) 
     mask = np.uint64(1) << np.uint64(bit)
     count = 0
     for i in range(keys.shape[0]):
-        at = np.int64(heads[i])
+        at = int(heads[i])
         while at != EMPTY:
             record = records[at]
             if record_slot(record) == slot and record & mask != 0:

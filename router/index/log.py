@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One entry of a worker's log: what one commit changed, so that a mirror can do the same. Pure.
 
-Fields of the stream entry: `kind` (commit, clear, epoch, meta), `commit` (its number, rising by one with each entry
-of the worker), `epoch`, `first`, `last` (seq range; absent for epoch and meta), `changes` and `meta` (msgpack; absent
-when empty). `changes` is a list of [place text, added hashes, removed hashes], hashes packed as 8 bytes big-endian
+Fields of the stream entry: `kind` (commit, epoch), `commit` (its number, rising by one with each entry of the worker),
+`epoch`, `first`, `last` (seq range; absent for epoch), `changes` and `meta` (msgpack; absent when empty). `changes` is a list of [place text, added hashes, removed hashes], hashes packed as 8 bytes big-endian
 each.
 """
 
@@ -20,9 +19,7 @@ from kvrouter.router.names import Place, WorkerKey
 
 class EntryKind(Enum):
     COMMIT = b"commit"  # changes on top of what was there
-    CLEAR = b"clear"  # drop all residency of the epoch, then the changes
     EPOCH = b"epoch"  # a new epoch: drop everything
-    META = b"meta"  # no residency changed
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -34,7 +31,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class LogEntry(msgspec.Struct, frozen=True):
-    """One entry, as read. `id` is the stream's, `commit` its number; seqs are None where no batch was committed."""
+    """One entry, as read. `id` is the stream's, `commit` its number; seqs are None where an epoch was opened."""
 
     worker: WorkerKey
     id: str
@@ -42,7 +39,6 @@ class LogEntry(msgspec.Struct, frozen=True):
     epoch: str
     first_seq: int | None
     last_seq: int | None
-    cleared: bool
     opened_epoch: bool
     changes: list[Change]
     meta: dict[str, bytes]
@@ -99,7 +95,6 @@ def parse_entry(worker: WorkerKey, entry_id: bytes, fields: list[bytes]) -> LogE
         epoch=decode_text(values[b"epoch"]),
         first_seq=None if first is None else int(first),
         last_seq=None if last is None else int(last),
-        cleared=kind is EntryKind.CLEAR,
         opened_epoch=kind is EntryKind.EPOCH,
         changes=[
             Change(keys.parse_place(place), hashes_from_bytes(added), hashes_from_bytes(removed))

@@ -147,9 +147,7 @@ class Mirror:
         capacity = len(self._keys)
         start = self._sweep_at if self._sweep_at < capacity else 0
         end = min(start + SWEEP_ENTRIES, capacity)
-        kernels.sweep(
-            self._keys, self._heads, self._records, self._state, self._slot_records, self._dead, start, end
-        )
+        kernels.sweep(self._keys, self._heads, self._records, self._state, self._slot_records, self._dead, start, end)
         self._sweep_at = end if end < capacity else 0
         for slot in np.flatnonzero(self._dead & (self._slot_records == 0)):
             self._dead[slot] = False

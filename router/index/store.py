@@ -6,7 +6,7 @@ Invariants:
   lease, its epoch is the current one and its seqs continue the committed ones; else it changes nothing.
 - Residency of an epoch that ended leaves no key behind: the epoch's places are kept in `meta`, so voiding is UNLINK
   of a few keys, never a scan.
-- Each change of residency or meta writes exactly one log entry, numbered without holes per worker.
+- Each commit and each new epoch writes exactly one log entry, numbered without holes per worker.
 
 Not here: counting copies (ingest), deciding who should own a worker (router.worker), following the log (follower.py).
 """
@@ -175,10 +175,10 @@ class IndexStore:
     async def commit(self, commit: Commit, token: str) -> CommitOutcome:
         """Applies `commit` if `token` holds the lease, its epoch is current and first_seq is the committed seq + 1.
 
-        The first commit of an epoch may start at any seq, and one with `cleared` at any later seq. A commit may be of
-        any size, but its transitions also stay in the log: cut snapshots into commits of some 10,000."""
+        The first commit of an epoch may start at any seq. A commit may be of any size, but its transitions also stay in
+        the log: cut snapshots into commits of some 10,000."""
         if commit.first_seq > commit.last_seq:
-            raise ValueError(f"seqs {commit.first_seq}..{commit.last_seq} are none; use put_meta for meta alone")
+            raise ValueError(f"seqs {commit.first_seq}..{commit.last_seq} are none: a commit holds at least one batch")
         fields = checked_meta(commit.meta)
         worker, epoch = commit.worker, commit.epoch
 
@@ -192,31 +192,12 @@ class IndexStore:
             places = dict.fromkeys([*head.places, *new_places(commit)])
             if len(places) > len(head.places):
                 own[keys.META_PLACES] = " ".join(places).encode()
-            kind = EntryKind.CLEAR if commit.cleared else EntryKind.COMMIT
             seqs = (commit.first_seq, commit.last_seq)
             return [
-                *([command("UNLINK", *epoch_keys(worker, head))] if commit.cleared else []),
                 *residency_commands(commit),
                 *copies_commands(commit),
                 hset(keys.meta(worker), own | fields),
-                self._xadd(worker, entry_fields(kind, commits, epoch, seqs, commit.changes, fields)),
-            ]
-
-        return await self._transact(worker, write) or CommitOutcome.APPLIED
-
-    async def put_meta(self, worker: WorkerKey, epoch: str, token: str, meta: dict[str, bytes]) -> CommitOutcome:
-        """Sets fields of `meta` without a batch (a state, a catalog); fenced like a commit, and logged."""
-        fields = checked_meta(meta)
-
-        def write(lease: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
-            if lease != token.encode():
-                return CommitOutcome.FENCED
-            if head.epoch != epoch:
-                return CommitOutcome.STALE
-            commits = head.commits + 1
-            return [
-                hset(keys.meta(worker), {keys.META_COMMITS: b"%d" % commits} | fields),
-                self._xadd(worker, entry_fields(EntryKind.META, commits, epoch, meta=fields)),
+                self._xadd(worker, entry_fields(EntryKind.COMMIT, commits, epoch, seqs, commit.changes, fields)),
             ]
 
         return await self._transact(worker, write) or CommitOutcome.APPLIED

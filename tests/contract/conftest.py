@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import socket
 import subprocess
@@ -61,8 +62,16 @@ def wait_for(condition, what: str) -> None:
 
 
 def redis_binary() -> str:
+    """Debian's redis-server. Without it CI fails, and any other machine skips what needs it."""
     binary = shutil.which("redis-server")
-    assert binary, "the contract needs Redis itself: apt-get install redis-server"
+    if binary is None:
+        reason = (
+            "no redis-server on PATH, so the index contract did not run on Redis itself with a password and a db "
+            "(embedded Valkey and the cluster did): apt-get install redis-server"
+        )
+        if os.environ.get("CI"):
+            pytest.fail(reason, pytrace=False)
+        pytest.skip(reason)
     return binary
 
 

@@ -32,7 +32,7 @@ from kvrouter.router.names import Place, WorkerKey
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["commit"] * 6 + ["clear", "epoch", "replay", "fenced", "hole", "meta"]),
+        st.sampled_from(["commit"] * 6 + ["clear", "epoch", "replay", "fenced", "hole"]),
         st.lists(
             st.tuples(st.sampled_from(PLACES), st.sets(st.integers(0, 30)), st.sets(st.integers(0, 30))), max_size=3
         ),
@@ -76,6 +76,7 @@ class FollowLaws:
             worker = await world.owned(store)
             residency: Residency = {}
             copies: dict[tuple[Place, int], int] = {}
+            meta: dict[str, bytes] = {}
             epoch, seq, entries = "e1", -1, 1
             for number, (kind, parts, counts, length) in enumerate(steps):
                 # Later parts of one place could contradict earlier ones; a commit has each place once.
@@ -83,16 +84,18 @@ class FollowLaws:
                 counts = list({(place, block): (place, block, count) for place, block, count in counts}.values())
                 changes = [change(place, tuple(added), tuple(removed)) for place, added, removed in parts]
                 if kind == "epoch":
-                    epoch = f"e{number}:"
-                    assert await store.open_epoch(worker, epoch, "me") is APPLIED
+                    epoch, meta = f"e{number}:", {"opened": b"%d" % number}
+                    assert await store.open_epoch(worker, epoch, "me", meta) is APPLIED
                     residency, copies, seq, entries = {}, {}, -1, entries + 1
                     continue
-                if kind == "meta":
-                    assert await store.put_meta(worker, epoch, "me", {"n": b"%d" % number}) is APPLIED
-                    entries += 1
-                    continue
+                if kind == "clear":
+                    # As ingest says that an engine dropped everything: removals of all that is there.
+                    parts = [(place, set(), blocks) for place, blocks in residency.items()]
+                    counts = [(place, block, 0) for place, block in copies]
+                    changes = [change(place, (), tuple(removed)) for place, _, removed in parts]
                 first = {"replay": max(seq - length, 0), "hole": seq + 2}.get(kind, seq + 1)
-                commit = Commit(worker, epoch, first, first + length, changes, counts, cleared=kind == "clear")
+                news = {f"n{length}": b"%d" % number} if length else {}
+                commit = Commit(worker, epoch, first, first + length, changes, counts, news)
                 outcome = await store.commit(commit, "other" if kind == "fenced" else "me")
                 if kind == "fenced":
                     assert outcome is FENCED
@@ -101,9 +104,7 @@ class FollowLaws:
                     assert outcome is STALE
                     continue
                 assert outcome is APPLIED
-                seq, entries = first + length, entries + 1
-                if kind == "clear":
-                    residency, copies = {}, {}
+                seq, entries, meta = first + length, entries + 1, meta | news
                 for place, added, removed in parts:
                     residency[place] = (residency.get(place, set()) | added) - removed
                 for place, block, count in counts:
@@ -112,6 +113,7 @@ class FollowLaws:
             image = await store.load(worker)
             assert held(image.places) == expected
             assert (image.epoch, image.seq, image.commits) == (epoch, None if seq < 0 else seq, entries)
+            assert image.meta == meta
             kept = {key: count for key, count in copies.items() if count >= 2}
             assert await store.load_copies(worker) == kept
             tag = keys.worker_tag(worker)
@@ -162,7 +164,7 @@ class FollowLaws:
                     await follower.next()
             await follower.remove(workers[0])
             for worker in workers[:2]:
-                assert await store.put_meta(worker, "e1", "me", {"n": b"last"}) is APPLIED
+                assert await store.commit(Commit(worker, "e1", 30, 30), "me") is APPLIED
             (last,) = await next_items(follower, 1)
             assert last.worker == workers[1]
             await follower.close()
@@ -174,19 +176,20 @@ class FollowLaws:
             worker = await world.owned(store)
             rng = random.Random(3)
             residency: Residency = {}
+            epoch = "e1"
 
             async def write() -> None:
+                nonlocal epoch
                 for seq in range(300):
+                    if seq % 70 == 69:
+                        epoch = f"e{seq}"
+                        assert await store.open_epoch(worker, epoch, "me") is APPLIED
+                        residency.clear()
                     added = set(rng.sample(range(200), 20))
                     removed = set(rng.sample(range(200), 20)) - added
                     place = rng.choice(PLACES)
-                    cleared = seq % 70 == 69
-                    commit = Commit(
-                        worker, "e1", seq, seq, [change(place, tuple(added), tuple(removed))], cleared=cleared
-                    )
+                    commit = Commit(worker, epoch, seq, seq, [change(place, tuple(added), tuple(removed))])
                     assert await store.commit(commit, "me") is APPLIED
-                    if cleared:
-                        residency.clear()
                     residency[place] = (residency.get(place, set()) | added) - removed
 
             writer = asyncio.create_task(write())

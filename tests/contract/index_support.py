@@ -38,7 +38,7 @@ def held(places: dict[Place, np.ndarray]) -> Residency:
 
 def apply(residency: Residency, entry: LogEntry) -> None:
     """What a mirror does with an entry."""
-    if entry.cleared or entry.opened_epoch:
+    if entry.opened_epoch:
         residency.clear()
     for part in entry.changes:
         there = residency.setdefault(part.place, set())

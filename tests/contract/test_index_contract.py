@@ -119,22 +119,22 @@ class IndexContract(FollowLaws):
             )
             before = world.snapshot()
             overlapping = Commit(worker, "e1", 3, 9, [change(GPU, (1,))])
-            cleared = Commit(worker, "e1", 2, 3, cleared=True)
-            for replayed in (first, overlapping, cleared):
+            earlier = Commit(worker, "e1", 2, 9, [change(GPU, (1,))])
+            for replayed in (first, overlapping, earlier):
                 assert await store.commit(replayed, "me") is STALE
             assert world.snapshot() == before
 
         world.run(body)
 
-    def test_a_hole_in_the_seqs_is_refused_unless_all_is_cleared(self, world: World):
+    def test_a_hole_in_the_seqs_is_refused(self, world: World):
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             assert await store.commit(Commit(worker, "e1", 4, 4, [change(GPU, (1,))]), "me") is APPLIED
             before = world.snapshot()
             assert await store.commit(Commit(worker, "e1", 6, 6, [change(GPU, (2,))]), "me") is STALE
             assert world.snapshot() == before
-            assert await store.commit(Commit(worker, "e1", 6, 6, [change(GPU, (2,))], cleared=True), "me") is APPLIED
-            assert held((await store.load(worker)).places) == {GPU: {2}}
+            assert await store.commit(Commit(worker, "e1", 5, 6, [change(GPU, (2,))]), "me") is APPLIED
+            assert held((await store.load(worker)).places) == {GPU: {1, 2}}
 
         world.run(body)
 
@@ -145,7 +145,6 @@ class IndexContract(FollowLaws):
             before = world.snapshot()
             assert await store.commit(Commit(worker, "e1", 1, 1, [change(GPU, (2,))]), "other") is FENCED
             assert await store.open_epoch(worker, "e2", "other") is FENCED
-            assert await store.put_meta(worker, "e1", "other", {"a": b"b"}) is FENCED
             assert world.snapshot() == before
             assert await store.release_lease(worker, "me")
             assert await store.commit(Commit(worker, "e1", 1, 1, [change(GPU, (2,))]), "me") is FENCED
@@ -180,7 +179,6 @@ class IndexContract(FollowLaws):
             before = world.snapshot()
             assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), "me") is STALE
             assert await store.open_epoch(worker, "e2", "me") is STALE
-            assert await store.put_meta(worker, "e1", "me", {"state": b"x"}) is STALE
             assert world.snapshot() == before
 
         world.run(body)
@@ -194,7 +192,8 @@ class IndexContract(FollowLaws):
             assert await store.open_epoch(worker, "e2", "me") is APPLIED
             assert not any(":e1:" in key for key in world.stored_keys())
             assert await store.commit(Commit(worker, "e2", 0, 0, full, [(CPU, 1, 2)]), "me") is APPLIED
-            assert await store.commit(Commit(worker, "e2", 1, 1, cleared=True), "me") is APPLIED
+            emptied = [change(place, (), (1, 2, 3)) for place in PLACES]
+            assert await store.commit(Commit(worker, "e2", 1, 1, emptied, [(CPU, 1, 0)]), "me") is APPLIED
             assert not any(":e2:" in key for key in world.stored_keys())
             assert (await store.load(worker)).seq == 1
 
@@ -216,8 +215,11 @@ class IndexContract(FollowLaws):
     def test_the_stores_own_meta_fields_cannot_be_overwritten(self, world: World):
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
-            with pytest.raises(ValueError, match="seq"):
-                await store.put_meta(worker, "e1", "me", {"seq": b"9"})
+            for field in keys.META_FIELDS:
+                with pytest.raises(ValueError, match=field):
+                    await store.commit(Commit(worker, "e1", 0, 0, meta={field: b"9"}), "me")
+                with pytest.raises(ValueError, match=field):
+                    await store.open_epoch(worker, "e2", "me", {field: b"9"})
 
         world.run(body)
 

@@ -19,14 +19,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from judging import judge  # noqa: E402
+from judging import judge
 
-from kvrouter.router.catalog import Group  # noqa: E402
-from kvrouter.router.names import CPU, GPU, STORAGE, Place  # noqa: E402
-from kvrouter.router.registration import CatalogSpec  # noqa: E402
+from kvrouter.router.catalog import Group
+from kvrouter.router.names import CPU, GPU, STORAGE, Place
+from kvrouter.router.registration import CatalogSpec
 
 # One block size with Mamba or chunked groups, as vLLM wants it; full and sliding window may differ.
-UNIFORM_KINDS = ("full_attention", "mla_attention", "sliding_window", "sliding_window_mla", "mamba", "chunked_local_attention")
+UNIFORM_KINDS = (
+    "full_attention",
+    "mla_attention",
+    "sliding_window",
+    "sliding_window_mla",
+    "mamba",
+    "chunked_local_attention",
+)
 
 
 def make_group(draw: random.Random, index: int, kind: str, block: int) -> Group:
@@ -158,7 +165,9 @@ def test_window_evicted_means_no_hit_however_long_the_full_attention_run_is() ->
     assert {cover.group_idx: cover.covered for cover in hit.groups} == {0: 192, 1: 0}
 
 
-@pytest.mark.parametrize(("held", "tokens"), [((8, 9, 10, 11), 192), ((7, 9, 10, 11), 0), ((7, 8, 9, 10), 176), ((0, 1), 32)])
+@pytest.mark.parametrize(
+    ("held", "tokens"), [((8, 9, 10, 11), 192), ((7, 9, 10, 11), 0), ((7, 8, 9, 10), 176), ((0, 1), 32)]
+)
 def test_a_window_is_whole_or_worthless(held: tuple[int, ...], tokens: int) -> None:
     assert judge((FULL, WINDOW), {Place(0, GPU): range(12), Place(1, GPU): held}, 193).gpu == tokens
 

@@ -50,9 +50,19 @@ def mutated(draw: random.Random, payload: bytes) -> bytes:
         depth = draw.choice([1, 50, 3_000])
         return b"\x93\x01\x91" + b"\x91" * depth + b"\x01\xc0" if draw.random() < 0.7 else b"\x91" * depth
     event = {"type": draw.choice(["BlockStored", "BlockRemoved", "AllBlocksCleared", "Nonsense", 7])}
-    for name in ("block_hashes", "token_ids", "block_size", "medium", "group_idx", "kv_cache_spec_kind", "parent_block_hash"):
+    for name in (
+        "block_hashes",
+        "token_ids",
+        "block_size",
+        "medium",
+        "group_idx",
+        "kv_cache_spec_kind",
+        "parent_block_hash",
+    ):
         if draw.random() < 0.6:
-            event[name] = draw.choice([None, -1, 2**63, "x", [], [1, "x"], {"a": 1}, b"\xff" * 5, 1.5, [2**64 - 1], True])
+            event[name] = draw.choice(
+                [None, -1, 2**63, "x", [], [1, "x"], {"a": 1}, b"\xff" * 5, 1.5, [2**64 - 1], True]
+            )
     return msgspec.msgpack.encode([1.0, [event], draw.choice([0, None, "x"])])
 
 
@@ -78,7 +88,10 @@ def publisher(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[zmq.Socket[by
 
 
 def test_garbage_costs_only_itself(
-    router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine], publisher: zmq.Socket[bytes]
+    router: RouterProcess,
+    context: zmq.Context[zmq.Socket[bytes]],
+    engines: list[FakeEngine],
+    publisher: zmq.Socket[bytes],
 ) -> None:
     bystander = FakeEngine(context)
     engines.append(bystander)
@@ -91,11 +104,10 @@ def test_garbage_costs_only_itself(
     router.wait_connected("victim")
     time.sleep(0.7)
 
-    sent, last = 0, -1
-    for frames, counted in messages(random.Random(20261)):
+    last = -1
+    for sent, (frames, counted) in enumerate(messages(random.Random(20261)), 1):
         publisher.send_multipart(frames)
         last += counted
-        sent += 1
         if sent % BURST == 0:
             router.wait_seen("victim", last)
     row = router.wait_seen("victim", last)

@@ -23,7 +23,9 @@ _models = itertools.count()
 class Fleet:
     """Workers of one fresh model, asked together."""
 
-    def __init__(self, router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]) -> None:
+    def __init__(
+        self, router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
+    ) -> None:
         self.router = router
         self.model = f"model-{next(_models)}"
         self._context = context
@@ -59,7 +61,10 @@ class Fleet:
 
 @pytest.fixture
 def fleet(
-    router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine], request: pytest.FixtureRequest
+    router: RouterProcess,
+    context: zmq.Context[zmq.Socket[bytes]],
+    engines: list[FakeEngine],
+    request: pytest.FixtureRequest,
 ) -> Any:
     fleet = Fleet(router, context, engines)
     yield fleet

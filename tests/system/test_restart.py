@@ -50,7 +50,7 @@ def kill_store(folder: Path) -> None:
 
 def _works_in(process: Path, folder: Path) -> bool:
     try:
-        return "valkey" in (process / "comm").read_text() and Path(os.readlink(process / "cwd")).is_relative_to(folder)
+        return "valkey" in (process / "comm").read_text() and (process / "cwd").readlink().is_relative_to(folder)
     except OSError:
         return False
 

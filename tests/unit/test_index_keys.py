@@ -95,13 +95,18 @@ def test_copies_fields_read_back(place: Place, block_hash: int):
     assert keys.parse_copies_field(keys.copies_field(place, block_hash)) == (place, block_hash)
 
 
-@given(changes=st.lists(st.builds(Change, PLACES, HASHES, HASHES), max_size=3), epoch=NAMES)
-def test_log_entries_read_back(changes: list[Change], epoch: str):
+@given(
+    changes=st.lists(st.builds(Change, PLACES, HASHES, HASHES), max_size=3),
+    epoch=NAMES,
+    kind=st.sampled_from(EntryKind),
+    seqs=st.sampled_from([None, (1, 2)]),
+)
+def test_log_entries_read_back(changes: list[Change], epoch: str, kind: EntryKind, seqs: tuple[int, int] | None):
     worker = WorkerKey("m", "w")
-    entry = parse_entry(worker, b"5-1", entry_fields(EntryKind.CLEAR, 7, epoch, (1, 2), changes, {"state": b"x"}))
-    assert (entry.id, entry.commit, entry.epoch, entry.first_seq, entry.last_seq) == ("5-1", 7, epoch, 1, 2)
-    assert entry.cleared
-    assert not entry.opened_epoch
+    entry = parse_entry(worker, b"5-1", entry_fields(kind, 7, epoch, seqs, changes, {"state": b"x"}))
+    assert (entry.id, entry.commit, entry.epoch) == ("5-1", 7, epoch)
+    assert (entry.first_seq, entry.last_seq) == (seqs or (None, None))
+    assert entry.opened_epoch == (kind is EntryKind.EPOCH)
     assert entry.meta == {"state": b"x"}
     expected = [change for change in changes if len(change.added) or len(change.removed)]
     assert [change.place for change in entry.changes] == [change.place for change in expected]

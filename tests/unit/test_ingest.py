@@ -199,7 +199,10 @@ def test_restored_and_disproven_is_void() -> None:
 
 
 def test_what_was_learned_survives_a_restore() -> None:
-    first = feed(live(), batch(0, stored([1]), stored([2], 1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=64)))
+    first = feed(
+        live(),
+        batch(0, stored([1]), stored([2], 1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=64)),
+    )
     flush = first.take()
     assert flush is not None
     second = make()
@@ -276,7 +279,9 @@ def test_a_first_block_alone_on_the_cpu_tier_shows_that_chunks_are_single_blocks
 
 
 def test_a_self_describing_store_tells_the_chunk_size() -> None:
-    ingest = feed(live(), batch(0, stored([1, 2, 3, 4], parent_block_hash=None)), batch(1, stored([1, 2], medium="CPU")))
+    ingest = feed(
+        live(), batch(0, stored([1, 2, 3, 4], parent_block_hash=None)), batch(1, stored([1, 2], medium="CPU"))
+    )
     assert ingest.catalog.blocks_per_chunk == 2
 
 

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
+
 from kvrouter.router.hashing import HashScheme, HashSpace, extra_keys_for, hash_block, reduce_hash
 from kvrouter.router.segments import PromptHasher, SegmentMemory
-from numpy.typing import NDArray
 
 SPACE = HashSpace(HashScheme.default(), 4)
 PLENTY = 1 << 20
