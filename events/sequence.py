@@ -221,7 +221,7 @@ class Cursor:
         self._replay_works = False
         if request.purpose is Purpose.PROVE and not request.judged and not request.silent:
             self._to_prove = True
-            pass
+            self._lose_unless_contradicted(reason)
         self._lose_gap(reason)
         self._held_old = 0
         self._drain()

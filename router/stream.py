@@ -72,6 +72,8 @@ class WorkerStream:
         self._hold_problem: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._timed: deque[tuple[str, int, float]] = deque(maxlen=MAX_TIMED)
+        # (epoch, seq) in Redis that `ingest` was prepared from, None once it goes on from there.
+        self._prepared: tuple[str | None, int | None] | None = None
         self.lag_s: float | None = None
         self.visible_epoch: str | None = None
         self.visible_seq: int | None = None
@@ -94,6 +96,7 @@ class WorkerStream:
     def prepare(self, image: WorkerImage, copies: dict[tuple[Place, int], int]) -> None:
         """Begin from what Redis holds, before the stream says anything."""
         self.ingest = self._new_ingest()
+        self._prepared = (image.epoch, image.seq)
         if image.epoch is not None and image.seq is not None:
             try:
                 self.ingest.restore(image.epoch, image.seq, image.places, copies, image.meta)
@@ -188,9 +191,12 @@ class WorkerStream:
             self._refresh()
             await asyncio.sleep(ttl_s / 4)
         self._hold_problem = None
-        # Others may have committed until now, so what was prepared earlier may be old.
-        image = await self._store.load(self.worker)
-        self.prepare(image, await self._store.load_copies(self.worker))
+        if await self._store.committed(self.worker) != self._prepared:
+            # Others have committed since, or this process lost its hold in the middle.
+            image = await self._store.load(self.worker)
+            self.prepare(image, await self._store.load_copies(self.worker))
+        self._prepared = None
+        self._refresh()
 
     async def _release(self) -> None:
         try:
@@ -218,11 +224,11 @@ class WorkerStream:
                 group.create_task(self._keep_lease())
                 group.create_task(self._receive(subscriber, news, room))
                 group.create_task(self._commit(news, room))
-        except* (HoldLost, StoreError) as errors:
-            first: BaseException = errors
-            while isinstance(first, BaseExceptionGroup):
-                first = first.exceptions[0]
-            raise HoldLost(str(first)) from None
+        except ExceptionGroup as group:
+            lost, others = group.split((HoldLost, StoreError))
+            if others is not None or lost is None:
+                raise
+            raise HoldLost(str(_first_of(lost))) from None
         finally:
             await subscriber.close()
 
@@ -313,3 +319,10 @@ class WorkerStream:
             raise HoldLost("the lease went to another router process")
         if outcome is CommitOutcome.STALE and not stale_is_done:
             raise HoldLost("Redis holds another state than this process; beginning again from there")
+
+
+def _first_of(error: BaseException) -> BaseException:
+    """The first plain exception of a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

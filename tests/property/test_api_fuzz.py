@@ -53,9 +53,9 @@ ENDPOINTS: dict[tuple[str, str], dict[str, Any]] = {
     ("POST", "/unregister"): {"instance_id": "w0", "dp_rank": 0},
     ("PATCH", "/workers/w0"): {"url": "http://h:1", "endpoint": None, "dp_rank": 0, "catalog": CATALOG},
 }
-EXAMPLES = 900
-# 7 endpoints x 900 = 6,300 bodies.
-assert EXAMPLES * len(ENDPOINTS) >= 5_000
+EXAMPLES = 1_450
+# 7 endpoints x 1,450 = 10,150 bodies.
+assert EXAMPLES * len(ENDPOINTS) >= 10_000
 
 NUMBERS = (0, -1, 2**31, 2**63, 2**64 - 1, 2**64, -(2**63), 10**400, 1e308)
 TEXTS = ("", "\x00", "\ud800", "0x", "tcp://", "http://[", "w0")

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged bodies against a running router with real residency: a clear error or an answer, and the index stays as it was."""
+
+from __future__ import annotations
+
+import http.client
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from fake_engine import FakeEngine, prompt, stored
+from hypothesis import HealthCheck, given, settings
+from router_process import RouterProcess
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "property"))
+from test_api_fuzz import bodies
+
+TOKENS = prompt(1)
+MODEL = "m"
+GOOD: dict[str, dict[str, Any]] = {
+    "/query": {"model": MODEL, "token_ids": TOKENS[:40], "cache_salt": "s", "workers": ["w0"], "explain": True},
+    "/query_by_hash": {"model": MODEL, "block_hashes": [1, -1, "0xff", 2**64 - 1], "num_tokens": 70, "explain": True},
+    "/select": {"model": MODEL, "token_ids": TOKENS[:40], "exclude_workers": ["w9"], "explain": True},
+}
+EXAMPLES = 400
+
+
+@pytest.mark.parametrize("path", list(GOOD))
+def test_no_body_harms_a_running_router(
+    path: str, router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
+) -> None:
+    engine = FakeEngine(context)
+    engines.append(engine)
+    router.request("POST", "/register", engine.registration("w0", MODEL, url="http://127.0.0.1:1"))
+    router.wait_connected("w0")
+    router.wait_seen("w0", engine.publish(stored(TOKENS, 0, 12)))
+    connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=10)
+
+    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(case=bodies(GOOD[path]))
+    def probe(case: tuple[bytes, bool]) -> None:
+        body, msgpack = case
+        connection.request("POST", path, body, {"content-type": "application/msgpack" if msgpack else "application/json"})
+        answer = connection.getresponse()
+        raw = answer.read()
+        assert answer.status in (200, 400, 404, 503), (answer.status, raw)
+        assert answer.status == 200 or b'"error"' in raw or b"error" in raw
+
+    probe()
+    connection.close()
+    answer = router.request("POST", "/query", {"model": MODEL, "token_ids": TOKENS})
+    assert answer["instances"]["w0"]["gpu"] == 192
+    assert "Traceback" not in router.log_tail()
+    router.unregister("w0")
