@@ -9,9 +9,11 @@ import importlib.metadata
 import json
 import os
 import platform
+import resource
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -108,6 +110,18 @@ def machine() -> dict[str, str]:
     }
 
 
+def machine_cpu_s() -> float:
+    """CPU time of all processes since boot. Source: /proc/stat, proc(5): user, nice, system, idle, iowait, irq, softirq, steal."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
+
+
+def own_cpu_s() -> float:
+    """CPU time of this process and of all its children that have ended."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
 def number(value: float | None) -> str:
     if value is None:
         return "-"
@@ -142,8 +156,11 @@ def run(name: str, doc: str, measure: Callable[[Settings], tuple[list[Row], list
     dynamo = arguments.dynamo_python or cached_dynamo()
     about = machine()
     # /tmp, not the system's choice: the path of the private store's socket must stay short.
+    start, busy, own = time.monotonic(), machine_cpu_s(), own_cpu_s()
     with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
         rows, notes = measure(Settings(arguments.quick, dynamo, Path(folder)))
+    others = (machine_cpu_s() - busy - own_cpu_s() + own) / (time.monotonic() - start)
+    notes.append(f"{name}: other processes of the machine used {max(0.0, others):.2f} cores meanwhile")
     result = Result(name, arguments.quick, about, rows, notes)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)

@@ -253,7 +253,7 @@ class Subscriber:
                 assert self._loop is not None
                 self._last_reply_s = self._loop.time()
             # vLLM before 0.26 sends no topic.
-            if len(frames) != 4 or frames[0] != b"":
+            if len(frames) not in (3, 4) or frames[0] != b"":
                 cursor.malformed(
                     f"a replay message of {len(frames)} frames: expected an empty one, topic, seq, payload"
                 )

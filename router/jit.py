@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 
@@ -37,12 +37,13 @@ def _declared(function: Callable[P, R]) -> object:
     with suppress(RuntimeError):
         return numba.njit(nogil=True, cache=True)(function)
     # A folder that the user named is not replaced by one he does not know of.
-    if not numba.config.CACHE_DIR and (folder := private_cache_folder()):
-        numba.config.CACHE_DIR = str(folder)
+    settings: Any = numba.config  # its names are made at import, from the environment
+    if not settings.CACHE_DIR and (folder := private_cache_folder()):
+        settings.CACHE_DIR = str(folder)
     try:
         return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError as error:
-        _say_uncached(str(error))
+    except RuntimeError:
+        _say_uncached()
         return numba.njit(nogil=True)(function)
 
 
@@ -59,10 +60,10 @@ def private_cache_folder() -> Path | None:
     return folder if private else None
 
 
-@functools.cache
-def _say_uncached(reason: str) -> None:
+@functools.cache  # once a process, not once a kernel
+def _say_uncached() -> None:
+    # A whole sentence, not `extra` fields: kernels are declared before logs are set up.
     log.warning(
-        "kernels are compiled anew at each start, which takes seconds: set NUMBA_CACHE_DIR to a folder that "
-        "can be written (%s)",
-        reason,
+        "numba finds no folder for compiled kernels, so each start compiles them, which takes seconds: "
+        "set NUMBA_CACHE_DIR to a folder that can be written"
     )

@@ -2,8 +2,8 @@
 """One entry of a worker's log: what one commit changed, so that a mirror can do the same. Pure.
 
 Fields of the stream entry: `kind` (commit, epoch), `commit` (its number, rising by one with each entry of the worker),
-`epoch`, `first`, `last` (seq range; absent for epoch), `changes` and `meta` (msgpack; absent when empty). `changes` is a list of [place text, added hashes, removed hashes], hashes packed as 8 bytes big-endian
-each.
+`epoch`, `first`, `last` (seq range; absent for epoch), `changes` and `meta` (msgpack; absent when empty). `changes` is a
+list of [place text, added hashes, removed hashes], hashes packed as 8 bytes big-endian each.
 """
 
 from __future__ import annotations
