@@ -15,7 +15,7 @@ from kvrouter.router import copy_kernels as kernels
 # As in the mirror: short probes and few bytes an entry.
 MAX_LOAD = 0.8
 GROWTH = 1.5
-MIN_CAPACITY = 64
+MIN_CAPACITY = 1024
 
 
 class CopyTable:
@@ -69,5 +69,4 @@ class CopyTable:
         capacity = max(wanted, int(len(old_keys) * GROWTH))
         self._keys = np.zeros(capacity, np.uint64)
         self._counts = np.zeros(capacity, np.uint16)
-        held = old_counts != 0
-        kernels.count_set(self._keys, self._counts, old_keys[held], old_counts[held])
+        kernels.count_rehash(old_keys, old_counts, self._keys, self._counts)

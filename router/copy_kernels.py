@@ -95,3 +95,19 @@ def count_set(keys: U64, counts: U16, hashes: U64, values: U16) -> int:
             fresh += 1
         counts[i] = values[h]
     return fresh
+
+
+@kernel
+def count_rehash(keys: U64, counts: U16, new_keys: U64, new_counts: U16) -> None:
+    """Move all counts into an empty table of another capacity."""
+    capacity = new_keys.shape[0]
+    for j in range(keys.shape[0]):
+        if counts[j] == 0:
+            continue
+        i = home(keys[j], capacity)
+        while new_counts[i] != 0:
+            i += 1
+            if i == capacity:
+                i = 0
+        new_keys[i] = keys[j]
+        new_counts[i] = counts[j]

@@ -207,7 +207,7 @@ class Core:
         return max((view.catalog.hash_block_size for view in self._views(model)), default=0) or 1
 
     def ask(self, question: Question) -> list[Hit]:
-        """One hit for each worker of the model that the question does not leave out."""
+        """One hit for each worker of the model that the question does not leave out, in no particular order."""
         version = (self._changes, self._mirror.version)
         known = self._plans.get(question.model)
         if known is None or known[0] != version:
@@ -220,7 +220,7 @@ class Core:
             hits = [hit for hit in hits if hit.worker.worker_id in question.worker_ids]
         if question.exclude_worker_ids:
             hits = [hit for hit in hits if hit.worker.worker_id not in question.exclude_worker_ids]
-        return sorted(hits, key=lambda hit: hit.worker)
+        return hits
 
     def choose(self, question: Question) -> Choice:
         """The worker for this prompt. Raises NoWorker when none is left to choose from."""

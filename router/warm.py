@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvrouter.router.api.numbers import integers_of
 from kvrouter.router.catalog import Group, build_catalog
 from kvrouter.router.copies import CopyTable
 from kvrouter.router.hashing import HashScheme
@@ -56,6 +57,7 @@ def warm() -> None:
         Question("warm", 64, token_ids=tokens),
     ):
         matcher.match(question, plans)
+    integers_of(b"[1, -2]")
     mirror.forget(worker)
     while mirror.sweep():
         pass

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvrouter.router.api.arrays import hash_array, token_array
 from kvrouter.router.api.bodies import (
@@ -19,6 +22,7 @@ from kvrouter.router.api.bodies import (
     QueryBody,
     QueryByHashBody,
     SelectBody,
+    is_msgpack,
     model_of,
     worker_ids_of,
 )
@@ -38,22 +42,30 @@ class Asking:
         self._core = core
         self._observe = metrics.decide_seconds.observe
         self._clock = clock
-        self._query_reader = BodyReader(QueryBody)
-        self._by_hash_reader = BodyReader(QueryByHashBody)
-        self._select_reader = BodyReader(SelectBody)
+        self._query_reader = BodyReader(QueryBody, arrays=False)
+        self._by_hash_reader = BodyReader(QueryByHashBody, arrays=False)
+        self._select_reader = BodyReader(SelectBody, arrays=False)
 
     def query(self, raw: bytes, content_type: str) -> QueryReply:
-        body: QueryBody = self._query_reader.read(raw, content_type)
-        return self._ask(self._question(body, body.token_ids, None, None))
+        body = self._query_reader.read(raw, content_type)
+        tokens = token_array(body.token_ids, is_msgpack=is_msgpack(content_type))
+        return self._ask(self._question(body, tokens, None, None))
 
     def query_by_hash(self, raw: bytes, content_type: str) -> QueryReply:
-        body: QueryByHashBody = self._by_hash_reader.read(raw, content_type)
-        return self._ask(self._question(body, None, body.block_hashes, body.num_tokens))
+        body = self._by_hash_reader.read(raw, content_type)
+        hashes = hash_array(body.block_hashes, is_msgpack=is_msgpack(content_type))
+        return self._ask(self._question(body, None, hashes, body.num_tokens))
 
     def select(self, raw: bytes, content_type: str) -> SelectReply:
-        body: SelectBody = self._select_reader.read(raw, content_type)
+        body = self._select_reader.read(raw, content_type)
+        packed = is_msgpack(content_type)
+        tokens = hashes = None
+        if bytes(body.token_ids) not in NULLS:
+            tokens = token_array(body.token_ids, is_msgpack=packed)
+        if bytes(body.block_hashes) not in NULLS:
+            hashes = hash_array(body.block_hashes, is_msgpack=packed)
         has_text = bytes(body.prompt) not in NULLS or bytes(body.messages) not in NULLS
-        given = (body.token_ids is not None) + (body.block_hashes is not None) + has_text
+        given = (tokens is not None) + (hashes is not None) + has_text
         if given != 1:
             raise BadQuestion("give one of token_ids, block_hashes, prompt and messages: that is the prompt to place")
         if has_text:
@@ -62,7 +74,7 @@ class Asking:
                 "(an engine's /tokenize gives the ids)",
                 code="tokens_required",
             )
-        question = self._question(body, body.token_ids, body.block_hashes, body.num_tokens, body.exclude_workers)
+        question = self._question(body, tokens, hashes, body.num_tokens, body.exclude_workers)
         start = self._clock()
         choice = self._core.choose(question)
         self._observe(self._clock() - start)
@@ -100,26 +112,22 @@ class Asking:
 
     def _question(
         self,
-        body: QueryBody | QueryByHashBody | SelectBody,
-        token_ids: list[int] | None,
-        block_hashes: list[int | str] | None,
+        body: Any,
+        tokens: NDArray[np.int64] | None,
+        hashes: NDArray[np.uint64] | None,
         num_tokens: int | None,
         exclude_workers: list[str | int] | None = None,
     ) -> Question:
         model = model_of(body)
         if not model:
             raise BadQuestion("model is missing: name the model that the workers were registered with")
-        tokens = hashes = None
-        if token_ids is not None:
-            if not token_ids:
+        if tokens is not None:
+            if not len(tokens):
                 raise BadQuestion("token_ids is empty: send the ids of the whole prompt")
-            tokens = token_array(token_ids)
-            num_tokens = len(token_ids)
-        else:
-            hashes = hash_array(block_hashes or [])
-            if num_tokens is None:
-                # A prompt always has a token after its last reusable block: the engine must compute one.
-                num_tokens = len(hashes) * self._core.hash_block_size(model) + 1
+            num_tokens = len(tokens)
+        elif num_tokens is None:
+            # A prompt always has a token after its last reusable block: the engine must compute one.
+            num_tokens = (0 if hashes is None else len(hashes)) * self._core.hash_block_size(model) + 1
         return Question(
             model=model,
             num_tokens=num_tokens,

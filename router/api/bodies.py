@@ -7,7 +7,7 @@ looks at the core.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 
@@ -142,27 +142,52 @@ class UnregisterBody(msgspec.Struct, kw_only=True):
     dp_rank: int | None = None
 
 
-Body = TypeVar("Body")
+# Fields that `arrays.py` decodes, from the bytes as they came.
+RAW_FIELDS = frozenset({"token_ids", "block_hashes"})
+
+
+def _with_raw_arrays(kind: type[Any]) -> type[Any]:
+    """The same body with its arrays left undecoded; an absent one reads as null."""
+    fields: list[tuple[str, Any, Any]] = []
+    for field in msgspec.structs.fields(kind):
+        if field.name not in RAW_FIELDS:
+            default = field.default
+            if field.default_factory is not msgspec.NODEFAULT:
+                default = msgspec.field(default_factory=field.default_factory)
+            fields.append((field.name, field.type, default))
+        elif field.required:
+            fields.append((field.name, msgspec.Raw, msgspec.NODEFAULT))
+        else:
+            fields.append((field.name, msgspec.Raw, ABSENT))
+    return msgspec.defstruct(kind.__name__, fields, kw_only=True)
+
+
+def is_msgpack(content_type: str) -> bool:
+    """All but MessagePack is read as JSON, since `curl -d` says form data."""
+    return "msgpack" in content_type and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
 
 
 class BodyReader:
-    """Decodes one kind of body from both encodings; built once, as decoders are dear to make."""
+    """Decodes one kind of body from both encodings; built once, as decoders are dear to make.
 
-    def __init__(self, kind: type[Any]) -> None:
-        self._json = msgspec.json.Decoder(kind)
-        self._msgpack = msgspec.msgpack.Decoder(kind)
+    arrays: whether token_ids and block_hashes are decoded too; else they stay msgspec.Raw."""
+
+    def __init__(self, kind: type[Any], *, arrays: bool = True) -> None:
+        decoded = kind if arrays else _with_raw_arrays(kind)
+        self._json = msgspec.json.Decoder(decoded)
+        self._msgpack = msgspec.msgpack.Decoder(decoded)
 
     def read(self, raw: bytes, content_type: str) -> Any:
-        """The struct. Raises BadQuestion. All but MessagePack is read as JSON, since `curl -d` says form data."""
-        is_msgpack = content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
+        """The struct. Raises BadQuestion."""
+        packed = is_msgpack(content_type)
         try:
-            return (self._msgpack if is_msgpack else self._json).decode(raw)
+            return (self._msgpack if packed else self._json).decode(raw)
         except msgspec.ValidationError as error:
             raise BadQuestion(f"the body does not fit: {error}") from None
         except RecursionError:
             raise BadQuestion("the body is nested too deeply", code="malformed_body") from None
         except (msgspec.DecodeError, ValueError, OverflowError) as error:
-            what = "MessagePack" if is_msgpack else "JSON"
+            what = "MessagePack" if packed else "JSON"
             raise BadQuestion(f"the body is no {what}: {error}", code="malformed_body") from None
 
 

@@ -42,7 +42,9 @@ def test_no_body_harms_a_running_router(
     @given(case=bodies(GOOD[path]))
     def probe(case: tuple[bytes, bool]) -> None:
         body, msgpack = case
-        connection.request("POST", path, body, {"content-type": "application/msgpack" if msgpack else "application/json"})
+        connection.request(
+            "POST", path, body, {"content-type": "application/msgpack" if msgpack else "application/json"}
+        )
         answer = connection.getresponse()
         raw = answer.read()
         assert answer.status in (200, 400, 404, 503), (answer.status, raw)

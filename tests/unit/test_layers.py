@@ -36,10 +36,11 @@ ROUTER_LAYERS = (
     {"index.follower", "index.embedded"},
     {"hit_rule"},
     {"match"},
-    {"choose", "warm"},
+    {"choose"},
     {"stream"},
     {"core"},
     {"api"},
+    {"warm"},
     {"app", "client", "tables"},
     {"cli"},
 )
