@@ -12,9 +12,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-
-# Both ends of a payload: a batch begins with its time to the microsecond and its first events, and ends with its last ones. All of a
-# large payload would cost a tenth of decoding it.
+# Both ends of a payload: a batch begins with its time to the microsecond and its first events, and ends with its last ones.
+# All of a large payload would cost a tenth of decoding it.
 FINGERPRINTED_BYTES = 512
 
 

@@ -22,6 +22,7 @@ import zmq
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
 from kvrouter.router.api.asgi import Outer, build_api
+from kvrouter.router.api.hot_http import hot_protocol
 from kvrouter.router.api.ports import CorePort
 from kvrouter.router.config import Config, without_password
 from kvrouter.router.core import Core
@@ -100,10 +101,12 @@ async def _start(config: Config, listener: socket.socket, stack: AsyncExitStack)
         await stack.enter_async_context(_configured_workers(config, core))
     except (StoreError, EmbeddedStoreError) as error:
         raise StartError(str(error)) from None
+    outer = build_app(core, config, metrics)
     settings = uvicorn.Config(
-        build_app(core, config, metrics),
+        outer,
         loop="none",
-        http="httptools",
+        http=hot_protocol(outer),
+        proxy_headers=False,
         ws="none",
         lifespan="off",
         log_config=None,

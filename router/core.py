@@ -204,15 +204,19 @@ class Core:
 
     def hash_block_size(self, model: str) -> int:
         """Tokens that one block hash covers, 1 while no catalog of the model is whole."""
-        return max((view.catalog.hash_block_size for view in self._views(model)), default=0) or 1
+        return self._current_plans(model).hash_block_size or 1
+
+    def _current_plans(self, model: str) -> Plans:
+        """The model's workers as the matcher wants them, made anew when anything of them changed."""
+        version = (self._changes, self._mirror.version)
+        known = self._plans.get(model)
+        if known is None or known[0] != version:
+            known = self._plans[model] = (version, Plans.build(self._mirror, self._views(model)))
+        return known[1]
 
     def ask(self, question: Question) -> list[Hit]:
         """One hit for each worker of the model that the question does not leave out, in no particular order."""
-        version = (self._changes, self._mirror.version)
-        known = self._plans.get(question.model)
-        if known is None or known[0] != version:
-            known = self._plans[question.model] = (version, Plans.build(self._mirror, self._views(question.model)))
-        hits = self._matcher.match(question, known[1])
+        hits = self._matcher.match(question, self._current_plans(question.model))
         if question.worker_ids is not None:
             missing = question.worker_ids - {hit.worker.worker_id for hit in hits}
             if missing:

@@ -123,6 +123,8 @@ class Plans(msgspec.Struct, frozen=True, eq=False):
 
     by_scheme: dict[tuple[HashScheme, int], Plan]
     by_hash: Plan | None
+    # The largest of all workers, in tokens; 0 while no catalog is whole.
+    hash_block_size: int
     withheld: tuple[tuple[WorkerView, str], ...]
     unhashable: tuple[tuple[WorkerView, str], ...]
 
@@ -145,6 +147,7 @@ class Plans(msgspec.Struct, frozen=True, eq=False):
         return cls(
             {space: Plan.build(mirror, members) for space, members in spaces.items()},
             Plan.build(mirror, judged) if judged else None,
+            max((view.catalog.hash_block_size for view in judged), default=0),
             tuple(withheld),
             tuple(unhashable),
         )

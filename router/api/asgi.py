@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -47,6 +47,9 @@ OTHER_PATH = "other"
 
 HotHandler = Callable[[bytes, str], Any]
 
+# Status, headers, content.
+Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
+
 
 class ClientGone(Exception):
     """The client hung up before its body was whole; there is nobody to answer."""
@@ -59,7 +62,7 @@ class Outer:
         self._hot = hot
         self._cold = cold
         self._metrics = metrics
-        self._max_body_bytes = config.max_body_bytes
+        self.max_body_bytes = config.max_body_bytes
         self._key = None if config.api_key is None else config.api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -71,60 +74,77 @@ class Outer:
             await send({"type": "websocket.close", "code": 1000})
             return
         path: str = scope["path"]
-        hot = self._hot.get(path)
-        label = OTHER_PATH if hot is None else path
+        label = path if path in self._hot else OTHER_PATH
         sender = _Sender(send)
-        accept = ""
+        headers = _Headers(scope["headers"])
         try:
-            content_type = authorization = ""
-            length: str | None = None
-            for name, value in scope["headers"]:
-                if name == b"content-type":
-                    content_type = value.decode("latin-1")
-                elif name == b"accept":
-                    accept = value.decode("latin-1")
-                elif name == b"content-length":
-                    length = value.decode("latin-1")
-                elif name == b"authorization":
-                    authorization = value.decode("latin-1")
-            if self._key is not None and path not in OPEN_PATHS:
-                self._check_key(authorization)
-            raw = await self._read(receive, length)
-            if hot is None:
-                await self._cold(scope, _already_read(raw, receive), sender.send)
-                label = _label_of(scope)
-            else:
-                if scope["method"] != "POST":
-                    raise MethodNotAllowed(f"{path} takes POST, not {scope['method']}")
-                content, media_type = encode(hot(raw, content_type), accept)
-                await sender.answer(200, content, media_type)
+            if path not in OPEN_PATHS:
+                self._check_key(headers.authorization)
+            raw = await self._read(receive, headers.length)
+            if path in self._hot:
+                await sender.answer(self.hot_answer(path, scope["method"], scope["headers"], raw))
+                return
+            await self._cold(scope, _already_read(raw, receive), sender.send)
+            label = _label_of(scope)
         except RouterError as error:
-            content, media_type = encode(error.body(), accept)
-            await sender.answer(error.status, content, media_type, _headers_of(error))
+            await sender.answer(self.error_answer(error, label, headers.accept))
+            return
         except ClientGone:
             return
         except Exception:
-            label = _label_of(scope) if hot is None else path
-            log.exception("unhandled error", extra={"path": label})
-            self._metrics.internal_errors.labels(label).inc()
+            answer = self._bug(_label_of(scope), headers.accept)
             if sender.status is None:
-                content, media_type = encode(internal_error(), accept)
-                await sender.answer(500, content, media_type)
+                await sender.answer(answer)
+            return
         if sender.status is not None:
             self._metrics.count_request(label, sender.status)
 
+    @property
+    def hot_paths(self) -> Container[str]:
+        return self._hot
+
+    def hot_answer(self, path: str, method: str, given: Iterable[tuple[bytes, bytes]], raw: bytes) -> Answer:
+        """The answer of a hot path to a whole body, errors included; counted."""
+        headers = _Headers(given)
+        try:
+            self._check_key(headers.authorization)
+            if method != "POST":
+                raise MethodNotAllowed(f"{path} takes POST, not {method}")
+            content, media_type = encode(self._hot[path](raw, headers.content_type), headers.accept)
+        except RouterError as error:
+            return self.error_answer(error, path, headers.accept)
+        except Exception:
+            return self._bug(path, headers.accept)
+        self._metrics.count_request(path, 200)
+        return _answered(200, content, media_type)
+
+    def error_answer(self, error: RouterError, label: str, accept: str) -> Answer:
+        """The answer that tells of `error`; counted."""
+        content, media_type = encode(error.body(), accept)
+        self._metrics.count_request(label, error.status)
+        return _answered(error.status, content, media_type, _headers_of(error))
+
+    def _bug(self, label: str, accept: str) -> Answer:
+        """The answer to a defect of ours, within its except block."""
+        log.exception("unhandled error", extra={"path": label})
+        self._metrics.internal_errors.labels(label).inc()
+        content, media_type = encode(internal_error(), accept)
+        self._metrics.count_request(label, 500)
+        return _answered(500, content, media_type)
+
     def _check_key(self, authorization: str) -> None:
+        if self._key is None:
+            return
         scheme, _, key = authorization.partition(" ")
-        assert self._key is not None
         # Constant time: how long it takes must not tell how much of the key was right.
         right = hmac.compare_digest(key.strip().encode("utf-8", "surrogatepass"), self._key)
         if scheme.lower() != "bearer" or not right:
             raise Unauthorized("this router wants its API key: send the header `Authorization: Bearer KEY`")
 
     async def _read(self, receive: Receive, length: str | None) -> bytes:
-        limit = self._max_body_bytes
+        limit = self.max_body_bytes
         if length is not None and length.isdigit() and int(length) > limit:
-            raise _too_large(limit)
+            raise too_large(limit)
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientGone
@@ -140,7 +160,7 @@ class Outer:
                 size += len(parts[-1])
             body = b"".join(parts)
         if len(body) > limit:
-            raise _too_large(limit)
+            raise too_large(limit)
         return body
 
 
@@ -158,25 +178,37 @@ class _Sender:
             self.status = message["status"]
         await self._send(message)
 
-    async def answer(
-        self, status: int, content: bytes, media_type: str, headers: tuple[tuple[bytes, bytes], ...] = ()
-    ) -> None:
-        self.status = status
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [
-                    (b"content-type", media_type.encode()),
-                    (b"content-length", str(len(content)).encode()),
-                    *headers,
-                ],
-            }
-        )
+    async def answer(self, answer: Answer) -> None:
+        self.status, headers, content = answer
+        await self._send({"type": "http.response.start", "status": self.status, "headers": headers})
         await self._send({"type": "http.response.body", "body": content})
 
 
-def _too_large(limit: int) -> TooLarge:
+class _Headers:
+    """The request headers that we look at."""
+
+    __slots__ = ("accept", "authorization", "content_type", "length")
+
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self.accept = self.authorization = self.content_type = ""
+        self.length: str | None = None
+        for name, value in headers:
+            if name == b"content-type":
+                self.content_type = value.decode("latin-1")
+            elif name == b"accept":
+                self.accept = value.decode("latin-1")
+            elif name == b"content-length":
+                self.length = value.decode("latin-1")
+            elif name == b"authorization":
+                self.authorization = value.decode("latin-1")
+
+
+def _answered(status: int, content: bytes, media_type: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> Answer:
+    length = (b"content-length", b"%d" % len(content))
+    return status, [(b"content-type", media_type.encode()), length, *headers], content
+
+
+def too_large(limit: int) -> TooLarge:
     return TooLarge(f"the body is over the limit of {limit} bytes; send less, or raise max_body_bytes of the router")
 
 

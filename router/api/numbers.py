@@ -19,6 +19,8 @@ _SPACE = np.uint8(ord(" "))
 _MAX_TENTH = np.uint64((2**64 - 1) // 10)
 _MAX_LAST = np.uint64((2**64 - 1) % 10)
 _TEN = np.uint64(10)
+# So many digits fit 64 bits whatever they are.
+_SAFE_DIGITS = np.uint64(19)
 _ONE = np.uint64(1)
 _ALL = np.uint64(2**64 - 1)
 _MOST_NEGATIVE = np.uint64(2**63)
@@ -30,46 +32,51 @@ def parse_integers(text: NDArray[np.uint8], out: NDArray[np.uint64]) -> int:
 
     NOT_PLAIN: the text is no array of integers from -2**63 to 2**64-1. out: shape of at least len(text) // 2 + 1.
     """
-    end = text.shape[0]
-    i = 0
+    # Unsigned positions, because signed ones are checked for being negative at every access.
+    end = np.uint64(text.shape[0])
+    i = np.uint64(0)
     count = 0
     # 0: before the first element, 1: after an element, 2: after a comma.
     expects = 0
     while i < end and text[i] <= _SPACE:
-        i += 1
+        i += _ONE
     if i == end or text[i] != _OPEN:
         return NOT_PLAIN
-    i += 1
+    i += _ONE
     while i < end:
         c = text[i]
         if c <= _SPACE:
-            i += 1
+            i += _ONE
             continue
         if c == _CLOSE:
             if expects == 2:
                 return NOT_PLAIN
-            i += 1
+            i += _ONE
             while i < end and text[i] <= _SPACE:
-                i += 1
+                i += _ONE
             return count if i == end else NOT_PLAIN
         if expects == 1:
             if c != _COMMA:
                 return NOT_PLAIN
             expects = 2
-            i += 1
+            i += _ONE
             continue
         negative = c == _MINUS
         if negative:
-            i += 1
+            i += _ONE
         start = i
+        safe = min(end, start + _SAFE_DIGITS)
         value = np.uint64(0)
+        while i < safe and text[i] >= _ZERO and text[i] <= _NINE:
+            value = value * _TEN + np.uint64(text[i] - _ZERO)
+            i += _ONE
         while i < end and text[i] >= _ZERO and text[i] <= _NINE:
             digit = np.uint64(text[i] - _ZERO)
             if value > _MAX_TENTH or (value == _MAX_TENTH and digit > _MAX_LAST):
                 return NOT_PLAIN
             value = value * _TEN + digit
-            i += 1
-        if i == start or (text[start] == _ZERO and i - start > 1):
+            i += _ONE
+        if i == start or (text[start] == _ZERO and i - start > _ONE):
             return NOT_PLAIN
         if negative:
             if value > _MOST_NEGATIVE:
