@@ -377,6 +377,9 @@ class Cursor:
         self._drop_old()
         self.request = None
         if self._replay_works:
+            # Of what is held, the new life's part comes again with its replay; the old life's must not pass for it.
+            self._held.clear()
+            self._held_bytes = 0
             self._begin(Purpose.START)
 
     def _remember(self, seq: int, print_: int) -> None:

@@ -447,3 +447,20 @@ def test_malformed_is_passed_on() -> None:
 def test_answers_without_a_request_are_ignored() -> None:
     cursor = following(0)
     assert replay(cursor, 0, 1, 2) == []
+
+
+def test_a_batch_of_the_old_life_that_comes_late_does_not_continue_the_new_one() -> None:
+    cursor = Cursor(replay=True, resume=ResumePoint(6, fingerprint(b"old 6")))
+    cursor.connected()
+    cursor.replayed(6, b"old 6")
+    cursor.replay_ended()
+    cursor.disconnected()
+    # The monitor's news came first: this was sent before the restart.
+    cursor.live(7, b"old 7")
+    for seq in range(6, 7):
+        cursor.replayed(seq, b"new %d" % seq)
+    for seq in range(7):
+        cursor.replayed(seq, b"new %d" % seq)
+    cursor.replay_ended()
+    handed = [item.payload for item in cursor.take() if isinstance(item, Batch)]
+    assert handed == [b"new %d" % seq for seq in range(7)]
