@@ -50,17 +50,8 @@ MAX_ROOTS = 4_096
 UNNAMED_GROUP_KIND = "full_attention"
 
 
-class Group(msgspec.Struct, frozen=True):
-    """One KV cache group. Sizes and windows in tokens."""
-
-    group_idx: int | None
-    kind: str
-    block_size: int
-    sliding_window: int | None = None
-    attention_chunk_size: int | None = None
-    eagle: bool = False
-    prefix_cacheable: bool = True
-    spec_class: int | None = None
+class Group(GroupSpec, frozen=True):
+    """One KV cache group as the hit rule sees it: what was stated or learned, and the rule that follows from its kind."""
 
     @property
     def rule(self) -> Rule | None:
@@ -197,16 +188,8 @@ def build_catalog(
 
 
 def _group_of(spec: GroupSpec) -> Group:
-    return Group(
-        spec.group_idx,
-        spec.kind.lower(),
-        spec.block_size,
-        spec.sliding_window,
-        spec.attention_chunk_size,
-        spec.eagle,
-        spec.prefix_cacheable,
-        spec.spec_class,
-    )
+    fields = msgspec.structs.asdict(spec)
+    return Group(**(fields | {"kind": spec.kind.lower()}))
 
 
 class LearnedGroup(msgspec.Struct, frozen=True):

@@ -17,17 +17,24 @@ MAX_COPIES = 65_535
 
 
 @kernel
+def place_of(keys: U64, counts: U16, key: np.uint64) -> int:
+    """Where `key` is, or the empty place where it would go."""
+    capacity = keys.shape[0]
+    i = home(key, capacity)
+    while counts[i] != 0 and keys[i] != key:
+        i += 1
+        if i == capacity:
+            i = 0
+    return i
+
+
+@kernel
 def count_up(keys: U64, counts: U16, hashes: U64, now: U16) -> int:
     """One copy more of every hash; now[i] becomes its new count. Returns how many hashes are new. Room must be there."""
-    capacity = keys.shape[0]
     fresh = 0
     for h in range(hashes.shape[0]):
         key = hashes[h]
-        i = home(key, capacity)
-        while counts[i] != 0 and keys[i] != key:
-            i += 1
-            if i == capacity:
-                i = 0
+        i = place_of(keys, counts, key)
         if counts[i] == 0:
             keys[i] = key
             fresh += 1
@@ -44,11 +51,7 @@ def count_down(keys: U64, counts: U16, hashes: U64, was: U16) -> int:
     gone = 0
     for h in range(hashes.shape[0]):
         key = hashes[h]
-        i = home(key, capacity)
-        while counts[i] != 0 and keys[i] != key:
-            i += 1
-            if i == capacity:
-                i = 0
+        i = place_of(keys, counts, key)
         was[h] = counts[i]
         if counts[i] == 0:
             continue
@@ -81,15 +84,10 @@ def count_down(keys: U64, counts: U16, hashes: U64, was: U16) -> int:
 @kernel
 def count_set(keys: U64, counts: U16, hashes: U64, values: U16) -> int:
     """Set the counts (>= 1) of hashes; returns how many are new. Room must be there."""
-    capacity = keys.shape[0]
     fresh = 0
     for h in range(hashes.shape[0]):
         key = hashes[h]
-        i = home(key, capacity)
-        while counts[i] != 0 and keys[i] != key:
-            i += 1
-            if i == capacity:
-                i = 0
+        i = place_of(keys, counts, key)
         if counts[i] == 0:
             keys[i] = key
             fresh += 1
@@ -100,14 +98,9 @@ def count_set(keys: U64, counts: U16, hashes: U64, values: U16) -> int:
 @kernel
 def count_rehash(keys: U64, counts: U16, new_keys: U64, new_counts: U16) -> None:
     """Move all counts into an empty table of another capacity."""
-    capacity = new_keys.shape[0]
     for j in range(keys.shape[0]):
         if counts[j] == 0:
             continue
-        i = home(keys[j], capacity)
-        while new_counts[i] != 0:
-            i += 1
-            if i == capacity:
-                i = 0
+        i = place_of(new_keys, new_counts, keys[j])
         new_keys[i] = keys[j]
         new_counts[i] = counts[j]

@@ -32,6 +32,7 @@ from kvrouter.router.question import Hit, Question
 from kvrouter.router.registration import Registration
 from kvrouter.router.segments import SegmentMemory
 from kvrouter.router.states import StreamState
+from kvrouter.router.status import WorkerStatus
 from kvrouter.router.stream import WorkerStream
 
 log = logging.getLogger("kvrouter.core")
@@ -41,26 +42,6 @@ ENTRIES_PER_TURN = 8
 
 SWEEP_INTERVAL_S = 0.05
 GAUGE_INTERVAL_S = 1.0
-
-
-class WorkerStatus(msgspec.Struct, frozen=True):
-    """One row of `GET /workers`. seq: the last batch whose effect this process's answers show."""
-
-    worker_id: str
-    dp_rank: int
-    model: str
-    url: str | None
-    state: str
-    reason: str
-    epoch: str | None
-    seq: int | None
-    catalog: dict[str, object] | None
-    catalog_source: str | None
-    hash_scheme: str
-    residency: dict[str, int]
-    lag_ms: float | None
-    gaps: int
-    last_event_age_s: float | None
 
 
 class Core:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the HTTP API needs of the core. The API depends on these Protocols and never on `router.core`.
+"""What the HTTP API needs of the core. The API depends on this Protocol and never on `router.core`.
 
 All of it runs in one asyncio loop; `ask` and `choose` are synchronous and do no I/O. Errors are those of
 `router.errors`.
@@ -8,69 +8,12 @@ All of it runs in one asyncio loop; `ask` and `choose` are synchronous and do no
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
+from kvrouter.router.choose import Choice
 from kvrouter.router.question import Hit, Question
 from kvrouter.router.registration import Registration
-
-
-class Status(Protocol):
-    """One row of `GET /workers`; shapes as in api.md."""
-
-    @property
-    def worker_id(self) -> str: ...
-    @property
-    def dp_rank(self) -> int: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def url(self) -> str | None: ...
-    @property
-    def state(self) -> str: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def epoch(self) -> str | None: ...
-    @property
-    def seq(self) -> int | None: ...
-    @property
-    def catalog(self) -> dict[str, Any] | None: ...
-    @property
-    def catalog_source(self) -> str | None: ...
-    @property
-    def hash_scheme(self) -> str: ...
-    @property
-    def residency(self) -> dict[str, int]: ...
-    @property
-    def lag_ms(self) -> float | None: ...
-    @property
-    def gaps(self) -> int: ...
-    @property
-    def last_event_age_s(self) -> float | None: ...
-
-
-class Candidate(Protocol):
-    """One worker as it stood in a choice; `cost` and `load` in tokens, lower cost wins."""
-
-    @property
-    def hit(self) -> Hit: ...
-    @property
-    def cost(self) -> int: ...
-    @property
-    def load(self) -> int: ...
-
-
-class Choice(Protocol):
-    """The chosen worker and why; `candidates` are all that were looked at, the chosen one among them."""
-
-    @property
-    def hit(self) -> Hit: ...
-    @property
-    def url(self) -> str | None: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def candidates(self) -> Sequence[Candidate]: ...
+from kvrouter.router.status import WorkerStatus
 
 
 class CorePort(Protocol):
@@ -87,7 +30,7 @@ class CorePort(Protocol):
         """What is registered now, as it was given; `PATCH /workers/{id}` changes one of these."""
         ...
 
-    def statuses(self) -> Sequence[Status]: ...
+    def statuses(self) -> Sequence[WorkerStatus]: ...
 
     def ask(self, question: Question) -> Sequence[Hit]:
         """One hit for each worker of the model. Raises UnknownModel, UnknownWorker, BadQuestion."""

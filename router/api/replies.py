@@ -10,6 +10,7 @@ import msgspec
 
 from kvrouter.router.api.bodies import MSGPACK, MSGPACK_TYPES
 from kvrouter.router.question import GroupCover, Hit, Limit
+from kvrouter.router.status import WorkerStatus
 
 JSON = "application/json"
 
@@ -71,30 +72,10 @@ class SelectReply(msgspec.Struct, kw_only=True):
     candidates: list[CandidateReply] | msgspec.UnsetType = msgspec.UNSET
 
 
-class WorkerReply(msgspec.Struct, kw_only=True):
-    """One row of `GET /workers`."""
-
-    worker_id: str
-    dp_rank: int
-    model: str
-    url: str | None
-    state: str
-    reason: str
-    epoch: str | None
-    seq: int | None
-    catalog: dict[str, Any] | None
-    catalog_source: str | None
-    hash_scheme: str
-    residency: dict[str, int]
-    lag_ms: float | None
-    gaps: int
-    last_event_age_s: float | None
-
-
 class WorkersReply(msgspec.Struct):
     """Of `GET /workers`."""
 
-    workers: list[WorkerReply]
+    workers: list[WorkerStatus]
 
 
 class RegisteredReply(msgspec.Struct):

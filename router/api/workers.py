@@ -12,7 +12,7 @@ from kvrouter.router.api.bodies import BodyReader, RegisterBody, UnregisterBody,
 from kvrouter.router.api.describe import gives, takes
 from kvrouter.router.api.ports import CorePort
 from kvrouter.router.api.registering import dp_rank_of, patched, registration_of, worker_id_of
-from kvrouter.router.api.replies import RegisteredReply, WorkerReply, WorkersReply, encode
+from kvrouter.router.api.replies import RegisteredReply, WorkersReply, encode
 from kvrouter.router.errors import Conflict, UnknownWorker
 from kvrouter.router.worker_spec import MAX_DP_RANK
 
@@ -72,8 +72,7 @@ def worker_routes(core: CorePort) -> APIRouter:
 
     @router.get("/workers", summary="All workers", operation_id="workers", responses=gives(WorkersReply))
     async def workers(request: Request) -> Response:
-        rows = [msgspec.convert(status, WorkerReply, from_attributes=True) for status in core.statuses()]
-        return respond(request, WorkersReply(rows))
+        return respond(request, WorkersReply(list(core.statuses())))
 
     @router.patch(
         "/workers/{worker_id:path}",

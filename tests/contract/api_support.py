@@ -13,45 +13,36 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from kvrouter.router.api.asgi import Outer, build_api
+from kvrouter.router.choose import Candidate, Choice
 from kvrouter.router.config import Config
 from kvrouter.router.errors import NoWorker, UnknownModel
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.question import GroupCover, Hit, Limit, Question
 from kvrouter.router.registration import Registration
+from kvrouter.router.status import WorkerStatus
 
 HASH_BLOCK_SIZE = 16
 
 
-class Candidate(msgspec.Struct):
-    hit: Hit
-    cost: int
-    load: int
-
-
-class Choice(msgspec.Struct):
-    hit: Hit
-    url: str | None
-    reason: str
-    candidates: list[Candidate]
-
-
-class Status(msgspec.Struct):
-    worker_id: str
-    dp_rank: int
-    model: str
-    url: str | None
-    state: str = "live"
-    reason: str = ""
-    epoch: str | None = "e1"
-    seq: int | None = 7
-    catalog: dict[str, Any] | None = None
-    catalog_source: str | None = "learned"
-    hash_scheme: str = "sha256 (verified)"
-    residency: dict[str, int] = msgspec.field(default_factory=lambda: {"g0:GPU": 3})
-    lag_ms: float | None = 0.5
-    gaps: int = 0
-    last_event_age_s: float | None = 1.5
+def status(worker: WorkerKey, url: str | None) -> WorkerStatus:
+    return WorkerStatus(
+        worker_id=worker.worker_id,
+        dp_rank=worker.dp_rank,
+        model=worker.model,
+        url=url,
+        state="live",
+        reason="",
+        epoch="e1",
+        seq=7,
+        catalog=None,
+        catalog_source="learned",
+        hash_scheme="sha256 (verified)",
+        residency={"g0:GPU": 3},
+        lag_ms=0.5,
+        gaps=0,
+        last_event_age_s=1.5,
+    )
 
 
 class TinyCore:
@@ -87,9 +78,9 @@ class TinyCore:
     def registrations(self) -> list[Registration]:
         return list(self.registered.values())
 
-    def statuses(self) -> list[Status]:
+    def statuses(self) -> list[WorkerStatus]:
         self._maybe_fail()
-        return [Status(worker.worker_id, worker.dp_rank, worker.model, r.url) for worker, r in self.registered.items()]
+        return [status(worker, r.url) for worker, r in self.registered.items()]
 
     def ask(self, question: Question) -> list[Hit]:
         self._maybe_fail()
@@ -103,7 +94,7 @@ class TinyCore:
         if not hits:
             raise NoWorker("no worker can take it")
         best = max(hits, key=lambda hit: hit.disk)
-        candidates = [Candidate(hit, question.num_tokens - hit.disk, 0) for hit in hits]
+        candidates = tuple(Candidate(hit, question.num_tokens - hit.disk) for hit in hits)
         return Choice(best, "http://w:8000", "reuses the most", candidates)
 
     def models(self) -> list[str]:

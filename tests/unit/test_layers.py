@@ -24,7 +24,7 @@ ALLOWED_PACKAGES = {
 # Modules of the router from the bottom up; a module may import only from lines above its own, or from its own line.
 ROUTER_LAYERS = (
     {"names", "states", "jit", "errors", "version"},
-    {"registration", "question", "probing"},
+    {"registration", "question", "probing", "status"},
     {"worker_spec", "hashing", "copy_kernels"},
     {"config", "metrics", "logs", "discover"},
     {"segments", "copies", "transitions", "catalog", "identity"},

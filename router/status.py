@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker as `GET /workers` shows it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class WorkerStatus(msgspec.Struct, frozen=True):
+    """Shapes as in api.md.
+
+    seq: the last batch whose effect this process's answers show. residency: blocks by place (`g0:GPU`), every medium that was
+    seen, also one that earns no credit.
+    """
+
+    worker_id: str
+    dp_rank: int
+    model: str
+    url: str | None
+    state: str
+    reason: str
+    epoch: str | None
+    seq: int | None
+    catalog: dict[str, Any] | None
+    catalog_source: str | None
+    hash_scheme: str
+    residency: dict[str, int]
+    lag_ms: float | None
+    gaps: int
+    last_event_age_s: float | None
