@@ -72,8 +72,8 @@ class Core:
         self._streams: dict[WorkerKey, WorkerStream] = {}
         self._follower = LogFollower(store.servers, rng=rng)
         self._tasks: list[asyncio.Task[None]] = []
-        self._changes = 0
-        self._plans: dict[str, tuple[tuple[int, int], Plans]] = {}
+        # By model, with the version of the mirror that they were made from; any change of a worker empties it.
+        self._plans: dict[str, tuple[int, Plans]] = {}
         self._tallies: dict[WorkerKey, Tally] = {}
         self._segments_counted = (0, 0)
         self._store_problem: str | None = None
@@ -144,18 +144,18 @@ class Core:
             context=self._context,
             clock=self._clock,
             new_epoch=self._new_epoch,
-            changed=self._note_change,
+            changed=self._plans.clear,
         )
         image = await self._store.load(worker)
         stream.prepare(image, await self._store.load_copies(worker))
         self._streams[worker] = stream
         self._take_image(image)
-        self._note_change()
+        self._plans.clear()
         stream.start()
 
     async def _drop(self, worker: WorkerKey) -> None:
         stream = self._streams.pop(worker)
-        self._note_change()
+        self._plans.clear()
         await stream.stop()
         await self._follower.remove(worker)
         self._mirror.forget(worker)
@@ -166,9 +166,6 @@ class Core:
 
     def _new_epoch(self) -> str:
         return f"{self._rng.getrandbits(64):016x}"
-
-    def _note_change(self) -> None:
-        self._changes += 1
 
     def registrations(self) -> list[Registration]:
         return [stream.registration for stream in self._streams.values()]
@@ -189,7 +186,7 @@ class Core:
 
     def _current_plans(self, model: str) -> Plans:
         """The model's workers as the matcher wants them, made anew when anything of them changed."""
-        version = (self._changes, self._mirror.version)
+        version = self._mirror.version
         known = self._plans.get(model)
         if known is None or known[0] != version:
             known = self._plans[model] = (version, Plans.build(self._mirror, self._views(model)))
@@ -265,9 +262,7 @@ class Core:
         for place, hashes in image.places.items():
             self._add(worker, place, hashes)
         self._follower.add_image(image)
-        stream = self._streams.get(worker)
-        if stream is not None:
-            stream.shown(image.epoch or "", image.seq, self._clock())
+        self._streams[worker].shown(image.epoch or "", image.seq, self._clock())
 
     def _add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
         try:
@@ -291,11 +286,14 @@ class Core:
         elif isinstance(item, Reload):
             log.warning("reload", extra={"worker": item.worker, "reason": item.reason})
             try:
-                self._take_image(await self._store.load(item.worker))
+                image = await self._store.load(item.worker)
+                if item.worker in self._streams:
+                    self._take_image(image)
             except StoreError as error:
                 self._store_problem = f"Redis does not answer ({error}); answers come from memory and may grow old"
                 await asyncio.sleep(GAUGE_INTERVAL_S)
-                self._follower.add(item.worker)
+                if item.worker in self._streams:
+                    self._follower.add(item.worker)
         elif isinstance(item, StoreLost):
             self._store_problem = f"Redis does not answer ({item.reason}); answers come from memory and may grow old"
             self._metrics.store_up.set(0)

@@ -36,7 +36,7 @@ from kvrouter.router.identity import HashIdentity, Standing
 from kvrouter.router.names import CPU, STORAGE, Place
 from kvrouter.router.registration import CatalogSpec, Registration
 from kvrouter.router.states import StreamState
-from kvrouter.router.transitions import Transitions
+from kvrouter.router.transitions import Change, Transitions
 
 # Tags of events that can take blocks away: one that cannot be read may leave ghosts behind, so the epoch is voided.
 REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
@@ -50,14 +50,6 @@ META_FINGERPRINT = "fingerprint"
 META_GAPS = "gaps"
 
 
-class NetChange(msgspec.Struct, frozen=True):
-    """What changed in one place since the last flush: disjoint uint64 arrays."""
-
-    place: Place
-    added: NDArray[np.uint64]
-    removed: NDArray[np.uint64]
-
-
 class Flush(msgspec.Struct, frozen=True):
     """One commit's worth of changes.
 
@@ -66,7 +58,7 @@ class Flush(msgspec.Struct, frozen=True):
     epoch: str
     opens_epoch: bool
     seqs: tuple[int, int] | None
-    changes: list[NetChange]
+    changes: list[Change]
     copies: list[tuple[Place, int, int]]
     meta: dict[str, bytes]
 
@@ -115,7 +107,6 @@ class Ingest:
         self._incident = f"no connection to {registration.events} yet"
         self._unproven = False
         self.last_event_s: float | None = None
-        self.last_batch_ts: float | None = None
         self._copies: dict[Place, CopyTable] = {}
         self._pending: dict[Place, Transitions] = {}
         self._multiple: dict[tuple[Place, int], int] = {}
@@ -287,7 +278,6 @@ class Ingest:
             self._void(f"batch {item.seq} could not be decoded ({error}); residency before it was dropped")
         else:
             self._events(batch)
-            self.last_batch_ts = batch.ts
         if self._state in (StreamState.CONNECTING, StreamState.SUSPECT) and not self._unproven:
             self._set(StreamState.LIVE, "")
         self.seq = item.seq
@@ -387,7 +377,7 @@ class Ingest:
         for place, transitions in self._pending.items():
             added, removed = transitions.net()
             if len(added) or len(removed):
-                changes.append(NetChange(place, added, removed))
+                changes.append(Change(place, added, removed))
         seqs = None if self._first_seq is None or self.seq is None else (self._first_seq, self.seq)
         flush = Flush(
             epoch=self.epoch,

@@ -41,12 +41,3 @@ class Place(NamedTuple):
         group = "-" if self.group_idx is None else str(self.group_idx)
         base = f"g{group}:{self.medium}"
         return base if self.ownership is None else f"{base}:{self.ownership}"
-
-    @classmethod
-    def parse(cls, text: str) -> Place:
-        """The place that `text` names. Raises ValueError when it names none."""
-        group, separator, rest = text.partition(":")
-        medium, owned, ownership = rest.partition(":")
-        if not group.startswith("g") or not separator or not medium:
-            raise ValueError(f"{text!r} is not a place: expected gN:MEDIUM or gN:MEDIUM:OWNER")
-        return cls(None if group == "g-" else int(group[1:]), medium, ownership if owned else None)

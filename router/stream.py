@@ -18,7 +18,7 @@ from kvrouter.events.codec import BatchDecoder
 from kvrouter.events.items import ResumePoint
 from kvrouter.events.subscriber import Subscriber, SubscriberSettings
 from kvrouter.router.config import Config
-from kvrouter.router.index.store import Change, Commit, CommitOutcome, IndexStore, StoreError, WorkerImage
+from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, StoreError, WorkerImage
 from kvrouter.router.ingest import Flush, Ingest
 from kvrouter.router.match import WorkerView
 from kvrouter.router.metrics import Metrics
@@ -301,7 +301,7 @@ class WorkerStream:
             epoch=flush.epoch,
             first_seq=flush.seqs[0],
             last_seq=flush.seqs[1],
-            changes=[Change(change.place, change.added, change.removed) for change in flush.changes],
+            changes=flush.changes,
             copies=flush.copies,
             meta=flush.meta,
         )

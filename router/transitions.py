@@ -6,12 +6,23 @@ A block that came and went within one flush interval changes nothing. Pure; no c
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+
+from kvrouter.router.names import Place
 
 Hashes = NDArray[np.uint64]
 
 _NONE = np.empty(0, np.uint64)
+
+
+class Change(msgspec.Struct, frozen=True):
+    """Net transitions at one place: added and removed are disjoint uint64 arrays of block hashes, shape (n,)."""
+
+    place: Place
+    added: Hashes
+    removed: Hashes
 
 
 class Transitions:

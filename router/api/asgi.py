@@ -104,10 +104,9 @@ class Outer:
         return self._hot
 
     def hot_answer(self, path: str, method: str, given: Iterable[tuple[bytes, bytes]], raw: bytes) -> Answer:
-        """The answer of a hot path to a whole body, errors included; counted."""
+        """The answer of a hot path to a whole body of an admitted client, errors included; counted."""
         headers = _Headers(given)
         try:
-            self._check_key(headers.authorization)
             if method != "POST":
                 raise MethodNotAllowed(f"{path} takes POST, not {method}")
             content, media_type = encode(self._hot[path](raw, headers.content_type), headers.accept)
@@ -117,6 +116,14 @@ class Outer:
             return self._bug(path, headers.accept)
         self._metrics.count_request(path, 200)
         return _answered(200, content, media_type)
+
+    def admits(self, given: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Whether these request headers carry the key, where there is one."""
+        try:
+            self._check_key(_Headers(given).authorization)
+        except Unauthorized:
+            return False
+        return True
 
     def error_answer(self, error: RouterError, label: str, accept: str) -> Answer:
         """The answer that tells of `error`; counted."""

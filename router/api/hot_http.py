@@ -49,12 +49,9 @@ def hot_protocol(outer: Outer) -> type[HttpToolsProtocol]:
             path = self.url.decode("ascii", "replace")
             free = self.cycle is None or self.cycle.response_complete
             plain = free and not self.expect_100_continue and not self.parser.should_upgrade()
-            if (
-                not plain
-                or path not in outer.hot_paths
-                or self.parser.get_method() != b"POST"
-                or not self._is_http_1_1()
-            ):
+            hot = plain and path in outer.hot_paths and self.parser.get_method() == b"POST" and self._is_http_1_1()
+            # A client without the key is turned away by the ASGI application, before its body is read.
+            if not hot or not outer.admits(self.headers):
                 super().on_headers_complete()
                 return
             cycle = HotCycle(path, self.parser.should_keep_alive())

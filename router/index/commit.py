@@ -9,9 +9,10 @@ from enum import Enum
 import msgspec
 
 from kvrouter.router.index import keys
-from kvrouter.router.index.log import Change, decode_text, encode_text
+from kvrouter.router.index.log import decode_text, encode_text
 from kvrouter.router.index.resp import Hashes, command, members_commands
 from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.transitions import Change
 
 
 class Commit(msgspec.Struct, frozen=True):

@@ -13,21 +13,14 @@ from enum import Enum
 import msgspec
 
 from kvrouter.router.index import keys
-from kvrouter.router.index.resp import Hashes, hashes_from_bytes, hashes_to_bytes
-from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.index.resp import hashes_from_bytes, hashes_to_bytes
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.transitions import Change
 
 
 class EntryKind(Enum):
     COMMIT = b"commit"  # changes on top of what was there
     EPOCH = b"epoch"  # a new epoch: drop everything
-
-
-class Change(msgspec.Struct, frozen=True):
-    """Net transitions at one place: added and removed are disjoint uint64 arrays of block hashes, shape (n,)."""
-
-    place: Place
-    added: Hashes
-    removed: Hashes
 
 
 class LogEntry(msgspec.Struct, frozen=True):

@@ -31,10 +31,11 @@ from kvrouter.router.index.commit import (
     residency_commands,
 )
 from kvrouter.router.index.connection import Connection, ReplyError, StoreError, StoreUnavailable
-from kvrouter.router.index.log import Change, EntryKind, decode_text, encode_text, entry_fields
+from kvrouter.router.index.log import EntryKind, decode_text, encode_text, entry_fields
 from kvrouter.router.index.resp import Hashes, command, hashes_from_bytes
 from kvrouter.router.index.servers import Servers
 from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.transitions import Change
 
 __all__ = [
     "Change",

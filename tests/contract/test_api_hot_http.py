@@ -27,9 +27,9 @@ LIMIT_BYTES = 4_096
 class Server:
     """uvicorn in a thread, with or without the short way."""
 
-    def __init__(self, *, short: bool) -> None:
+    def __init__(self, *, short: bool, api_key: str | None = None) -> None:
         self.core = TinyCore([hit("w0", 16, 32, 48)])
-        app, _ = build(self.core, max_body_bytes=LIMIT_BYTES)
+        app, _ = build(self.core, max_body_bytes=LIMIT_BYTES, api_key=api_key)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         http = hot_protocol(app) if short else "httptools"
@@ -118,3 +118,17 @@ def test_a_kept_connection_serves_again(servers: tuple[Server, Server]) -> None:
         for _ in range(3):
             client.sendall(request("/query_by_hash", GOOD, close=False))
             assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize(("header", "status"), [("Bearer right", b"200"), ("Bearer wrong", b"401"), ("", b"401")])
+def test_the_key_is_asked_for_on_both_ways(header: str, status: bytes) -> None:
+    answers = []
+    for short in (True, False):
+        server = Server(short=short, api_key="right")
+        try:
+            given = [f"authorization: {header}"] if header else []
+            answers.append(server.exchange(request("/query_by_hash", GOOD, *given)))
+        finally:
+            server.close()
+    assert answers[0].startswith(b"HTTP/1.1 " + status)
+    assert canonical(answers[0]) == canonical(answers[1])
