@@ -17,22 +17,17 @@ import contextlib
 import logging
 import os
 import threading
-import time
 from collections import deque
 
 import zmq
 
+from kvrouter.events.binding import bind
 from kvrouter.events.wire import END_SEQ, SEQ_BYTES
 
 log = logging.getLogger(__name__)
 
 # Batches sent before the replay socket is looked at again.
 _BATCHES_A_TURN = 64
-
-# ZMQ frees a closed socket's address in its own time, some milliseconds after close: a publisher that restarts on the
-# same port must try again.
-REBIND_TIMEOUT_S = 1.0
-REBIND_PAUSE_S = 0.01
 
 
 class EventPublisher:
@@ -75,12 +70,12 @@ class EventPublisher:
         self._replay: zmq.Socket[bytes] | None = None
         try:
             self._pub.set_hwm(hwm)
-            self.endpoint = _bind(self._pub, endpoint)
+            self.endpoint = bind(self._pub, endpoint)
             self.replay_endpoint = None
             if replay_endpoint is not None:
                 self._replay = context.socket(zmq.ROUTER)
                 self._replay.set_hwm(0)
-                self.replay_endpoint = _bind(self._replay, replay_endpoint)
+                self.replay_endpoint = bind(self._replay, replay_endpoint)
         except BaseException:
             self._close_sockets()
             raise
@@ -211,17 +206,3 @@ class EventPublisher:
         self._pub.close(linger=0)
         if self._replay is not None:
             self._replay.close(linger=0)
-
-
-def _bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
-    give_up_s = time.monotonic() + REBIND_TIMEOUT_S
-    while True:
-        try:
-            socket.bind(endpoint)
-            break
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE or time.monotonic() >= give_up_s:
-                raise
-            time.sleep(REBIND_PAUSE_S)
-    bound: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    return bound.rstrip("\0") or endpoint

@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Binding a socket that another life of the same process may just have left."""
+
+from __future__ import annotations
+
+import time
+
+import zmq
+
+# ZMQ frees a closed socket's address in its own time, some milliseconds after close: a publisher that restarts on the
+# same port must try again.
+REBIND_TIMEOUT_S = 1.0
+REBIND_PAUSE_S = 0.01
+
+
+def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """Binds, trying again while the address is in use, for a second at most.
+
+    Returns the endpoint as bound, with the port that the system chose where 0 or * was asked for. Raises zmq.ZMQError.
+    """
+    give_up_s = time.monotonic() + REBIND_TIMEOUT_S
+    while True:
+        try:
+            socket.bind(endpoint)
+            break
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or time.monotonic() >= give_up_s:
+                raise
+            time.sleep(REBIND_PAUSE_S)
+    bound: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    return bound.rstrip("\0") or endpoint

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items between sockets and one consumer. Never drops; says when it is full, so that whoever fills it stops reading."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class Outbox(Generic[Item]):
+    """A queue in one event loop, bounded by count and bytes."""
+
+    def __init__(
+        self, max_items: int, max_bytes: int, *, size_bytes: Callable[[Item], int], on_room: Callable[[], object]
+    ) -> None:
+        """size_bytes: of one item, the same each time. on_room: called when it is full no longer."""
+        self._max_items = max_items
+        self._max_bytes = max_bytes
+        self._size_bytes = size_bytes
+        self._on_room = on_room
+        self._items: deque[Item] = deque()
+        self._bytes = 0
+        self._waiter: asyncio.Future[None] | None = None
+        self._end: Exception | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @property
+    def full(self) -> bool:
+        """Nothing should be added now."""
+        return len(self._items) >= self._max_items or self._bytes >= self._max_bytes
+
+    def put(self, items: Iterable[Item]) -> None:
+        """Adds items; also when full, because what was read cannot be given back."""
+        for item in items:
+            self._items.append(item)
+            self._bytes += self._size_bytes(item)
+        self._wake()
+
+    def end(self, error: Exception) -> None:
+        """After what is in it, `take` raises `error`."""
+        self._end = error
+        self._wake()
+
+    def clear(self) -> None:
+        """Drops what is in it."""
+        self._items.clear()
+        self._bytes = 0
+
+    async def take(self, most: int) -> list[Item]:
+        """The next items, at least one, at most `most`. One caller at a time; a cancelled call loses nothing."""
+        if self._waiter is not None and not self._waiter.done():
+            raise RuntimeError("another task is waiting for these items")
+        while not self._items:
+            if self._end is not None:
+                raise self._end
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        was_full = self.full
+        items = [self._items.popleft() for _ in range(min(len(self._items), most))]
+        self._bytes -= sum(map(self._size_bytes, items))
+        if was_full and not self.full:
+            self._on_room()
+        return items
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done() and (self._items or self._end is not None):
+            waiter.set_result(None)

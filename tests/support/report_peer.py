@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reporter with its surroundings, and a bare reader of its sockets."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+import zmq
+
+from kvrouter.engine_patch.reporter import Reporter, ReporterSettings
+from kvrouter.events.report import (
+    REPORT_TOPIC,
+    CatalogMessage,
+    Events,
+    Heartbeat,
+    Hello,
+    HelloRequest,
+    Refused,
+    ReportCleared,
+    ReportEvent,
+    ReportRemoved,
+    ReportStored,
+    SnapshotPart,
+    SnapshotRequest,
+    pack_hashes,
+    unpack_hashes,
+)
+
+ANY = "tcp://127.0.0.1:0"
+TIMEOUT_MS = 10_000
+
+# One heartbeat at the start, and one with every new epoch, but none in between.
+SELDOM_S = 60.0
+
+# `batch_seq` of the last message before a test begins.
+JOINED = 10**9
+
+Copies = Counter[tuple[int | None, str, str | None, int]]
+
+_report = msgspec.msgpack.Decoder(Events | Heartbeat | CatalogMessage)
+_reply = msgspec.msgpack.Decoder(Hello | SnapshotPart | Refused)
+
+
+def stored(hashes: Iterable[int], medium: str = "GPU", group_idx: int | None = 0, **more: Any) -> ReportStored:
+    return ReportStored(pack_hashes(hashes), group_idx, medium, **more)
+
+
+def removed(hashes: Iterable[int], medium: str = "GPU", group_idx: int | None = 0, **more: Any) -> ReportRemoved:
+    return ReportRemoved(pack_hashes(hashes), group_idx, medium, **more)
+
+
+def said(*events: ReportEvent) -> Callable[[], list[ReportEvent]]:
+    return lambda: list(events)
+
+
+def fails() -> list[ReportEvent]:
+    raise RuntimeError("not readable")
+
+
+def start(context: zmq.Context[zmq.Socket[bytes]], **changes: Any) -> Reporter:
+    """A reporter on free ports with epochs 0...0, 0...1, ...; settings by name, and the reporter's own arguments."""
+    numbers = itertools.count()
+    names = {name: changes.pop(name) for name in list(changes) if name in ReporterSettings.__struct_fields__}
+    arguments: dict[str, Any] = {
+        "requests": ANY,
+        "reports": ANY,
+        # A test's burst must not outrun its reader.
+        "settings": ReporterSettings(**({"heartbeat_s": SELDOM_S, "report_hwm": 100_000} | names)),
+        "context": context,
+        "wall_clock": time.time,
+        "clock": time.monotonic,
+        "new_epoch": lambda: f"{next(numbers):016x}",
+    }
+    return Reporter(**(arguments | changes))
+
+
+def eventually(condition: Callable[[], bool]) -> None:
+    """Waits until it is so; fails when it never is."""
+    give_up_s = time.monotonic() + TIMEOUT_MS / 1_000
+    while not condition():
+        assert time.monotonic() < give_up_s, "it never happened"
+        time.sleep(0.002)
+
+
+class Peer:
+    """SUB and DEALER, with timeouts."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], reporter: Reporter, *, hwm: int = 0) -> None:
+        self.live = context.socket(zmq.SUB)
+        self.ask = context.socket(zmq.DEALER)
+        for socket in (self.live, self.ask):
+            socket.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, hwm)
+        self.live.subscribe(REPORT_TOPIC)
+        self.live.connect(reporter.reports_endpoint)
+        self.ask.connect(reporter.requests_endpoint)
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.live.close()
+        self.ask.close()
+
+    def next(self) -> tuple[int, Events | Heartbeat | CatalogMessage]:
+        topic, seq, payload = self.live.recv_multipart()
+        assert topic == REPORT_TOPIC
+        assert len(seq) == 8
+        return int.from_bytes(seq, "big"), _report.decode(payload)
+
+    def next_events(self) -> tuple[int, Events]:
+        while True:
+            seq, message = self.next()
+            if isinstance(message, Events):
+                return seq, message
+
+    def next_heartbeat(self) -> tuple[int, Heartbeat]:
+        while True:
+            seq, message = self.next()
+            if isinstance(message, Heartbeat):
+                return seq, message
+
+    def joined(self, reporter: Reporter) -> int:
+        """Publishes until something comes through, then reads all of it. Returns the next seq."""
+        # The first one must not come in the middle of a test.
+        eventually(lambda: reporter.counters.heartbeats > 0)
+        self.live.setsockopt(zmq.RCVTIMEO, 20)
+        heard = False
+        while not heard:
+            eventually(lambda: not len(reporter._intake))
+            reporter.publish(said(), 0)
+            try:
+                self.next()
+            except zmq.Again:
+                continue
+            heard = True
+        self.live.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
+        # A full queue would drop it.
+        eventually(lambda: not len(reporter._intake))
+        reporter.publish(said(), JOINED)
+        while True:
+            seq, message = self.next_events()
+            if message.batch_seq == JOINED:
+                return seq + 1
+
+    def send(self, request: object) -> None:
+        self.ask.send_multipart([b"", msgspec.msgpack.encode(request)])
+
+    def reply(self) -> Hello | SnapshotPart | Refused:
+        empty, payload = self.ask.recv_multipart()
+        assert empty == b""
+        return _reply.decode(payload)
+
+    def hello(self, request_id: int = 1) -> Hello:
+        self.send(HelloRequest(request_id))
+        reply = self.reply()
+        assert isinstance(reply, Hello)
+        assert reply.id == request_id
+        return reply
+
+    def snapshot(self, request_id: int = 2) -> list[SnapshotPart]:
+        self.send(SnapshotRequest(request_id))
+        return self.rest_of_snapshot()
+
+    def rest_of_snapshot(self) -> list[SnapshotPart]:
+        parts = []
+        while not parts or not parts[-1].last:
+            reply = self.reply()
+            assert isinstance(reply, SnapshotPart), reply
+            parts.append(reply)
+        return parts
+
+
+def copies_of(parts: Iterable[SnapshotPart]) -> Copies:
+    """What the parts say, by (group, medium, owner, hash)."""
+    copies: Copies = Counter()
+    for part in parts:
+        several = dict(part.copied)
+        for block_hash in unpack_hashes(part.hashes).tolist():
+            copies[part.group_idx, part.medium, part.ownership, block_hash] += several.get(block_hash, 1)
+    return copies
+
+
+def apply(copies: Copies, events: Iterable[ReportEvent]) -> None:
+    """The events, the slow and obvious way."""
+    for event in events:
+        if isinstance(event, ReportCleared):
+            for key in [key for key in copies if key[1] == event.medium]:
+                if event.ownership is None or key[2] == event.ownership:
+                    del copies[key]
+            continue
+        for block_hash in unpack_hashes(event.hashes).tolist():
+            key = (event.group_idx, event.medium, event.ownership, block_hash)
+            if isinstance(event, ReportStored):
+                copies[key] += 1
+            elif copies[key] > 1:
+                copies[key] -= 1
+            else:
+                copies.pop(key, None)
+
+
+def summed(copies: Copies) -> dict[tuple[int | None, str, str | None], tuple[int, int, int]]:
+    """(blocks, copies, digest) by place."""
+    sums: dict[tuple[int | None, str, str | None], tuple[int, int, int]] = {}
+    for (group_idx, medium, owner, block_hash), count in copies.items():
+        blocks, all_copies, digest = sums.get((group_idx, medium, owner), (0, 0, 0))
+        sums[group_idx, medium, owner] = (blocks + 1, all_copies + count, (digest + block_hash) % 2**64)
+    return sums
