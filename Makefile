@@ -40,7 +40,7 @@ test-engine:
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --config-file pyproject.toml -p kvrouter.events -p kvrouter.router -p kvrouter.simulator
+	$(BIN)/mypy --config-file pyproject.toml -p kvrouter.events -p kvrouter.router -p kvrouter.engine_patch -p kvrouter.simulator
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .

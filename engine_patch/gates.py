@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the patch does to vLLM, one feature a patched place: each is on until its place looks different or our code fails there.
+
+Invariant: nothing of ours raises into the engine. A feature that cannot work warns once, names itself, and stays off.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+# Below, vLLM turns the hybrid KV cache manager off whenever KV events are on (config/vllm.py), so there are no groups to tell of.
+OLDEST_VERSION = (0, 20)
+# The newest whose source the patched places were compared with. A newer one is tried: every feature checks its own place.
+NEWEST_KNOWN_VERSION = (0, 33)
+
+ON = "on"
+
+# name -> what is missing while it is off, for the warning.
+FEATURES = {
+    "queue": "a full event queue blocks the engine, as without the patch",
+    "reports": "nothing is published for routers beyond vLLM's own events",
+    "catalog": "routers must learn the KV cache groups from events or be told",
+    "lora": "LoRA paths are not declared, so prompts with an adapter cannot be matched",
+    "positions": "reports of stored blocks do not say which positions they have",
+    "reuse": "blocks announced again by kv_cache_report_mode=full may be counted twice",
+    "resets": "a reset of the prefix cache is reported with the next engine step",
+    "offload": "offloaded blocks are reported as vLLM's own events tell them",
+    "offload_positions": "reports of offloaded blocks do not say which positions they have",
+    "offload_resets": "a reset of the offload tier is not reported",
+}
+
+
+class Feature:
+    """One patched place."""
+
+    def __init__(self, name: str, log: logging.Logger) -> None:
+        self.name = name
+        self.on = True
+        self.state = ON
+        self._log = log
+
+    def off(self, reason: str) -> None:
+        """Turn it off for good; the first reason is logged and kept."""
+        if self.on:
+            self.on, self.state = False, reason
+            self._log.warning("kvrouter: %s is off: %s. Effect: %s.", self.name, reason, FEATURES[self.name])
+
+    def failed(self) -> None:
+        """In an `except` block: our code failed at this place."""
+        if self.on:
+            self.on, self.state = False, "failed, see the engine's log"
+            self._log.warning(
+                "kvrouter: %s failed and is off from now on; the engine goes on. Effect: %s.",
+                self.name,
+                FEATURES[self.name],
+                exc_info=True,
+            )
+
+    def install(self, check: Callable[[], str | None], apply: Callable[[], None]) -> None:
+        """Patch a place unless `check` says what is different about it."""
+        if not self.on:
+            return
+        try:
+            reason = check()
+            if reason is None:
+                apply()
+            else:
+                self.off(reason)
+        except Exception:
+            self.failed()
+
+
+class Features:
+    """All features of one engine core, by name."""
+
+    def __init__(self, log: logging.Logger) -> None:
+        self.log = log
+        self._features = {name: Feature(name, log) for name in FEATURES}
+
+    def __getitem__(self, name: str) -> Feature:
+        return self._features[name]
+
+    def states(self) -> dict[str, str]:
+        """name -> "on", or why not."""
+        return {name: feature.state for name, feature in self._features.items()}
+
+
+def misfit(owner: Any, name: str, parameters: tuple[str, ...]) -> str | None:
+    """What is different about `owner.name`: None when it is a callable whose parameters begin with these names."""
+    function = getattr(owner, name, None)
+    where = f"{owner.__name__ if inspect.isclass(owner) else type(owner).__name__}.{name}"
+    if not callable(function):
+        return f"{where} is not there"
+    try:
+        found = tuple(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return f"{where} has no readable signature"
+    if found[: len(parameters)] != parameters:
+        return f"{where}{found} has other parameters than {parameters}"
+    return None
+
+
+def parse_version(version: str) -> tuple[int, int] | None:
+    """(major, minor); None where the text says neither, as of source builds without tags ("0.1.dev...")."""
+    found = re.match(r"v?(\d+)\.(\d+)", version)
+    if found is None or version.startswith("0.1.dev"):
+        return None
+    return int(found[1]), int(found[2])
+
+
+def admit(version: str, log: logging.Logger) -> bool:
+    """The version gate: whether to patch this vLLM at all. Says why not, or what is uncertain."""
+    parsed = parse_version(version)
+    if parsed is None:
+        log.warning("kvrouter: vLLM version %r cannot be compared; patching what looks familiar", version)
+    elif parsed < OLDEST_VERSION:
+        log.error(
+            "kvrouter: vLLM %s is too old for the engine patch (0.20 is the oldest): it turns the hybrid KV cache manager off "
+            "whenever KV events are on, so there are no KV cache groups to report. The engine runs unpatched; update vLLM, "
+            "or set KVROUTER_PATCH=0 to silence this.",
+            version,
+        )
+        return False
+    elif parsed > NEWEST_KNOWN_VERSION:
+        log.warning(
+            "kvrouter: vLLM %s is newer than %d.%d, which this patch knows; features whose place changed turn themselves off",
+            version,
+            *NEWEST_KNOWN_VERSION,
+        )
+    return True

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The entry point that vLLM calls in each of its processes: two places are exchanged, the rest waits for a scheduler.
+
+Only a scheduler with an enabled zmq publisher starts anything. With KVROUTER_PATCH=0 nothing is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import logging
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from kvrouter.engine_patch.endpoints import choose
+from kvrouter.engine_patch.gates import Features, admit, misfit
+from kvrouter.engine_patch.publisher import ATTRIBUTE, ORIGINAL, constructor, watch
+from kvrouter.engine_patch.settings import PatchSettings, from_environment
+from kvrouter.engine_patch.tap import Reports, Tap
+
+# Below vLLM's own logger, which has its handler and its format.
+LOGGER = "vllm.kvrouter"
+DISTRIBUTION = "hybrid-kv-router"
+KV_EVENTS = "vllm.distributed.kv_events"
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+ENGINE_CORE = "vllm.v1.engine.core"
+KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
+
+# (publisher, features, configured endpoint) -> the reporter, None where there is no place to listen.
+StartReporter = Callable[[Any, Features, str], Reports | None]
+
+
+def register() -> None:
+    """vLLM's `vllm.general_plugins` entry point. Never raises, and may be called again."""
+    log = logging.getLogger(LOGGER)
+    try:
+        patch(os.environ, log)
+    except Exception:
+        log.warning("kvrouter: the engine patch could not be applied; the engine runs without it", exc_info=True)
+
+
+def patch(environment: Mapping[str, str], log: logging.Logger, start: StartReporter | None = None) -> bool:
+    """Exchange the publisher's constructor and the scheduler's. Returns whether the patch is in place."""
+    settings, wrong = from_environment(environment)
+    if not settings.enabled:
+        return False
+    version = vllm_version()
+    factory = importlib.import_module(KV_EVENTS).EventPublisherFactory
+    if hasattr(factory._registry["zmq"], ORIGINAL):
+        return True
+    if not admit(version, log):
+        return False
+    scheduler_class = importlib.import_module(SCHEDULER).Scheduler
+    start = start or functools.partial(start_reporter, settings)
+
+    def tap(publisher: Any, features: Features, configured: str) -> Tap | None:
+        # Not above: that runs in every process of vLLM.
+        for text in wrong:
+            log.warning("kvrouter: %s", text)
+        reporter = start(publisher, features, configured)
+        if reporter is None:
+            return None
+        made = Tap(reporter, features, version, publisher._dp_rank)
+        watch(publisher, made.published, made.close, features["reports"])
+        if not features["reports"].on:
+            reporter.close()
+            return None
+        return made
+
+    factory._registry["zmq"] = constructor(factory._registry["zmq"], lambda: Features(log), tap)
+    scheduler_class.__init__ = attaching(scheduler_class.__init__, log)
+    return True
+
+
+def vllm_version() -> str:
+    return str(getattr(importlib.import_module("vllm"), "__version__", "unknown"))
+
+
+def attaching(original: Callable[..., None], log: logging.Logger) -> Callable[..., None]:
+    """Scheduler.__init__, and then the publisher's tap is connected to it."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, *given: Any, **named: Any) -> None:
+        original(self, *given, **named)
+        try:
+            tap = getattr(getattr(self, "kv_event_publisher", None), ATTRIBUTE, None)
+            if tap is not None and not hasattr(self, ATTRIBUTE):
+                setattr(self, ATTRIBUTE, tap)
+                tap.attach(self)
+                watch_engine_core(tap)
+        except Exception:
+            log.warning("kvrouter: a scheduler of an unknown shape; its reports lack what only it knows", exc_info=True)
+
+    setattr(__init__, ORIGINAL, original)
+    return __init__
+
+
+def watch_engine_core(tap: Tap) -> None:
+    """What only the engine core knows: adapters loaded before a request uses them, and when NONE_HASH is drawn."""
+    core = sys.modules.get(ENGINE_CORE)
+    if core is None:
+        return  # a scheduler without an engine
+    feature = tap.features["lora"]
+    feature.install(
+        lambda: misfit(core.EngineCore, "add_lora", ("self", "lora_request")), lambda: watch_add_lora(core.EngineCore)
+    )
+    if not hasattr(importlib.import_module(KV_CACHE_UTILS), "NONE_HASH"):
+        tap.features["catalog"].install(lambda: misfit(core, "init_none_hash", ()), lambda: watch_none_hash(core, tap))
+
+
+def watch_add_lora(engine_core: Any) -> None:
+    original = engine_core.add_lora
+    if hasattr(original, ORIGINAL):
+        return
+
+    @functools.wraps(original)
+    def add_lora(self: Any, lora_request: Any, *rest: Any, **named: Any) -> Any:
+        result = original(self, lora_request, *rest, **named)
+        tap = getattr(getattr(self, "scheduler", None), ATTRIBUTE, None)
+        if tap is not None and tap.features["lora"].on:
+            try:
+                tap.learn_lora(lora_request)
+            except Exception:
+                tap.features["lora"].failed()
+        return result
+
+    setattr(add_lora, ORIGINAL, original)
+    engine_core.add_lora = add_lora
+
+
+def watch_none_hash(core: Any, tap: Tap) -> None:
+    """Declare again when the engine core that is being built draws its NONE_HASH; that once."""
+    original = core.init_none_hash
+
+    def init_none_hash(*given: Any, **named: Any) -> Any:
+        core.init_none_hash = original
+        result = original(*given, **named)
+        tap.declare()
+        return result
+
+    core.init_none_hash = init_none_hash
+
+
+def start_reporter(settings: PatchSettings, publisher: Any, features: Features, configured: str) -> Reports | None:
+    """The reporter of one publisher, listening; None, with one warning, where it cannot."""
+    zmq = importlib.import_module("zmq")
+    reporting = importlib.import_module("kvrouter.engine_patch.reporter")
+    places = choose(
+        configured or publisher._endpoint,
+        bound_endpoint(publisher, zmq),
+        publisher._dp_rank,
+        settings.requests,
+        settings.reports,
+    )
+    if isinstance(places, str):
+        features["reports"].off(places)
+        return None
+    try:
+        reporter: Reports = reporting.Reporter(
+            requests=places.requests,
+            reports=places.reports,
+            settings=settings.reporter(),
+            context=zmq.Context.instance(),
+            wall_clock=time.time,
+            clock=time.monotonic,
+            new_epoch=lambda: secrets.token_hex(8),
+            dp_rank=publisher._dp_rank,
+            patch_version=importlib.metadata.version(DISTRIBUTION),
+            features=features.states,
+        )
+    except zmq.ZMQError as error:
+        features["reports"].off(
+            f"cannot listen on {places.requests}: {error}; set KVROUTER_PATCH_REQUESTS to a free address"
+        )
+        return None
+    return reporter
+
+
+def bound_endpoint(publisher: Any, zmq: Any) -> str:
+    """The publisher's endpoint with the port that it got. Before 0.31 vLLM did not look which one "tcp://*:0" became."""
+    endpoint = str(publisher._endpoint)
+    if endpoint.startswith("tcp://") and endpoint.endswith(":0"):
+        host, port = endpoint.rpartition(":")[0], publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        return f"{host}:{port}"
+    return endpoint

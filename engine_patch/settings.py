@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the patch may be told: by `KVROUTER_PATCH*` variables for users, by `ReporterSettings` for code.
+
+A wrong value is never fatal, because the engine must start: the default stands in, and a text for the log says what to write.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+
+SWITCH = "KVROUTER_PATCH"
+PREFIX = "KVROUTER_PATCH_"
+
+# 12 to 25 bytes a block (benchmarks/patch_ledger.py), so 100 MB at worst; vLLM itself spends several times that on as many blocks.
+DEFAULT_MAX_BLOCKS = 4_000_000
+
+DEFAULT_HEARTBEAT_S = 1.0
+# More often, summing up would cost more than the events; more seldom, a dead engine would be believed in for minutes.
+MIN_HEARTBEAT_S = 0.05
+MAX_HEARTBEAT_S = 60.0
+
+# Kubernetes sets KVROUTER_PATCH_SERVICE_HOST and the like for a Service of that name.
+_KUBERNETES = re.compile(r"KVROUTER_PATCH_(SERVICE_(HOST|PORT)(_\w+)?|PORT(_\w+)?)$")
+_ENDPOINT = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.%\w]+\]|[^\s:\[\]/*]+):(\d{1,5})|(ipc|inproc)://\S+")
+_MAX_PORT = 65_535
+
+_ON = frozenset(("1", "true", "yes", "on"))
+_OFF = frozenset(("0", "false", "no", "off"))
+
+
+class ReporterSettings(msgspec.Struct, frozen=True):
+    """Bounds and times of the reporter."""
+
+    heartbeat_s: float = DEFAULT_HEARTBEAT_S
+    # Messages that may wait for the reporter's thread: as many as vLLM's own publisher queues.
+    max_queue_size: int = 100_000
+    # What changed in dropped messages, waiting for the ledger: some 8 million hashes, minutes of a fast engine.
+    max_dropped_bytes: int = 64 << 20
+    max_ledger_blocks: int = DEFAULT_MAX_BLOCKS
+    # Messages that PUB keeps for a reader that lags: some seconds of engine steps, some MB. vLLM keeps 100,000, but one that lags
+    # further loads a snapshot, which is less to send than so old a backlog.
+    report_hwm: int = 1_000
+    # Snapshots under way at once: a frozen million blocks takes 12 MB, unless others have it too.
+    max_snapshots: int = 4
+    # How long a client may take no part before its snapshot ends.
+    snapshot_timeout_s: float = 10.0
+    # When a client that was refused should ask again.
+    retry_s: float = 1.0
+    # Parts and replies that wait in ZMQ for one client: 1 MiB of snapshot, which keeps a fast client busy between two turns.
+    reply_hwm: int = 16
+
+
+class PatchSettings(msgspec.Struct, frozen=True):
+    """What a user can set in the engine's environment."""
+
+    enabled: bool = True
+    # Where to listen; None: beside the engine's own event endpoint.
+    requests: str | None = None
+    reports: str | None = None
+    heartbeat_s: float = DEFAULT_HEARTBEAT_S
+    max_blocks: int = DEFAULT_MAX_BLOCKS
+
+    def reporter(self) -> ReporterSettings:
+        """The reporter's settings that follow."""
+        return ReporterSettings(heartbeat_s=self.heartbeat_s, max_ledger_blocks=self.max_blocks)
+
+
+def from_environment(environment: Mapping[str, str]) -> tuple[PatchSettings, list[str]]:
+    """The settings, and one text for each variable that is wrong and for which the default stands in.
+
+    An empty value is as good as none.
+    """
+    found: dict[str, Any] = {}
+    wrong: list[str] = []
+    for variable, (field, read, what) in _VARIABLES.items():
+        text = environment.get(variable, "").strip()
+        if not text:
+            continue
+        value = read(text)
+        if value is None:
+            default = getattr(PatchSettings(), field)
+            instead = "a place beside the engine's event endpoint" if default is None else _shown(default)
+            wrong.append(f"{variable}={text!r} is not {what}; {instead} is used until it is")
+        else:
+            found[field] = value
+    wrong += [
+        f"{variable} is not a setting of the engine patch; there are {', '.join(_VARIABLES)}"
+        for variable in sorted(environment)
+        if variable.startswith(PREFIX) and variable not in _VARIABLES and not _KUBERNETES.match(variable)
+    ]
+    return PatchSettings(**found), wrong
+
+
+def _shown(value: object) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _switch(text: str) -> bool | None:
+    lower = text.lower()
+    return lower in _ON if lower in _ON | _OFF else None
+
+
+def _endpoint(text: str) -> str | None:
+    match = _ENDPOINT.fullmatch(text)
+    return text if match and int(match[2] or 0) <= _MAX_PORT else None
+
+
+def _heartbeat_s(text: str) -> float | None:
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) and MIN_HEARTBEAT_S <= value <= MAX_HEARTBEAT_S else None
+
+
+def _max_blocks(text: str) -> int | None:
+    # Not int(): it also reads "1_000" and other scripts' digits, which are more likely a slip.
+    return int(text) if re.fullmatch(r"[1-9][0-9]{0,11}", text) else None
+
+
+_AN_ENDPOINT = "an address to listen on, like tcp://*:15557 or ipc:///run/engine-requests"
+
+# Variable -> field, reader (None: wrong), what to write.
+_VARIABLES: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    SWITCH: ("enabled", _switch, "1 (on) or 0 (off)"),
+    "KVROUTER_PATCH_REQUESTS": ("requests", _endpoint, _AN_ENDPOINT),
+    "KVROUTER_PATCH_REPORTS": (
+        "reports",
+        _endpoint,
+        _AN_ENDPOINT.replace("15557", "16557").replace("requests", "reports"),
+    ),
+    "KVROUTER_PATCH_HEARTBEAT_S": (
+        "heartbeat_s",
+        _heartbeat_s,
+        f"a number of seconds from {MIN_HEARTBEAT_S} to {MAX_HEARTBEAT_S:.0f}",
+    ),
+    "KVROUTER_PATCH_MAX_BLOCKS": ("max_blocks", _max_blocks, "a whole number of blocks, 1 or more, like 4000000"),
+}

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings that may come with every engine step, said once a minute for each kind."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+INTERVAL_S = 60.0
+
+# Kinds are names of places and exception types: this many are never seen, unless something makes them up.
+MAX_KINDS = 64
+
+
+class ThrottledLog:
+    """`warning` says the first of its kind, then how many more there were. Clock: seconds, monotonic."""
+
+    def __init__(self, log: logging.Logger, clock: Callable[[], float]) -> None:
+        self._log = log
+        self._clock = clock
+        # Kind -> (when it was said last, how many since).
+        self._kinds: dict[str, tuple[float, int]] = {}
+
+    def warning(self, kind: str, message: str, **extra: object) -> None:
+        """Logs unless one of this kind was logged within the last minute."""
+        now = self._clock()
+        said_s, unsaid = self._kinds.get(kind, (None, 0))
+        if said_s is not None and now - said_s < INTERVAL_S:
+            self._kinds[kind] = (said_s, unsaid + 1)
+            return
+        if said_s is None and len(self._kinds) >= MAX_KINDS:
+            return
+        self._kinds[kind] = (now, 0)
+        self._log.warning(message, extra={**extra, "unsaid": unsaid})

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random changes against counters by hand: the ledger, what it freezes, and what a reader knows who applied what was told."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pytest import MonkeyPatch
+
+from kvrouter.engine_patch import hash_counts
+from kvrouter.engine_patch.ledger import FrozenLedger, Ledger
+from kvrouter.engine_patch.snapshots import Moment, parts
+from kvrouter.events.report import PlaceSummary, ReportCleared, ReportEvent, pack_hashes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+from report_peer import Copies, apply, copies_of, removed, stored, summed
+
+# Few, so that they come again; both ends, so that sums overflow.
+hashes = st.lists(st.integers(0, 12) | st.integers(2**64 - 4, 2**64 - 1), max_size=8)
+media = st.sampled_from(["GPU", "CPU", "FS"])
+groups = st.sampled_from([None, 0, 1])
+owners = st.sampled_from([None, None, "a"])
+changes = st.builds(
+    lambda make, numbers, medium, group_idx, owner: make(numbers, medium, group_idx, ownership=owner),
+    st.sampled_from([stored, stored, removed]),
+    hashes,
+    media,
+    groups,
+    owners,
+)
+clears = st.builds(lambda medium, owner: ReportCleared(medium, ownership=owner), media, owners)
+events = changes | changes | changes | clears
+scripts = st.lists(st.lists(events, max_size=5), max_size=12)
+
+
+def by_place(places: list[PlaceSummary]) -> dict[tuple[int | None, str, str | None], tuple[int, int, int]]:
+    return {(at.group_idx, at.medium, at.ownership): (at.blocks, at.copies, at.digest) for at in places}
+
+
+def frozen_copies(frozen: FrozenLedger) -> Copies:
+    return copies_of(parts(Moment("", 0.0, 0, frozen), 0))
+
+
+@given(scripts, st.integers(0, 6))
+def test_ledger_equals_counters(script: list[list[ReportEvent]], merge_at: int) -> None:
+    with MonkeyPatch.context() as patch:
+        patch.setattr(hash_counts, "MERGE_AT", merge_at)
+        ledger = Ledger(10_000)
+        model: Copies = Counter()
+        kept: list[tuple[FrozenLedger, Copies]] = []
+        for number, group in enumerate(script):
+            assert ledger.told(group) == group
+            apply(model, group)
+            assert by_place(ledger.places()) == summed(model)
+            assert ledger.blocks == len(model)
+            if number % 3 == 0:
+                kept.append((ledger.freeze(), Counter(model)))
+        for frozen, expected in kept:
+            assert frozen_copies(frozen) == expected
+            assert by_place(frozen.summaries()) == summed(expected)
+
+
+@given(scripts, st.integers(1, 12))
+def test_a_bounded_ledger_equals_what_its_readers_were_told(script: list[list[ReportEvent]], max_blocks: int) -> None:
+    ledger = Ledger(max_blocks)
+    reader: Copies = Counter()
+    truth: Copies = Counter()
+    for group in script:
+        apply(reader, ledger.told(group))
+        apply(truth, group)
+        assert by_place(ledger.places()) == summed(reader)
+        assert ledger.blocks <= max_blocks
+        # Never more than the engine has, and all of it for what is tracked since a clear or the start.
+        assert not reader - truth
+        assert not {key[1] for key in reader} & set(ledger.untracked)
+
+
+@given(hashes, hashes)
+def test_packed_slices_join_to_the_whole(first: list[int], second: list[int]) -> None:
+    ledger = Ledger(10_000)
+    ledger.apply(stored(first))
+    ledger.apply(stored(second))
+    for size in (1, 3, 100):
+        for place in ledger.freeze().places:
+            slices = list(place.slices(size))
+            assert b"".join(packed for packed, _ in slices) == pack_hashes(sorted(set(first + second)))
+            several = {n: count for n, count in Counter(first + second).items() if count > 1}
+            assert dict(pair for _, copied in slices for pair in copied) == several

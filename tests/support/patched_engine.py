@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's two event streams without the engine: the stock publisher, and the patch's real Reporter beside it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import zmq
+from fake_engine import BLOCK, SCHEME, FakeEngine, hashes
+
+from kvrouter.engine_patch.reporter import Reporter
+from kvrouter.engine_patch.settings import ReporterSettings
+from kvrouter.events.report import (
+    DeclaredCatalog,
+    DeclaredGroup,
+    HashExample,
+    ReportEvent,
+    ReportRemoved,
+    ReportStored,
+    pack_hashes,
+    reports_endpoint,
+    requests_endpoint,
+)
+
+# Fast enough for tests that wait for the next one.
+HEARTBEAT_S = 0.1
+
+EXAMPLE = list(range(BLOCK))
+
+
+def catalog(*groups: DeclaredGroup, **given: Any) -> DeclaredCatalog:
+    """What a patched engine of these groups declares; one full-attention group if none is given."""
+    fields: dict[str, Any] = {
+        "hash_block_size": BLOCK,
+        "scheduler_block_size": BLOCK,
+        "align": BLOCK,
+        "partial_hits": False,
+        "hash_algo": SCHEME.algo,
+        "none_hash": SCHEME.none_hash.hex(),
+        "hash_example": HashExample(EXAMPLE, hashes(EXAMPLE)[0]),
+    }
+    return DeclaredCatalog(groups=list(groups) or [DeclaredGroup(0, "full_attention", BLOCK)], **(fields | given))
+
+
+def stores(chain: list[int], group: int = 0, medium: str = "GPU") -> ReportStored:
+    return ReportStored(pack_hashes(chain), group, medium, BLOCK)
+
+
+def removes(chain: list[int], group: int = 0, medium: str = "GPU") -> ReportRemoved:
+    return ReportRemoved(pack_hashes(chain), group, medium)
+
+
+class PatchedEngine(FakeEngine):
+    """A FakeEngine whose patch reports what `report` is given; its own topic says nothing unless `publish` does."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, patched: bool = True, **options: Any) -> None:
+        super().__init__(context, **options)
+        self.reporter: Reporter | None = None
+        self.reported = 0
+        if patched:
+            self.patch()
+
+    def patch(self, declared: DeclaredCatalog | None = None, **settings: Any) -> None:
+        """Begin reporting: one life of the patch."""
+        requests, reports = requests_endpoint(self.endpoint), reports_endpoint(self.endpoint)
+        assert requests is not None and reports is not None
+        self.reported = 0
+        self.reporter = Reporter(
+            requests=requests,
+            reports=reports,
+            settings=ReporterSettings(heartbeat_s=HEARTBEAT_S, **settings),
+            context=self._context,
+            wall_clock=time.time,
+            clock=time.monotonic,
+            new_epoch=lambda: secrets.token_hex(8),
+            patch_version="test",
+        )
+        self.reporter.declare(declared or catalog())
+
+    def report(self, *events: ReportEvent) -> int:
+        """Send one message; returns its seq."""
+        assert self.reporter is not None
+        made: Iterable[ReportEvent] = list(events)
+        self.reporter.publish(lambda: made, self.reported)
+        self.reported += 1
+        return self.reported - 1
+
+    def unpatch(self) -> None:
+        if self.reporter is not None:
+            self.reporter.close()
+            self.reporter = None
+
+    def close(self) -> None:
+        self.unpatch()
+        super().close()

@@ -1,0 +1,541 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the reporter publishes, over real sockets: order, heartbeats, drops, failures, binding and its end."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from kvrouter.engine_patch import reporter as reporter_module
+from kvrouter.engine_patch.reporter import Reporter
+from kvrouter.events import binding
+from kvrouter.events.report import (
+    CatalogMessage,
+    DeclaredCatalog,
+    DeclaredGroup,
+    Events,
+    Heartbeat,
+    PlaceSummary,
+    ReportCleared,
+    ReportEvent,
+    ReportStored,
+    unpack_hashes,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+from report_peer import (
+    ANY,
+    TIMEOUT_MS,
+    Copies,
+    Peer,
+    apply,
+    copies_of,
+    eventually,
+    fails,
+    removed,
+    said,
+    start,
+    stored,
+    summed,
+)
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+CATALOG = DeclaredCatalog([DeclaredGroup(0, "full_attention", 16)], model_name="m", lora_paths={"a": "/a"})
+
+
+@pytest.fixture(autouse=True)
+def rebinding_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "REBIND_TIMEOUT_S", 0.1)
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    # A socket left open makes term() hang, so a leak cannot pass.
+    context: Context = zmq.Context()
+    yield context
+    context.term()
+
+
+@pytest.fixture
+def made(context: Context) -> Iterator[Callable[..., Reporter]]:
+    """`start`, closed at the end of the test."""
+    reporters: list[Reporter] = []
+
+    def make(**changes: object) -> Reporter:
+        reporters.append(start(**({"context": context} | changes)))
+        return reporters[-1]
+
+    yield make
+    for reporter in reporters:
+        reporter.close()
+
+
+class Plug:
+    """A message that keeps the reporter's thread until `pull`."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._pulled = threading.Event()
+        self._reached = threading.Event()
+        reporter.publish(self, None)
+        assert self._reached.wait(TIMEOUT_MS / 1_000)
+
+    def __call__(self) -> list[ReportEvent]:
+        self._reached.set()
+        assert self._pulled.wait(TIMEOUT_MS / 1_000)
+        return []
+
+    def pull(self) -> None:
+        self._pulled.set()
+
+
+def hashes_of(message: Events) -> list[list[int]]:
+    return [
+        [] if isinstance(event, ReportCleared) else unpack_hashes(event.hashes).tolist() for event in message.events
+    ]
+
+
+def test_messages_come_in_order_with_their_seqs(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made(dp_rank=3, wall_clock=lambda: 1234.5)
+    with Peer(context, reporter) as peer:
+        seq = peer.joined(reporter)
+        reporter.publish(said(stored([1], kind="mamba"), ReportCleared("CPU", "sleep")), 77)
+        reporter.publish(said(removed([1])), None)
+        first_seq, first = peer.next_events()
+        second_seq, second = peer.next_events()
+    assert (first_seq, second_seq) == (seq, seq + 1)
+    assert (first.epoch, first.started_s, first.ts, first.dp_rank) == (f"{0:016x}", 1234.5, 1234.5, 3)
+    assert (first.batch_seq, second.batch_seq, first.dropped) == (77, None, 0)
+    assert isinstance(first.events[0], ReportStored)
+    assert first.events[0].kind == "mamba"
+    assert first.events[1] == ReportCleared("CPU", "sleep")
+    assert hashes_of(second) == [[1]]
+
+
+def test_a_message_without_events_is_said_only_for_its_batch_seq(
+    context: Context, made: Callable[..., Reporter]
+) -> None:
+    reporter = made()
+    with Peer(context, reporter) as peer:
+        seq = peer.joined(reporter)
+        reporter.publish(said(), None)
+        reporter.publish(said(), 5)
+        at, message = peer.next_events()
+    assert (at, message.batch_seq, message.events) == (seq, 5, [])
+
+
+def test_every_message_wakes_the_sleeping_thread(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made()
+    with Peer(context, reporter) as peer:
+        peer.joined(reporter)
+        for number in range(300):
+            reporter.publish(said(stored([number])), None)
+            assert hashes_of(peer.next_events()[1]) == [[number]]
+
+
+def test_an_idle_reporter_is_heard(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made(heartbeat_s=0.01)
+    with Peer(context, reporter) as peer:
+        seq = peer.joined(reporter)
+        reporter.publish(said(stored([2**64 - 1, 5, 5])), None)
+        peer.next_events()
+        beats = [peer.next_heartbeat() for _ in range(3)]
+    for at, beat in beats:
+        assert at == seq + 1
+        assert beat.places == [PlaceSummary(0, "GPU", 2, 3, 4)]
+        assert (beat.interval_s, beat.catalog_version, beat.dropped, beat.untracked) == (0.01, 0, 0, [])
+
+
+def test_heartbeats_do_not_wait_for_a_flood_to_end(context: Context, made: Callable[..., Reporter]) -> None:
+    ticks = itertools.count()
+    # A second passes at each look at the clock.
+    reporter = made(clock=lambda: float(next(ticks)), heartbeat_s=1.0)
+    with Peer(context, reporter) as peer:
+        seq = peer.joined(reporter)
+        plug = Plug(reporter)
+        for number in range(200):
+            reporter.publish(said(stored([number])), None)
+        plug.pull()
+        beats, last = 0, seq - 1
+        while last < seq + 199:
+            at, message = peer.next()
+            if isinstance(message, Events):
+                last = at
+            elif isinstance(message, Heartbeat):
+                # Sums up exactly what was sent before it.
+                assert at == last + 1
+                assert sum(place.blocks for place in message.places) == at - seq
+                beats += 1
+    assert beats >= 100
+
+
+def test_a_reader_in_step_has_what_the_heartbeat_sums_up(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made(heartbeat_s=0.001)
+    with Peer(context, reporter) as peer:
+        expected = peer.joined(reporter)
+        copies: Copies = Counter()
+        for number in range(500):
+            events = [
+                stored([number, number + 1, number % 7], group_idx=number % 3),
+                removed([number // 2], group_idx=number % 3),
+            ]
+            reporter.publish(said(*events), number)
+        proofs = 0
+        while expected < peer.hello().next_seq or not proofs:
+            at, message = peer.next()
+            assert at == expected
+            if isinstance(message, Events):
+                apply(copies, message.events)
+                expected += 1
+            elif isinstance(message, Heartbeat):
+                assert {
+                    (p.group_idx, p.medium, None): (p.blocks, p.copies, p.digest) for p in message.places
+                } == summed(copies)
+                proofs += 1
+
+
+def test_the_catalog_is_said_once_for_each_change(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made()
+    with Peer(context, reporter) as peer:
+        seq = peer.joined(reporter)
+        assert peer.hello().catalog is None
+        reporter.declare(CATALOG)
+        at, message = peer.next()
+        assert at == seq
+        assert isinstance(message, CatalogMessage)
+        assert (message.version, message.catalog) == (1, CATALOG)
+        reporter.declare(msgspec.structs.replace(CATALOG))
+        assert peer.hello().catalog_version == 1
+        reporter.publish(said(stored([1])), None)
+        assert isinstance(peer.next()[1], Events)
+        other = msgspec.structs.replace(CATALOG, lora_paths={"a": "/b"})
+        reporter.declare(other)
+        at, message = peer.next()
+        assert isinstance(message, CatalogMessage)
+        assert (at, message.version, message.catalog) == (seq + 1, 2, other)
+        hello = peer.hello()
+        assert (hello.catalog_version, hello.catalog) == (2, other)
+
+
+def test_a_full_queue_drops_messages_but_not_what_they_change(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made(max_queue_size=2)
+    with Peer(context, reporter) as peer:
+        seq = peer.joined(reporter)
+        plug = Plug(reporter)
+        calls: list[int] = []
+        for number in range(5):
+
+            def make(number: int = number) -> list[ReportEvent]:
+                calls.append(number)
+                return [stored([number], runs=[(16, 1)], kind="x", ownership="a"), removed([0], ownership="a")]
+
+            reporter.publish(make, number)
+        # What is dropped was read at once, here; what is queued was not.
+        assert calls == [2, 3, 4]
+        plug.pull()
+        eventually(lambda: peer.hello().next_seq == seq + 5)
+        reporter.publish(said(stored([9])), 9)
+        got = [peer.next_events() for _ in range(3)]
+        assert [(at - seq, message.batch_seq, message.dropped) for at, message in got] == [
+            (0, 0, 0),
+            (1, 1, 0),
+            (5, 9, 3),
+        ]
+        assert summed(copies_of(peer.snapshot())) == {(0, "GPU", "a"): (4, 4, 10), (0, "GPU", None): (1, 1, 9)}
+        assert (reporter.counters.dropped, reporter.counters.failed, reporter.counters.epochs_lost) == (3, 0, 0)
+        # The next one has no gap before it.
+        reporter.publish(said(), 10)
+        assert peer.next_events()[1].dropped == 0
+
+
+def test_heartbeats_count_what_was_dropped(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made(max_queue_size=1, heartbeat_s=0.01)
+    with Peer(context, reporter) as peer:
+        peer.joined(reporter)
+        plug = Plug(reporter)
+        for number in range(4):
+            reporter.publish(said(stored([number])), number)
+        plug.pull()
+        while True:
+            _, beat = peer.next_heartbeat()
+            if beat.dropped:
+                break
+        assert beat.dropped == 3
+        assert beat.places == [PlaceSummary(0, "GPU", 4, 4, 6)]
+
+
+def test_a_backlog_beyond_its_bound_begins_a_new_epoch(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made(max_queue_size=1, max_dropped_bytes=4_000)
+    reporter.declare(CATALOG)
+    with Peer(context, reporter) as peer:
+        peer.joined(reporter)
+        reporter.publish(said(stored([1])), None)
+        peer.next_events()
+        plug = Plug(reporter)
+        for number in range(40):
+            reporter.publish(said(stored(range(100 * number, 100 * number + 100))), None)
+        plug.pull()
+        eventually(lambda: peer.hello().epoch != f"{0:016x}")
+        reporter.publish(said(stored([9])), None)
+        seen = []
+        while True:
+            _, message = peer.next()
+            seen.append((message.epoch, type(message)))
+            if isinstance(message, Events) and hashes_of(message) == [[9]]:
+                break
+        # The new life says what it knows, nothing, and what it is.
+        assert (message.epoch, CatalogMessage) in seen
+        assert (message.epoch, Heartbeat) in seen
+        assert message.epoch == peer.hello().epoch
+        # Only what came after the loss is resident, and nobody is told more.
+        copies = copies_of(peer.snapshot())
+        assert 1 not in {key[3] for key in copies}
+        assert copies[0, "GPU", None, 9] == 1
+        # Three were sent (joining took two or more), 40 and the plug were not.
+        assert reporter.counters.dropped == 40
+        assert reporter.counters.epochs_lost == 1
+        assert reporter.counters.failed == 0
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_events_that_cannot_be_read_begin_a_new_epoch(
+    context: Context, made: Callable[..., Reporter], full: bool
+) -> None:
+    reporter = made(max_queue_size=1 if full else 100)
+    with Peer(context, reporter) as peer:
+        peer.joined(reporter)
+        plug = Plug(reporter)
+        reporter.publish(said(stored([1])), None)
+        reporter.publish(fails, None)
+        plug.pull()
+        eventually(lambda: reporter.counters.epochs_lost == 1)
+        reporter.publish(said(removed([1]), stored([2])), None)
+        at, message = peer.next_events()
+        assert (message.epoch, hashes_of(message)) == (f"{0:016x}", [[1]])
+        at, message = peer.next_events()
+        assert (at, message.epoch, message.dropped) == (0, f"{1:016x}", 0)
+        assert summed(copies_of(peer.snapshot())) == {(0, "GPU", None): (1, 1, 2)}
+        assert (reporter.counters.failed, reporter.counters.dropped) == (1, 1)
+
+
+def test_damaged_events_begin_a_new_epoch(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made()
+    with Peer(context, reporter) as peer:
+        peer.joined(reporter)
+        reporter.publish(said(stored([1]), ReportStored(b"123", 0, "GPU")), None)
+        eventually(lambda: peer.hello().epoch == f"{1:016x}")
+        assert copies_of(peer.snapshot()) == {}
+
+
+def test_a_message_that_cannot_be_encoded_is_a_gap_but_is_counted(
+    context: Context, made: Callable[..., Reporter]
+) -> None:
+    reporter = made()
+    with Peer(context, reporter) as peer:
+        seq = peer.joined(reporter)
+        reporter.publish(said(stored([1], kind=object())), None)
+        reporter.publish(said(), 1)
+        at, message = peer.next_events()
+        assert (at, message.dropped, message.epoch) == (seq + 1, 1, f"{0:016x}")
+        assert summed(copies_of(peer.snapshot())) == {(0, "GPU", None): (1, 1, 1)}
+
+
+def test_a_medium_that_outgrows_the_ledger_is_cleared_for_readers(
+    context: Context, made: Callable[..., Reporter]
+) -> None:
+    reporter = made(max_ledger_blocks=3, heartbeat_s=0.01)
+    with Peer(context, reporter) as peer:
+        peer.joined(reporter)
+        reporter.publish(said(stored([1])), None)
+        reporter.publish(said(stored([1, 2, 3], "FS")), None)
+        peer.next_events()
+        _, message = peer.next_events()
+        assert message.events[1] == ReportCleared("FS", "untracked")
+        while True:
+            _, beat = peer.next_heartbeat()
+            if beat.untracked:
+                break
+        assert beat.untracked == ["FS"]
+        assert [place.medium for place in beat.places] == ["GPU"]
+
+
+def test_a_subscriber_that_does_not_read_stops_nobody(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made(report_hwm=2)
+    with Peer(context, reporter, hwm=1), Peer(context, reporter) as reading:
+        reading.joined(reporter)
+        for number in range(2_000):
+            reporter.publish(said(stored(range(number, number + 200))), number)
+        eventually(lambda: reading.hello().next_seq >= 2_000)
+        eventually(lambda: len(reporter._intake) == 0)
+        assert reporter.counters.dropped == 0
+
+
+def test_a_turn_that_fails_begins_a_new_epoch_and_ten_end_the_reporter(
+    context: Context, made: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporter = made()
+    with Peer(context, reporter) as peer:
+        peer.joined(reporter)
+        good = reporter._receive
+        bad = iter([True])
+
+        def receive() -> None:
+            if next(bad, False):
+                raise RuntimeError("broken")
+            good()
+
+        monkeypatch.setattr(reporter, "_receive", receive)
+        assert peer.hello().epoch == f"{1:016x}"
+
+        def broken() -> None:
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(reporter, "_send_messages", broken)
+        reporter.publish(said(), 1)
+        reporter._thread.join(TIMEOUT_MS / 1_000)
+        assert not reporter._thread.is_alive()
+        # Nothing takes it, so nothing may pile up.
+        waiting = len(reporter._intake)
+        reporter.publish(said(), 2)
+        reporter.declare(CATALOG)
+        assert len(reporter._intake) == waiting
+
+
+def test_a_taken_reports_port_gives_way(context: Context, made: Callable[..., Reporter]) -> None:
+    with context.socket(zmq.PUB) as other:
+        other.bind(ANY)
+        taken = other.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        reporter = made(reports=taken)
+        with Peer(context, reporter) as peer:
+            assert peer.hello().reports == reporter.reports_endpoint != taken
+            assert reporter.reports_endpoint.startswith("tcp://127.0.0.1:")
+            peer.joined(reporter)
+
+
+@pytest.mark.parametrize("which", ["requests", "reports"])
+def test_an_endpoint_that_cannot_be_bound_is_an_error(context: Context, which: str) -> None:
+    threads = threading.active_count()
+    with context.socket(zmq.PUB) as other:
+        other.bind("inproc://taken")
+        with pytest.raises(zmq.ZMQError):
+            start(context, **{which: "inproc://taken"})
+    assert threading.active_count() == threads
+
+
+def test_the_same_ports_again(context: Context, made: Callable[..., Reporter]) -> None:
+    first = made()
+    first.close()
+    second = made(requests=first.requests_endpoint, reports=first.reports_endpoint)
+    assert (second.requests_endpoint, second.reports_endpoint) == (first.requests_endpoint, first.reports_endpoint)
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "inproc", "ipv6"])
+def test_other_transports(context: Context, made: Callable[..., Reporter], tmp_path: Path, scheme: str) -> None:
+    if scheme == "ipv6":
+        requests = reports = "tcp://[::]:*"
+    else:
+        requests, reports = f"{scheme}://{tmp_path}/q", f"{scheme}://{tmp_path}/r"
+    reporter = made(requests=requests, reports=reports)
+    if scheme == "ipv6":
+        reporter.requests_endpoint = reporter.requests_endpoint.replace("[::]", "127.0.0.1")
+        reporter.reports_endpoint = reporter.reports_endpoint.replace("[::]", "127.0.0.1")
+    with Peer(context, reporter) as peer:
+        peer.joined(reporter)
+
+
+def test_close_sends_what_is_queued_and_ends(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made()
+    with Peer(context, reporter) as peer:
+        seq = peer.joined(reporter)
+        for number in range(50):
+            reporter.publish(said(stored([number])), number)
+        reporter.close()
+        assert not reporter._thread.is_alive()
+        reporter.close()
+        reporter.publish(said(), 99)
+        reporter.declare(CATALOG)
+        assert [peer.next_events()[0] for _ in range(50)] == list(range(seq, seq + 50))
+        assert len(reporter._intake) == 0
+
+
+def test_close_is_noticed_also_in_the_middle_of_work(
+    context: Context, made: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter_module, "TURN_MESSAGES", 1)
+    reporter = made()
+    plug = Plug(reporter)
+    reporter.publish(said(), 1)
+    closing = threading.Thread(target=reporter.close)
+    closing.start()
+    eventually(lambda: reporter._closing)
+    plug.pull()
+    closing.join()
+    assert not reporter._thread.is_alive()
+
+
+def test_close_does_not_wait_for_a_stuck_thread(
+    context: Context, made: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter_module, "JOIN_S", 0.01)
+    reporter = made()
+    plug = Plug(reporter)
+    reporter.close()
+    assert reporter._thread.is_alive()
+    plug.pull()
+    monkeypatch.undo()
+
+
+def test_a_terminated_context_ends_the_thread(made: Callable[..., Reporter]) -> None:
+    other: Context = zmq.Context()
+    reporter = made(context=other)
+    # Waits for the thread to close its sockets.
+    other.term()
+    reporter._thread.join(TIMEOUT_MS / 1_000)
+    assert not reporter._thread.is_alive()
+    reporter.publish(said(), 1)
+    reporter.close()
+
+
+FORKING = """
+import os, sys, time, zmq
+sys.path.insert(0, sys.argv[1])
+from report_peer import said, start, stored
+reporter = start(zmq.Context())
+child = os.fork()
+if not child:
+    for number in range(10):
+        reporter.publish(said(stored([number])), number)
+    reporter.close()
+    os._exit(len(reporter._intake))
+_, status = os.waitpid(child, 0)
+reporter.close()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+def test_a_forked_child_does_nothing() -> None:
+    support = Path(__file__).resolve().parents[1] / "support"
+    done = subprocess.run([sys.executable, "-c", FORKING, str(support)], timeout=TIMEOUT_MS / 1_000, check=False)
+    assert done.returncode == 0
+
+
+def test_the_clock_of_a_message_is_that_of_its_publication(context: Context, made: Callable[..., Reporter]) -> None:
+    now = [100.0]
+    reporter = made(wall_clock=lambda: now[0])
+    with Peer(context, reporter) as peer:
+        peer.joined(reporter)
+        plug = Plug(reporter)
+        now[0] = 200.0
+        reporter.publish(said(stored([1])), None)
+        now[0] = 300.0
+        plug.pull()
+        assert peer.next_events()[1].ts == 200.0

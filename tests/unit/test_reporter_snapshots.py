@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests and snapshots: exact, fair, bounded, and of no concern to anyone but the client."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from kvrouter.engine_patch import snapshots
+from kvrouter.engine_patch.counters import Counters
+from kvrouter.engine_patch.ledger import Ledger
+from kvrouter.engine_patch.reporter import MAX_MESSAGE_BYTES, Reporter
+from kvrouter.engine_patch.request_desk import MAX_UNSENT
+from kvrouter.engine_patch.snapshots import Moment, Sent, SnapshotService
+from kvrouter.events.report import (
+    Events,
+    Hello,
+    HelloRequest,
+    PlaceSummary,
+    Refused,
+    ReportEvent,
+    SnapshotPart,
+    SnapshotRequest,
+)
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+from report_peer import (
+    Copies,
+    Peer,
+    apply,
+    copies_of,
+    eventually,
+    fails,
+    removed,
+    said,
+    start,
+    stored,
+)
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    context: Context = zmq.Context()
+    yield context
+    context.term()
+
+
+@pytest.fixture
+def made(context: Context) -> Iterator[Callable[..., Reporter]]:
+    reporters: list[Reporter] = []
+
+    def make(**changes: object) -> Reporter:
+        reporters.append(start(**({"context": context} | changes)))
+        return reporters[-1]
+
+    yield make
+    for reporter in reporters:
+        reporter.close()
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four hashes a part, so that a snapshot has many."""
+    monkeypatch.setattr(snapshots, "SNAPSHOT_PART_BLOCKS", 4)
+
+
+def filled(reporter: Reporter, peer: Peer, blocks: int) -> None:
+    reporter.publish(said(stored(range(blocks))), None)
+    eventually(lambda: peer.hello().next_seq > 0)
+
+
+class Clock:
+    """Stands still until told."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_hello_says_who_answers(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made(wall_clock=lambda: 9.5, patch_version="1.2", features=lambda: {"clears": "on"}, heartbeat_s=7.0)
+    with Peer(context, reporter) as peer:
+        assert peer.hello(2**63) == Hello(
+            2**63, f"{0:016x}", 9.5, 0, reporter.reports_endpoint, 7.0, patch_version="1.2", features={"clears": "on"}
+        )
+
+
+def test_features_that_cannot_be_read_cost_only_themselves(context: Context, made: Callable[..., Reporter]) -> None:
+    with Peer(context, made(features=fails)) as peer:
+        assert peer.hello().features == {}
+
+
+def test_an_empty_snapshot_is_one_last_part(context: Context, made: Callable[..., Reporter]) -> None:
+    with Peer(context, made(wall_clock=lambda: 9.5)) as peer:
+        (part,) = peer.snapshot(5)
+    assert (part.id, part.epoch, part.started_s, part.next_seq, part.index) == (5, f"{0:016x}", 9.5, 0, 0)
+    assert (part.hashes, part.copied, part.last, part.places) == (b"", [], True, [])
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_parts_add_up_to_the_ledger(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made()
+    events = [
+        stored([*range(9), 3, 3, 8]),
+        stored([2**64 - 1], "CPU", 1, ownership="a"),
+        stored([7], "CPU", None, locality="REMOTE"),
+        removed([0]),
+    ]
+    expected: Copies = Counter()
+    apply(expected, events)
+    with Peer(context, reporter) as peer:
+        reporter.publish(said(*events), None)
+        eventually(lambda: peer.hello().next_seq == 1)
+        parts = peer.snapshot()
+    assert [part.index for part in parts] == list(range(len(parts)))
+    assert {part.next_seq for part in parts} == {1}
+    assert [len(part.hashes) // 8 for part in parts] == [4, 4, 1, 1, 0]
+    assert copies_of(parts) == expected
+    assert sorted(pair for part in parts for pair in part.copied) == [(3, 3), (8, 2)]
+    assert parts[-1].places == [
+        PlaceSummary(0, "GPU", 8, 11, sum(range(9))),
+        PlaceSummary(1, "CPU", 1, 1, 2**64 - 1, "a"),
+        PlaceSummary(None, "CPU", 1, 1, 7, None, "REMOTE"),
+    ]
+    assert parts[-2].locality == "REMOTE"
+    eventually(lambda: reporter.counters.snapshots_served == 1)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_snapshot_and_what_follows_it_is_everything(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made()
+    truth: Copies = Counter()
+
+    def change(number: int) -> list[ReportEvent]:
+        return [stored([number, number + 1, number % 9]), removed([number // 2])]
+
+    with Peer(context, reporter) as peer:
+        joined = peer.joined(reporter)
+        for number in range(1_000):
+            events = change(number)
+            apply(truth, events)
+            reporter.publish(said(*events), None)
+            if number == 300:
+                # Answered somewhere among the messages, part by part.
+                peer.send(SnapshotRequest(1))
+        parts = peer.rest_of_snapshot()
+        copies, expected = copies_of(parts), parts[-1].next_seq
+        assert joined <= expected <= joined + 1_000
+        while expected < joined + 1_000:
+            seq, message = peer.next()
+            if isinstance(message, Events) and seq >= expected:
+                assert seq == expected
+                apply(copies, message.events)
+                expected += 1
+    assert copies == truth
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_who_does_not_read_holds_up_only_itself(context: Context, made: Callable[..., Reporter]) -> None:
+    clock = Clock()
+    reporter = made(
+        requests="inproc://requests", clock=clock, max_snapshots=2, reply_hwm=2, snapshot_timeout_s=10.0, retry_s=0.25
+    )
+    with Peer(context, reporter, hwm=1) as stuck, Peer(context, reporter) as reading, Peer(context, reporter) as third:
+        filled(reporter, reading, 400)
+        stuck.send(SnapshotRequest(1))
+        eventually(lambda: len(reporter._desk._snapshots) == 1)
+        # Others are served, and messages go on.
+        assert len(copies_of(reading.snapshot())) == 400
+        reporter.publish(said(stored([1_000])), None)
+        assert len(copies_of(reading.snapshot())) == 401
+        # Its place is taken, and there are only two.
+        with Peer(context, reporter, hwm=1) as other:
+            other.send(SnapshotRequest(2))
+            eventually(lambda: len(reporter._desk._snapshots) == 2)
+            third.send(SnapshotRequest(3))
+            refused = third.reply()
+            assert isinstance(refused, Refused)
+            assert (refused.id, refused.retry_s) == (3, 0.25)
+        eventually(lambda: reporter.counters.snapshots_gone == 1)
+        assert reporter.counters.snapshots_abandoned == 0
+        clock.now_s += 10.5
+        third.send(SnapshotRequest(4))
+        eventually(lambda: reporter.counters.snapshots_abandoned == 1)
+        assert len(copies_of(third.rest_of_snapshot())) == 401
+        # What waited for it is still there, but no more comes.
+        assert isinstance(stuck.reply(), SnapshotPart)
+        assert reporter.counters.snapshots_refused == 1
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_slow_reader_that_goes_on_gets_all_of_it(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made(requests="inproc://requests", reply_hwm=1)
+    with Peer(context, reporter, hwm=1) as slow, Peer(context, reporter) as reading:
+        filled(reporter, reading, 60)
+        slow.send(SnapshotRequest(1))
+        eventually(lambda: len(reporter._desk._snapshots) == 1)
+        reading.snapshot()
+        # It was frozen when it was asked for.
+        reporter.publish(said(removed(range(60))), None)
+        eventually(lambda: reading.hello().next_seq == 2)
+        parts = slow.rest_of_snapshot()
+    assert set(copies_of(parts)) == {(0, "GPU", None, number) for number in range(60)}
+    assert {part.next_seq for part in parts} == {1}
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_new_epoch_ends_snapshots_of_the_old_one(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made(requests="inproc://requests", reply_hwm=4)
+    with Peer(context, reporter, hwm=1) as slow, Peer(context, reporter) as reading:
+        filled(reporter, reading, 400)
+        slow.send(SnapshotRequest(1))
+        eventually(lambda: len(reporter._desk._snapshots) == 1)
+        reporter.publish(fails, None)
+        eventually(lambda: reading.hello().epoch == f"{1:016x}")
+        assert len(reporter._desk._snapshots) == 0
+        # The refusal follows as soon as there is room, and the next request is answered.
+        while isinstance(reply := slow.reply(), SnapshotPart):
+            assert not reply.last
+        assert isinstance(reply, Refused)
+        assert (reply.id, reply.retry_s) == (1, 1.0)
+        slow.send(SnapshotRequest(2))
+        reply = slow.reply()
+        assert isinstance(reply, SnapshotPart)
+        assert (reply.epoch, reply.last, reply.places) == (f"{1:016x}", True, [])
+
+
+def test_many_hellos_in_a_row_are_all_answered(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made(reply_hwm=2)
+    with Peer(context, reporter) as peer:
+        for number in range(500):
+            peer.hello(number)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_a_reply_waits_for_room_but_not_forever(context: Context, made: Callable[..., Reporter]) -> None:
+    clock = Clock()
+    reporter = made(requests="inproc://requests", reply_hwm=2, clock=clock, snapshot_timeout_s=10.0)
+    with Peer(context, reporter, hwm=1) as slow, Peer(context, reporter) as reading:
+        filled(reporter, reading, 400)
+        slow.send(SnapshotRequest(1))
+        eventually(lambda: len(reporter._desk._snapshots) == 1)
+        slow.send(HelloRequest(2))
+        eventually(lambda: len(reporter._desk._unsent) == 1)
+        replies = [slow.reply() for _ in range(102)]
+        (hello,) = (reply for reply in replies if isinstance(reply, Hello))
+        assert hello.id == 2
+        # Once more, and now it never reads.
+        slow.send(SnapshotRequest(3))
+        eventually(lambda: len(reporter._desk._snapshots) == 1)
+        for number in range(MAX_UNSENT + 10):
+            slow.send(HelloRequest(number))
+        eventually(lambda: reporter.counters.replies_unsent == 10)
+        eventually(lambda: len(reporter._desk._unsent) == MAX_UNSENT)
+        clock.now_s += 10.5
+        reading.hello()
+        eventually(lambda: reporter.counters.replies_unsent == 10 + MAX_UNSENT)
+        assert not reporter._desk.busy
+
+
+@pytest.mark.parametrize(
+    ("payload", "request_id"),
+    [
+        ({"type": "later", "id": 7}, 7),
+        ({"type": "hello", "id": 8, "new": [1]}, None),
+        ({"type": "x" * 1_000, "id": 0}, 0),
+        ({"type": "hello", "id": "a"}, -1),
+        ({"id": 3}, -1),
+        ([], -1),
+        (b"", -1),
+        (7, -1),
+    ],
+)
+def test_strange_requests(
+    context: Context, made: Callable[..., Reporter], payload: object, request_id: int | None
+) -> None:
+    reporter = made()
+    with Peer(context, reporter) as peer:
+        peer.send(payload)
+        if request_id is None:
+            # Unknown fields are skipped.
+            assert isinstance(peer.reply(), Hello)
+        elif request_id >= 0:
+            reply = peer.reply()
+            assert isinstance(reply, Refused)
+            assert (reply.id, reply.retry_s) == (request_id, None)
+            assert len(reply.reason) < 200
+        peer.hello()
+        assert reporter.counters.bad_requests == (0 if request_id is None else 1)
+
+
+@pytest.mark.parametrize(
+    "frames", [[b"x"], [b"x", b"y"], [b"", b"\xc1"], [b"", b"", b""], [b""], [b"", b"\x91" * 3_000]]
+)
+def test_garbage_is_counted_and_ignored(context: Context, made: Callable[..., Reporter], frames: list[bytes]) -> None:
+    reporter = made()
+    with Peer(context, reporter) as peer:
+        peer.ask.send_multipart(frames)
+        peer.hello()
+    assert reporter.counters.bad_requests == 1
+
+
+def test_who_sends_too_much_is_cut_off(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made()
+    with Peer(context, reporter) as huge, Peer(context, reporter) as peer:
+        monitor = huge.ask.get_monitor_socket(zmq.Event.DISCONNECTED)
+        monitor.setsockopt(zmq.RCVTIMEO, 10_000)
+        huge.ask.send_multipart([b"", b"x" * (MAX_MESSAGE_BYTES + 1)])
+        monitor.recv_multipart()
+        huge.ask.disable_monitor()
+        monitor.close()
+        peer.hello()
+    assert reporter.counters.bad_requests == 0
+
+
+class Wire:
+    """Takes payloads by address, as long as there is room."""
+
+    def __init__(self) -> None:
+        self.sent: list[bytes] = []
+        self.parts: dict[bytes, list[SnapshotPart]] = {}
+        self.full: set[bytes] = set()
+        self.gone: set[bytes] = set()
+
+    def __call__(self, address: bytes, payload: bytes) -> Sent:
+        if address in self.gone:
+            return Sent.GONE
+        if address in self.full:
+            return Sent.FULL
+        self.sent.append(address)
+        self.parts.setdefault(address, []).append(msgspec.msgpack.decode(payload, type=SnapshotPart))
+        return Sent.YES
+
+
+class Service:
+    """The service over a ledger of 10 parts, on a wire."""
+
+    def __init__(self) -> None:
+        self.wire = Wire()
+        self.counters = Counters()
+        self.service = SnapshotService(self.wire, max_clients=3, timeout_s=10.0, counters=self.counters)
+        self.frozen = 0
+        self.ledger = Ledger(1_000)
+        self.ledger.apply(stored(range(36)))
+
+    def ask(self, address: bytes, request_id: int = 1, next_seq: int = 5, epoch: str = "e") -> bool:
+        def freeze() -> Moment:
+            self.frozen += 1
+            return Moment(epoch, 0.0, next_seq, self.ledger.freeze())
+
+        return self.service.ask(address, request_id, epoch, next_seq, freeze, 0.0)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_clients_of_one_moment_share_it_and_take_turns() -> None:
+    made = Service()
+    assert made.ask(b"a")
+    assert made.service.turn(0.0)
+    assert made.ask(b"b", 2)
+    assert made.frozen == 1
+    while made.service.turn(0.0):
+        pass
+    assert made.wire.sent[:5] == [b"a", b"a", b"b", b"a", b"b"]
+    assert [part.index for part in made.wire.parts[b"a"]] == list(range(10)) == [p.index for p in made.wire.parts[b"b"]]
+    assert {part.id for part in made.wire.parts[b"b"]} == {2}
+    assert made.counters.snapshots_served == 2
+    assert len(made.service) == 0
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_another_seq_or_epoch_is_another_moment() -> None:
+    made = Service()
+    made.ask(b"a")
+    made.ledger.apply(stored([99]))
+    made.ask(b"b", next_seq=6)
+    made.ask(b"c", epoch="f")
+    assert made.frozen == 3
+    while made.service.turn(0.0):
+        pass
+    assert [part.next_seq for part in made.wire.parts[b"b"]] == [6] * 11
+    assert len(copies_of(made.wire.parts[b"a"])) == 36
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_asking_again_begins_again() -> None:
+    made = Service()
+    for address in (b"a", b"b", b"c"):
+        assert made.ask(address)
+    made.service.turn(0.0)
+    assert not made.ask(b"d")
+    assert made.ask(b"a", 9)
+    while made.service.turn(0.0):
+        pass
+    assert [(part.id, part.index) for part in made.wire.parts[b"a"]] == [(1, 0), *((9, index) for index in range(10))]
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_only_time_without_progress_counts() -> None:
+    made = Service()
+    made.ask(b"a")
+    for now_s in (9.0, 18.0, 27.0):
+        assert made.service.turn(now_s)
+    made.wire.full.add(b"a")
+    assert not made.service.turn(36.9)
+    assert len(made.service) == 1
+    assert not made.service.turn(37.1)
+    assert (len(made.service), made.counters.snapshots_abandoned) == (0, 1)
+
+
+@pytest.mark.usefixtures("small_parts")
+def test_what_did_not_go_is_sent_again() -> None:
+    made = Service()
+    made.ask(b"a")
+    made.ask(b"b")
+    for turn in range(30):
+        made.wire.full = {b"a"} if turn % 3 else {b"b"}
+        made.service.turn(0.0)
+    assert [part.index for part in made.wire.parts[b"a"]] == list(range(10)) == [p.index for p in made.wire.parts[b"b"]]
+    made.ask(b"c")
+    made.wire.gone.add(b"c")
+    assert not made.service.turn(0.0)
+    assert (len(made.service), made.counters.snapshots_gone, made.counters.snapshots_served) == (0, 1, 2)
