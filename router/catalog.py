@@ -229,13 +229,24 @@ class CatalogLearner:
     """
 
     def __init__(self, spec: CatalogSpec | None = None) -> None:
-        self._spec = spec or CatalogSpec()
-        self._stated = {group.group_idx: _group_of(group) for group in self._spec.groups}
+        self._source = "configured"
+        self._problem: str | None = None
+        self.version = 0
+        self._state(spec or CatalogSpec())
         self._seen: dict[int | None, _Seen] = {}
         self._blocks_per_chunk: int | None = None
         # First blocks of prompts and their sizes, newest last: one alone on an offload tier shows that chunks are single blocks.
         self._roots: dict[int, int] = {}
-        self.version = 0
+
+    def _state(self, spec: CatalogSpec) -> None:
+        self._spec = spec
+        self._stated = {group.group_idx: _group_of(group) for group in spec.groups}
+        self.version += 1
+
+    def declare(self, spec: CatalogSpec, problem: str | None) -> None:
+        """The engine itself says what its catalog is; problem: why no hit of it can be predicted all the same."""
+        self._source, self._problem = "declared", problem
+        self._state(spec)
 
     def stored(self, event: BlockStored) -> None:
         """Take what a Stored event says of its group, also when its hash list is empty."""
@@ -311,7 +322,7 @@ class CatalogLearner:
         spec = self._spec
         if spec.hash_block_size is None and hash_block_size is not None:
             spec = msgspec.structs.replace(spec, hash_block_size=hash_block_size)
-        problem: str | None = None
+        problem = self._problem
         groups = dict(self._stated)
         sizes = [min(seen.block_sizes) for seen in self._seen.values() if seen.block_sizes]
         finest = spec.hash_block_size or min(sizes, default=0)
@@ -328,7 +339,7 @@ class CatalogLearner:
                     f"group {group_idx} was announced without its kind (vLLM before 0.22.1): register a catalog"
                 )
             groups[group_idx] = Group(group_idx, seen.kind or "unknown", size, seen.window)
-        source = "configured" if self._stated and self._stated.keys() >= groups.keys() else "learned"
+        source = self._source if self._stated and self._stated.keys() >= groups.keys() else "learned"
         return build_catalog(groups.values(), source, spec, self._blocks_per_chunk, problem)
 
     def dump(self) -> bytes:

@@ -25,7 +25,7 @@ ENV_PREFIX = "KVROUTER_"
 CLIENT_VARIABLES = frozenset({"KVROUTER_URL", "KVROUTER_CONFIG"})
 
 # Namespaces of our other parts, which may run in the same environment.
-FOREIGN_PREFIXES = ("KVROUTER_ENGINE_", "KVROUTER_TEST_", "KVROUTER_SIM_")
+FOREIGN_PREFIXES = ("KVROUTER_ENGINE_", "KVROUTER_PATCH", "KVROUTER_TEST_", "KVROUTER_SIM_")
 
 # Kubernetes sets these for every Service of the namespace, also for one that is named `kvrouter`: then KVROUTER_PORT is
 # `tcp://10.0.0.7:30000`.

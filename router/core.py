@@ -30,9 +30,10 @@ from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import Place, WorkerKey
 from kvrouter.router.question import Hit, Question
 from kvrouter.router.registration import Registration
+from kvrouter.router.report_ingest import ReportIngest
 from kvrouter.router.segments import SegmentMemory
 from kvrouter.router.states import StreamState
-from kvrouter.router.status import WorkerStatus
+from kvrouter.router.status import PatchStatus, WorkerStatus
 from kvrouter.router.stream import WorkerStream
 
 log = logging.getLogger("kvrouter.core")
@@ -231,10 +232,11 @@ class Core:
             catalog=catalog.as_dict(),
             catalog_source=catalog.source,
             hash_scheme=ingest.identity.label,
-            residency=ingest.residency(),
+            residency=ingest.blocks.counts(),
             lag_ms=None if stream.lag_s is None else round(stream.lag_s * 1000, 3),
             gaps=ingest.tally.gaps,
-            last_event_age_s=None if ingest.last_event_s is None else round(now - ingest.last_event_s, 3),
+            last_event_age_s=_age_s(ingest.last_event_s, now),
+            patch=_patch_status(ingest, now),
         )
 
     def readiness(self) -> str | None:
@@ -349,12 +351,34 @@ class Core:
             "unknown": metrics.ingest_unknown_events,
             "gaps": metrics.stream_gaps,
             "restarts": metrics.stream_restarts,
+            "heartbeats": metrics.patch_heartbeats,
+            "mismatches": metrics.patch_mismatches,
+            "snapshots": metrics.patch_snapshots,
         }
         for name, counter in counters.items():
             # A stream that began again counts from zero.
             counter.labels(label).inc(max(0, getattr(now, name) - getattr(before, name)))
         self._tallies[worker] = msgspec.structs.replace(now)
         metrics.set_stream_state(worker, stream.view.state.value)
+
+
+def _age_s(then: float | None, now: float) -> float | None:
+    return None if then is None else round(now - then, 3)
+
+
+def _patch_status(ingest: ReportIngest, now: float) -> PatchStatus | None:
+    if ingest.greeting is None:
+        return None
+    hello = ingest.greeting.hello
+    return PatchStatus(
+        version=hello.patch_version,
+        epoch=ingest.report_epoch or hello.epoch,
+        heartbeat_age_s=_age_s(ingest.last_heartbeat_s, now),
+        heartbeats=ingest.tally.heartbeats,
+        mismatches=ingest.tally.mismatches,
+        snapshots=ingest.tally.snapshots,
+        features=hello.features,
+    )
 
 
 def _same_stream(old: Registration, new: Registration) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from enum import Enum
 
 from kvrouter.events.messages import BlockStored
-from kvrouter.router.hashing import HashScheme, Unexplained, Verified, known_schemes, verify_scheme
+from kvrouter.router.hashing import HashScheme, Unexplained, Verdict, Verified, known_schemes, verify_scheme
 from kvrouter.router.names import GPU
 from kvrouter.router.registration import CatalogSpec
 
@@ -83,23 +83,42 @@ class HashIdentity:
             return False
         keys: Sequence[object] | None = event.extra_keys[0] if event.extra_keys else None
         self._judgements += 1
-        verdict = verify_scheme(
-            self._candidates,
-            block_hash=int(event.block_hashes[0]),
-            token_ids=tokens[: event.block_size],
-            block_size=event.block_size,
-            hash_block_size=self._spec.hash_block_size,
-            extra_keys_untagged=keys,
-            lora_name=event.lora_name,
-            lora_paths=self._spec.lora_paths,
-        )
         before = self.standing
+        self._take(
+            verify_scheme(
+                self._candidates,
+                block_hash=int(event.block_hashes[0]),
+                token_ids=tokens[: event.block_size],
+                block_size=event.block_size,
+                hash_block_size=self._spec.hash_block_size,
+                extra_keys_untagged=keys,
+                lora_name=event.lora_name,
+                lora_paths=self._spec.lora_paths,
+            )
+        )
+        return self.standing is not before
+
+    def prove(self, token_ids: Sequence[int], block_hash: int) -> None:
+        """Take an example that the engine computed for this purpose: a root block of one hash block, without extra keys."""
+        self._take(
+            verify_scheme(
+                self._candidates,
+                block_hash=block_hash,
+                token_ids=token_ids,
+                block_size=len(token_ids),
+                hash_block_size=len(token_ids),
+                extra_keys_untagged=None,
+                lora_name=None,
+                lora_paths={},
+            )
+        )
+
+    def _take(self, verdict: Verdict) -> None:
         if isinstance(verdict, Verified):
             self.scheme, self.hash_block_size = verdict.scheme, verdict.hash_block_size
             self.standing = Standing.VERIFIED
         elif isinstance(verdict, Unexplained) and verdict.plain:
             self.standing = Standing.UNEXPLAINED
-        return self.standing is not before
 
     def restore(self, scheme: HashScheme, standing: Standing, hash_block_size: int | None) -> None:
         """Take over what an earlier process of the router found out."""

@@ -30,13 +30,13 @@ from kvrouter.events.items import (
 )
 from kvrouter.events.messages import AllBlocksCleared, BlockStored, EventBatch
 from kvrouter.router.catalog import Catalog, CatalogLearner
-from kvrouter.router.copies import CopyTable
 from kvrouter.router.hashing import HashScheme
 from kvrouter.router.identity import HashIdentity, Standing
 from kvrouter.router.names import CPU, STORAGE, Place
 from kvrouter.router.registration import CatalogSpec, Registration
+from kvrouter.router.residency import Residency, Runs
 from kvrouter.router.states import StreamState
-from kvrouter.router.transitions import Change, Transitions
+from kvrouter.router.transitions import Change
 
 # Tags of events that can take blocks away: one that cannot be read may leave ghosts behind, so the epoch is voided.
 REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
@@ -74,6 +74,9 @@ class Tally(msgspec.Struct):
     malformed: int = 0
     gaps: int = 0
     restarts: int = 0
+    heartbeats: int = 0
+    mismatches: int = 0
+    snapshots: int = 0
 
 
 class StoredScheme(msgspec.Struct, frozen=True):
@@ -91,8 +94,10 @@ class Ingest:
     def __init__(
         self, registration: Registration, *, seed: str | None, decoder: BatchDecoder, new_epoch: Callable[[], str]
     ) -> None:
-        spec = registration.catalog or CatalogSpec()
+        # What is stated of the catalog: by the user, or by the engine.
+        spec = self.spec = registration.catalog or CatalogSpec()
         self.registration = registration
+        self._seed = seed
         self._decoder = decoder
         self._new_epoch = new_epoch
         self._learner = CatalogLearner(spec)
@@ -107,9 +112,7 @@ class Ingest:
         self._incident = f"no connection to {registration.events} yet"
         self._unproven = False
         self.last_event_s: float | None = None
-        self._copies: dict[Place, CopyTable] = {}
-        self._pending: dict[Place, Transitions] = {}
-        self._multiple: dict[tuple[Place, int], int] = {}
+        self.blocks = Residency()
         self._known_shapes: set[tuple[object, ...]] = set()
         self._meta_version: tuple[int, Standing] | None = None
         self._catalog: Catalog | None = None
@@ -132,7 +135,7 @@ class Ingest:
         if (
             not self._incident
             and self.catalog.blocks_per_chunk is None
-            and any(p.medium in OFFLOADED for p in self._copies)
+            and any(place.medium in OFFLOADED for place in self.blocks.places)
         ):
             return (
                 "the chunk size of the offload tier is not on the wire: its blocks earn credit only where they show that a chunk "
@@ -149,21 +152,9 @@ class Ingest:
         return self._catalog
 
     @property
-    def pending_blocks(self) -> int:
-        return sum(transitions.count for transitions in self._pending.values())
-
-    @property
-    def resident_bytes(self) -> int:
-        return sum(table.bytes for table in self._copies.values())
-
-    @property
     def has_news(self) -> bool:
         """Whether a flush would change anything in Redis."""
         return self._first_seq is not None or self._opens_epoch
-
-    def residency(self) -> dict[str, int]:
-        """Blocks by place, every medium that was seen."""
-        return {place.text: len(table) for place, table in sorted(self._copies.items(), key=lambda item: item[0].text)}
 
     def restore(
         self,
@@ -177,12 +168,11 @@ class Ingest:
         self.epoch, self.seq, self._opens_epoch = epoch, seq, False
         self._fingerprint = int(meta.get(META_FINGERPRINT, b"0"))
         self.tally.gaps = int(meta.get(META_GAPS, b"0"))
-        for place, hashes in places.items():
-            table = self._copies[place] = CopyTable()
-            table.set(hashes, np.ones(len(hashes), np.uint16))
+        copied: dict[Place, dict[int, int]] = {}
         for (place, block_hash), count in copies.items():
-            if place in self._copies:
-                self._copies[place].set(np.array([block_hash], np.uint64), np.array([min(count, 65_535)], np.uint16))
+            copied.setdefault(place, {})[block_hash] = count
+        for place, hashes in places.items():
+            self.blocks.load(place, hashes, copied.get(place, {}))
         if META_LEARNED in meta:
             self._learner.load(meta[META_LEARNED])
         if META_SCHEME in meta:
@@ -260,9 +250,7 @@ class Ingest:
         """Begin a new epoch: nothing that was known counts any more."""
         self.epoch = self._new_epoch()
         self._opens_epoch = True
-        self._copies.clear()
-        self._pending.clear()
-        self._multiple.clear()
+        self.blocks.forget()
         self._first_seq = None
         self._meta_version = None
         self._unproven = False
@@ -280,34 +268,38 @@ class Ingest:
             self._events(batch)
         if self._state in (StreamState.CONNECTING, StreamState.SUSPECT) and not self._unproven:
             self._set(StreamState.LIVE, "")
-        self.seq = item.seq
         self._fingerprint = item.fingerprint
+        self._advance(item.seq)
+
+    def _advance(self, seq: int) -> None:
+        """Everything up to `seq` is in."""
+        self.seq = seq
         if self._first_seq is None:
-            self._first_seq = item.seq
+            self._first_seq = seq
+
+    def _forget_catalog(self) -> None:
+        """Learn the catalog anew, from what is stated."""
+        self._learner = CatalogLearner(self.spec)
+        self._known_shapes.clear()
+        self._meta_version = None
+        self._catalog = None
 
     def _events(self, batch: EventBatch) -> None:
-        run: list[NDArray[np.uint64]] = []
-        run_place: Place | None = None
-        run_stores = False
+        runs = Runs(self.blocks)
         for event in batch.events:
             if isinstance(event, AllBlocksCleared):
-                self._run(run_place, run_stores, run)
-                run, run_place = [], None
+                runs.end()
                 self._clear(event)
                 continue
-            stores = isinstance(event, BlockStored)
             if isinstance(event, BlockStored):
                 self._learn(event)
             else:
                 self._learner.removed(event)
-            if not len(event.block_hashes):
-                continue
-            place = Place(event.group_idx, event.medium, event.ownership)
-            if place != run_place or stores is not run_stores:
-                self._run(run_place, run_stores, run)
-                run, run_place, run_stores = [], place, stores
-            run.append(event.block_hashes)
-        self._run(run_place, run_stores, run)
+            if len(event.block_hashes):
+                self.tally.blocks += len(event.block_hashes)
+                place = Place(event.group_idx, event.medium, event.ownership)
+                runs.add(place, isinstance(event, BlockStored), event.block_hashes)
+        runs.end()
         self.tally.events += len(batch.events)
         self.tally.unknown += batch.unknown
         self.tally.broken += len(batch.broken)
@@ -328,69 +320,30 @@ class Ingest:
         if event.token_ids is not None:
             self.identity.judge(event)
 
-    def _run(self, place: Place | None, stores: bool, parts: list[NDArray[np.uint64]]) -> None:
-        """Count a run of events of one place and one direction."""
-        if place is None or not parts:
-            return
-        hashes = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        self.tally.blocks += len(hashes)
-        table = self._copies.get(place)
-        if table is None:
-            table = self._copies[place] = CopyTable()
-        pending = self._pending.get(place)
-        if pending is None:
-            pending = self._pending[place] = Transitions()
-        if stores:
-            now = table.up(hashes)
-            self._note_copies(place, hashes, now, now >= 2, 0)
-            pending.arrived(hashes if now.max() == 1 else hashes[now == 1])
-        else:
-            was = table.down(hashes)
-            self._note_copies(place, hashes, was, was >= 2, 1)
-            pending.left(hashes if was.max() == 1 and was.min() == 1 else hashes[was == 1])
-
-    def _note_copies(
-        self, place: Place, hashes: NDArray[np.uint64], counts: NDArray[np.uint16], chosen: NDArray[np.bool_], less: int
-    ) -> None:
-        if chosen.any():
-            for block_hash, count in zip(hashes[chosen].tolist(), counts[chosen].tolist(), strict=True):
-                self._multiple[place, block_hash] = count - less
-
     def _clear(self, event: AllBlocksCleared) -> None:
         """Everything, or what the event names, is gone.
 
         Stock vLLM names nothing, so every medium is dropped: less credit, not more.
         """
-        for place, table in self._copies.items():
-            if event.medium not in (None, place.medium) or event.group_idx not in (None, place.group_idx):
-                continue
-            self._pending.setdefault(place, Transitions()).left(table.hashes())
-            for block_hash in table.multiples().tolist():
-                self._multiple[place, block_hash] = 0
-            self._copies[place] = CopyTable()
+        for place in list(self.blocks.places):
+            if event.medium in (None, place.medium) and event.group_idx in (None, place.group_idx):
+                self.blocks.clear(place)
 
     def take(self) -> Flush | None:
         """The net changes since the last call, None when the stream brought nothing."""
         if not self.has_news:
             return None
-        changes = []
-        for place, transitions in self._pending.items():
-            added, removed = transitions.net()
-            if len(added) or len(removed):
-                changes.append(Change(place, added, removed))
         seqs = None if self._first_seq is None or self.seq is None else (self._first_seq, self.seq)
         flush = Flush(
             epoch=self.epoch,
             opens_epoch=self._opens_epoch,
             seqs=seqs,
-            changes=changes,
-            copies=[(place, block_hash, count) for (place, block_hash), count in self._multiple.items()],
+            changes=self.blocks.take_changes(),
+            copies=self.blocks.take_copies(),
             meta=self._meta(),
         )
         self._opens_epoch = False
         self._first_seq = None
-        self._pending.clear()
-        self._multiple.clear()
         return flush
 
     def _meta(self) -> dict[str, bytes]:

@@ -56,6 +56,15 @@ class Metrics:
         self.ingest_unknown_events = counter("ingest_unknown_events_total", "Events of an unknown type", "worker")
         self.stream_gaps = counter("stream_gaps_total", "Gaps in the sequence of batches, filled or lost", "worker")
         self.stream_restarts = counter("stream_restarts_total", "New lives of a worker's publisher", "worker")
+        self.patch_heartbeats = counter(
+            "patch_heartbeats_total", "Heartbeats of the engine patch compared with the index", "worker"
+        )
+        self.patch_mismatches = counter(
+            "patch_mismatches_total", "Heartbeats that disagreed with the index: each led to a snapshot", "worker"
+        )
+        self.patch_snapshots = counter(
+            "patch_snapshots_total", "Snapshots of what an engine holds, loaded into the index", "worker"
+        )
         self.stream_state = gauge("stream_state", "1 for the state that a worker is in, else 0", "worker", "state")
 
         self.index_commits = counter("index_commits_total", "Commits to the store", "outcome")
@@ -80,6 +89,9 @@ class Metrics:
             self.ingest_unknown_events,
             self.stream_gaps,
             self.stream_restarts,
+            self.patch_heartbeats,
+            self.patch_mismatches,
+            self.patch_snapshots,
         )
 
     def worker_label(self, worker: WorkerKey) -> str:

@@ -36,8 +36,15 @@ class CatalogSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     lora_paths: dict[str, str] = {}
 
 
+# In place of the patch's endpoint: do not look for one.
+NO_PATCH = "off"
+
+
 class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One worker as registered. `events` and `replay` are ZMQ endpoints, `url` the engine's HTTP address."""
+    """One worker as registered. `events` and `replay` are ZMQ endpoints, `url` the engine's HTTP address.
+
+    patch: where the engine patch answers requests; None: beside `events`, if it does; NO_PATCH: not looked for.
+    """
 
     worker: WorkerKey
     events: str | None = None
@@ -46,3 +53,4 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     block_size: int | None = None
     lora_name: str | None = None
     catalog: CatalogSpec | None = None
+    patch: str | None = None

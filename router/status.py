@@ -8,6 +8,18 @@ from typing import Any
 import msgspec
 
 
+class PatchStatus(msgspec.Struct, frozen=True):
+    """The engine patch behind a worker whose reports are followed. mismatches: heartbeats that disagreed with the index."""
+
+    version: str
+    epoch: str
+    heartbeat_age_s: float | None
+    heartbeats: int
+    mismatches: int
+    snapshots: int
+    features: dict[str, str]
+
+
 class WorkerStatus(msgspec.Struct, frozen=True):
     """Shapes as in api.md.
 
@@ -30,3 +42,4 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     lag_ms: float | None
     gaps: int
     last_event_age_s: float | None
+    patch: PatchStatus | None = None

@@ -7,23 +7,28 @@ One task a worker. Whatever breaks its hold (a lost lease, a store that is elsew
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 import msgspec
 import zmq
 
 from kvrouter.events.codec import BatchDecoder
-from kvrouter.events.items import ResumePoint
+from kvrouter.events.items import Connected, ResumePoint
+from kvrouter.events.report import requests_endpoint
+from kvrouter.events.report_items import Heard, Silent
+from kvrouter.events.report_subscriber import ReportSubscriber, greet
 from kvrouter.events.subscriber import Subscriber, SubscriberSettings
 from kvrouter.router.config import Config
 from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, StoreError, WorkerImage
-from kvrouter.router.ingest import Flush, Ingest
+from kvrouter.router.ingest import Flush
 from kvrouter.router.match import WorkerView
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.registration import CatalogSpec, Registration
+from kvrouter.router.registration import NO_PATCH, Registration
+from kvrouter.router.report_ingest import ReportIngest
 
 log = logging.getLogger("kvrouter.stream")
 
@@ -36,6 +41,25 @@ MAX_TIMED = 1_024
 # Pause between tries while the store does not answer or the lease is held elsewhere: doubled from the first to the last.
 RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 1.0
+
+
+# How long a patched engine may take to say hello before its own topic is followed: some round trips. One whose reports are in Redis
+# already is waited for longer, because going on from there saves loading everything.
+GREET_FIRST_S = 0.25
+GREET_KNOWN_S = 3.0
+
+# While the engine's own topic is followed: how long one look for the patch lasts, and the pauses between them, doubled from the
+# first to the last. A new connection begins again: it may be another life of the engine, with the patch.
+PROBE_S = 1.0
+PROBE_PAUSE_FIRST_S = 1.0
+PROBE_PAUSE_LAST_S = 30.0
+
+# A patch silent for so long is given up, and the engine's own topic followed: longer than an engine stalls while it compiles.
+REPORTS_LOST_S = 15.0
+
+
+class SourceChanged(Exception):
+    """The other of the worker's two streams is to be followed from now on."""
 
 
 class HoldLost(Exception):
@@ -84,9 +108,9 @@ class WorkerStream:
     def worker(self) -> WorkerKey:
         return self.registration.worker
 
-    def _new_ingest(self) -> Ingest:
+    def _new_ingest(self) -> ReportIngest:
         seed = self._config.none_hash_seed
-        return Ingest(self.registration, seed=seed, decoder=self._decoder, new_epoch=self._new_epoch)
+        return ReportIngest(self.registration, seed=seed, decoder=self._decoder, new_epoch=self._new_epoch)
 
     def update(self, registration: Registration) -> None:
         """Take over a registration that differs in nothing that the stream depends on."""
@@ -127,7 +151,6 @@ class WorkerStream:
 
     def _make_view(self) -> WorkerView:
         ingest = self.ingest
-        spec = self.registration.catalog or CatalogSpec()
         return WorkerView(
             worker=self.worker,
             url=self.registration.url,
@@ -136,7 +159,7 @@ class WorkerStream:
             epoch=ingest.epoch,
             catalog=ingest.catalog,
             scheme=ingest.identity.scheme if ingest.identity.explained else None,
-            lora_paths=spec.lora_paths,
+            lora_paths=ingest.spec.lora_paths,
         )
 
     def _refresh(self) -> None:
@@ -159,6 +182,8 @@ class WorkerStream:
                     await self._follow()
                 finally:
                     await self._release()
+            except SourceChanged as change:
+                log.info("stream changed", extra={"worker": self.worker, "reason": str(change)})
             except (HoldLost, StoreError) as error:
                 self._hold_problem = str(error)
                 self._refresh()
@@ -204,33 +229,90 @@ class WorkerStream:
         except StoreError as error:
             log.warning("lease not released", extra={"worker": self.worker, "reason": str(error)})
 
+    @property
+    def _patch_endpoint(self) -> str | None:
+        """Where the engine's patch answers, if it has one."""
+        patch, events = self.registration.patch, self.registration.events
+        if patch == NO_PATCH:
+            return None
+        return patch or (None if events is None else requests_endpoint(events))
+
     async def _follow(self) -> None:
-        if self.registration.events is None:
+        """Follow the patch's reports where the engine has them, else the engine's own topic."""
+        patch = self._patch_endpoint
+        timeout_s = GREET_FIRST_S if self.ingest.report_epoch is None else GREET_KNOWN_S
+        if patch is not None and await greet(patch, context=self._context, timeout_s=timeout_s) is not None:
+            await self._follow_reports(patch)
+        elif self.registration.events is not None:
+            await self._follow_stock(self.registration.events, patch)
+        elif patch is not None:
+            raise HoldLost(f"nothing answers at {patch}, and there is no other event endpoint")
+        else:
             await self._keep_lease()
-            return
+
+    async def _follow_reports(self, patch: str) -> None:
+        self.ingest.follow_reports()
+        self._refresh()
+        reports = ReportSubscriber(patch, context=self._context, resume=self.ingest.report_resume)
+        try:
+            await reports.start()
+            lost = asyncio.Event()
+            await self._together(
+                lambda news, room: [self._receive_reports(reports, news, room, lost), self._give_up(lost)]
+            )
+        finally:
+            await reports.close()
+
+    async def _follow_stock(self, events: str, patch: str | None) -> None:
+        self.ingest.follow_stock()
+        self._refresh()
         resume = self.ingest.resume_point
         subscriber = Subscriber(
-            self.registration.events,
+            events,
             self.registration.replay,
             context=self._context,
             resume=None if resume is None else ResumePoint(*resume),
             settings=SubscriberSettings(replay_timeout_s=self._config.replay_timeout_s),
         )
-        news = asyncio.Event()
-        room = asyncio.Event()
+        connected = asyncio.Event()
+
+        def work(news: asyncio.Event, room: asyncio.Event) -> list[Coroutine[None, None, None]]:
+            received = self._receive(subscriber, news, room, connected)
+            return [received] if patch is None else [received, self._look_for_patch(patch, connected)]
+
         try:
             await subscriber.start()
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._keep_lease())
-                group.create_task(self._receive(subscriber, news, room))
-                group.create_task(self._commit(news, room))
-        except ExceptionGroup as group:
-            lost, others = group.split((HoldLost, StoreError))
-            if others is not None or lost is None:
-                raise
-            raise HoldLost(str(_first_of(lost))) from None
+            await self._together(work)
         finally:
             await subscriber.close()
+
+    async def _together(
+        self, work: Callable[[asyncio.Event, asyncio.Event], list[Coroutine[None, None, None]]]
+    ) -> None:
+        """Keep the lease and commit while the coroutines of `work(news, room)` run; what ends one ends all."""
+        news, room = asyncio.Event(), asyncio.Event()
+        # A new worker has an empty epoch to announce before its stream says anything.
+        news.set()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for coroutine in (self._keep_lease(), self._commit(news, room), *work(news, room)):
+                    group.create_task(coroutine)
+        except ExceptionGroup as group:
+            expected, others = group.split((HoldLost, StoreError, SourceChanged))
+            if others is not None or expected is None:
+                raise
+            first = _first_of(expected)
+            raise first if isinstance(first, SourceChanged) else HoldLost(str(first)) from None
+
+    async def _look_for_patch(self, patch: str, connected: asyncio.Event) -> None:
+        pause_s = PROBE_PAUSE_FIRST_S
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(connected.wait(), pause_s)
+            pause_s = PROBE_PAUSE_FIRST_S if connected.is_set() else min(2 * pause_s, PROBE_PAUSE_LAST_S)
+            connected.clear()
+            if await greet(patch, context=self._context, timeout_s=PROBE_S) is not None:
+                raise SourceChanged(f"a patched engine answers at {patch}")
 
     async def _keep_lease(self) -> None:
         ttl_s = self._config.lease_ttl_s
@@ -246,20 +328,47 @@ class WorkerStream:
                 if self._clock() > lost_at:
                     raise
 
-    async def _receive(self, subscriber: Subscriber, news: asyncio.Event, room: asyncio.Event) -> None:
-        # A new worker has an empty epoch to announce before its stream says anything.
-        news.set()
+    async def _receive(
+        self, subscriber: Subscriber, news: asyncio.Event, room: asyncio.Event, connected: asyncio.Event
+    ) -> None:
         while True:
             items = await subscriber.next()
             now = self._clock()
             for item in items:
                 self.ingest.apply(item, now)
-            self._refresh()
-            if self.ingest.has_news:
-                news.set()
-            while self.ingest.pending_blocks > MAX_PENDING_BLOCKS:
-                room.clear()
-                await room.wait()
+                if isinstance(item, Connected):
+                    connected.set()
+            await self._taken_in(news, room)
+
+    async def _receive_reports(
+        self, reports: ReportSubscriber, news: asyncio.Event, room: asyncio.Event, lost: asyncio.Event
+    ) -> None:
+        giving_up: asyncio.TimerHandle | None = None
+        while True:
+            items = await reports.next()
+            now = self._clock()
+            for item in items:
+                self.ingest.apply(item, now)
+                if isinstance(item, Silent | Heard) and giving_up is not None:
+                    giving_up.cancel()
+                if isinstance(item, Silent):
+                    giving_up = asyncio.get_running_loop().call_later(REPORTS_LOST_S, lost.set)
+                if self.ingest.wants_snapshot is not None:
+                    reports.ask_snapshot(self.ingest.wants_snapshot)
+                    self.ingest.wants_snapshot = None
+            await self._taken_in(news, room)
+
+    async def _give_up(self, lost: asyncio.Event) -> None:
+        await lost.wait()
+        raise SourceChanged(f"the engine's patch was not heard for {REPORTS_LOST_S:.0f} s")
+
+    async def _taken_in(self, news: asyncio.Event, room: asyncio.Event) -> None:
+        self._refresh()
+        if self.ingest.has_news:
+            news.set()
+        while self.ingest.blocks.pending_blocks > MAX_PENDING_BLOCKS:
+            room.clear()
+            await room.wait()
 
     async def _commit(self, news: asyncio.Event, room: asyncio.Event) -> None:
         while True:

@@ -14,7 +14,7 @@ import msgspec
 
 from kvrouter.router.errors import SettingError
 from kvrouter.router.names import WorkerKey
-from kvrouter.router.registration import CatalogSpec, Registration
+from kvrouter.router.registration import NO_PATCH, CatalogSpec, Registration
 
 # Names become Redis keys, labels and log fields; longer ones are a mistake or an attack.
 MAX_NAME_CHARS = 512
@@ -30,7 +30,7 @@ HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 SHAPE = "ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]"
 CATALOG_NUMBERS = ("hash_block_size", "scheduler_block_size", "offload_blocks_per_chunk")
 CATALOG_TEXTS = ("hash_algo", "none_hash", "none_hash_seed")
-KEYS = ("events", "replay", "model", "dp_rank", "block_size", "lora_name", *CATALOG_NUMBERS, *CATALOG_TEXTS)
+KEYS = ("events", "replay", "patch", "model", "dp_rank", "block_size", "lora_name", *CATALOG_NUMBERS, *CATALOG_TEXTS)
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -45,6 +45,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     block_size: int | None = None
     lora_name: str | None = None
     catalog: CatalogSpec | None = None
+    patch: str | None = None
 
     def registration(self, model: str) -> Registration:
         """The registration that this line stands for, as a worker of `model`."""
@@ -56,6 +57,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
             block_size=self.block_size,
             lora_name=self.lora_name,
             catalog=self.catalog,
+            patch=self.patch,
         )
 
 
@@ -84,6 +86,12 @@ def endpoint_problem(endpoint: str) -> str | None:
     if found[1] in ("*", "0.0.0.0", "[::]"):
         return f"{wanted}; {found[1]} is where the engine binds, not where it can be reached"
     return None
+
+
+def patch_problem(patch: str) -> str | None:
+    """Why `patch` is neither NO_PATCH nor where an engine patch answers."""
+    problem = None if patch == NO_PATCH else endpoint_problem(patch)
+    return problem and f"{problem}; or {NO_PATCH}, not to look for an engine patch"
 
 
 def url_problem(url: str) -> str | None:
@@ -125,6 +133,8 @@ def parse_worker(spec: str) -> WorkerSpec:
     for key in ("events", "replay"):
         if key in values:
             _check(key, endpoint_problem(values[key]))
+    if "patch" in values:
+        _check("patch", patch_problem(values["patch"]))
     if "model" in values:
         _check("model", name_problem(values["model"]))
     if "none_hash" in values:
@@ -143,6 +153,7 @@ def parse_worker(spec: str) -> WorkerSpec:
         block_size=_number(values, "block_size") if "block_size" in values else None,
         lora_name=values.get("lora_name"),
         catalog=msgspec.convert(catalog, CatalogSpec) if catalog else None,
+        patch=values.get("patch"),
     )
 
 

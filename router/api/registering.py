@@ -16,6 +16,7 @@ from kvrouter.router.worker_spec import (
     endpoint_problem,
     name_problem,
     none_hash_problem,
+    patch_problem,
     url_problem,
 )
 
@@ -49,6 +50,7 @@ def registration_of(body: RegisterBody) -> Registration:
         block_size=body.block_size,
         lora_name=body.lora_name or None,
         catalog=None if body.catalog is None else catalog_of(body.catalog),
+        patch=body.patch_endpoint,
     )
     _check_addresses(registration)
     return registration
@@ -71,6 +73,7 @@ def patched(known: Registration, patch: WorkerPatch) -> Registration:
         block_size=pick(patch.block_size, known.block_size),
         lora_name=pick(patch.lora_name, known.lora_name) or None,
         catalog=catalog,
+        patch=pick(patch.patch_endpoint, known.patch),
     )
     if registration.events is None and registration.url is None:
         raise BadQuestion("endpoint and url cannot both be unset; DELETE the worker to drop it")
@@ -158,6 +161,8 @@ def _check_addresses(registration: Registration) -> None:
     for field, endpoint in (("endpoint", registration.events), ("replay_endpoint", registration.replay)):
         if endpoint is not None:
             _check(field, endpoint_problem(endpoint))
+    if registration.patch is not None:
+        _check("patch_endpoint", patch_problem(registration.patch))
     if registration.replay is not None and registration.events is None:
         raise BadQuestion("replay_endpoint needs endpoint: events cannot be replayed where none are read")
     if registration.url is not None:

@@ -216,6 +216,7 @@ def test_workers_lists_every_field(core: TinyCore) -> None:
         "lag_ms": 0.5,
         "gaps": 0,
         "last_event_age_s": 1.5,
+        "patch": None,
     }
     assert call(app, "GET", "/workers").json() == {"workers": [row]}
     packed = call(app, "GET", "/workers", headers={"accept": "application/msgpack"})

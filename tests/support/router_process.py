@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -123,10 +124,17 @@ class RouterProcess:
         return 0.0
 
     def register(
-        self, worker_id: str, model: str, endpoint: str, replay_endpoint: str, catalog: dict[str, Any] | None = None
+        self,
+        worker_id: str,
+        model: str,
+        endpoint: str,
+        replay_endpoint: str,
+        catalog: dict[str, Any] | None = None,
+        patch_endpoint: str | None = None,
     ) -> None:
         body = {"worker_id": worker_id, "model": model, "endpoint": endpoint, "replay_endpoint": replay_endpoint}
-        self.request("POST", "/register", body if catalog is None else {**body, "catalog": catalog})
+        optional = {"catalog": catalog, "patch_endpoint": patch_endpoint}
+        self.request("POST", "/register", body | {name: value for name, value in optional.items() if value is not None})
 
     def unregister(self, worker_id: str) -> None:
         self.request("POST", "/unregister", {"worker_id": worker_id})
@@ -143,6 +151,15 @@ class RouterProcess:
         self._wait(worker_id, lambda row: row["state"] not in ("connecting", "down"), "connected to")
         # The state says that the socket is connected; the subscription itself travels a moment longer.
         time.sleep(0.2)
+
+    def wait_proven(self, worker_id: str, more: Callable[[dict[str, Any]], bool] = lambda row: True) -> dict[str, Any]:
+        """The row of a worker with the patch once a heartbeat has proven its index since now, and `more` holds."""
+
+        def beats(row: dict[str, Any]) -> int:
+            return row["patch"]["heartbeats"] if row["patch"] else 0
+
+        before = beats(self.worker(worker_id))
+        return self._wait(worker_id, lambda row: row["state"] == "live" and beats(row) > before and more(row), "proven")
 
     def wait_seen(self, worker_id: str, seq: int) -> dict[str, Any]:
         """The worker's row once its answers show batch `seq`."""

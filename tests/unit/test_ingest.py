@@ -79,7 +79,7 @@ def live(**options: Any) -> Ingest:
 def test_stored_twice_removed_once_is_still_there() -> None:
     ingest = feed(live(), batch(0, stored([1, 2]), stored([1])), batch(1, removed([1, 2])))
     assert net(ingest) == {"g0:GPU": ([1], [])}
-    assert ingest.residency() == {"g0:GPU": 1}
+    assert ingest.blocks.counts() == {"g0:GPU": 1}
 
 
 def test_a_block_that_came_and_went_between_flushes_is_no_change() -> None:
@@ -109,12 +109,12 @@ def test_groups_media_and_owners_are_kept_apart() -> None:
         batch(0, stored([1]), stored([1], 1), stored([1], medium="CPU"), stored([1], medium="storage", ownership="fs")),
         batch(1, removed([1], 1)),
     )
-    assert ingest.residency() == {"g0:CPU": 1, "g0:GPU": 1, "g0:STORAGE:fs": 1, "g1:GPU": 0}
+    assert ingest.blocks.counts() == {"g0:CPU": 1, "g0:GPU": 1, "g0:STORAGE:fs": 1, "g1:GPU": 0}
 
 
 def test_the_unnamed_group_is_never_group_0() -> None:
     ingest = feed(live(), batch(0, stored([1], None)), batch(1, stored([1], 0)), batch(2, removed([1], None)))
-    assert ingest.residency() == {"g-:GPU": 0, "g0:GPU": 1}
+    assert ingest.blocks.counts() == {"g-:GPU": 0, "g0:GPU": 1}
     assert ingest.catalog.problem is not None and "group_idx" in ingest.catalog.problem
 
 
@@ -125,12 +125,12 @@ def test_clearing_drops_every_medium_and_the_stored_copies() -> None:
     flush = ingest.take()
     assert flush is not None and flush.copies == [(G0, 1, 0)]
     assert {c.place.text: c.removed.tolist() for c in flush.changes} == {"g0:GPU": [1], "g0:CPU": [2]}
-    assert ingest.residency() == {"g0:CPU": 0, "g0:GPU": 0}
+    assert ingest.blocks.counts() == {"g0:CPU": 0, "g0:GPU": 0}
 
 
 def test_clearing_one_medium_leaves_the_other() -> None:
     ingest = feed(live(), batch(0, stored([1]), stored([2], medium="CPU")), batch(1, WireCleared(medium="GPU")))
-    assert ingest.residency() == {"g0:CPU": 1, "g0:GPU": 0}
+    assert ingest.blocks.counts() == {"g0:CPU": 1, "g0:GPU": 0}
 
 
 def test_a_lost_gap_voids_and_learns_anew() -> None:
@@ -140,7 +140,7 @@ def test_a_lost_gap_voids_and_learns_anew() -> None:
     feed(ingest, GapLost(1, 6, "no replay endpoint"), batch(6, stored([9])))
     flush = ingest.take()
     assert flush is not None and flush.opens_epoch and flush.epoch != before and flush.seqs == (6, 6)
-    assert ingest.residency() == {"g0:GPU": 1}
+    assert ingest.blocks.counts() == {"g0:GPU": 1}
     assert ingest.state is StreamState.LIVE and "1 to 5 are lost" in ingest.reason and ingest.tally.gaps == 1
 
 
@@ -148,14 +148,14 @@ def test_an_open_gap_withdraws_credit_and_a_closed_one_gives_it_back() -> None:
     ingest = feed(live(), batch(0, stored([1])), GapOpened(1, 3))
     assert ingest.state is StreamState.RESYNCING
     feed(ingest, batch(1), batch(2), GapClosed(1, 3), batch(3))
-    assert ingest.state is StreamState.LIVE and ingest.residency() == {"g0:GPU": 1}
+    assert ingest.state is StreamState.LIVE and ingest.blocks.counts() == {"g0:GPU": 1}
 
 
 def test_a_restart_voids_before_its_first_batch() -> None:
     ingest = feed(live(), batch(0, stored([1])))
     ingest.take()
     feed(ingest, Restarted(0, 0, "seq fell back"))
-    assert ingest.residency() == {} and ingest.tally.restarts == 1
+    assert ingest.blocks.counts() == {} and ingest.tally.restarts == 1
     flush = ingest.take()
     assert flush is not None and flush.opens_epoch and flush.seqs is None
 
@@ -164,19 +164,19 @@ def test_an_unreadable_removal_voids_and_an_unreadable_store_does_not() -> None:
     good = stored([1])
     ingest = feed(live(), batch(0, good))
     feed(ingest, batch(1, {"type": "BlockStored", "block_hashes": "x"}, stored([2])))
-    assert ingest.residency() == {"g0:GPU": 2} and ingest.tally.broken == 1
+    assert ingest.blocks.counts() == {"g0:GPU": 2} and ingest.tally.broken == 1
     feed(ingest, batch(2, {"type": "BlockRemoved", "block_hashes": "x"}, stored([3])))
-    assert ingest.residency() == {} and "could not be decoded" in ingest.reason and ingest.tally.broken == 2
+    assert ingest.blocks.counts() == {} and "could not be decoded" in ingest.reason and ingest.tally.broken == 2
 
 
 def test_an_unknown_event_costs_only_itself() -> None:
     ingest = feed(live(), batch(0, {"type": "BlockPinned", "x": 1}, stored([2])))
-    assert ingest.residency() == {"g0:GPU": 1} and ingest.tally.unknown == 1 and ingest.state is StreamState.LIVE
+    assert ingest.blocks.counts() == {"g0:GPU": 1} and ingest.tally.unknown == 1 and ingest.state is StreamState.LIVE
 
 
 def test_a_payload_that_is_no_batch_voids() -> None:
     ingest = feed(live(), batch(0, stored([1])), Batch(1, b"\xc1", 5, False))
-    assert ingest.residency() == {} and "could not be decoded" in ingest.reason
+    assert ingest.blocks.counts() == {} and "could not be decoded" in ingest.reason
 
 
 def test_restored_is_suspect_until_proven_and_credited_meanwhile() -> None:
@@ -195,7 +195,7 @@ def test_restored_and_disproven_is_void() -> None:
     ingest.restore("old", 41, {G0: np.array([1], np.uint64)}, {}, {})
     feed(ingest, Connected(), Restarted(41, 3, "another batch 41"), batch(3, stored([7])))
     flush = ingest.take()
-    assert flush is not None and flush.opens_epoch and ingest.residency() == {"g0:GPU": 1}
+    assert flush is not None and flush.opens_epoch and ingest.blocks.counts() == {"g0:GPU": 1}
 
 
 def test_what_was_learned_survives_a_restore() -> None:
@@ -250,7 +250,7 @@ def test_the_first_root_block_verifies_the_scheme(scheme: HashScheme) -> None:
 def test_a_scheme_that_nothing_explains_is_unhashable_until_a_block_verifies() -> None:
     ingest = feed(live(), batch(0, root(HashScheme.from_seed("sha256", "nobody knows"))))
     assert ingest.state is StreamState.UNHASHABLE and "none_hash_seed" in ingest.reason
-    assert ingest.residency() == {"g0:GPU": 1}
+    assert ingest.blocks.counts() == {"g0:GPU": 1}
     feed(ingest, batch(1, root(HashScheme.default())))
     assert ingest.state is StreamState.LIVE
 

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one worker holds, place by place, counted in copies; and the net changes since the last flush.
+
+Invariant: what `take_changes` returned so far, applied in order to nothing, is the set of blocks with at least one copy. No I/O, no
+clock; knows no stream and no epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.copies import CopyTable
+from kvrouter.router.copy_kernels import MAX_COPIES
+from kvrouter.router.names import Place
+from kvrouter.router.transitions import Change, Transitions
+
+Hashes = NDArray[np.uint64]
+
+MASK_64 = (1 << 64) - 1
+
+
+class PlaceSum(msgspec.Struct, frozen=True):
+    """One place in three numbers: distinct blocks, physical copies, sum of the distinct hashes modulo 2**64."""
+
+    blocks: int
+    copies: int
+    digest: int
+
+
+EMPTY_SUM = PlaceSum(0, 0, 0)
+
+
+class _Held:
+    """The copies in one place, with their sums kept up to date."""
+
+    __slots__ = ("copies", "digest", "table")
+
+    def __init__(self) -> None:
+        self.table = CopyTable()
+        self.copies = 0
+        self.digest = 0
+
+    def take(self, hashes: Hashes, copied: Mapping[int, int]) -> None:
+        """Fill what is empty: distinct hashes, and the copies (at most MAX_COPIES) of those of them with two or more."""
+        self.table.set(hashes, np.ones(len(hashes), np.uint16))
+        self.copies, self.digest = len(hashes), _sum(hashes)
+        if copied:
+            self.table.set(np.fromiter(copied.keys(), np.uint64), np.fromiter(copied.values(), np.uint16))
+            self.copies += sum(copied.values()) - len(copied)
+
+
+class Residency:
+    """The blocks of one worker. `up` and `down` follow its events; `take_changes` and `take_copies` empty what is pending."""
+
+    def __init__(self) -> None:
+        self._held: dict[Place, _Held] = {}
+        self._pending: dict[Place, Transitions] = {}
+        # New counts of blocks that have, or had, two copies or more.
+        self._multiple: dict[tuple[Place, int], int] = {}
+
+    @property
+    def places(self) -> Iterable[Place]:
+        """Every place that was seen, also one that holds nothing now."""
+        return self._held.keys()
+
+    @property
+    def pending_blocks(self) -> int:
+        """Transitions that wait for a flush."""
+        return sum(transitions.count for transitions in self._pending.values())
+
+    @property
+    def bytes(self) -> int:
+        return sum(held.table.bytes for held in self._held.values())
+
+    def counts(self) -> dict[str, int]:
+        """Distinct blocks by the text of their place."""
+        return {
+            place.text: len(held.table) for place, held in sorted(self._held.items(), key=lambda item: item[0].text)
+        }
+
+    def sums(self) -> dict[Place, PlaceSum]:
+        """Every place that holds something."""
+        return {
+            place: PlaceSum(len(held.table), held.copies, held.digest)
+            for place, held in self._held.items()
+            if len(held.table)
+        }
+
+    def up(self, place: Place, hashes: Hashes) -> None:
+        """One copy more of each hash, in order."""
+        held, pending = self._at(place)
+        now = held.table.up(hashes)
+        held.copies += len(hashes)
+        self._note(place, hashes, now, now >= 2, 0)
+        arrived = hashes if now.max(initial=1) == 1 else hashes[now == 1]
+        held.digest = (held.digest + _sum(arrived)) & MASK_64
+        pending.arrived(arrived)
+
+    def down(self, place: Place, hashes: Hashes) -> None:
+        """One copy less of each hash, in order; of a block that is not here there is nothing to take."""
+        held, pending = self._at(place)
+        was = held.table.down(hashes)
+        held.copies -= int(np.count_nonzero(was))
+        self._note(place, hashes, was, was >= 2, 1)
+        left = hashes[was == 1]
+        held.digest = (held.digest - _sum(left)) & MASK_64
+        pending.left(left)
+
+    def clear(self, place: Place) -> None:
+        """Nothing is left in this place."""
+        held, pending = self._at(place)
+        pending.left(held.table.hashes())
+        for block_hash in held.table.multiples().tolist():
+            self._multiple[place, block_hash] = 0
+        self._held[place] = _Held()
+
+    def replace(self, wanted: Mapping[Place, tuple[Hashes, Mapping[int, int]]]) -> None:
+        """Make what is held equal to `wanted`: by place the hashes, and the copies of those that have two or more."""
+        for place in [place for place in self._held if place not in wanted]:
+            self.clear(place)
+        for place, (hashes, copied) in wanted.items():
+            held, pending = self._at(place)
+            before, after = held.table.hashes(), np.unique(hashes)
+            pending.left(np.setdiff1d(before, after, assume_unique=True))
+            pending.arrived(np.setdiff1d(after, before, assume_unique=True))
+            for block_hash in held.table.multiples().tolist():
+                self._multiple[place, block_hash] = 0
+            kept = {h: min(n, MAX_COPIES) for h, n in copied.items() if n > 1 and _has(after, h)}
+            held = self._held[place] = _Held()
+            held.take(after, kept)
+            for block_hash, count in kept.items():
+                self._multiple[place, block_hash] = count
+
+    def load(self, place: Place, hashes: Hashes, copied: Mapping[int, int]) -> None:
+        """Take over a place as it is known elsewhere already: nothing of it is pending."""
+        held = self._held[place] = _Held()
+        held.take(hashes, {block_hash: min(count, MAX_COPIES) for block_hash, count in copied.items()})
+
+    def forget(self) -> None:
+        """Everything, and what is pending with it: the epoch is void."""
+        self._held.clear()
+        self.drop_pending()
+
+    def drop_pending(self) -> None:
+        self._pending.clear()
+        self._multiple.clear()
+
+    def take_changes(self) -> list[Change]:
+        """The net transitions since the last flush, place by place."""
+        changes = []
+        for place, transitions in self._pending.items():
+            added, removed = transitions.net()
+            if len(added) or len(removed):
+                changes.append(Change(place, added, removed))
+        self._pending.clear()
+        return changes
+
+    def take_copies(self) -> list[tuple[Place, int, int]]:
+        """(place, hash, copies) of all whose count of two or more changed; 1 or 0 means that it no longer is one."""
+        copies = [(place, block_hash, count) for (place, block_hash), count in self._multiple.items()]
+        self._multiple.clear()
+        return copies
+
+    def _at(self, place: Place) -> tuple[_Held, Transitions]:
+        held = self._held.get(place)
+        if held is None:
+            held = self._held[place] = _Held()
+        pending = self._pending.get(place)
+        if pending is None:
+            pending = self._pending[place] = Transitions()
+        return held, pending
+
+    def _note(
+        self, place: Place, hashes: Hashes, counts: NDArray[np.uint16], chosen: NDArray[np.bool_], less: int
+    ) -> None:
+        if chosen.any():
+            for block_hash, count in zip(hashes[chosen].tolist(), counts[chosen].tolist(), strict=True):
+                self._multiple[place, block_hash] = count - less
+
+
+class Runs:
+    """Counts events into a Residency, those of one place and one direction in a row together: one kernel call a run."""
+
+    def __init__(self, blocks: Residency) -> None:
+        self._blocks = blocks
+        self._place: Place | None = None
+        self._stores = False
+        self._parts: list[Hashes] = []
+
+    def add(self, place: Place, stores: bool, hashes: Hashes) -> None:
+        if place != self._place or stores is not self._stores:
+            self.end()
+            self._place, self._stores = place, stores
+        self._parts.append(hashes)
+
+    def end(self) -> None:
+        """Count what was added so far; call before anything else touches the Residency."""
+        if self._place is not None and self._parts:
+            hashes = self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
+            if self._stores:
+                self._blocks.up(self._place, hashes)
+            else:
+                self._blocks.down(self._place, hashes)
+        self._place, self._parts = None, []
+
+
+def _has(ordered: Hashes, block_hash: int) -> bool:
+    at = int(np.searchsorted(ordered, np.uint64(block_hash)))
+    return at < len(ordered) and int(ordered[at]) == block_hash
+
+
+def _sum(hashes: Hashes) -> int:
+    return int(hashes.sum(dtype=np.uint64))
