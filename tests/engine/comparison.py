@@ -71,16 +71,28 @@ class Comparison:
         self._never_whole = False
         self.tally = Tally(name)
 
-    def run(self, catalog: dict[str, Any] | None, rounds: int, questions: int, *, never_whole: bool = False) -> Tally:
+    def run(
+        self,
+        catalog: dict[str, Any] | None,
+        rounds: int,
+        questions: int,
+        *,
+        never_whole: bool = False,
+        patch: str | None = None,
+    ) -> Tally:
         """Register the engine, let it work, and ask `questions` prompts after each of `rounds` rounds.
 
-        never_whole: the wire lacks a fact, so answers may fall short of the engine's for ever, and never exceed them."""
+        never_whole: the wire lacks a fact, so answers may fall short of the engine's for ever, and never exceed them.
+        patch: where the engine patch answers, which declares the catalog."""
         oracle, router = self._oracle, self._router
         self._never_whole = never_whole
-        self._whole = catalog is not None
-        router.register(self._worker_id, self._model, oracle.endpoint, oracle.replay_endpoint, catalog)
+        self._whole = catalog is not None or patch is not None
+        router.register(self._worker_id, self._model, oracle.endpoint, oracle.replay_endpoint, catalog, patch)
         try:
-            router.wait_connected(self._worker_id)
+            if patch is None:
+                router.wait_connected(self._worker_id)
+            else:
+                router.wait_proven(self._worker_id)
             for _ in range(rounds):
                 if self._advance():
                     self._learn(router.wait_seen(self._worker_id, oracle.last_seq))

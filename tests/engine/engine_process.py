@@ -58,8 +58,12 @@ def gemma3_config() -> dict[str, Any]:
 class EngineProcess:
     """Starts on entry, stops on exit."""
 
-    def __init__(self, folder: Path, events_port: int, replay_port: int) -> None:
+    def __init__(
+        self, folder: Path, events_port: int, replay_port: int, environment: dict[str, str] | None = None
+    ) -> None:
+        """environment: set in the engine's process, beside this process's own."""
         self._folder = folder
+        self._environment = {**os.environ, **(environment or {})}
         self._log = folder / "engine.log"
         self._process: subprocess.Popen[str] | None = None
         self._events_port, self._replay_port = events_port, replay_port
@@ -79,6 +83,7 @@ class EngineProcess:
                 stderr=log,
                 text=True,
                 cwd=self._folder,
+                env=self._environment,
             )
         try:
             assert self._read(START_TIMEOUT_S) == {"ready": True}
@@ -116,10 +121,16 @@ class EngineProcess:
 
     def generate(self, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str | None) -> dict[str, Any]:
         """`{"cached": tokens reused, "token_ids": the answer}` for one prompt, run alone."""
+        return dict(self._ask({"token_ids": token_ids, "max_tokens": max_tokens, "cache_salt": cache_salt}))
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method of vLLM's `LLM` and give its result, or its text where JSON has no form for it."""
+        return self._ask({"call": method, "arguments": arguments})
+
+    def _ask(self, request: dict[str, Any]) -> Any:
         assert self._process is not None and self._process.stdin is not None
-        request = {"token_ids": token_ids, "max_tokens": max_tokens, "cache_salt": cache_salt}
         print(json.dumps(request), file=self._process.stdin, flush=True)
-        return dict(self._read(ANSWER_TIMEOUT_S))
+        return self._read(ANSWER_TIMEOUT_S)
 
     def last_published(self, context: zmq.Context[zmq.Socket[bytes]], known: int) -> int:
         """Sequence number of the last batch the engine will publish until its next step; -1 for none.
@@ -182,6 +193,10 @@ def _serve(options: dict[str, Any]) -> None:
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
+        if "call" in request:
+            result = getattr(engine, request["call"])(*request["arguments"])
+            print(json.dumps(result, default=str), file=answers, flush=True)
+            continue
         prompt = TokensPrompt(prompt_token_ids=request["token_ids"])
         if request["cache_salt"]:
             prompt["cache_salt"] = request["cache_salt"]

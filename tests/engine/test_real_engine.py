@@ -25,9 +25,9 @@ MIN_HITS = 15
 MIN_MISLED = 5
 
 
-@pytest.fixture
-def engine(tmp_path: Path) -> Iterator[EngineProcess]:
-    with EngineProcess(tmp_path, free_port(), free_port()) as process:
+@pytest.fixture(params=["0", "1"], ids=["stock", "with the patch"])
+def engine(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EngineProcess]:
+    with EngineProcess(tmp_path, free_port(), free_port(), {"KVROUTER_PATCH": request.param}) as process:
         yield process
 
 
@@ -52,7 +52,11 @@ def prompts(rng: Random) -> Iterator[tuple[tuple[int, ...], str | None]]:
 
 
 def test_a_real_engine_reuses_what_the_router_said(
-    engine: EngineProcess, router: RouterProcess, seed: int, table: Callable[..., None]
+    engine: EngineProcess,
+    router: RouterProcess,
+    seed: int,
+    table: Callable[..., None],
+    request: pytest.FixtureRequest,
 ) -> None:
     rng = Random(seed)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -60,8 +64,10 @@ def test_a_real_engine_reuses_what_the_router_said(
     wrong: list[str] = []
     hits = misled = reused = total = 0
     router.register(WORKER, MODEL, engine.endpoint, engine.replay_endpoint)
+    patched = request.node.callspec.params["engine"] == "1"
     try:
-        router.wait_connected(WORKER)
+        (router.wait_proven if patched else router.wait_connected)(WORKER)
+        assert (router.worker(WORKER)["patch"] is not None) is patched
         for number, (token_ids, salt) in enumerate(prompts(rng)):
             seq = engine.last_published(context, seq)
             if seq >= 0:
@@ -85,8 +91,9 @@ def test_a_real_engine_reuses_what_the_router_said(
         context.destroy(linger=0)
     table(
         "Real engine (Gemma-3 shape, 5 sliding windows + 1 full attention, CPU)",
-        ("prompts", "equal", "with a hit", "full attention alone too high", "tokens reused", "event batches"),
+        ("engine", "prompts", "equal", "with a hit", "full attention alone too high", "tokens reused", "event batches"),
         (
+            request.node.callspec.id,
             str(PROMPTS),
             str(PROMPTS - len(wrong)),
             str(hits),

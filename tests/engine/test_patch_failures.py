@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switched off, the patch is not there; a place that looks different, or a failure of ours, costs one feature and no request."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm
+from group_sets import GPU_SETS, OFFLOAD_SETS
+from oracle import Oracle
+from patched import ENVIRONMENT, PLACES, WatchedOracle, patched, tap_of
+from vllm.distributed import kv_events
+from vllm.distributed.kv_events import EventPublisherFactory, ZmqEventPublisher
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import OffloadingEventsTracker
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import core
+from workload import PromptTree
+
+from kvrouter.engine_patch import offloading, plugin, positions, publisher, resets, tap
+from kvrouter.engine_patch.gates import FEATURES, NEWEST_KNOWN_VERSION, OLDEST_VERSION, ON
+from kvrouter.engine_patch.publisher import ATTRIBUTE, ORIGINAL
+from kvrouter.engine_patch.settings import SWITCH
+
+pytestmark = pytest.mark.engine
+
+OFFLOAD = next(offload_set for offload_set in OFFLOAD_SETS if offload_set.name.startswith("cpu full, self"))
+
+
+def work(oracle: Oracle, rng: Random) -> None:
+    """Load with everything that is hooked in it; every request ends as it should."""
+    tree = PromptTree(rng, 512)
+    requests = []
+    make = oracle._request
+
+    def request(*given: Any) -> Any:
+        made = make(*given)
+        made.kv_cache_report_mode = "full"
+        if len(requests) % 5 == 0:
+            made.lora_request = LoRARequest(lora_name="a", lora_int_id=1, lora_path=f"/adapters/{len(requests)}")
+        requests.append(made)
+        return made
+
+    oracle._request = request  # type: ignore[method-assign]
+    for i in range(90):
+        if oracle.unfinished < 4:
+            oracle.submit(tree.request())
+        oracle.step(tree)
+        if i % 30 == 29:
+            while oracle.unfinished:
+                oracle.step(tree)
+            assert oracle.scheduler.reset_prefix_cache(reset_connector=i == 59)
+    assert len(requests) > 10
+    assert all(made.is_finished() for made in requests)
+
+
+def untouched() -> None:
+    assert EventPublisherFactory._registry["zmq"] is ZmqEventPublisher
+    for owner, name in PLACES:
+        assert not hasattr(getattr(owner, name), ORIGINAL)
+
+
+# The switch and the version
+
+
+@pytest.mark.parametrize("value", ["0", "off"])
+def test_switched_off_nothing_is_exchanged(value: str, model: Path, seed: int) -> None:
+    constructor, init = EventPublisherFactory._registry["zmq"], Scheduler.__init__
+    with patched({SWITCH: value}, applied=False) as records:
+        untouched()
+        assert EventPublisherFactory._registry["zmq"] is constructor and Scheduler.__init__ is init
+        oracle = Oracle(OFFLOAD.group_set, model, Random(seed), OFFLOAD.connector_config())
+        offload = oracle.scheduler.connector.connector_scheduler
+        pool = oracle.scheduler.kv_cache_manager.block_pool
+        wrapped = (oracle.scheduler, pool, offload, offload.manager, offload._events_tracker)
+        try:
+            # An instance has no function of its own, but for the oracle's count of what is published.
+            assert not [name for owner in wrapped for name, value in vars(owner).items() if callable(value)]
+            assert type(oracle.scheduler.kv_event_publisher._event_queue).__name__ == "Queue"
+            assert not hasattr(oracle.scheduler.kv_event_publisher, ATTRIBUTE)
+        finally:
+            oracle.close()
+    assert records.texts == []
+
+
+def test_an_engine_without_events_starts_nothing() -> None:
+    started: list[object] = []
+    with patched(start=lambda *given: started.append(given)):
+        assert type(EventPublisherFactory.create(None, 0)).__name__ == "NullEventPublisher"
+    assert started == []
+
+
+def test_applied_twice_is_applied_once() -> None:
+    with patched():
+        constructor, init = EventPublisherFactory._registry["zmq"], Scheduler.__init__
+        assert plugin.patch(ENVIRONMENT, logging.Logger("again")) is True
+        assert EventPublisherFactory._registry["zmq"] is constructor and Scheduler.__init__ is init
+    untouched()
+
+
+@pytest.mark.parametrize("version", ["0.19.1", "0.11.0", "0.19.2rc1.dev3+gabc"])
+def test_too_old_a_version_is_refused(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    with patched(applied=False) as records:
+        untouched()
+    (text,) = records.texts
+    assert text.startswith(f"ERROR kvrouter: vLLM {version} is too old")
+    assert "hybrid KV cache manager off whenever KV events are on" in text
+
+
+@pytest.mark.parametrize("version", [f"0.{NEWEST_KNOWN_VERSION[1] + 1}.0", "1.0.0", "0.1.dev17+gabc", "main"])
+def test_an_unknown_version_is_tried(version: str, model: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    with patched() as records, WatchedOracle(GPU_SETS[0], model, Random(seed)) as oracle:
+        oracle.work(20)
+        oracle.drain()
+        oracle.verify()
+    (text,) = records.texts
+    assert text.startswith("WARNING") and version in text
+
+
+@pytest.mark.parametrize("version", [f"0.{OLDEST_VERSION[1]}.0", "0.32.0+cpu", "0.31.1.dev5+g1234"])
+def test_a_known_version_is_patched_without_a_word(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    with patched() as records:
+        pass
+    assert records.texts == []
+
+
+def test_the_entry_point_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(kv_events.EventPublisherFactory, "_registry", None)
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    log = logging.getLogger(plugin.LOGGER)
+    level = log.level
+    log.setLevel(logging.WARNING)
+    log.addHandler(handler)
+    try:
+        plugin.register()
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+    assert len(records) == 1 and "runs without it" in records[0].getMessage()
+
+
+# Failures of ours: every hook, its feature
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("made up")
+
+
+# Name -> where our code fails, which feature that costs, whether what is told is still all that is resident.
+FAILURES: dict[str, tuple[Any, str, str, bool]] = {
+    "queue": (publisher, "unblock", "queue", True),
+    "catalog": (tap, "read_catalog", "catalog", True),
+    "declare": (tap.Tap, "learn_lora", "lora", True),
+    "position of a store": (positions, "position_of", "positions", True),
+    "a block announced again": (positions, "note", "positions", False),
+    "reset": (resets, "void", "resets", True),
+    "offloaded": (tap.Tap, "_taken", "offload", True),
+    "position of an offloaded block": (offloading, "hash_before", "offload_positions", True),
+    "offload reset": (offloading.Offload, "_outdate", "offload_resets", True),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_costs_its_feature_and_no_request(
+    name: str, model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, attribute, feature, whole = FAILURES[name]
+    rng = Random(seed)
+    monkeypatch.setattr(owner, attribute, fail)
+    with patched() as records, WatchedOracle(OFFLOAD.group_set, model, rng, OFFLOAD.connector_config()) as oracle:
+        work(oracle, rng)
+        oracle.drain()
+        states = oracle.peer.hello().features
+        assert states[feature] != ON
+        texts = [text for text in records.texts if f"kvrouter: {feature} " in text]
+        assert len(texts) == 1 and FEATURES[feature] in texts[0]
+        if name != "a block announced again":
+            assert [other for other in states if states[other] != ON] == [feature]
+            assert len(records.texts) == 1
+        if whole:
+            oracle.verify()
+
+
+def test_reports_that_fail_end(model: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the heartbeats would go on vouching for what is no longer kept up."""
+    monkeypatch.setattr(tap.Tap, "published", fail)
+    rng = Random(seed)
+    with patched() as records, WatchedOracle(OFFLOAD.group_set, model, rng, OFFLOAD.connector_config()) as oracle:
+        work(oracle, rng)
+        assert not oracle.reporter._thread.is_alive()
+    (text,) = records.texts
+    assert "kvrouter: reports failed" in text
+
+
+def test_a_failing_tap_leaves_a_publisher(model: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "Tap", fail)
+    rng = Random(seed)
+    with patched() as records:
+        oracle = Oracle(OFFLOAD.group_set, model, rng, OFFLOAD.connector_config())
+    try:
+        work(oracle, rng)
+        assert not hasattr(oracle.scheduler, ATTRIBUTE)
+    finally:
+        oracle.close()
+    (text,) = records.texts
+    assert "kvrouter: reports failed" in text
+
+
+def test_a_scheduler_of_another_shape_runs(model: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tap.Tap, "attach", fail)
+    rng = Random(seed)
+    with patched() as records:
+        oracle = Oracle(OFFLOAD.group_set, model, rng, OFFLOAD.connector_config())
+    try:
+        work(oracle, rng)
+    finally:
+        oracle.close()
+    assert len(records.texts) == 1 and "unknown shape" in records.texts[0]
+
+
+def test_a_taken_port_leaves_a_publisher(model: Path, seed: int) -> None:
+    """The requests endpoint must be where readers look for it; where it is taken, nothing is reported."""
+    with patched():
+        first = Oracle(GPU_SETS[0], model, Random(seed))
+    taken = tap_of(first).reporter.requests_endpoint  # type: ignore[attr-defined]
+    rng = Random(seed)
+    with patched(ENVIRONMENT | {"KVROUTER_PATCH_REQUESTS": taken}) as records:
+        second = Oracle(GPU_SETS[0], model, rng)
+    try:
+        work(second, rng)
+        assert not hasattr(second.scheduler, ATTRIBUTE)
+        (text,) = records.texts
+        assert "kvrouter: reports is off: cannot listen on" in text and "KVROUTER_PATCH_REQUESTS" in text
+    finally:
+        first.close()
+        second.close()
+
+
+# Places that look different
+
+
+def renamed(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with its parameters called otherwise."""
+
+    def other(self: Any, first: Any = None, *rest: Any, **named: Any) -> Any:
+        return stock(self, *(() if first is None else (first,)), *rest, **named)
+
+    return other
+
+
+# Name -> the owner of the method, the method, the feature that it costs.
+PLACES_CHANGED: dict[str, tuple[Any, str, str]] = {
+    "cache_full_blocks": (BlockPool, "cache_full_blocks", "positions"),
+    "cache_partial_block": (BlockPool, "cache_partial_block", "positions"),
+    "emit_cached_block_events": (BlockPool, "emit_cached_block_events", "reuse"),
+    "add_request": (Scheduler, "add_request", "lora"),
+    "publish": (ZmqEventPublisher, "publish", "reports"),
+    "record_store": (OffloadingEventsTracker, "record_store", "offload_positions"),
+    "add_lora": (core.EngineCore, "add_lora", "lora"),
+}
+
+
+@pytest.mark.parametrize("name", PLACES_CHANGED)
+def test_a_place_with_other_parameters_is_left_alone(
+    name: str, model: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, attribute, feature = PLACES_CHANGED[name]
+    rng = Random(seed)
+    monkeypatch.setattr(owner, attribute, renamed(getattr(owner, attribute)))
+    with patched() as records:
+        oracle = Oracle(OFFLOAD.group_set, model, rng, OFFLOAD.connector_config())
+        changed = getattr(owner, attribute)
+        assert not hasattr(changed, ORIGINAL)
+    try:
+        work(oracle, rng)
+    finally:
+        oracle.close()
+    (text,) = records.texts
+    assert text.startswith(f"WARNING kvrouter: {feature} is off: ")
+    assert attribute in text and FEATURES[feature] in text
+
+
+def test_another_queue_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A publisher that queues otherwise is not told how."""
+
+    class Own(queue.Queue[Any]):
+        pass
+
+    class Other(ZmqEventPublisher):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            self._event_queue = Own()
+
+    monkeypatch.setitem(EventPublisherFactory._registry, "zmq", Other)
+    with patched() as records:
+        made: Any = EventPublisherFactory.create(
+            kv_events.KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint="tcp://*:0"), 0
+        )
+    made.shutdown()
+    assert type(made._event_queue) is Own
+    (text,) = records.texts
+    assert text.startswith("WARNING kvrouter: queue is off: ") and "_event_queue" in text
