@@ -34,6 +34,10 @@ TURN_MESSAGES = 64
 TURN_S = 0.020
 TURN_REQUESTS = 16
 
+# From the first message to the turn that sends it: the engine's thread, which has just published it, goes on with its step undisturbed,
+# and what follows is taken in the same turn. Both threads need the interpreter, and a GPU's work on the step takes longer than this.
+GATHER_MS = 1
+
 # While every snapshot client lacks room: a ROUTER cannot say which of them has some again.
 BLOCKED_RETRY_S = 0.010
 
@@ -189,6 +193,8 @@ class Reporter:
         # Rounded up, or the last millisecond would be spent turning.
         ready: dict[object, int] = dict(poller.poll(int(pause_s * 1_000) + (pause_s > 0)))
         self._intake.rise()
+        if self._intake.fileno() in ready and not self._closing:
+            ready.update(poller.poll(GATHER_MS))
         return ready
 
     def _turn(self, asked: bool) -> float:

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole vLLM engine on the CPU, with the engine patch or without, given short requests in batches."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from random import Random
+from typing import Self
+
+from engine_process import EngineProcess
+from patch_engines import VOCAB_SIZE
+from router_process import free_port
+
+from kvrouter.engine_patch.settings import SWITCH
+
+# Half of a prompt is one of a few beginnings, so that blocks are reused, stored and evicted.
+BEGINNINGS = 12
+HALF_TOKENS = 48
+
+
+def children(pid: int) -> list[int]:
+    """Processes that a process started, through all of its threads. Source: /proc/PID/task/TID/children."""
+    return [int(one) for task in Path(f"/proc/{pid}/task").iterdir() for one in (task / "children").read_text().split()]
+
+
+class RealEngine(EngineProcess):
+    """The engine core is a process of its own, which loads the patch as a plugin."""
+
+    def __init__(self, folder: Path, patch: bool) -> None:
+        folder.mkdir()
+        super().__init__(folder, free_port(), free_port(), {SWITCH: "1" if patch else "0"})
+        self._rng = Random(1)
+        self._beginnings = [self._tokens() for _ in range(BEGINNINGS)]
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        assert self._process is not None
+        # Besides the core there is what Python's multiprocessing keeps, which is small.
+        self._core = max(children(self._process.pid), key=lambda pid: self._memory(pid))
+        return self
+
+    def _tokens(self) -> list[int]:
+        return [self._rng.randrange(3, VOCAB_SIZE) for _ in range(HALF_TOKENS)]
+
+    def batch(self, requests: int) -> float:
+        """Requests a second."""
+        prompts = [{"prompt_token_ids": self._rng.choice(self._beginnings) + self._tokens()} for _ in range(requests)]
+        started_s = time.monotonic()
+        # With vLLM's own sampling parameters: 16 tokens.
+        self.call("generate", prompts)
+        return requests / (time.monotonic() - started_s)
+
+    @staticmethod
+    def _memory(pid: int) -> int:
+        """Resident set without pages that come from files, bytes."""
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+        return 0
+
+    def core_bytes(self) -> int:
+        return self._memory(self._core)
+
+    def core_thread_s(self) -> float:
+        """CPU time of the engine's thread, in which the patch's hooks run. Source: /proc/PID/task/TID/schedstat (ns)."""
+        return int(Path(f"/proc/{self._core}/task/{self._core}/schedstat").read_text().split()[0]) / 1e9
