@@ -34,8 +34,8 @@ TURN_MESSAGES = 64
 TURN_S = 0.020
 TURN_REQUESTS = 16
 
-# From the first message to the turn that sends it: the engine's thread, which has just published it, goes on with its step undisturbed,
-# and what follows is taken in the same turn. Both threads need the interpreter, and a GPU's work on the step takes longer than this.
+# From the first message to the turn that sends it: the engine's thread, which has just published it, goes on with its step
+# undisturbed, and what follows is taken in the same turn. Both need the interpreter; a GPU's work on the step takes longer.
 GATHER_MS = 1
 
 # While every snapshot client lacks room: a ROUTER cannot say which of them has some again.
