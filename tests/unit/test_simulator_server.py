@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from kvrouter.events.messages import AllBlocksCleared, BlockRemoved, BlockStored
 from kvrouter.simulator.pool import Key
 from kvrouter.simulator.server import ReplicaServer, main
 from kvrouter.simulator.shapes import gpt_oss
+
+PATIENCE_S = 20.0
 
 
 @pytest.fixture
@@ -53,7 +56,16 @@ def complete(server: ReplicaServer, tokens: list[int], **more: Any) -> Any:
     return call(f"{server.endpoints['url']}/v1/completions", {"prompt": tokens, "model": "m", **more})
 
 
-def replayed(server: ReplicaServer, context: zmq.Context[zmq.Socket[bytes]]) -> list[tuple[int, bytes]]:
+def replayed(server: ReplicaServer, context: zmq.Context[zmq.Socket[bytes]], count: int) -> list[tuple[int, bytes]]:
+    """All batches, once there are so many: the publisher's thread may be late."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while len(batches := replay(server, context)) < count:
+        assert time.monotonic() < deadline_s, f"{len(batches)} of {count} batches"
+        time.sleep(0.01)
+    return batches
+
+
+def replay(server: ReplicaServer, context: zmq.Context[zmq.Socket[bytes]]) -> list[tuple[int, bytes]]:
     assert server.endpoints["replay"] is not None
     with context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
@@ -119,7 +131,7 @@ def test_models_and_health(server: ReplicaServer) -> None:
 def test_the_stream_says_what_the_pool_holds(server: ReplicaServer, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     for n in range(6):
         complete(server, [*range(60), *range(n * 1000, n * 1000 + 80)], cache_salt="a" if n == 3 else None)
-    batches = replayed(server, context)
+    batches = replayed(server, context, server.publisher.next_seq)
     assert [seq for seq, _ in batches] == list(range(server.publisher.next_seq))
     copies: dict[tuple[int | None, int], int] = {}
     decoder = BatchDecoder()
@@ -154,7 +166,7 @@ def test_a_reset_shows_with_the_next_request(server: ReplicaServer, context: zmq
     assert call(f"{server.endpoints['url']}/reset_prefix_cache", {}) == {"success": True}
     assert server.publisher.next_seq == before
     assert complete(server, list(range(50)))["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    batch = BatchDecoder().decode(replayed(server, context)[before][1])
+    batch = BatchDecoder().decode(replayed(server, context, before + 1)[before][1])
     assert isinstance(batch.events[0], AllBlocksCleared)
 
 
