@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claim: the disk tier, with its checksums, its manifest and its threads, reads and writes a good part as fast as plain file I/O of
+the same bytes in records of the same size.
+
+Plain is pwrite and pread of one thread, and of as many threads as the tier has, each with its share of the records, from and into
+the same memory and in the same order. What is measured:
+- new: records that were never written, until the system has taken them (page cache);
+- synced: the same, with an fsync at the end;
+- in place: records that hold others, until the system has taken them; the tier evicts a key for each;
+- warm: read in random order, all of it in the page cache;
+- cold: read in random order after fsync and posix_fadvise(DONTNEED), so from the medium, or from what the machine below caches.
+All sides take turns, round by round, and each write is synced before the next is measured. The table has medians over the rounds,
+and median and quartiles of the ratios of each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+from report import machine, machine_cpu_s, number, own_cpu_s, progress
+
+from kvrouter.engine_patch.offload.disk.identity import DiskIdentity, GroupIdentity
+from kvrouter.engine_patch.offload.disk.tier import DEFAULT_THREADS, DiskTier
+from kvrouter.engine_patch.offload.key import OffloadKey, pack
+
+RECORD_BYTES = (64 * 2**10, 2**20)
+TOTAL_BYTES = 256 * 2**20
+QUICK_TOTAL_BYTES = 16 * 2**20
+ROUNDS = 7
+QUICK_ROUNDS = 3
+# Slots that reads and writes use in turns: what the tier's queue takes.
+SLOTS_BYTES = 64 * 2**20
+# What the tier's caller waits when nothing is over; an engine's step takes longer.
+PAUSE_S = 0.0002
+SEED = 20262
+CASES = ("new", "synced", "in place", "warm", "cold")
+
+
+class Line(msgspec.Struct):
+    """One case of one size, in GB/s, medians. one, many: plain I/O of one thread, and of as many as the tier has."""
+
+    case: str
+    record_bytes: int
+    ours: float
+    one: float
+    many: float
+    # Of ours to each, round by round: (lower quartile, median, upper quartile).
+    ratio_one: tuple[float, float, float]
+    ratio_many: tuple[float, float, float]
+    rounds: dict[str, list[float]]
+
+
+class Result(msgspec.Struct):
+    """All lines of the script, as benchmarks/results/*.json have them."""
+
+    name: str
+    quick: bool
+    machine: dict[str, str]
+    rows: list[Line]
+    notes: list[str]
+
+
+class Memory:
+    """Slots that were written to before, with bytes that no compression finds anything in."""
+
+    def __init__(self, record_bytes: int) -> None:
+        self.count = SLOTS_BYTES // record_bytes
+        self._memory = mmap.mmap(-1, SLOTS_BYTES)
+        self._memory.write(random.Random(SEED).randbytes(SLOTS_BYTES))
+        whole = memoryview(self._memory)
+        self._slots = [whole[at : at + record_bytes] for at in range(0, SLOTS_BYTES, record_bytes)]
+
+    def slot(self, number: int) -> memoryview:
+        return self._slots[number]
+
+
+class OurSide:
+    """The tier, driven as an engine's scheduler does: ask, poll, go on."""
+
+    name = "ours"
+
+    def __init__(self, folder: Path, memory: Memory, record_bytes: int, count: int) -> None:
+        group = GroupIdentity("full_attention", (record_bytes,), 16)
+        identity = DiskIdentity("benchmark", "bfloat16", (group,), 1, "sha256", record_bytes)
+        self._memory = memory
+        self._tier = DiskTier(folder, identity, record_bytes, count * record_bytes, memory.slot)
+        self._tier.open()
+        self._files = sorted(path for path in folder.rglob("*") if path.name in ("manifest", "records"))
+        self._lives = 0
+        self._count = count
+        # CPU time of the caller's thread in the tier, and for how many records.
+        self.caller_s = 0.0
+        self.records = 0
+
+    def key(self, number: int) -> OffloadKey:
+        return pack((self._lives * self._count + number).to_bytes(32, "big"), 0)
+
+    def write(self) -> None:
+        """All records; of the second time on, in place of those of the time before."""
+        self._lives += 1
+        self._all(self._tier.write, range(self._count))
+
+    def read(self, order: Sequence[int]) -> None:
+        self._all(self._tier.read, order)
+
+    def _all(self, begin: Callable[[OffloadKey, int], bool], order: Sequence[int]) -> None:
+        tier, free, at, done = self._tier, list(range(self._memory.count)), 0, 0
+        keys = [self.key(number) for number in order]
+        while done < len(keys):
+            start = time.thread_time()
+            finished = tier.poll()
+            tier.take_changes()
+            for one in finished:
+                if not one.ok:
+                    raise AssertionError(f"a {one.kind} went wrong: {tier.counters}, {tier.reason}")
+                free.append(one.slot)
+            done += len(finished)
+            while at < len(keys) and free and begin(keys[at], free[-1]):
+                free.pop()
+                at += 1
+            self.caller_s += time.thread_time() - start
+            if not finished:
+                time.sleep(PAUSE_S)
+        self.records += len(keys)
+
+    def sync(self, forget: bool = False) -> None:
+        for path in self._files:
+            sync(path, forget)
+
+    def close(self) -> None:
+        self._tier.close()
+
+
+class PlainSide:
+    """pwrite and pread of the same records."""
+
+    def __init__(self, folder: Path, memory: Memory, record_bytes: int, count: int, threads: int) -> None:
+        self.name = f"plain, {threads} threads"
+        self._memory = memory
+        self._path = folder / f"plain-{threads}"
+        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT)
+        self._record_bytes = record_bytes
+        self._count = count
+        self._threads = threads
+
+    def write(self) -> None:
+        self._all(os.pwritev, range(self._count))
+
+    def read(self, order: Sequence[int]) -> None:
+        self._all(os.preadv, order)
+
+    def _all(self, move: Callable[[int, list[memoryview], int], int], order: Sequence[int]) -> None:
+        fd, size, slots = self._fd, self._record_bytes, self._memory
+        failed: list[str] = []
+
+        def share(first: int) -> None:
+            for at in range(first, len(order), self._threads):
+                if move(fd, [slots.slot(at % slots.count)], order[at] * size) != size:
+                    failed.append(f"record {order[at]}")
+
+        if self._threads == 1:
+            share(0)
+        else:
+            threads = [threading.Thread(target=share, args=(first,)) for first in range(self._threads)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        if failed:
+            raise AssertionError(f"plain I/O came up short: {failed}")
+
+    def sync(self, forget: bool = False) -> None:
+        sync(self._path, forget)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def sync(path: Path, forget: bool) -> None:
+    """What was written is on the medium; forget: and no longer in the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    if forget:
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def took(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def one_round(
+    folder: Path, memory: Memory, record_bytes: int, count: int, turn: int
+) -> tuple[dict[tuple[str, str], float], float]:
+    """Seconds of each case and side, and CPU microseconds a record of the tier's caller."""
+    ours = OurSide(folder, memory, record_bytes, count)
+    sides: list[OurSide | PlainSide] = [ours]
+    sides += [PlainSide(folder, memory, record_bytes, count, threads) for threads in (1, DEFAULT_THREADS)]
+    named = dict(zip(("ours", "one", "many"), sides, strict=True))
+    names = list(named)
+    # Each side is first as often as the others.
+    names = names[turn % len(names) :] + names[: turn % len(names)]
+    order = list(range(count))
+    random.Random(SEED + turn).shuffle(order)
+    seconds: dict[tuple[str, str], float] = {}
+    for name in names:
+        seconds["new", name] = took(named[name].write)
+        seconds["synced", name] = seconds["new", name] + took(named[name].sync)
+    for name in names:
+        seconds["in place", name] = took(named[name].write)
+        named[name].sync()
+    for name in names:
+        seconds["warm", name] = took(lambda side=named[name]: side.read(order))  # type: ignore[misc]
+    for name in names:
+        named[name].sync(forget=True)
+        seconds["cold", name] = took(lambda side=named[name]: side.read(order))  # type: ignore[misc]
+    for side in sides:
+        side.close()
+    return seconds, ours.caller_s / ours.records * 1e6
+
+
+def measure(folder: Path, record_bytes: int, total: int, rounds: int) -> tuple[list[Line], float]:
+    """All cases of one size, and the median of the caller's microseconds a record."""
+    memory = Memory(record_bytes)
+    found: dict[tuple[str, str], list[float]] = {}
+    caller = []
+    for turn in range(rounds + 1):
+        place = Path(tempfile.mkdtemp(prefix="kvr-bench-disk-", dir=folder))
+        try:
+            seconds, caller_us = one_round(place, memory, record_bytes, total // record_bytes, turn)
+        finally:
+            shutil.rmtree(place)
+        # The first is not counted: it brings code and page tables in.
+        if turn:
+            caller.append(caller_us)
+            for what, value in seconds.items():
+                found.setdefault(what, []).append(total / value / 1e9)
+    return [line(case, record_bytes, found) for case in CASES], statistics.median(caller)
+
+
+def line(case: str, record_bytes: int, found: dict[tuple[str, str], list[float]]) -> Line:
+    ours, one, many = (found[case, name] for name in ("ours", "one", "many"))
+    medians = (statistics.median(values) for values in (ours, one, many))
+    rounds = {"ours": ours, "one": one, "many": many}
+    return Line(case, record_bytes, *medians, quartiles(ours, one), quartiles(ours, many), rounds)
+
+
+def quartiles(ours: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles((a / b for a, b in zip(ours, other, strict=True)), n=4)
+    return low, middle, high
+
+
+def table(rows: Sequence[Line]) -> str:
+    """Markdown, which a terminal shows well enough."""
+    many = f"plain, {DEFAULT_THREADS} threads"
+    lines = [
+        ("case", "record", "tier", "plain, 1 thread", many, "ratio to 1", "quartiles", "ratio to all", "quartiles")
+    ]
+    lines.append(("---",) * len(lines[0]))
+    for row in rows:
+        ratios = [(f"{mid:.2f}", f"{low:.2f} to {high:.2f}") for low, mid, high in (row.ratio_one, row.ratio_many)]
+        lines.append(
+            (
+                {"warm": "read, warm", "cold": "read, cold"}.get(row.case, f"write, {row.case}"),
+                f"{row.record_bytes // 2**10} KiB",
+                *(f"{number(value)} GB/s" for value in (row.ours, row.one, row.many)),
+                *ratios[0],
+                *ratios[1],
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        f"| {' | '.join(cell.ljust(width, '-' if cell == '---' else ' ') for cell, width in zip(cells, widths, strict=True))} |"
+        for cells in lines
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how fast it is")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, with all rounds, to FILE")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        metavar="FOLDER",
+        help="on the disk to be measured; default: the system's temporary folder",
+    )
+    arguments = parser.parse_args()
+    folder = arguments.folder or Path(tempfile.gettempdir())
+    if not folder.is_dir():
+        parser.error(f"{folder} is no folder: make it, or name another one")
+    total = QUICK_TOTAL_BYTES if arguments.quick else TOTAL_BYTES
+    rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
+    result = Result("offload_disk", arguments.quick, machine(), [], [])
+    start, busy, own = time.monotonic(), machine_cpu_s(), own_cpu_s()
+    for record_bytes in RECORD_BYTES:
+        progress(f"offload_disk: records of {record_bytes} bytes")
+        rows, caller_us = measure(folder, record_bytes, total, rounds)
+        result.rows += rows
+        result.notes.append(
+            f"records of {record_bytes // 2**10} KiB: {caller_us:.1f} us a record of the CPU time of the thread that asks the tier"
+        )
+    others = (machine_cpu_s() - busy - own_cpu_s() + own) / (time.monotonic() - start)
+    result.notes += [
+        f"{rounds} rounds of {total // 2**20} MiB; {DEFAULT_THREADS} threads; file system {file_system(folder)}",
+        f"other processes of the machine used {max(0.0, others):.2f} cores meanwhile",
+    ]
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(msgspec.to_builtins(result), indent=1) + "\n")
+    print(table(result.rows))
+    for note in result.notes:
+        print(f"- {note}")
+
+
+def file_system(folder: Path) -> str:
+    """Its type, by the longest mount point above the folder."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    fits = [(point, kind) for point, kind in mounts if folder.resolve().is_relative_to(point)]
+    return max(fits, key=lambda mount: len(mount[0]))[1] if fits else "unknown"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk tier: chunks of slots in fixed-size records of one folder, within a byte budget, for one engine.
+
+What is announced is there: a key is told as stored when its payload and its manifest entry are written, and as removed before its
+record is given to another key, or when it can no longer be read. Nothing comes or goes without being told. What an earlier process
+left is found at the start.
+
+Limits: one engine a folder (a second, read-only engine beside it, REMOTE in its events, is not there yet); the order of use is
+kept in memory, so that after a restart it is the order of writing; reads and writes go through the page cache. No error of the disk
+reaches the caller: it becomes a removal, a count and, when it repeats, the state OFF.
+
+All methods run in the caller's thread. The bytes of a slot must stay as they are from `write`, and untouched from `read`, until
+`poll` has told that it is done, also after `clear`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvrouter.engine_patch.offload.disk.file_ops import FileOps
+from kvrouter.engine_patch.offload.disk.folder import Folder, claim, foreign, unusable
+from kvrouter.engine_patch.offload.disk.health import RETRY_S, Health, Permit, State
+from kvrouter.engine_patch.offload.disk.identity import DiskIdentity
+from kvrouter.engine_patch.offload.disk.io_threads import Executor, IoThreads
+from kvrouter.engine_patch.offload.disk.manifest import ForeignManifest
+from kvrouter.engine_patch.offload.disk.record_table import RecordTable, Room
+from kvrouter.engine_patch.offload.disk.records import stride_bytes
+from kvrouter.engine_patch.offload.disk.store import Found, Outcome, Result, Store
+from kvrouter.engine_patch.offload.disk.told import READ, WRITE, Change, Counters, Finished
+from kvrouter.engine_patch.offload.key import OffloadKey
+
+DEFAULT_THREADS = 2
+# Each holds a slot of CPU memory; 256 of 1 MiB are half a second of a disk that takes 500 MB/s.
+DEFAULT_MAX_QUEUED = 256
+
+# While that is so, a restart may load what is no longer true: it must not be lost from sight behind later errors.
+UNCLEARED = "the folder could not be cleared, and a restart may find old content"
+
+_OPEN = frozenset({State.ON, State.FULL, State.OFF})
+
+
+class _Job(NamedTuple):
+    kind: str
+    key: OffloadKey
+    slot: int
+    record: int
+    generation: int
+    grows: bool
+
+
+class _Chore(NamedTuple):
+    """Work of the tier's own. trial: of a disk that is off; else the sync after a clear."""
+
+    trial: bool
+    generation: int
+
+
+class DiskTier:
+    """See the module. folder: the user's, shared by any number of identities; slot_bytes_of: the bytes of a slot, at least
+    record_bytes, where they lie; max_queued: waiting reads, and waiting writes; retry_s: from a failure to the next trial;
+    option: the user's name for the folder's setting, in errors; executor: for tests, in place of threads.
+
+    Raises ValueError for a budget without room for one record, and for record_bytes that are not the identity's.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: DiskIdentity,
+        record_bytes: int,
+        budget_bytes: int,
+        slot_bytes_of: Callable[[int], memoryview],
+        threads: int = DEFAULT_THREADS,
+        max_queued: int = DEFAULT_MAX_QUEUED,
+        *,
+        retry_s: float = RETRY_S,
+        option: str = "disk_path",
+        clock: Callable[[], float] = time.monotonic,
+        files: FileOps | None = None,
+        executor: Callable[[], Executor] | None = None,
+        log: logging.Logger | None = None,
+    ) -> None:
+        if record_bytes != identity.record_bytes or record_bytes < 1:
+            raise ValueError(f"records of {record_bytes} bytes, but the identity says {identity.record_bytes}")
+        self._max_records = budget_bytes // stride_bytes(record_bytes)
+        if self._max_records < 1:
+            raise ValueError(
+                f"{budget_bytes} bytes of disk hold no record of {stride_bytes(record_bytes)} bytes: "
+                "set more bytes for the disk tier, or leave it out"
+            )
+        self.counters = Counters()
+        self.record_bytes = record_bytes
+        self._root = folder
+        self._identity = identity
+        self._slot_bytes_of = slot_bytes_of
+        self._option = option
+        self._files = files or FileOps()
+        self._make_executor = executor or functools.partial(IoThreads, threads, max_queued, "kv-disk")
+        log = log or logging.getLogger(__name__)
+        self._health = Health(str(folder / identity.folder_name()), log, clock, retry_s)
+        self._table = RecordTable(self._max_records)
+        self._next_seq = 0
+        self._writing: set[OffloadKey] = set()
+        self._changes: list[Change] = []
+        self._generation = 0
+        # Under way, by number.
+        self._jobs: dict[int, _Job] = {}
+        self._next_job = 0
+        # What threads have done, in the order in which they have; the one thing that they share with the caller's thread.
+        self._done: deque[tuple[int | _Chore, Result]] = deque()
+        self._finished: list[Finished] = []
+        self._on_trial = False
+        # After a clear: its write is not on the medium yet; it could not even be written.
+        self._sync_wanted = False
+        self._uncleared = False
+
+    def open(self) -> list[OffloadKey]:
+        """Claims the folder and returns what is in it, oldest first: stored, without a change that says so.
+
+        Raises FolderInUse, ForeignFolder, DiskFolderError (`folder.py`), each with what to do; ValueError for an identity whose
+        checksum is not there. Once."""
+        if self._health.state is not State.NEW:
+            raise ValueError(f"the disk tier was opened before and is {self._health.state}: make another one")
+        self._folder = claim(self._root, self._identity, self._option)
+        try:
+            self._store, found = self._recover(self._folder)
+        except BaseException:
+            self._folder.release()
+            raise
+        self._table.adopt(found.held, found.records)
+        self._next_seq = found.next_seq
+        self._generation = self._store.generation
+        self.counters.corrupt += found.corrupt
+        self.counters.evicted += found.evicted
+        self._executor = self._make_executor()
+        self._health.become(State.ON)
+        return [key for key, _ in found.held]
+
+    @property
+    def state(self) -> State:
+        return self._health.state
+
+    @property
+    def reason(self) -> str:
+        """Why the state is not ON, for people."""
+        return self._health.reason
+
+    @property
+    def pending(self) -> int:
+        """Reads and writes that `poll` has not told yet."""
+        return len(self._jobs) + len(self._finished)
+
+    @property
+    def records(self) -> int:
+        """Keys that are there."""
+        return len(self._table)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of payloads that are there."""
+        return len(self._table) * self.record_bytes
+
+    def holds(self, key: OffloadKey) -> bool:
+        """Whether the key can be read now: exactly while it is announced."""
+        return self._readable and self._table.get(key) is not None
+
+    def writing(self, key: OffloadKey) -> bool:
+        return key in self._writing
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        """Used, the last one last; unknown keys are ignored."""
+        for key in keys:
+            self._table.touch(key)
+
+    def write(self, key: OffloadKey, slot: int) -> bool:
+        """Queues a write of the slot's bytes; whether it was. False changes nothing.
+
+        Counted as `repeated` where the key is there (`holds`) or on its way (`writing`), else as `skipped`."""
+        if key in self._writing or self._table.get(key) is not None:
+            self.counters.repeated += 1
+            return False
+        data = self._bytes_of(slot)
+        room = self._room()
+        if room is None:
+            self.counters.skipped += 1
+            return False
+        if room.evicted is not None:
+            self.counters.evicted += 1
+            self._changes.append(Change(False, room.evicted))
+        self._writing.add(key)
+        job = _Job(WRITE, key, slot, room.record, self._generation, room.grows)
+        work = functools.partial(self._store.write, key, room.record, self._generation, self._next_seq, data)
+        self._next_seq += 1
+        self._submit(job, work)
+        return True
+
+    def read(self, key: OffloadKey, slot: int) -> bool:
+        """Queues a read into the slot's bytes; whether it was: the key is there and the queue has room."""
+        index = self._table.get(key)
+        if index is None or not self._readable or not self._executor.has_room(True):
+            return False
+        into = self._bytes_of(slot)
+        self._table.touch(key)
+        self._table.pin(index)
+        job = _Job(READ, key, slot, index, self._generation, False)
+        self._submit(job, functools.partial(self._store.read, key, index, self._generation, into))
+        return True
+
+    def poll(self) -> list[Finished]:
+        """What is over since the last call, in the order in which it ended."""
+        self._process()
+        if self.state in _OPEN:
+            self._do_chores()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def take_changes(self) -> list[Change]:
+        """What came and went since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def clear(self) -> None:
+        """Nothing is there any more, also not what is under way: its reads and writes end as not ok.
+
+        One small write to the manifest; should that fail, the tier is off until it is made up for."""
+        if self.state not in _OPEN:
+            return
+        keys = self._table.clear()
+        if self._readable:
+            self._changes += [Change(False, key) for key in keys]
+        self._writing.clear()
+        self._generation += 1
+        result = self._store.clear(self._generation)
+        self._sync_wanted = True
+        self._uncleared = result.outcome is not Outcome.DONE
+        if self._uncleared:
+            self.counters.errors += 1
+            self._health.turn_off(f"{UNCLEARED}: {result.reason}")
+
+    def close(self) -> None:
+        """Waits for the read or write that each thread is in the middle of; what is queued ends as not ok, for `poll` to tell.
+
+        What is there stays for the next process."""
+        if self.state in _OPEN:
+            self._executor.close()
+            self._process()
+            for job in self._jobs.values():
+                self.counters.abandoned += 1
+                self._finished.append(Finished(job.kind, job.key, job.slot, False))
+            self._jobs.clear()
+            if self._sync_wanted:
+                # The last chance for a clear; nobody is left to be told.
+                self._store.trial(None)
+            self._store.close()
+            self._folder.release()
+        self._health.become(State.CLOSED)
+
+    @property
+    def _readable(self) -> bool:
+        return self.state in (State.ON, State.FULL)
+
+    def _recover(self, folder: Folder) -> tuple[Store, Found]:
+        store = None
+        try:
+            store = Store.open(folder.path, self._identity, self._files)
+            return store, store.recover(self._max_records)
+        except BaseException as error:
+            if store is not None:
+                store.close()
+            if isinstance(error, ForeignManifest):
+                raise foreign(folder.path, str(error), self._option) from error
+            if isinstance(error, OSError):
+                raise unusable(folder.path, error, self._option) from error
+            raise
+
+    def _bytes_of(self, slot: int) -> memoryview:
+        data = self._slot_bytes_of(slot)
+        if data.nbytes < self.record_bytes:
+            raise ValueError(f"slot {slot} has {data.nbytes} bytes, a record {self.record_bytes}: make slots larger")
+        return data.cast("B")[: self.record_bytes]
+
+    def _room(self) -> Room | None:
+        """A record to write now, None when nothing may be written."""
+        if not self._readable or not self._executor.has_room(False):
+            return None
+        permit = self._health.permit()
+        return None if permit is Permit.NONE else self._table.room(permit is Permit.GROW)
+
+    def _submit(self, job: _Job, work: Callable[[], Result]) -> None:
+        self._jobs[self._next_job] = job
+        self._executor.submit(functools.partial(_run, self._done, self._next_job, work), job.kind == READ)
+        self._next_job += 1
+
+    def _do_chores(self) -> None:
+        """A trial of a disk that is off, and the sync after a clear: each when it is due and the queue has room."""
+        trial = self.state is State.OFF and not self._on_trial and self._health.trial_due()
+        sync = self._readable and self._sync_wanted
+        if not (trial or sync) or not self._executor.has_room(True):
+            return
+        work: Callable[[], Result] = self._store.sync
+        if trial:
+            self._on_trial = True
+            oldest = next(iter(self._table), None)
+            work = functools.partial(self._store.trial, None if oldest is None else self._table.get(oldest))
+        else:
+            self._sync_wanted = False
+        self._executor.submit(functools.partial(_run, self._done, _Chore(trial, self._generation), work), True)
+
+    def _process(self) -> None:
+        while self._done:
+            ticket, result = self._done.popleft()
+            if isinstance(ticket, _Chore):
+                self._chore_ended(ticket, result)
+                continue
+            job = self._jobs.pop(ticket)
+            ok = self._wrote(job, result) if job.kind == WRITE else self._have_read(job, result)
+            self._finished.append(Finished(job.kind, job.key, job.slot, ok))
+
+    def _chore_ended(self, chore: _Chore, result: Result) -> None:
+        if not chore.trial:
+            if result.outcome is not Outcome.DONE:
+                self._failed(result)
+            return
+        self._on_trial = False
+        # A clear that came meanwhile, and failed, must be made up for by another trial.
+        if self.state is State.OFF and chore.generation == self._generation:
+            if result.outcome is Outcome.DONE:
+                self._sync_wanted = self._uncleared = False
+                self._health.trial_ended(None)
+                self._changes += [Change(True, key) for key in self._table]
+            else:
+                self.counters.errors += 1
+                self._health.trial_ended(f"{UNCLEARED}: {result.reason}" if self._uncleared else result.reason)
+
+    def _wrote(self, job: _Job, result: Result) -> bool:
+        current = job.generation == self._generation
+        if current:
+            self._writing.discard(job.key)
+        if result.outcome is Outcome.DONE:
+            self.counters.written_bytes += self.record_bytes
+            self._health.wrote_well(job.grows)
+            if current:
+                self._table.hold(job.key, job.record)
+                self._tell(True, job.key)
+                return True
+            self._table.give_back(job.record, False)
+            return False
+        self._table.give_back(job.record, job.grows)
+        if result.outcome is Outcome.NO_SPACE:
+            self.counters.full += 1
+            self._health.no_space(job.grows, result.reason)
+        else:
+            self._failed(result)
+        return False
+
+    def _have_read(self, job: _Job, result: Result) -> bool:
+        self._table.unpin(job.record)
+        current = job.generation == self._generation
+        if result.outcome is Outcome.DONE:
+            self.counters.read_bytes += self.record_bytes
+            self._health.read_well()
+            return current
+        # Another read of the same record may have failed before.
+        if current and self._table.get(job.key) == job.record:
+            self._table.drop(job.key)
+            self._tell(False, job.key)
+        if result.outcome is Outcome.CORRUPT:
+            self.counters.corrupt += 1
+        else:
+            self._failed(result)
+        return False
+
+    def _failed(self, result: Result) -> None:
+        self.counters.errors += 1
+        if self._health.failed(result.reason):
+            # Nobody shall count on what cannot be read.
+            self._changes += [Change(False, key) for key in self._table]
+
+    def _tell(self, stored: bool, key: OffloadKey) -> None:
+        if self._readable:
+            self._changes.append(Change(stored, key))
+
+
+def _run(done: deque[tuple[int | _Chore, Result]], ticket: int | _Chore, work: Callable[[], Result]) -> None:
+    """In an I/O thread, which knows nothing of the tier."""
+    done.append((ticket, work()))

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that writes to the disk tier is killed at any moment, and what it had announced is there."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvrouter.engine_patch.offload.disk.folder import FolderInUse
+from kvrouter.engine_patch.offload.disk.tier import DiskTier
+
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
+sys.path.insert(0, str(SUPPORT))
+from disk_child import (  # noqa: E402
+    CHILD_KEYS,
+    CHILD_RECORD_BYTES,
+    CHILD_RECORDS,
+    CHILD_THREADS,
+    SALTS_A_LIFE,
+    Slots,
+    identity,
+    key,
+    payload,
+    salt_of,
+)
+
+KILLS = 20
+# From nearly nothing to a few hundred writes.
+LONGEST_LIFE_S = 0.5
+HANG_S = 120
+
+
+class Child:
+    """One life of the writing process, and all that it said."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._path = folder / f"said-{seed}"
+        self._file = self._path.open("wb")
+        command = [sys.executable, str(SUPPORT / "disk_child.py"), str(folder / "disk"), str(seed)]
+        self.process = subprocess.Popen(command, stdout=self._file, stderr=subprocess.PIPE)
+
+    def wait_open(self) -> None:
+        end = time.monotonic() + HANG_S
+        while b"open\n" not in self._path.read_bytes():
+            assert self.process.poll() is None and time.monotonic() < end, self.errors()
+            time.sleep(0.01)
+
+    def errors(self) -> str:
+        self.process.kill()
+        return self.process.communicate()[1].decode()
+
+    def end(self, number: int) -> tuple[int, list[str]]:
+        """Its exit status and its lines; one that a kill has cut short is left out."""
+        self.process.send_signal(number)
+        error = self.process.communicate(timeout=HANG_S)[1]
+        self._file.close()
+        assert not error, error.decode()
+        return self.process.returncode, self._path.read_text().split("\n")[:-1]
+
+
+class Account:
+    """What all lives have said so far."""
+
+    def __init__(self) -> None:
+        self.there: set[bytes] = set()
+        # Nothing with a smaller salt was written since the last clear.
+        self.oldest_salt = 0
+        # The last life ended within a clear; after it had begun a write, which may have evicted.
+        self.clearing = False
+        self.writing = False
+
+    def add(self, lines: list[str], found: list[bytes]) -> None:
+        """The lines of one life. found: what was there before it."""
+        assert [line for line in lines if line.startswith("+")][: len(found)] == [f"+ {name.hex()}" for name in found]
+        self.there.clear()
+        self.clearing = False
+        for line in lines:
+            word, _, rest = line.partition(" ")
+            self.writing = word == "?"
+            if word == "+":
+                assert bytes.fromhex(rest) not in self.there, line
+                self.there.add(bytes.fromhex(rest))
+            elif word == "-":
+                self.there.remove(bytes.fromhex(rest))
+            elif word == "clear":
+                self.clearing = True
+            elif word == "cleared":
+                self.there.clear()
+                self.clearing, self.oldest_salt = False, int(rest)
+            else:
+                assert word in ("?", "open", "end"), line
+
+
+def check(folder: Path, account: Account) -> list[bytes]:
+    """All that was announced is found, and all that is found is right. Returns it, oldest first."""
+    slots = Slots(1, CHILD_RECORD_BYTES)
+    budget = CHILD_RECORDS * CHILD_RECORD_BYTES
+    tier = DiskTier(folder / "disk", identity(CHILD_RECORD_BYTES), CHILD_RECORD_BYTES, budget, slots.view)
+    found = tier.open()
+    try:
+        assert len(found) == len(set(found)) <= CHILD_RECORDS
+        assert set(found) <= {key(number) for number in range(CHILD_KEYS)}
+        missing = account.there - set(found)
+        assert len(missing) <= account.writing or (account.clearing and not found)
+        for name in found:
+            slots.fill(0, bytes(CHILD_RECORD_BYTES))
+            assert tier.read(name, 0)
+            while not (finished := tier.poll()):
+                time.sleep(0.0002)
+            data = slots.bytes(0)
+            assert finished[0].ok and data == payload(name, CHILD_RECORD_BYTES, salt_of(data))
+            assert salt_of(data) >= account.oldest_salt
+        assert tier.counters.errors == 0
+        # A kill tears at most the entry that each thread was writing.
+        assert tier.counters.corrupt <= CHILD_THREADS
+    finally:
+        tier.close()
+    return list(found)
+
+
+def test_what_was_announced_survives_kills(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    account = Account()
+    found: list[bytes] = []
+    checked = clears = 0
+    for seed in range(KILLS):
+        child = Child(tmp_path, seed)
+        child.wait_open()
+        time.sleep(rng.uniform(0, LONGEST_LIFE_S))
+        status, lines = child.end(signal.SIGKILL)
+        assert status == -signal.SIGKILL
+        account.add(lines, found)
+        found = check(tmp_path, account)
+        checked += len(found)
+        clears = max(clears, account.oldest_salt)
+    assert checked > KILLS and clears >= SALTS_A_LIFE
+
+
+def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
+    child = Child(tmp_path, 1)
+    child.wait_open()
+    account = Account()
+    with pytest.raises(FolderInUse, match=f"process {child.process.pid} on "):
+        check(tmp_path, account)
+    time.sleep(0.3)
+    status, lines = child.end(signal.SIGTERM)
+    assert (status, lines[-1]) == (0, "end")
+    account.add(lines, [])
+    assert account.there and not account.writing
+    # And maybe what had left for writes that were queued at the end and dropped.
+    assert set(check(tmp_path, account)) >= account.there

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What makes records foreign to each other, and how a folder is claimed."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvrouter.engine_patch.offload.disk import checksum as checksums
+from kvrouter.engine_patch.offload.disk.checksum import CRC32, XXH3, checksum, default_checksum
+from kvrouter.engine_patch.offload.disk.folder import DiskFolderError, FolderInUse, ForeignFolder, claim
+from kvrouter.engine_patch.offload.disk.identity import DiskIdentity, GroupIdentity
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+from disk_child import identity
+
+GROUP = GroupIdentity("full_attention", (512, 256), 16)
+WHOLE = DiskIdentity("m", "bfloat16", (GROUP,), 4, "sha256", 4_096, 2, "tp=2", "00ff", (("revision", "1"),), CRC32)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": "n"},
+        {"dtype": "fp8"},
+        {"groups": (GROUP, GROUP)},
+        {"groups": (dataclasses.replace(GROUP, spec="sliding_window 128"),)},
+        {"groups": (dataclasses.replace(GROUP, page_bytes=(256, 512)),)},
+        {"groups": (dataclasses.replace(GROUP, tokens_per_block=32),)},
+        {"blocks_per_chunk": 1},
+        {"hash_algorithm": "xxhash"},
+        {"record_bytes": 8_192},
+        {"num_ranks": 1},
+        {"parallel": "tp=1 pp=2"},
+        {"hash_root": "00fe"},
+        {"extra": (("revision", "2"),)},
+        {"extra": ()},
+        {"checksum": XXH3},
+    ],
+    ids=str,
+)
+def test_everything_that_matters_makes_another_folder(changed: dict[str, object]) -> None:
+    other = dataclasses.replace(WHOLE, **changed)  # type: ignore[arg-type]
+    assert other.digest() != WHOLE.digest()
+    assert other.folder_name() != WHOLE.folder_name()
+    assert {field.name for field in dataclasses.fields(WHOLE)} >= changed.keys()
+
+
+def test_no_text_can_stand_for_two_fields() -> None:
+    one = dataclasses.replace(WHOLE, model='m","dtype":"x', dtype="y")
+    other = dataclasses.replace(WHOLE, model="m", dtype='x","dtype":"y')
+    assert one.canonical() != other.canonical()
+
+
+def test_canonical_bytes_are_these() -> None:
+    assert WHOLE.canonical() == (
+        b'{"blocks_per_chunk":4,"checksum":"crc32","dtype":"bfloat16","extra":[["revision","1"]],"format_version":1,'
+        b'"groups":[{"page_bytes":[512,256],"spec":"full_attention","tokens_per_block":16}],"hash_algorithm":"sha256",'
+        b'"hash_root":"00ff","model":"m","num_ranks":2,"parallel":"tp=2","record_bytes":4096}'
+    )
+    assert WHOLE.folder_name() == WHOLE.digest().hex()[:32]
+
+
+def test_readable_form_says_the_digest() -> None:
+    read = json.loads(WHOLE.readable())
+    assert read.pop("digest") == WHOLE.digest().hex()
+    assert read == json.loads(WHOLE.canonical())
+
+
+def test_checksums() -> None:
+    data = memoryview(b"123456789")
+    assert checksum(CRC32)(data) == 0xCBF43926
+    # What the xxhsum program says of an empty file.
+    assert checksum(XXH3)(memoryview(b"")) == 0x2D06800538D394C2
+    with pytest.raises(ValueError, match="'md5' is not available"):
+        checksum("md5")
+
+
+def test_without_xxhash_it_is_crc32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checksums, "xxh3_64", None)
+    assert default_checksum() == CRC32
+    with pytest.raises(ValueError, match="install xxhash"):
+        checksum(XXH3)
+
+
+def test_a_claimed_folder_is_described_and_private(tmp_path: Path) -> None:
+    folder = claim(tmp_path / "new" / "root", identity(), "disk_path")
+    assert folder.path == tmp_path / "new" / "root" / identity().folder_name()
+    assert (folder.path / "identity.json").read_text() == identity().readable()
+    assert folder.path.stat().st_mode & 0o077 == 0
+    folder.release()
+    folder.release()
+    claim(tmp_path / "new" / "root", identity(), "disk_path").release()
+
+
+def test_a_second_engine_is_told_who_is_there_and_what_to_do(tmp_path: Path) -> None:
+    folder = claim(tmp_path, identity(), "disk_path")
+    with pytest.raises(FolderInUse) as error:
+        claim(tmp_path, identity(), "disk_path")
+    text = str(error.value)
+    assert str(folder.path) in text and str(os.getpid()) in text and "set disk_path to another folder" in text
+    # Another model in the same place does not disturb.
+    claim(tmp_path, identity(model="n"), "disk_path").release()
+    folder.release()
+    claim(tmp_path, identity(), "disk_path").release()
+
+
+def test_the_owner_is_the_last_one(tmp_path: Path) -> None:
+    folder = claim(tmp_path, identity(), "disk_path")
+    folder.release()
+    (folder.path / "lock").write_text("1234567890 on an earlier host\n" * 3)
+    folder = claim(tmp_path, identity(), "disk_path")
+    assert (folder.path / "lock").read_text() == f"{os.getpid()} on {os.uname().nodename}\n"
+    folder.release()
+
+
+def test_a_lock_without_an_owner_yet(tmp_path: Path) -> None:
+    claim(tmp_path, identity(), "disk_path").release()
+    fd = os.open(tmp_path / identity().folder_name() / "lock", os.O_RDWR | os.O_TRUNC)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    with pytest.raises(FolderInUse, match="unknown"):
+        claim(tmp_path, identity(), "disk_path")
+    os.close(fd)
+
+
+def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / identity().folder_name()
+    path.mkdir()
+    (path / "identity.json").write_text(identity(model="n").readable())
+    with pytest.raises(ForeignFolder, match="left as they are"):
+        claim(tmp_path, identity(), "disk_path")
+    assert (path / "identity.json").read_text() == identity(model="n").readable()
+    # And is not kept locked.
+    (path / "identity.json").unlink()
+    claim(tmp_path, identity(), "disk_path").release()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskFolderError, match=r"cannot use this folder .*set disk_path"):
+        claim(tmp_path / "file", identity(), "disk_path")
+    (tmp_path / identity().folder_name()).mkdir()
+    (tmp_path / identity().folder_name() / "lock").mkdir()
+    with pytest.raises(DiskFolderError, match="cannot use this folder"):
+        claim(tmp_path, identity(), "disk_path")

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The name of an offloaded chunk: the bytes that vLLM's own keys have, there and back."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import pytest
+
+from kvrouter.engine_patch.offload.key import (
+    MAX_GROUP_IDX,
+    OffloadKey,
+    group_of,
+    order,
+    pack,
+    short_hash,
+    unpack,
+)
+
+XXHASH_BYTES, SHA256_BYTES, JOINED_BYTES = 16, 32, 64
+WIDTHS = (XXHASH_BYTES, SHA256_BYTES, JOINED_BYTES)
+GROUPS = (0, 1, 255, 256, 65_536, 2**31, MAX_GROUP_IDX)
+
+
+def block_hash(width: int, number: int = 0) -> bytes:
+    return hashlib.shake_128(number.to_bytes(4, "big")).digest(width)
+
+
+def test_bytes_are_those_of_vllm() -> None:
+    # vLLM 0.32 v1/kv_offload/base.py make_offload_key(hash, group_idx), printed there.
+    hash_32 = bytes(range(32))
+    assert pack(hash_32, 5).hex() == "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f" + "00000005"
+    assert pack(bytes(range(16)), 0x01020304).hex() == "000102030405060708090a0b0c0d0e0f" + "01020304"
+    assert MAX_GROUP_IDX == 4_294_967_295
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("group", GROUPS)
+def test_there_and_back(width: int, group: int) -> None:
+    key = pack(block_hash(width), group)
+    assert type(key) is bytes
+    assert len(key) == width + 4
+    assert unpack(key) == (block_hash(width), group)
+    assert group_of(key) == group
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_short_hash_is_what_events_carry(width: int) -> None:
+    # vLLM: the last 8 bytes of the hash, big-endian (maybe_convert_block_hash).
+    made = bytes(width - 8) + b"\x80\x00\x00\x00\x00\x00\x00\x01"
+    assert short_hash(pack(made, MAX_GROUP_IDX)) == 2**63 + 1
+
+
+def test_shortest_hash_is_its_own_short_hash() -> None:
+    key = pack(b"\x00\x00\x00\x00\x00\x00\x01\x02", 7)
+    assert short_hash(key) == 0x102
+    assert unpack(key) == (b"\x00\x00\x00\x00\x00\x00\x01\x02", 7)
+
+
+def test_groups_and_hashes_tell_keys_apart() -> None:
+    hashes = [block_hash(width, number) for width in WIDTHS for number in range(3)]
+    assert len({pack(one, group) for one in hashes for group in GROUPS}) == len(hashes) * len(GROUPS)
+
+
+def test_order_is_by_group_then_hash() -> None:
+    # As numbers: 255 comes before 256, and before what its bytes alone would say.
+    expected = [pack(block, group) for group in GROUPS for block in sorted(block_hash(32, n) for n in range(4))]
+    mixed = list(expected)
+    random.Random(7).shuffle(mixed)
+    assert sorted(mixed, key=order) == expected
+    # Plain bytes are sorted by hash: another order.
+    assert sorted(mixed) != expected
+
+
+@pytest.mark.parametrize("width", [0, 7, 65])
+def test_a_hash_that_no_engine_has_is_refused(width: int) -> None:
+    with pytest.raises(ValueError, match=f"8 to 64 bytes, not {width}"):
+        pack(bytes(width), 0)
+
+
+@pytest.mark.parametrize("group", [-1, MAX_GROUP_IDX + 1])
+def test_a_group_that_does_not_fit_is_refused(group: int) -> None:
+    with pytest.raises(ValueError, match=f"0 to 4294967295, not {group}"):
+        pack(bytes(32), group)
+
+
+@pytest.mark.parametrize("length", [0, 4, 11, 69])
+def test_bytes_that_are_no_key_are_refused(length: int) -> None:
+    with pytest.raises(ValueError, match=f"12 to 68 bytes, not {length}"):
+        unpack(OffloadKey(bytes(length)))
