@@ -58,6 +58,9 @@ def gemma3_config() -> dict[str, Any]:
 class EngineProcess:
     """Starts on entry, stops on exit."""
 
+    # What runs in the child.
+    SCRIPT = Path(__file__)
+
     def __init__(
         self, folder: Path, events_port: int, replay_port: int, environment: dict[str, str] | None = None
     ) -> None:
@@ -71,13 +74,10 @@ class EngineProcess:
         self.replay_endpoint = f"tcp://127.0.0.1:{replay_port}"
 
     def __enter__(self) -> Self:
-        model = self._folder / "gemma3"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(gemma3_config()))
-        options = {"model": str(model), "events_port": self._events_port, "replay_port": self._replay_port}
+        options = {"model": str(self.model()), "events_port": self._events_port, "replay_port": self._replay_port}
         with self._log.open("w") as log:
             self._process = subprocess.Popen(
-                [sys.executable, __file__, json.dumps(options)],
+                [sys.executable, str(self.SCRIPT), json.dumps(options | self.options())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -91,6 +91,17 @@ class EngineProcess:
             self.__exit__()
             raise
         return self
+
+    def model(self) -> Path:
+        """The folder that vLLM loads its model from."""
+        folder = self._folder / "gemma3"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(gemma3_config()))
+        return folder
+
+    def options(self) -> dict[str, Any]:
+        """What the child needs beside its model and its ports."""
+        return {}
 
     def __exit__(self, *_: object) -> None:
         process, self._process = self._process, None

@@ -49,6 +49,12 @@ ROUTER_LAYERS = (
 
 ENGINE_SIDE_FORBIDDEN = {"numba", "fastapi", "uvicorn", "redis"}
 
+# Of the offload tier, what touches tensors and what vLLM calls; the rest runs and is tested without either.
+OFFLOAD_WITH = {
+    "torch": {"canonical", "copier", "cuda_copier", "region"},
+    "vllm": {"cuda_copier", "manager", "slots", "spec", "worker"},
+}
+
 
 def modules(package: str) -> Iterator[tuple[str, Path]]:
     """(dotted name within the package, file), tests and caches left out."""
@@ -121,6 +127,17 @@ def test_the_check_itself_sees_a_run_back() -> None:
     assert violations("simulator", "pool", "kvrouter.router.hashing")
     assert violations("events", "codec", "numba")
     assert violations("router", "core", "kvrouter.router.hit_rule") is None
+
+
+@pytest.mark.parametrize("library", OFFLOAD_WITH)
+def test_the_offload_tiers_books_need_no_engine(library: str) -> None:
+    folder = ROOT / "engine_patch" / "offload"
+    users = {
+        str(path.relative_to(folder).with_suffix(""))
+        for path in folder.rglob("*.py")
+        if any(name.partition(".")[0] == library for name in imports(path))
+    }
+    assert users == OFFLOAD_WITH[library]
 
 
 def test_pyproject_lists_every_package() -> None:

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claim: the CPU tier's copies between scattered blocks and scattered slots run at a good part of the speed of one copy of as many
+bytes in one piece, for small pages and large ones, whole chunks of one block and of four.
+
+The side to compare with is torch's copy_ of contiguous tensors. It takes as many threads as torch has, once, and one thread, as
+the tier's copy does, which leaves the others to the engine. All sides take turns, round by round; the table has medians over the
+rounds, and median and quartiles of the ratios of each round. Runs in the venv of the engine tests, which it enters by itself, and
+builds when it is missing. The memory of blocks and slots was written to before; it is much more than the processor's caches hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import engine_venv
+import msgspec
+from report import machine, machine_cpu_s, number, own_cpu_s, progress
+
+if TYPE_CHECKING:
+    from kvrouter.engine_patch.offload.slot_layout import Plan
+
+PAGE_BYTES = (4 * 2**10, 32 * 2**10, 256 * 2**10)
+BLOCKS_PER_CHUNK = (1, 4)
+
+# Of one transfer: four requests of 8,192 tokens or so, and several times what a processor's caches hold.
+TRANSFER_BYTES = 256 * 2**20
+QUICK_TRANSFER_BYTES = 16 * 2**20
+# Blocks and slots that a transfer picks from, so that what it picks is scattered: this many times as many.
+SPREAD = 2
+ROUNDS = 15
+QUICK_ROUNDS = 3
+SEED = 20261
+
+
+class Line(msgspec.Struct):
+    """One direction of one size. one_piece, one_thread: torch's copy; all in GB/s of bytes copied, medians."""
+
+    direction: str
+    page_bytes: int
+    blocks_per_chunk: int
+    ours: float
+    one_piece: float
+    one_thread: float
+    # Of ours to one_piece and to one_thread, round by round: (lower quartile, median, upper quartile).
+    ratio: tuple[float, float, float]
+    ratio_one_thread: tuple[float, float, float]
+    rounds: dict[str, list[float]]
+
+
+class Result(msgspec.Struct):
+    """All lines of the script, as benchmarks/results/*.json have them."""
+
+    name: str
+    quick: bool
+    machine: dict[str, str]
+    rows: list[Line]
+    notes: list[str]
+
+
+def quartiles(ours: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    low, middle, high = statistics.quantiles((a / b for a, b in zip(ours, other, strict=True)), n=4)
+    return low, middle, high
+
+
+def gigabytes_per_s(copy: Callable[[], object], size: int) -> float:
+    start = time.perf_counter()
+    copy()
+    return size / (time.perf_counter() - start) / 1e9
+
+
+def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> list[Line]:
+    """Both directions of one page size."""
+    import numpy as np
+    import torch
+
+    from kvrouter.engine_patch.offload.canonical import canonical_caches
+    from kvrouter.engine_patch.offload.copier import CpuCopier
+    from kvrouter.engine_patch.offload.region import Region
+    from kvrouter.engine_patch.offload.slot_layout import GroupPart, SlotLayout
+
+    blocks = size // page_bytes
+    num_blocks = SPREAD * blocks
+    num_slots = num_blocks // blocks_per_chunk
+    cache = torch.ones((num_blocks, page_bytes), dtype=torch.int8)
+    caches = canonical_caches({"layer": cache}, [["layer"]], num_blocks)
+    region = Region.create_or_open(None, num_slots, page_bytes * blocks_per_chunk)
+    slots = region.rank_tensor()
+    slots.fill_(1)
+    copier = CpuCopier(caches, SlotLayout(caches.page_bytes, blocks_per_chunk, region.rank_bytes), slots)
+    source, target = torch.ones(size, dtype=torch.int8), torch.ones(size, dtype=torch.int8)
+    rng = np.random.default_rng(SEED)
+    threads = torch.get_num_threads()
+
+    def plan() -> Plan:
+        chosen = rng.permutation(num_slots)[: blocks // blocks_per_chunk]
+        return (GroupPart(0, rng.permutation(num_blocks)[:blocks], 0, chosen),)
+
+    found: dict[str, list[float]] = {"store": [], "load": [], "one piece": [], "one thread": []}
+    for turn in range(rounds + 1):
+        taken = {}
+        for name, copy in (("store", copier.store), ("load", copier.load)):
+            picked = plan()
+            taken[name] = gigabytes_per_s(lambda copy=copy, picked=picked: copy(picked), size)
+        taken["one piece"] = gigabytes_per_s(lambda: target.copy_(source), size)
+        torch.set_num_threads(1)
+        taken["one thread"] = gigabytes_per_s(lambda: target.copy_(source), size)
+        torch.set_num_threads(threads)
+        # The first is not counted: it brings code and page tables in.
+        if turn:
+            for name, value in taken.items():
+                found[name].append(value)
+    del copier, slots
+    region.close()
+    return [line(direction, page_bytes, blocks_per_chunk, found) for direction in ("store", "load")]
+
+
+def line(direction: str, page_bytes: int, blocks_per_chunk: int, found: dict[str, list[float]]) -> Line:
+    ours, one_piece, one_thread = found[direction], found["one piece"], found["one thread"]
+    return Line(
+        direction,
+        page_bytes,
+        blocks_per_chunk,
+        *(statistics.median(values) for values in (ours, one_piece, one_thread)),
+        quartiles(ours, one_piece),
+        quartiles(ours, one_thread),
+        {"ours": ours, "one piece": one_piece, "one thread": one_thread},
+    )
+
+
+def table(rows: Sequence[Line]) -> str:
+    """Markdown, which a terminal shows well enough."""
+    lines = [("copy", "page", "k", "tier", "one piece", "one thread", "ratio", "quartiles", "to one thread")]
+    lines.append(("---",) * len(lines[0]))
+    for row in rows:
+        lines.append(
+            (
+                row.direction,
+                f"{row.page_bytes // 2**10} KiB",
+                str(row.blocks_per_chunk),
+                *(f"{number(value)} GB/s" for value in (row.ours, row.one_piece, row.one_thread)),
+                f"{row.ratio[1]:.2f}",
+                f"{row.ratio[0]:.2f} to {row.ratio[2]:.2f}",
+                f"{row.ratio_one_thread[1]:.2f}",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        f"| {' | '.join(cell.ljust(width, '-' if cell == '---' else ' ') for cell, width in zip(cells, widths, strict=True))} |"
+        for cells in lines
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how fast it is")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, with all rounds, to FILE")
+    arguments = parser.parse_args()
+    engine_venv.enter()
+    import torch
+
+    size = QUICK_TRANSFER_BYTES if arguments.quick else TRANSFER_BYTES
+    rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
+    result = Result("offload_copy", arguments.quick, machine(), [], [])
+    start, busy, own = time.monotonic(), machine_cpu_s(), own_cpu_s()
+    for page_bytes in PAGE_BYTES:
+        for blocks_per_chunk in BLOCKS_PER_CHUNK:
+            progress(f"offload_copy: pages of {page_bytes} bytes, {blocks_per_chunk} blocks a chunk")
+            result.rows += measure(page_bytes, blocks_per_chunk, size, rounds)
+    others = (machine_cpu_s() - busy - own_cpu_s() + own) / (time.monotonic() - start)
+    result.notes += [
+        f"{rounds} rounds of {size // 2**20} MiB a copy; torch {torch.__version__}, {torch.get_num_threads()} threads",
+        f"other processes of the machine used {max(0.0, others):.2f} cores meanwhile",
+    ]
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(msgspec.to_builtins(result), indent=1) + "\n")
+    print(table(result.rows))
+    for note in result.notes:
+        print(f"- {note}")
+
+
+if __name__ == "__main__":
+    main()

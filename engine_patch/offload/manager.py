@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's view of the tiers: the OffloadingManager that its OffloadingConnector asks in the scheduler's thread.
+
+Source: vLLM 0.32 v1/kv_offload/base.py OffloadingManager.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload import base
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvrouter.engine_patch.offload.key import OffloadKey
+from kvrouter.engine_patch.offload.metrics import COUNTERS, GAUGES, Sample
+from kvrouter.engine_patch.offload.slots import SlotsSpec
+from kvrouter.engine_patch.offload.tiering import Answer, Medium, Tiering, Wish
+
+# Whose disk it is, on the wire: events of a tier below the first name their owner.
+DISK_OWNER = "kvrouter"
+
+_ANSWERS = {
+    Answer.NO: base.LookupResult.MISS,
+    Answer.SOON: base.LookupResult.HIT_PENDING,
+    Answer.YES: base.LookupResult.HIT,
+}
+
+
+class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
+    """enable_events: whether anybody takes them; else they are thrown away as they come."""
+
+    def __init__(self, tiering: Tiering, sample: Callable[[], Sample], enable_events: bool) -> None:
+        self._tiering = tiering
+        self._sample = sample
+        self._enable_events = enable_events
+        self._last = Sample()
+
+    # Questions
+
+    def lookup(self, key: OffloadKey, req_context: base.ReqContext) -> base.LookupResult:
+        allowed = req_context.load_tier_filter
+        if not allowed.allows(base.Medium.CPU, None):
+            return base.LookupResult.MISS
+        disk = allowed.allows(base.Medium.STORAGE, base.Locality.LOCAL)
+        return _ANSWERS[self._tiering.look_up(key, _wish(req_context), disk)]
+
+    def get_load_source(self, key: OffloadKey, req_context: base.ReqContext) -> CacheHitSource:
+        return CacheHitSource.DISK if key in _wish(req_context).promoted else CacheHitSource.HOST
+
+    # Transfers
+
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: base.ReqContext) -> SlotsSpec:
+        return SlotsSpec(self._tiering.begin_load(keys, _wish(req_context)))
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: base.ReqContext) -> None:
+        self._tiering.end_load(keys)
+
+    def prepare_store(
+        self, keys: Collection[OffloadKey], req_context: base.ReqContext
+    ) -> base.PrepareStoreOutput | None:
+        begun = self._tiering.begin_store(keys)
+        if begun is None:
+            return None
+        stored, slots = begun
+        # Evicted keys are told as events; the connector does not read this field.
+        return base.PrepareStoreOutput(stored, SlotsSpec(slots), [])
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: base.ReqContext, success: bool = True) -> None:
+        self._tiering.end_store(keys, success)
+
+    # Requests and steps
+
+    def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
+        req_context.set_state(Wish())
+        return base.RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: base.ReqContext) -> None:
+        self._tiering.forget(_wish(req_context))
+
+    def on_schedule_end(self, context: base.ScheduleEndContext) -> None:
+        self._tiering.end_step()
+
+    def has_pending_work(self) -> bool:
+        if not self._enable_events:
+            self._tiering.take_changes()
+        return self._tiering.busy
+
+    def reset_cache(self) -> None:
+        self._tiering.reset()
+
+    def shutdown(self) -> None:
+        self._tiering.close()
+
+    # What is said
+
+    def take_events(self) -> Iterable[base.OffloadingEvent]:
+        for change in self._tiering.take_changes():
+            if change.medium is Medium.CPU:
+                yield base.OffloadingEvent(change.keys, base.Medium.CPU, change.removed)
+            else:
+                yield base.OffloadingEvent(
+                    change.keys, base.Medium.STORAGE, change.removed, base.Locality.LOCAL, DISK_OWNER
+                )
+
+    def get_stats(self) -> OffloadingConnectorStats:
+        stats = OffloadingConnectorStats()
+        sample = self._sample()
+        for name in GAUGES:
+            stats.set_gauge(name, sample.gauges.get(name, 0.0))
+        for name in COUNTERS:
+            grown = sample.counters.get(name, 0) - self._last.counters.get(name, 0)
+            if grown:
+                stats.increase_counter(name, grown)
+        self._last = sample
+        return stats
+
+
+def _wish(req_context: base.ReqContext) -> Wish:
+    found: Wish | None = req_context.get_state(Wish)
+    if found is None:
+        found = Wish()
+        req_context.set_state(found)
+    return found

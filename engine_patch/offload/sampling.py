@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the numbers of `metrics.py` off the tiers."""
+
+from __future__ import annotations
+
+from kvrouter.engine_patch.offload.cpu_tier import CpuTier
+from kvrouter.engine_patch.offload.disk.health import State
+from kvrouter.engine_patch.offload.disk.tier import DiskTier
+from kvrouter.engine_patch.offload.metrics import PREFIX, Sample
+from kvrouter.engine_patch.offload.tiering import Tiering
+
+
+class Sampling:
+    """Called for each sample."""
+
+    def __init__(self, tiering: Tiering, cpu: CpuTier, disk: DiskTier | None) -> None:
+        self._tiering, self._cpu, self._disk = tiering, cpu, disk
+
+    def __call__(self) -> Sample:
+        usage, counts = self._cpu.usage, self._tiering.counts
+        held = usage.ready + usage.writing
+        gauges: dict[str, float] = {"cpu_chunks": held, "cpu_usage_perc": held / usage.num_slots}
+        counters = {
+            "stores_refused": counts.stores_refused,
+            "promotions": counts.promoted,
+            "promotions_refused": counts.promotions_refused,
+            "promotions_failed": counts.promotions_failed,
+            "writes_skipped": counts.writes_skipped,
+            "resets": counts.resets,
+        }
+        disk = self._disk
+        if disk is not None:
+            gauges |= {
+                "disk_chunks": disk.records,
+                "disk_bytes": disk.held_bytes,
+                "disk_pending": disk.pending,
+                "disk_off": float(disk.state is State.OFF),
+            }
+            counters |= {
+                "disk_written_bytes": disk.counters.written_bytes,
+                "disk_read_bytes": disk.counters.read_bytes,
+                "disk_errors": disk.counters.errors,
+                "disk_corrupt": disk.counters.corrupt,
+                "disk_evicted": disk.counters.evicted,
+            }
+        return Sample(
+            {PREFIX + name: value for name, value in gauges.items()},
+            {PREFIX + name: value for name, value in counters.items()},
+        )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What vLLM's OffloadingConnector loads: an offload tier of CPU memory and, with `disk_path`, a disk below it.
+
+    --kv-transfer-config '{"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": {
+        "spec_name": "HybridOffloadingSpec", "spec_module_path": "kvrouter.engine_patch.offload.spec",
+        "cpu_bytes_to_use": 10000000000, "disk_path": "/var/cache/kv", "disk_bytes_to_use": 100000000000}}'
+
+One object of it lives in the scheduler's process and one in each worker's. Source: vLLM 0.32 v1/kv_offload/base.py OffloadingSpec.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.kv_offload import base
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvrouter.engine_patch.offload.canonical import from_vllm
+from kvrouter.engine_patch.offload.cpu_tier import CpuTier
+from kvrouter.engine_patch.offload.disk.identity import DiskIdentity, GroupIdentity
+from kvrouter.engine_patch.offload.disk.tier import DiskTier
+from kvrouter.engine_patch.offload.manager import HybridOffloadingManager
+from kvrouter.engine_patch.offload.metrics import COUNTERS, GAUGES
+from kvrouter.engine_patch.offload.policy import make_policy
+from kvrouter.engine_patch.offload.region import Region, padded, shared_path
+from kvrouter.engine_patch.offload.sampling import Sampling
+from kvrouter.engine_patch.offload.settings import tier_settings
+from kvrouter.engine_patch.offload.slot_layout import SlotLayout
+from kvrouter.engine_patch.offload.tiering import Tiering
+from kvrouter.engine_patch.offload.worker import HybridOffloadingWorker, make_copier
+
+log = logging.getLogger("vllm.kvrouter.offload")
+
+
+class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
+    """Raises ValueError for settings that cannot be, with what to change."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        super().__init__(config)
+        self._settings = tier_settings(config.extra_config)
+        self._ranks = config.parallel.world_size
+        if config.worker_kv_bytes_per_block < 1:
+            raise ValueError("vLLM does not say how many bytes a block of the KV cache has; is the cache empty?")
+        # Of one rank. What a group needs of it is known by the worker alone, which says so if it is more.
+        self._rank_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
+        self._chunk_bytes = self._rank_bytes * self._ranks
+        self._num_slots = self._settings.cpu_bytes // padded(self._chunk_bytes)
+        if self._num_slots < 1:
+            raise ValueError(
+                f"cpu_bytes_to_use is {self._settings.cpu_bytes}, less than one chunk of {padded(self._chunk_bytes)} bytes "
+                f"({self.blocks_per_chunk} blocks, {self._ranks} ranks): raise it, or lower blocks_per_chunk"
+            )
+        self._manager: HybridOffloadingManager | None = None
+        self._worker: HybridOffloadingWorker | None = None
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, base.OffloadingMetricMetadata]:
+        definitions: dict[str, base.OffloadingMetricMetadata] = {
+            name: base.OffloadingGaugeMetadata(documentation=text) for name, text in GAUGES.items()
+        }
+        definitions |= {name: base.OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()}
+        return definitions
+
+    def get_manager(self) -> HybridOffloadingManager:
+        """The scheduler's side. Reads what an earlier engine left on disk."""
+        if self._manager is None:
+            cpu = CpuTier(self._num_slots, make_policy(self._settings.policy, self._num_slots))
+            disk = self._make_disk()
+            tiering = Tiering(cpu, disk)
+            self._manager = HybridOffloadingManager(
+                tiering, Sampling(tiering, cpu, disk), self.kv_events_config.enable_kv_cache_events
+            )
+            log.info(
+                "kvrouter: %d chunks of %d bytes in CPU memory (%s)%s",
+                self._num_slots,
+                self._chunk_bytes,
+                self._settings.policy,
+                "" if disk is None else f", {disk.records} found in {self._settings.disk_folder}",
+            )
+        return self._manager
+
+    def get_worker(self, kv_caches: base.CanonicalKVCaches) -> HybridOffloadingWorker:
+        """This rank's side."""
+        if self._worker is None:
+            caches = from_vllm(kv_caches)
+            layout = SlotLayout(caches.page_bytes, self.blocks_per_chunk, self._rank_bytes)
+            region = self._region(self.config.parallel.rank)
+            region.pin()
+            copier = make_copier(caches, layout, region.rank_tensor())
+            self._worker = HybridOffloadingWorker(copier, self.blocks_per_chunk, region)
+        return self._worker
+
+    def _region(self, rank: int | None) -> Region:
+        """rank: None in the scheduler's process, whose disk threads read and write what all ranks have."""
+        settings = self._settings
+        shared = settings.disk_folder is not None or self._ranks > 1
+        path = shared_path(self.config.engine_id, settings.shared_memory) if shared else None
+        return Region.create_or_open(path, self._num_slots, self._chunk_bytes, self._ranks, rank)
+
+    def _make_disk(self) -> DiskTier | None:
+        settings = self._settings
+        if settings.disk_folder is None:
+            return None
+        region = self._region(None)
+        return DiskTier(
+            settings.disk_folder,
+            self._identity(),
+            self._chunk_bytes,
+            settings.disk_bytes,
+            region.slot,
+            threads=settings.disk_threads,
+            # Slots that wait for the disk cannot be evicted: most of them must be free of that.
+            max_queued=max(1, self._num_slots // 4),
+            log=log,
+        )
+
+    def _identity(self) -> DiskIdentity:
+        config = self.config
+        parallel = config.parallel
+        return DiskIdentity(
+            model=config.model.name,
+            dtype=config.model.dtype,
+            groups=tuple(
+                GroupIdentity(f"group {group.group_id}: {' '.join(group.layer_names)}", (), group.tokens_per_block)
+                for group in config.groups
+            ),
+            blocks_per_chunk=self.blocks_per_chunk,
+            hash_algorithm=f"{self.tokens_per_hash} tokens a hash",
+            record_bytes=self._chunk_bytes,
+            num_ranks=self._ranks,
+            parallel=(
+                f"tp={parallel.tp_size} pp={parallel.pp_size} pcp={parallel.pcp_size} dcp={parallel.dcp_size} "
+                f"dp={parallel.data_parallel_index}/{parallel.data_parallel_size}"
+            ),
+            extra=(("kv_cache_layout", str(config.kv_cache_layout)), ("model files", _files(config.model.name))),
+        )
+
+
+def _files(model: str) -> str:
+    """Tells weights in a folder from those it held before: names, sizes and times of its files. Empty for a model by name."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return ""
+    found = sorted((file.name, file.stat()) for file in folder.iterdir() if file.is_file())
+    return " ".join(f"{name}:{stat.st_size}:{stat.st_mtime_ns}" for name, stat in found)

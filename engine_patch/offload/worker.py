@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's view of one rank's copies: the OffloadingWorker that its connector tells what to move.
+
+Source: vLLM 0.32 v1/kv_offload/base.py OffloadingWorker, offloading/worker.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.kv_offload import base
+
+from kvrouter.engine_patch.offload.canonical import CanonicalCaches
+from kvrouter.engine_patch.offload.copier import Copier, CpuCopier
+from kvrouter.engine_patch.offload.region import Region
+from kvrouter.engine_patch.offload.slot_layout import Plan, SlotLayout, make_plan
+from kvrouter.engine_patch.offload.slots import SlotsSpec
+from kvrouter.engine_patch.offload.transfers import Transfers
+
+
+def make_copier(caches: CanonicalCaches, layout: SlotLayout, slots: Any) -> Copier:
+    """The one for the device that the caches are on. slots: as Region.rank_tensor gives them."""
+    if any(page.tensor.is_cuda for page in caches.tensors):
+        from kvrouter.engine_patch.offload.cuda_copier import CudaCopier
+
+        return CudaCopier(caches, layout, slots)
+    return CpuCopier(caches, layout, slots)
+
+
+class HybridOffloadingWorker(base.OffloadingWorker):  # type: ignore[misc]
+    """In the worker's thread; the copies are made elsewhere."""
+
+    def __init__(self, copier: Copier, blocks_per_chunk: int, region: Region) -> None:
+        self._transfers = Transfers(copier)
+        self._blocks_per_chunk = blocks_per_chunk
+        self._region = region
+
+    def submit_store(self, job_id: int, src_spec: base.GPULoadStoreSpec, dst_spec: SlotsSpec) -> bool:
+        self._transfers.submit_store(job_id, self._plan(src_spec, dst_spec))
+        return True
+
+    def submit_load(self, job_id: int, src_spec: SlotsSpec, dst_spec: base.GPULoadStoreSpec) -> bool:
+        self._transfers.submit_load(job_id, self._plan(dst_spec, src_spec))
+        return True
+
+    def get_finished(self) -> list[base.TransferResult]:
+        return [
+            base.TransferResult(job_id, ok, num_bytes, seconds)
+            for job_id, ok, num_bytes, seconds in self._transfers.finished()
+        ]
+
+    def wait(self, job_ids: set[int]) -> None:
+        self._transfers.wait(job_ids)
+
+    def shutdown(self) -> None:
+        self._transfers.close()
+        self._region.close()
+
+    def _plan(self, blocks: base.GPULoadStoreSpec, slots: SlotsSpec) -> Plan:
+        return make_plan(
+            blocks.block_ids, blocks.group_sizes, blocks.block_indices, slots.slots, self._blocks_per_chunk
+        )

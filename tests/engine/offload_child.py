@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real vLLM engine with our offload tier, in one process of its own, asked line by line; looks into its tiers too.
+
+Run as a script: one JSON request a line, one JSON answer a line. `offload_engine.py` is the parent's side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+MAX_STEPS_TO_REST = 100_000
+POLL_S = 0.001
+# The likeliest tokens of each step.
+LOGPROBS = 8
+# vLLM takes 128 on the CPU where nothing is said.
+BLOCK_SIZE = 32
+
+
+class Child:
+    """The engine core runs in this process, so that its scheduler and its worker can be looked at between two steps."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from vllm import LLM
+        from vllm.config import KVEventsConfig, KVTransferConfig
+
+        transfer = None
+        if options["offload"] is not None:
+            transfer = KVTransferConfig(
+                kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=options["offload"]
+            )
+        self.llm = LLM(
+            model=options["model"],
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="bfloat16",
+            block_size=BLOCK_SIZE,
+            max_model_len=options["max_model_len"],
+            max_num_batched_tokens=256,
+            num_gpu_blocks_override=options["num_blocks"],
+            enable_prefix_caching=True,
+            disable_log_stats=True,
+            kv_transfer_config=transfer,
+            kv_events_config=KVEventsConfig(
+                enable_kv_cache_events=True,
+                publisher="zmq",
+                endpoint=f"tcp://*:{options['events_port']}",
+                replay_endpoint=f"tcp://*:{options['replay_port']}",
+            ),
+        )
+        core = self.llm.llm_engine.engine_core.engine_core
+        self.core, self.scheduler = core, core.scheduler
+        self.manager: Any = None
+        if options["offload"] is not None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            self.manager = self.scheduler.connector.connector_scheduler.manager
+            self.worker = get_kv_transfer_group().connector_worker.worker
+        # As an engine core with a process of its own does: what was found on disk is told before any request.
+        self.rest()
+
+    def generate(self, request: dict[str, Any]) -> dict[str, Any]:
+        """A prompt, run alone. tiers: where it may load from; None: everywhere."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        prompt = TokensPrompt(prompt_token_ids=request["token_ids"])
+        extra = None
+        if request["tiers"] is not None:
+            extra = {"kv_transfer_params": {"kv_load_tiers": [{"medium": medium} for medium in request["tiers"]]}}
+        params = SamplingParams(
+            max_tokens=request["max_tokens"],
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=LOGPROBS,
+            extra_args=extra,
+        )
+        output = self.llm.generate(prompt, params, use_tqdm=False)[0]
+        answer = output.outputs[0]
+        found = answer.logprobs or []
+        self.rest()
+        return {
+            "cached": output.num_cached_tokens,
+            "token_ids": list(answer.token_ids),
+            "logprobs": [sorted((token, one.logprob) for token, one in step.items()) for step in found],
+        }
+
+    def rest(self) -> int:
+        """Steps until nothing is under way, as the engine core does by itself when it has a process of its own."""
+        for step in range(MAX_STEPS_TO_REST):
+            if not self.scheduler.has_requests():
+                return step
+            self.llm.llm_engine.step()
+        raise AssertionError("the engine never comes to rest")
+
+    def resident(self) -> dict[str, list[int]]:
+        """Place -> blocks and the sum of their hashes modulo 2**64, from the objects that decide what is reused."""
+        return {place: [len(keys), sum(keys) % 2**64] for place, keys in self._places().items() if keys}
+
+    def _places(self) -> dict[str, set[int]]:
+        places: dict[str, set[int]] = {}
+
+        def add(medium: str, keys: Iterable[bytes]) -> None:
+            for key in keys:
+                place = f"g{int.from_bytes(key[-4:], 'big')}:{medium}"
+                places.setdefault(place, set()).add(int.from_bytes(key[-12:-4], "big"))
+
+        add("GPU", self.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block._cache)
+        if self.manager is not None:
+            tiers = self.manager._tiering
+            add("CPU", tiers._cpu.ready_keys())
+            if tiers._disk is not None:
+                add("STORAGE:kvrouter", list(tiers._disk._table))
+        return places
+
+    def ledger(self) -> dict[str, list[int]]:
+        """The same as the patch tells it, once it has told everything."""
+        reporter = self.scheduler.kv_event_publisher._kvrouter_tap.reporter
+        while len(reporter._intake) or not reporter._intake._asleep:
+            time.sleep(POLL_S)
+        found = {}
+        for at in reporter._stream.ledger.places():
+            owner = "" if at.ownership is None else f":{at.ownership}"
+            if at.blocks:
+                found[f"g{at.group_idx}:{at.medium}{owner}"] = [at.blocks, at.digest]
+        return found
+
+    def same_bytes(self) -> dict[str, int]:
+        """Blocks that are on the GPU and in CPU memory under one hash, and how many of them differ in a byte."""
+        tiers, copier, region = self.manager._tiering, self.worker._transfers._copier, self.worker._region
+        slots = region.rank_tensor().numpy()
+        compared = different = 0
+        pool = self.scheduler.kv_cache_manager.block_pool
+        for key in tiers._cpu.ready_keys():
+            block = pool.cached_block_hash_to_block._cache.get(key)
+            if block is None:
+                continue
+            blocks = list(block.values()) if isinstance(block, dict) else [block]
+            group = int.from_bytes(key[-4:], "big")
+            layout = copier._layout
+            for ref, pages in enumerate(copier._pages[group]):
+                # The key names the last block of its chunk.
+                start = layout.offset(group, ref, layout.blocks_per_chunk - 1)
+                stored = slots[tiers._cpu.slot(key), start : start + pages.itemsize].tobytes()
+                for one in blocks:
+                    compared += 1
+                    different += pages[one.block_id].tobytes() != stored
+        return {"compared": compared, "different": different}
+
+    def counts(self) -> dict[str, Any]:
+        sample = self.manager._sample()
+        return {**sample.gauges, **sample.counters}
+
+    def reset(self, connector: bool) -> bool:
+        done = self.llm.reset_prefix_cache(reset_connector=connector)
+        self.rest()
+        return bool(done)
+
+
+def serve(options: dict[str, Any]) -> None:
+    # stdout belongs to the answers; whatever the engine prints goes to the log.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    child = Child(options)
+    print(json.dumps({"ready": True}), file=answers, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        name = request.pop("do")
+        result = child.generate(request) if name == "generate" else getattr(child, name)(**request)
+        print(json.dumps(result), file=answers, flush=True)
+    child.scheduler.shutdown()
+
+
+if __name__ == "__main__":
+    serve(json.loads(sys.argv[1]))

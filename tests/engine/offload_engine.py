@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parent's side of `offload_child.py`: a real engine with our offload tier, or without one."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_process import VOCAB_SIZE, EngineProcess, gemma3_config
+from router_process import free_port
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SPEC = {"spec_name": "HybridOffloadingSpec", "spec_module_path": "kvrouter.engine_patch.offload.spec"}
+HEARTBEAT_S = "0.1"
+# What the GPU cache must hold at least, however small it is made.
+MAX_MODEL_LEN = 1024
+# A page of one layer of the model: keys and values of 32 tokens, one head of 64 numbers of 2 bytes.
+PAGE_BYTES = 2 * 32 * 64 * 2
+
+
+# Much smaller ones give logits that hardly depend on the prompt, much larger ones a single token that does not either.
+WEIGHTS_STD = 0.1
+
+
+def gemma3(folder: Path) -> Path:
+    """Five layers with a sliding window and one with full attention."""
+    return _write(folder, gemma3_config())
+
+
+def lfm2(folder: Path) -> Path:
+    """Three layers with a recurrent state (short convolutions, Mamba groups in vLLM) and one with full attention."""
+    return _write(
+        folder,
+        {
+            "architectures": ["Lfm2ForCausalLM"],
+            "model_type": "lfm2",
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "block_dim": 128,
+            "block_ff_dim": 256,
+            "block_multiple_of": 32,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": False,
+            "conv_dim": 128,
+            "conv_bias": False,
+            "conv_L_cache": 3,
+            "layer_types": ["conv", "conv", "full_attention", "conv"],
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 2048,
+            "norm_eps": 1e-5,
+            "rope_theta": 1_000_000.0,
+            "torch_dtype": "bfloat16",
+            "tie_word_embeddings": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        },
+    )
+
+
+def _write(folder: Path, config: dict[str, Any]) -> Path:
+    """A model with random weights of its own, always the same: what it answers depends on all of the prompt."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config | {"initializer_range": WEIGHTS_STD}))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    # As it was asked for: what transformers writes lacks what it does not know.
+    (folder / "config.json").write_text(json.dumps(config | {"initializer_range": WEIGHTS_STD}))
+    return folder
+
+
+class OffloadEngine(EngineProcess):
+    """offload: what kv_connector_extra_config has beside the spec; None: an engine without a connector."""
+
+    SCRIPT = Path(__file__).with_name("offload_child.py")
+
+    def __init__(
+        self, folder: Path, model: Path, num_blocks: int, offload: dict[str, Any] | None, patch: bool = True
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        environment = {
+            "KVROUTER_PATCH": str(int(patch)),
+            "KVROUTER_PATCH_HEARTBEAT_S": HEARTBEAT_S,
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        super().__init__(folder, free_port(), free_port(), environment)
+        self._model, self._num_blocks, self._offload = model, num_blocks, offload
+
+    def model(self) -> Path:
+        return self._model
+
+    def options(self) -> dict[str, Any]:
+        offload = None if self._offload is None else SPEC | self._offload
+        return {"num_blocks": self._num_blocks, "offload": offload, "max_model_len": MAX_MODEL_LEN}
+
+    def do(self, name: str, **arguments: Any) -> Any:
+        """A method of `offload_child.Child`."""
+        return self._ask({"do": name, **arguments})
+
+    def run(self, token_ids: tuple[int, ...], max_tokens: int, tiers: list[str] | None = None) -> dict[str, Any]:
+        """One prompt, and what followed until the engine rests. tiers: where it may load from; None: everywhere."""
+        return dict(self.do("generate", token_ids=token_ids, max_tokens=max_tokens, tiers=tiers))
+
+    def kill(self) -> None:
+        """As a machine that fails: nothing is finished, nothing is said."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()

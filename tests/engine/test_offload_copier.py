@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks to slots and back, byte for byte, for every kind of layout; and nothing else is touched."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.engine
+
+from offload_layouts import LAYOUTS, NUM_BLOCKS, Layout  # noqa: E402
+
+from kvrouter.engine_patch.offload import copier as copier_module  # noqa: E402
+from kvrouter.engine_patch.offload.canonical import canonical_caches  # noqa: E402
+from kvrouter.engine_patch.offload.copier import CpuCopier  # noqa: E402
+from kvrouter.engine_patch.offload.region import Region  # noqa: E402
+from kvrouter.engine_patch.offload.slot_layout import GroupPart, Plan, SlotLayout, num_chunks  # noqa: E402
+
+NUM_SLOTS = 20
+# How often a copy of 64 KiB or more is repeated at most, until another thread got to run: half a second, where it never does.
+TURNS = 20_000
+every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+
+
+class Cache:
+    """An engine's caches of random bytes, and a copier to slots of random bytes."""
+
+    def __init__(self, layout: Layout, blocks_per_chunk: int, region: Region, seed: int = 0) -> None:
+        self.layout = layout
+        self.raw = layout.raw(seed)
+        self.caches = layout.caches(self.raw)
+        self.slots = region.rank_tensor()
+        self.slot_layout = SlotLayout(self.caches.page_bytes, blocks_per_chunk, region.rank_bytes)
+        self.copier = CpuCopier(self.caches, self.slot_layout, self.slots)
+        generator = torch.Generator().manual_seed(seed + 1)
+        self.slots.copy_(torch.randint(-128, 128, self.slots.shape, dtype=torch.int8, generator=generator))
+
+
+@contextmanager
+def opened(layout: Layout, blocks_per_chunk: int) -> Iterator[Cache]:
+    """Slots of two ranks, of which the second's is used, with some bytes to spare."""
+    rank_bytes = max(layout.block_bytes) * blocks_per_chunk + 7
+    region = Region.create_or_open(None, NUM_SLOTS, rank_bytes)
+    yield Cache(layout, blocks_per_chunk, region)
+    region.close()
+
+
+def part(group: int, blocks: list[int], first: int, slots: list[int]) -> GroupPart:
+    return GroupPart(group, np.array(blocks, np.int64), first, np.array(slots, np.int64))
+
+
+@st.composite
+def transfers(draw: st.DrawFn, groups: int, blocks_per_chunk: int) -> tuple[Plan, Plan]:
+    """What goes to slots, and where the same chunks go afterwards: any blocks and slots, of each group none or some."""
+    sources = draw(st.permutations(range(NUM_BLOCKS)))
+    targets = draw(st.permutations(range(NUM_BLOCKS)))
+    slots = draw(st.permutations(range(NUM_SLOTS)))
+    stored, loaded = [], []
+    for group in range(groups):
+        count = draw(st.integers(0, NUM_BLOCKS // groups))
+        if not count:
+            continue
+        first = draw(st.integers(0, 9))
+        chunks = num_chunks(count, first, blocks_per_chunk)
+        chosen, slots = slots[:chunks], slots[chunks:]
+        stored.append(part(group, sources[:count], first, chosen))
+        loaded.append(part(group, targets[:count], first, chosen))
+        sources, targets = sources[count:], targets[count:]
+    return tuple(stored), tuple(loaded)
+
+
+@every_layout
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3, 4])
+# Of each layout and chunk size; all of them together make more than a thousand.
+@settings(max_examples=30)
+@given(data=st.data(), sizes=st.sampled_from([(1, 2**20), (100, 2**20), (2**20, 2**20), (1, 1), (100, 60)]))
+def test_what_was_stored_is_loaded_into_other_blocks_and_nothing_else_changes(
+    layout: Layout, blocks_per_chunk: int, data: st.DataObject, sizes: tuple[int, int]
+) -> None:
+    stored, loaded = data.draw(transfers(len(layout.groups), blocks_per_chunk))
+    with pytest.MonkeyPatch.context() as patch:
+        # Pages of a layout are small: batches of one and of several, pages copied one by one, all of them or the larger.
+        patch.setattr(copier_module, "BATCH_BYTES", sizes[0])
+        patch.setattr(copier_module, "DIRECT_BYTES", sizes[1])
+        check_round_trip(layout, blocks_per_chunk, stored, loaded)
+
+
+def check_round_trip(layout: Layout, blocks_per_chunk: int, stored: Plan, loaded: Plan) -> None:
+    with opened(layout, blocks_per_chunk) as cache:
+        original = [storage.clone() for storage in cache.raw]
+        blocks = sum(len(group.block_ids) * layout.block_bytes[group.group] for group in stored)
+
+        assert cache.copier.store(stored) == blocks
+        assert all(torch.equal(a, b) for a, b in zip(cache.raw, original, strict=True))
+
+        # Another life of the caches: other bytes everywhere.
+        for storage, other in zip(cache.raw, layout.raw(99), strict=True):
+            storage.copy_(other)
+        wanted = [storage.clone() for storage in cache.raw]
+        for source, target in zip(stored, loaded, strict=True):
+            for before, after in zip(
+                layout.blocks(original, source.group), layout.blocks(wanted, source.group), strict=True
+            ):
+                after[target.block_ids] = before[source.block_ids]
+        slots = cache.slots.clone()
+
+        assert cache.copier.load(loaded) == blocks
+        assert all(torch.equal(a, b) for a, b in zip(cache.raw, wanted, strict=True))
+        assert torch.equal(cache.slots, slots)
+
+
+@every_layout
+@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
+def test_a_page_lies_where_the_layout_says_and_the_rest_of_the_slots_stays(
+    layout: Layout, blocks_per_chunk: int
+) -> None:
+    with opened(layout, blocks_per_chunk) as cache:
+        wanted = cache.slots.clone()
+        plan = []
+        for group, refs in enumerate(cache.caches.group_refs):
+            # Blocks 2, 3, 4 of a request: with chunks of four the end of chunk 0 and the beginning of chunk 1.
+            slots = [5 * group + 4, 5 * group + 1, 5 * group + 3][: num_chunks(3, 2, blocks_per_chunk)]
+            blocks = [3 * group + 2, 3 * group, 3 * group + 1]
+            plan.append(part(group, blocks, 2, slots))
+            for i, block in enumerate(blocks):
+                slot = slots[(2 % blocks_per_chunk + i) // blocks_per_chunk]
+                for number, ref in enumerate(refs):
+                    start = cache.slot_layout.offset(group, number, (2 + i) % blocks_per_chunk)
+                    page = cache.caches.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes]
+                    wanted[slot, start : start + ref.page_size_bytes] = page
+        cache.copier.store(tuple(plan))
+        assert torch.equal(cache.slots, wanted)
+
+
+def test_a_part_of_a_chunk_is_added_to_what_its_slot_holds() -> None:
+    layout = LAYOUTS[0]
+    with opened(layout, 4) as cache:
+        for block in range(4):
+            cache.copier.store((part(0, [block], block, [7]),))
+        whole = cache.slots[7].clone()
+        cache.copier.store((part(0, [0, 1, 2, 3], 0, [8]),))
+        assert torch.equal(whole[:-7], cache.slots[8][:-7])
+
+
+def test_a_plan_of_nothing_copies_nothing() -> None:
+    with opened(LAYOUTS[0], 1) as cache:
+        assert cache.copier.store(()) == cache.copier.load(()) == 0
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        part(0, [0, NUM_BLOCKS], 0, [0, 1]),
+        part(0, [0, -1], 0, [0, 1]),
+        part(0, [0, 1], 0, [0, NUM_SLOTS]),
+        part(0, [0, 1], 0, [0, -1]),
+        part(0, [0, 1], 0, [0]),
+    ],
+    ids=["block", "negative block", "slot", "negative slot", "one slot for two chunks"],
+)
+def test_what_is_not_there_is_refused_and_nothing_is_changed(wrong: GroupPart) -> None:
+    with opened(LAYOUTS[0], 1) as cache:
+        raw, slots = [storage.clone() for storage in cache.raw], cache.slots.clone()
+        for copy in (cache.copier.store, cache.copier.load):
+            with pytest.raises((IndexError, ValueError), match=r"\d"):
+                copy((part(0, [5], 0, [5]), wrong))
+        assert all(torch.equal(a, b) for a, b in zip(cache.raw, raw, strict=True))
+        assert torch.equal(cache.slots, slots)
+
+
+@pytest.mark.parametrize("page_bytes", [4 * 2**10, 32 * 2**10, 256 * 2**10])
+@pytest.mark.parametrize("direction", ["store", "load"])
+def test_the_interpreter_is_free_while_a_copy_runs(page_bytes: int, direction: str) -> None:
+    cache = torch.zeros(16, page_bytes, dtype=torch.int8)
+    caches = canonical_caches({"layer": cache}, [["layer"]], 16)
+    slots = torch.zeros(16, page_bytes, dtype=torch.int8)
+    copier = CpuCopier(caches, SlotLayout(caches.page_bytes, 1, page_bytes), slots)
+    plan = (part(0, list(range(16)), 0, list(range(15, -1, -1))),)
+    begun, stop = threading.Event(), threading.Event()
+    stopped: list[bool] = []
+
+    def copy_until_told() -> None:
+        begun.set()
+        for _ in range(TURNS):
+            getattr(copier, direction)(plan)
+            if stop.is_set():
+                break
+        stopped.append(stop.is_set())
+
+    thread = threading.Thread(target=copy_until_told)
+    interval = sys.getswitchinterval()
+    # Nobody is made to give the interpreter up: this thread gets on only when the copy itself lets it.
+    sys.setswitchinterval(1000)
+    try:
+        thread.start()
+        begun.wait()
+        stop.set()
+        thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert stopped == [True]
+
+
+def test_slots_and_layouts_that_do_not_fit_are_refused() -> None:
+    layout = LAYOUTS[3]
+    caches = layout.caches(layout.raw(0))
+    slots = torch.zeros(2, 143, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"143 bytes of a slot, the layout takes 144"):
+        CpuCopier(caches, SlotLayout(caches.page_bytes, 2, 144), slots)
+    with pytest.raises(ValueError, match=r"\(\(70,\),\) bytes, the caches have \(\(72,\),\)"):
+        CpuCopier(caches, SlotLayout(((70,),), 2, 140), slots)

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What moves between the tiers and what is said of it, with a disk that does what it is told, one job at a time."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import pytest
+
+from kvrouter.engine_patch.offload.cpu_tier import CpuTier
+from kvrouter.engine_patch.offload.key import OffloadKey, pack
+from kvrouter.engine_patch.offload.lru import LruPolicy
+from kvrouter.engine_patch.offload.tiering import PATIENCE_STEPS, Answer, Change, Medium, Tiering, Wish
+
+CPU, DISK = Medium.CPU, Medium.STORAGE
+
+
+def key(number: int, group_idx: int = 0) -> OffloadKey:
+    return pack(number.to_bytes(32, "big"), group_idx)
+
+
+def keys(*numbers: int) -> list[OffloadKey]:
+    return [key(number) for number in numbers]
+
+
+class Job(NamedTuple):
+    kind: str
+    key: OffloadKey
+    slot: int
+    ok: bool = True
+
+
+class SlowDisk:
+    """Jobs end when the test says so, in their order."""
+
+    def __init__(self, *found: OffloadKey, max_queued: int = 100) -> None:
+        self.held = dict.fromkeys(found)
+        self.jobs: deque[Job] = deque()
+        self.closed = False
+        self._max_queued = max_queued
+        self._done: list[Job] = []
+        self._changes: list[tuple[bool, OffloadKey]] = []
+
+    @property
+    def pending(self) -> int:
+        return len(self.jobs) + len(self._done)
+
+    def open(self) -> list[OffloadKey]:
+        return list(self.held)
+
+    def holds(self, key: OffloadKey) -> bool:
+        return key in self.held
+
+    def writing(self, key: OffloadKey) -> bool:
+        return any(job.kind == "write" and job.key == key for job in self.jobs)
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None: ...
+
+    def write(self, key: OffloadKey, slot: int) -> bool:
+        return self._queue(Job("write", key, slot))
+
+    def read(self, key: OffloadKey, slot: int) -> bool:
+        return self._queue(Job("read", key, slot))
+
+    def _queue(self, job: Job) -> bool:
+        if len(self.jobs) >= self._max_queued:
+            return False
+        self.jobs.append(job)
+        return True
+
+    def end(self, count: int = 1, ok: bool = True) -> None:
+        for _ in range(count):
+            job = self.jobs.popleft()
+            self._done.append(job._replace(ok=ok))
+            if job.kind == "write" and ok:
+                self.held[job.key] = None
+                self._changes.append((True, job.key))
+            elif job.kind == "read" and not ok and self.held.pop(job.key, 0) is None:
+                self._changes.append((False, job.key))
+
+    def poll(self) -> Sequence[Job]:
+        done, self._done = self._done, []
+        return done
+
+    def take_changes(self) -> Sequence[tuple[bool, OffloadKey]]:
+        changes, self._changes = self._changes, []
+        return changes
+
+    def clear(self) -> None:
+        self._changes += [(False, key) for key in self.held]
+        self.held.clear()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def tiering(slots: int, disk: SlowDisk | None = None) -> Tiering:
+    return Tiering(CpuTier(slots, LruPolicy(slots)), disk)
+
+
+def store(tiers: Tiering, wanted: Sequence[OffloadKey]) -> list[OffloadKey]:
+    begun = tiers.begin_store(wanted)
+    assert begun is not None
+    tiers.end_store(begun[0], True)
+    return begun[0]
+
+
+def ask(tiers: Tiering, wanted: Sequence[OffloadKey], wish: Wish) -> list[Answer]:
+    """One step in which one request is looked up."""
+    answers = [tiers.look_up(one, wish) for one in wanted]
+    tiers.end_step()
+    return answers
+
+
+def test_a_chunk_is_there_when_its_store_has_ended() -> None:
+    tiers, wish = tiering(4), Wish()
+    assert ask(tiers, keys(1), wish) == [Answer.NO]
+    assert tiers.begin_store(keys(1, 2)) == (keys(1, 2), [0, 1])
+    assert ask(tiers, keys(1, 2), wish) == [Answer.SOON] * 2
+    assert tiers.take_changes() == []
+    tiers.end_store(keys(1, 2), True)
+    assert ask(tiers, keys(1, 2), wish) == [Answer.YES] * 2
+    assert tiers.take_changes() == [Change(CPU, False, keys(1, 2))]
+    assert tiers.begin_load(keys(2, 1), wish) == [1, 0]
+    assert not tiers.busy
+
+
+def test_a_store_that_failed_leaves_nothing_and_says_nothing() -> None:
+    tiers = tiering(2)
+    assert tiers.begin_store(keys(1, 2)) is not None
+    tiers.end_store(keys(1, 2), False)
+    assert ask(tiers, keys(1), Wish()) == [Answer.NO] and tiers.take_changes() == []
+    assert store(tiers, keys(3, 4)) == keys(3, 4)
+
+
+def test_what_is_there_already_is_not_stored_again_but_is_young() -> None:
+    tiers = tiering(3)
+    store(tiers, keys(1, 2, 3))
+    assert tiers.begin_store(keys(1, 2)) == ([], [])
+    tiers.take_changes()
+    store(tiers, keys(4))
+    assert tiers.take_changes() == [Change(CPU, True, keys(3)), Change(CPU, False, keys(4))]
+
+
+def test_the_tail_of_a_prompt_is_evicted_before_its_head() -> None:
+    tiers = tiering(4)
+    store(tiers, keys(1, 2, 3, 4))
+    tiers.take_changes()
+    store(tiers, keys(5, 6))
+    assert tiers.take_changes() == [Change(CPU, True, keys(4, 3)), Change(CPU, False, keys(5, 6))]
+
+
+def test_a_store_without_room_is_refused_whole_and_counted() -> None:
+    tiers = tiering(2)
+    store(tiers, keys(1))
+    assert tiers.begin_load(keys(1), Wish()) == [0]
+    assert tiers.begin_store(keys(2, 3)) is None and tiers.counts.stores_refused == 1
+    tiers.end_load(keys(1))
+    assert store(tiers, keys(2, 3)) == keys(2, 3)
+
+
+def test_what_is_stored_is_written_to_disk_and_said_when_it_is_there() -> None:
+    disk = SlowDisk()
+    tiers = tiering(2, disk)
+    store(tiers, keys(1, 2))
+    tiers.take_changes()
+    assert [(job.kind, job.key, job.slot) for job in disk.jobs] == [("write", key(1), 0), ("write", key(2), 1)]
+    # Its slot is being read by the disk.
+    assert tiers.begin_store(keys(3)) is None
+    disk.end()
+    assert tiers.busy and tiers.take_changes() == [Change(DISK, False, keys(1))]
+    assert store(tiers, keys(3)) == keys(3)
+    assert tiers.take_changes() == [Change(CPU, True, keys(1)), Change(CPU, False, keys(3))]
+    disk.end(2)
+    assert tiers.take_changes() == [Change(DISK, False, keys(2, 3))]
+    assert not tiers.busy
+
+
+def test_what_is_on_its_way_to_disk_is_not_written_twice() -> None:
+    disk = SlowDisk()
+    tiers = tiering(2, disk)
+    store(tiers, keys(1))
+    tiers.reset()
+    store(tiers, keys(1))
+    assert len(disk.jobs) == 1 and tiers.counts.writes_skipped == 0
+
+
+def test_writes_that_the_disk_cannot_take_are_counted() -> None:
+    disk = SlowDisk(max_queued=1)
+    tiers = tiering(3, disk)
+    store(tiers, keys(1, 2, 3))
+    assert tiers.counts.writes_skipped == 2 and len(disk.jobs) == 1
+
+
+def test_what_an_earlier_engine_left_is_announced_and_promoted_on_demand() -> None:
+    disk = SlowDisk(*keys(1, 2))
+    tiers, wish = tiering(2, disk), Wish()
+    assert tiers.busy and tiers.take_changes() == [Change(DISK, False, keys(1, 2))]
+    assert ask(tiers, keys(1, 2, 3), wish) == [Answer.SOON, Answer.SOON, Answer.NO]
+    disk.end()
+    # What the disk has done is taken up at the end of a step.
+    assert ask(tiers, keys(1, 2), wish) == [Answer.SOON] * 2
+    disk.end()
+    assert ask(tiers, keys(1, 2), wish) == [Answer.YES, Answer.SOON]
+    assert ask(tiers, keys(1, 2), wish) == [Answer.YES] * 2
+    assert tiers.take_changes() == [Change(CPU, False, keys(1, 2))]
+    assert tiers.begin_load(keys(1, 2), wish) == [0, 1]
+    assert wish.promoted == set(keys(1, 2)) and tiers.counts.promoted == 2
+    # It is on disk still, so it is not written again.
+    assert not disk.jobs
+
+
+def test_a_request_that_may_not_use_the_disk_does_not() -> None:
+    disk = SlowDisk(*keys(1))
+    tiers = tiering(2, disk)
+    assert tiers.look_up(key(1), Wish(), disk=False) is Answer.NO
+    tiers.end_step()
+    assert not disk.jobs
+
+
+def test_a_record_that_cannot_be_read_is_gone_and_the_request_goes_on() -> None:
+    disk = SlowDisk(*keys(1))
+    tiers, wish = tiering(2, disk), Wish()
+    tiers.take_changes()
+    ask(tiers, keys(1), wish)
+    disk.end(ok=False)
+    tiers.end_step()
+    assert ask(tiers, keys(1), wish) == [Answer.NO]
+    assert tiers.take_changes() == [Change(DISK, True, keys(1))]
+    assert tiers.counts.promotions_failed == 1
+    assert store(tiers, keys(2, 3)) == keys(2, 3)
+
+
+def test_what_a_waiting_request_needs_is_not_evicted_by_others() -> None:
+    disk = SlowDisk(*keys(2))
+    tiers, wish = tiering(2, disk), Wish()
+    store(tiers, keys(1))
+    disk.end()
+    assert ask(tiers, keys(1, 2), wish) == [Answer.YES, Answer.SOON]
+    assert tiers.begin_store(keys(3)) is None
+    disk.end()
+    tiers.end_step()
+    assert tiers.begin_store(keys(3)) is None
+    assert ask(tiers, keys(1, 2), wish) == [Answer.YES] * 2
+    tiers.begin_load(keys(1, 2), wish)
+    tiers.end_load(keys(1, 2))
+    assert store(tiers, keys(3)) == keys(3)
+
+
+@pytest.mark.parametrize("ends", ["forgotten", "not asked for any more"])
+def test_a_request_that_went_away_keeps_nothing(ends: str) -> None:
+    disk = SlowDisk(*keys(1, 2))
+    tiers, wish = tiering(2, disk), Wish()
+    ask(tiers, keys(1, 2), wish)
+    disk.end(2)
+    if ends == "forgotten":
+        tiers.forget(wish)
+    else:
+        for _ in range(PATIENCE_STEPS + 2):
+            tiers.end_step()
+    tiers.take_changes()
+    assert store(tiers, keys(3, 4)) == keys(3, 4)
+
+
+def test_what_does_not_fit_is_refused_so_that_the_request_does_not_wait_for_ever() -> None:
+    disk = SlowDisk(*keys(1, 2, 3))
+    tiers, wish = tiering(2, disk), Wish()
+    assert ask(tiers, keys(1, 2, 3), wish) == [Answer.SOON] * 3
+    assert tiers.counts.promotions_refused == 1
+    disk.end(2)
+    tiers.end_step()
+    assert ask(tiers, keys(1, 2, 3), wish) == [Answer.YES, Answer.YES, Answer.NO]
+
+
+def test_a_full_queue_of_reads_is_tried_again() -> None:
+    disk = SlowDisk(*keys(1, 2), max_queued=1)
+    tiers, wish = tiering(4, disk), Wish()
+    ask(tiers, keys(1, 2), wish)
+    assert len(disk.jobs) == 1
+    disk.end()
+    assert ask(tiers, keys(1, 2), wish)[1] is Answer.SOON
+    ask(tiers, keys(1, 2), wish)
+    disk.end()
+    tiers.end_step()
+    assert ask(tiers, keys(1, 2), wish) == [Answer.YES] * 2
+
+
+def test_a_reset_empties_both_tiers_and_says_so() -> None:
+    disk = SlowDisk(*keys(9))
+    tiers = tiering(2, disk)
+    store(tiers, keys(1, 2))
+    disk.end()
+    tiers.take_changes()
+    tiers.reset()
+    assert tiers.take_changes() == [Change(CPU, True, keys(1, 2)), Change(DISK, True, keys(9, 1))]
+    assert ask(tiers, keys(1, 2, 9), Wish()) == [Answer.NO] * 3
+    # The disk still reads the slot of 2; the other one is free.
+    assert tiers.begin_store(keys(3, 4)) is None
+    assert store(tiers, keys(3)) == keys(3)
+    disk.end()
+    tiers.end_step()
+    assert store(tiers, keys(4)) == keys(4)
+
+
+def test_groups_are_chunks_of_their_own() -> None:
+    tiers = tiering(4)
+    store(tiers, [key(1, 0), key(1, 1)])
+    assert ask(tiers, [key(1, 0), key(1, 1), key(1, 2)], Wish()) == [Answer.YES, Answer.YES, Answer.NO]
+
+
+def test_closing_closes_the_disk() -> None:
+    disk = SlowDisk()
+    tiering(1, disk).close()
+    assert disk.closed
