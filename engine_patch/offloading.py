@@ -52,7 +52,8 @@ Handed = tuple[list[Any], list[Any]]
 
 
 class Offload:
-    """One OffloadingConnector's scheduler side. `taken` and `cleared` say what happened; both run in the engine's thread."""
+    """One OffloadingConnector's scheduler side. Says in the engine's thread what happened: `taken` with the next batch, `told`
+    (raw events) and `cleared` at once."""
 
     def __init__(
         self,
@@ -60,13 +61,16 @@ class Offload:
         groups: Mapping[int, OffloadGroup],
         features: Features,
         taken: Callable[[Offload, Handed], None],
+        told: Callable[[Offload, list[Any]], None],
         cleared: Callable[[str, str], None],
     ) -> None:
         self.groups = groups
         self.chunks = ChunkTable()
-        self._taken, self._cleared = taken, cleared
-        # Taken from the manager at a reset and not yet handed on: (event, whether a clear has outdated it).
+        self._taken, self._told, self._cleared = taken, told, cleared
+        # Taken from the manager at a reset and not yet handed on: (event, whether our topic has it or is past it).
         self._held: list[tuple[Any, bool]] = []
+        # Whether the manager asked for a step when these were taken from it.
+        self._owed = False
         self._raw: list[Any] = []
         self._watching = False
         manager = scheduler.manager
@@ -91,11 +95,12 @@ class Offload:
 
     def _watch_events(self, scheduler: Any, manager: Any, feature: Feature) -> None:
         take_stock = scheduler.take_events
+        self._pending: Callable[[], bool] = getattr(manager, "has_pending_work", bool)
 
         def take_raw_events() -> Iterator[Any]:
             held, self._held = self._held, []
             fresh = list(self._take_raw())
-            self._raw += [event for event, outdated in held if not outdated]
+            self._raw += [event for event, known in held if not known]
             self._raw += fresh
             return iter([*(event for event, _ in held), *fresh])
 
@@ -110,7 +115,12 @@ class Offload:
             # An iterator as before: the scheduler asks whether it is true.
             return iter(stock)
 
+        def has_pending_work() -> bool:
+            # A manager that steps an idle engine to have its events taken must not be kept from it by our taking them.
+            return bool(self._pending() or (self._owed and self._held))
+
         manager.take_events = take_raw_events
+        manager.has_pending_work = has_pending_work
         scheduler.take_events = take_events
         self._watching = True
 
@@ -121,8 +131,8 @@ class Offload:
             result = original(*given, **named)
             if feature.on:
                 try:
-                    self._hold()
-                    self._outdate()
+                    if self._watching:  # else nobody would hand them over again
+                        self._hold()
                 except Exception:
                     feature.failed()
                 try:
@@ -135,19 +145,15 @@ class Offload:
         scheduler.reset_cache = reset_cache
 
     def _hold(self) -> None:
-        if self._watching:  # else nobody would hand them over again
-            for event in self._take_raw():
-                self._held.append((event, False))
+        """The manager emptied its primary tier, and says so or not. What names an owner is another tier's, and is told now."""
+        self._owed = self._pending()
+        self._held += [(event, False) for event in self._take_raw()]
+        if others := [event for event, known in self._held if not known and not self._is_primary(event)]:
+            self._told(self, others)
+        self._held = [(event, True) for event, _ in self._held]
 
-    def _outdate(self) -> None:
-        """The manager emptied its primary tier, and only that: what names an owner belongs to another one."""
-        self._held = [
-            (
-                event,
-                outdated or (getattr(event, "ownership", None) is None and medium_name(event.medium) == self._primary),
-            )
-            for event, outdated in self._held
-        ]
+    def _is_primary(self, event: Any) -> bool:
+        return getattr(event, "ownership", None) is None and medium_name(event.medium) == self._primary
 
     def _watch_stores(self, tracker: Any, sizes: Mapping[int, ChunkSizes], feature: Feature) -> None:
         def check(name: str) -> str | None:

@@ -85,7 +85,7 @@ class Tap:
     def _watch_offloads(self, scheduler: Any) -> None:
         groups = offload_groups(scheduler.kv_cache_manager.coordinator)
         for offload in offloading_schedulers(scheduler.connector):
-            Offload(offload, groups, self.features, self._taken, self._cleared)
+            Offload(offload, groups, self.features, self._taken, self._told, self._cleared)
 
     def _watch_reset(self, pool: Any, medium: str) -> None:
         resets.watch(pool, medium, self.notes, self._cleared, self.features["resets"])
@@ -96,6 +96,9 @@ class Tap:
 
     def _taken(self, offload: Offload, handed: Handed) -> None:
         self._handed.append((offload, handed))
+
+    def _told(self, offload: Offload, raw: list[Any]) -> None:
+        self.reporter.publish(partial(make_batch, [], self.notes, [(offload, ([], raw))]), None)
 
     # The catalog
 

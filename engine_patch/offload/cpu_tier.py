@@ -227,7 +227,8 @@ class CpuTier:
         """Frees `count` slots; None and nothing changed where that cannot be."""
         # Counted beforehand: to find out by asking the policy it would have to look at every key.
         spare = len(self._slots) - len(self._writing) - len(self._pins)
-        if spare < count or spare - sum(map(self._evictable, protected)) < count:
+        # Protected keys are looked up only where they could matter: there can be thousands, at each of many small allocations.
+        if spare - len(protected) < count and spare - sum(map(self._evictable, protected)) < count:
             return None
         writing, pins = self._writing, self._pins
         spared: list[OffloadKey] = []

@@ -30,6 +30,8 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 from workload import Prompt, PromptTree
 
+from kvrouter.engine_patch.offload.manager import HybridOffloadingManager
+
 # Tokens that most requests generate, so that many prompts come and go, and that one in five generates: past a block, a
 # window's edge and a Mamba boundary.
 SHORT_OUTPUT_TOKENS = 3
@@ -190,7 +192,10 @@ class Oracle:
         connector.on_new_request(request)
         external, _ = connector.get_num_new_matched_tokens(request, local - tail)
         tracker._pending_event_metadata = payloads
-        del offload._req_status[request.request_id]
+        status = offload._req_status.pop(request.request_id)
+        if isinstance(offload.manager, HybridOffloadingManager):
+            # Its only effect: what a question waited for is not kept for it. With vLLM's manager this would count as a use.
+            offload.manager.on_request_finished(status.req_context)
         if external is None:
             return Answer(local, None)
         # A load supersedes a local sub-block tail only when it reaches further (scheduler.py, WAITING requests).

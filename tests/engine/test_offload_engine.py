@@ -26,7 +26,9 @@ pytestmark = pytest.mark.engine
 MODEL = "tiny"
 WORKER = "offloading"
 PROMPTS = 300
-FEWER_PROMPTS = 100
+FEWER_PROMPTS = 60
+# bfloat16 logits between 2 and 4 are 1/64 apart; a wrong page moves them by whole numbers.
+ROUNDING = 0.08
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,19 @@ def settled(router: RouterProcess, engine: OffloadEngine) -> dict[str, Any]:
     return router.wait_proven(WORKER, same)
 
 
+def alike(answer: dict[str, Any], truth: dict[str, Any]) -> bool:
+    """The same tokens, and the same logprobs but for rounding: what is cached decides how a prefill is cut into pieces."""
+    if answer["token_ids"] != truth["token_ids"]:
+        return False
+    for ours, theirs in zip(answer["logprobs"], truth["logprobs"], strict=True):
+        known = dict(map(tuple, theirs))
+        shared = [(logprob, known[token]) for token, logprob in ours if token in known]
+        # Two of the last among the likeliest may change places.
+        if len(shared) < len(ours) - 1 or any(abs(a - b) > ROUNDING for a, b in shared):
+            return False
+    return True
+
+
 class Run:
     """Prompts asked of the router first and of the engine then."""
 
@@ -150,6 +165,7 @@ class Run:
         self._router, self._engine = router, engine
         self.wrong: list[str] = []
         self.other: list[str] = []
+        self.exact = 0
         self.asked = dict.fromkeys(("gpu", "cpu", "disk"), 0)
         self.hits = dict.fromkeys(self.asked, 0)
         self.beyond = {"cpu": 0, "disk": 0}
@@ -166,8 +182,9 @@ class Run:
         what = f"prompt {number}, {len(work.token_ids)} tokens, {work.predicted}: {found}, reused {answer['cached']}"
         if answer["cached"] != found[work.predicted]:
             self.wrong.append(what)
-        if (answer["token_ids"], answer["logprobs"]) != (truth["token_ids"], truth["logprobs"]):
-            self.other.append(what)
+        self.exact += answer["logprobs"] == truth["logprobs"]
+        if not alike(answer, truth):
+            self.other.append(f"{what}\n  {answer}\n  {truth}")
 
     def row(self, name: str, pages: int) -> tuple[str, ...]:
         total = sum(self.asked.values())
@@ -175,7 +192,7 @@ class Run:
             name,
             str(total),
             str(total - len(self.wrong)),
-            str(total - len(self.other)),
+            f"{total - len(self.other)}, {self.exact} exactly",
             *(f"{self.hits[tier]}/{self.asked[tier]}" for tier in self.asked),
             str(self.beyond["cpu"]),
             str(self.beyond["disk"]),
@@ -300,10 +317,10 @@ def test_resets_empty_both_tiers_at_once_and_on_the_stock_topic_too(
                 for one in list(workload("windows", seed))[:12]:
                     engine.run(one.token_ids, one.max_tokens)
                 assert _media(engine.do("resident")) == everywhere
-                _until(lambda: _media(router.worker(WORKER)["residency"]) == everywhere)
+                _until(router, everywhere)
                 assert engine.do("reset", connector=True)
                 assert engine.do("resident") == {}
-                _until(lambda: not _media(router.worker(WORKER)["residency"]))
+                _until(router, set())
             finally:
                 router.unregister(WORKER)
 
@@ -312,8 +329,8 @@ def _media(places: dict[str, Any]) -> set[str]:
     return {place.partition(":")[2] for place, count in places.items() if count}
 
 
-def _until(reached: Callable[[], bool]) -> None:
+def _until(router: RouterProcess, media: set[str]) -> None:
     deadline_s = time.monotonic() + 30.0
-    while not reached():
-        assert time.monotonic() < deadline_s
+    while _media((row := router.worker(WORKER))["residency"]) != media:
+        assert time.monotonic() < deadline_s, f"{media}: {row}"
         time.sleep(0.02)

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much of its prompts a CPU tier of so many chunks saves the engine from computing again, with LRU and with ARC.
+
+Request traces are replayed against the tier's own books (CpuTier and its policies; no bytes are moved). Each hash id of a trace is
+one chunk of 512 tokens. A request reuses the longest run of resident chunks from its start; then all its chunks are resident: those
+that are there count as used, the others are stored. A request is done before the next one begins. The hit ratio is chunks reused of
+all chunks asked for; with endless memory nothing is ever evicted, so no policy can do better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from report import Result, Row, machine, progress
+
+from kvrouter.engine_patch.offload.cpu_tier import ChunkState, CpuTier
+from kvrouter.engine_patch.offload.key import OffloadKey, pack
+from kvrouter.engine_patch.offload.policy import PolicyError, make_policy
+
+NAME = "offload_hit_ratio"
+TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
+PATTERN = "mooncake_*_trace.jsonl"
+CHUNK_TOKENS = 512
+HASH_BYTES = 32
+CAPACITIES = (1_000, 2_000, 5_000, 10_000, 20_000, 50_000)
+QUICK_CAPACITIES = (500, 2_000)
+QUICK_REQUESTS = 500
+POLICIES = ("lru", "arc")
+
+
+class Request(msgspec.Struct):
+    """A line of a trace; its other fields are not needed."""
+
+    hash_ids: list[int]
+
+
+class Trace(NamedTuple):
+    """requests: the chunks of each, in the order of the prompt. chunks: of all requests together. distinct: different ones."""
+
+    name: str
+    requests: list[list[OffloadKey]]
+    chunks: int
+    distinct: int
+
+
+class Replay(NamedTuple):
+    """reused, evicted: chunks. unstored: chunks of requests that are longer than the tier."""
+
+    reused: int
+    evicted: int
+    unstored: int
+    seconds: float
+
+
+def read_trace(path: Path, requests: int | None) -> Trace:
+    """The first requests of a trace, or all."""
+    decoder = msgspec.json.Decoder(Request)
+    keys: dict[int, OffloadKey] = {}
+    made = []
+    for line in path.read_bytes().splitlines()[:requests]:
+        # An id stands for its whole prefix, so a second time in one request would be an error of the trace.
+        ids = list(dict.fromkeys(decoder.decode(line).hash_ids))
+        for one in ids:
+            if one not in keys:
+                keys[one] = pack(one.to_bytes(HASH_BYTES, "big"), 0)
+        made.append([keys[one] for one in ids])
+    name = path.stem.removeprefix("mooncake_").removesuffix("_trace")
+    return Trace(name, made, sum(map(len, made)), len(keys))
+
+
+def replay(trace: Trace, policy: str, capacity: int) -> Replay:
+    """All requests, one after another, against a tier of `capacity` chunks."""
+    tier = CpuTier(capacity, make_policy(policy, capacity))
+    reused = unstored = 0
+    start = time.process_time()
+    for chunks in trace.requests:
+        there = [tier.state(chunk) is ChunkState.READY for chunk in chunks]
+        reused += there.index(False) if False in there else len(there)
+        resident = [chunk for chunk, known in zip(chunks, there, strict=True) if known]
+        absent = [chunk for chunk, known in zip(chunks, there, strict=True) if not known]
+        # The head of what does not fit is worth more than its tail.
+        fitting = absent[: capacity - len(resident)]
+        unstored += len(absent) - len(fitting)
+        allocation = tier.allocate(fitting, frozenset(resident))
+        if allocation is None:
+            raise AssertionError(f"{policy} found no room for {len(fitting)} chunks among {capacity}")
+        tier.touch(resident)
+        for chunk in fitting:
+            tier.ready(chunk)
+    return Replay(reused, tier.evicted_total, unstored, time.process_time() - start)
+
+
+def percent(part: int, whole: int) -> float:
+    return 100.0 * part / whole if whole else 0.0
+
+
+def grid(lines: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; the first line is its head."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    shown = [f"| {' | '.join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines]
+    rule = f"| {' | '.join('-' * (width - 1) + ':' for width in widths)} |"
+    return "\n".join([shown[0], rule, *shown[1:]])
+
+
+def measure(
+    traces: Sequence[Trace], capacities: Sequence[int], policies: Sequence[str]
+) -> tuple[list[Row], list[str], str]:
+    """(rows, notes, table)"""
+    rows: list[Row] = []
+    notes: list[str] = []
+    lines = [["trace", "chunks", "tokens", *(f"{policy}, %" for policy in policies), "endless, %"]]
+    for trace in traces:
+        endless = percent(replay(trace, "lru", trace.distinct).reused, trace.chunks)
+        rows.append(Row(f"hit ratio, {trace.name}, endless memory", "%", endless))
+        notes.append(
+            f"{trace.name}: {len(trace.requests):,} requests, {trace.chunks:,} chunks asked for, {trace.distinct:,} different ones"
+        )
+        for capacity in capacities:
+            found = []
+            for policy in policies:
+                done = replay(trace, policy, capacity)
+                ratio = percent(done.reused, trace.chunks)
+                progress(f"{NAME}: {trace.name}, {capacity:,} chunks, {policy}: {ratio:.2f} % in {done.seconds:.1f} s")
+                rows.append(Row(f"hit ratio, {trace.name}, {capacity:,} chunks, {policy}", "%", ratio))
+                found.append(f"{ratio:.2f}")
+                if done.unstored:
+                    notes.append(
+                        f"{trace.name}, {capacity:,} chunks, {policy}: {done.unstored:,} chunks of requests longer than the tier "
+                        "were never stored"
+                    )
+            lines.append([trace.name, f"{capacity:,}", f"{capacity * CHUNK_TOKENS:,}", *found, f"{endless:.2f}"])
+    return rows, notes, grid(lines)
+
+
+def read_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "traces", nargs="?", type=Path, default=TRACES, help=f"a trace, or a folder of {PATTERN} (default: {TRACES})"
+    )
+    parser.add_argument("--quick", action="store_true", help="few requests and capacities: shows that it works")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    parser.add_argument("--capacity", type=int, nargs="+", metavar="CHUNKS", help="sizes of the tier, in chunks")
+    parser.add_argument(
+        "--policy",
+        nargs="+",
+        default=POLICIES,
+        metavar="NAME",
+        help="lru, arc, or package.module:Class (default: lru arc)",
+    )
+    arguments = parser.parse_args()
+    try:
+        for policy in arguments.policy:
+            for capacity in arguments.capacity or CAPACITIES:
+                make_policy(policy, capacity)
+    except PolicyError as error:
+        parser.error(str(error))
+    return arguments
+
+
+def main() -> None:
+    arguments = read_arguments()
+    paths = sorted(arguments.traces.glob(PATTERN)) if arguments.traces.is_dir() else [arguments.traces]
+    if not paths or not paths[0].exists():
+        raise SystemExit(f"no traces at {arguments.traces}: name a trace, or a folder with {PATTERN}")
+    about = machine()
+    traces = [read_trace(path, QUICK_REQUESTS if arguments.quick else None) for path in paths]
+    capacities = arguments.capacity or (QUICK_CAPACITIES if arguments.quick else CAPACITIES)
+    rows, notes, shown = measure(traces, capacities, arguments.policy)
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        result = Result(NAME, arguments.quick, about, rows, notes)
+        arguments.json.write_text(json.dumps(msgspec.to_builtins(result), indent=1) + "\n")
+    print(shown)
+    for note in notes:
+        print(f"- {note}")
+
+
+if __name__ == "__main__":
+    main()
