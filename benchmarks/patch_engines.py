@@ -45,11 +45,14 @@ class Steps(NamedTuple):
 class Engine(Oracle):
     """One engine, its work decided by the seed alone."""
 
-    def __init__(self, case: str, model: Path, patch: bool, seed: int = 1) -> None:
+    def __init__(
+        self, case: str, model: Path, patch: bool, seed: int = 1, settings: dict[str, Any] | None = None
+    ) -> None:
+        """settings: of the connector, in place of or beside the case's own."""
         found = next(one for one in (*GPU_SETS, *OFFLOAD_SETS) if one.name == case)
         group_set, offload = found, None
         if isinstance(found, OffloadSet):
-            group_set, offload = found.group_set, found.connector_config()
+            group_set, offload = found.group_set, found.connector_config() | (settings or {})
         rng = Random(seed)
         with patched(PATCHED) if patch else nullcontext():
             super().__init__(group_set, model, rng, offload)

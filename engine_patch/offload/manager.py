@@ -28,11 +28,14 @@ _ANSWERS = {
 
 
 class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
-    """enable_events: whether anybody takes them; else they are thrown away as they come."""
+    """enable_events: whether anybody takes them; else they are thrown away as they come. release: called last, at the shutdown."""
 
-    def __init__(self, tiering: Tiering, sample: Callable[[], Sample], enable_events: bool) -> None:
+    def __init__(
+        self, tiering: Tiering, sample: Callable[[], Sample], release: Callable[[], None], enable_events: bool
+    ) -> None:
         self._tiering = tiering
         self._sample = sample
+        self._release = release
         self._enable_events = enable_events
         self._last = Sample()
 
@@ -91,6 +94,7 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         self._tiering.close()
+        self._release()
 
     # What is said
 

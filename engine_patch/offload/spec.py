@@ -52,6 +52,8 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
                 f"cpu_bytes_to_use is {self._settings.cpu_bytes}, less than one chunk of {padded(self._chunk_bytes)} bytes "
                 f"({self.blocks_per_chunk} blocks, {self._ranks} ranks): raise it, or lower blocks_per_chunk"
             )
+        # What the disk's threads see of the slots, in the scheduler's process.
+        self._disk_region: Region | None = None
         self._manager: HybridOffloadingManager | None = None
         self._worker: HybridOffloadingWorker | None = None
 
@@ -70,7 +72,7 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
             disk = self._make_disk()
             tiering = Tiering(cpu, disk)
             self._manager = HybridOffloadingManager(
-                tiering, Sampling(tiering, cpu, disk), self.kv_events_config.enable_kv_cache_events
+                tiering, Sampling(tiering, cpu, disk), self._release, self.kv_events_config.enable_kv_cache_events
             )
             log.info(
                 "kvrouter: %d chunks of %d bytes in CPU memory (%s)%s",
@@ -92,6 +94,10 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
             self._worker = HybridOffloadingWorker(copier, self.blocks_per_chunk, region)
         return self._worker
 
+    def _release(self) -> None:
+        if self._disk_region is not None:
+            self._disk_region.close()
+
     def _region(self, rank: int | None) -> Region:
         """rank: None in the scheduler's process, whose disk threads read and write what all ranks have."""
         settings = self._settings
@@ -103,7 +109,7 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
         settings = self._settings
         if settings.disk_folder is None:
             return None
-        region = self._region(None)
+        region = self._disk_region = self._region(None)
         return DiskTier(
             settings.disk_folder,
             self._identity(),

@@ -173,7 +173,7 @@ def serve(options: dict[str, Any]) -> None:
         name = request.pop("do")
         result = child.generate(request) if name == "generate" else getattr(child, name)(**request)
         print(json.dumps(result), file=answers, flush=True)
-    child.scheduler.shutdown()
+    child.core.shutdown()
 
 
 if __name__ == "__main__":

@@ -126,7 +126,10 @@ def offload(case: Case, disk: Path) -> dict[str, Any]:
     shape = SHAPES[case.shape]
     chunk_bytes = shape.block_bytes * int(case.settings.get("blocks_per_chunk", 1))
     records = shape.disk_blocks * shape.block_bytes // chunk_bytes
+    slots = disk.parent / "slots"
+    slots.mkdir(exist_ok=True)
     return {
+        "shared_memory_path": str(slots),
         "cpu_bytes_to_use": shape.cpu_blocks * shape.block_bytes,
         "disk_path": str(disk),
         # A record takes its chunk's bytes, which are whole pages here.
@@ -240,6 +243,7 @@ def test_every_tier_is_predicted(
             same, counts = engine.do("same_bytes"), engine.do("counts")
         finally:
             router.unregister(WORKER)
+    assert not list((tmp_path / "slots").iterdir()), "memory that outlives its engine"
     table("Real engine with CPU and disk tiers", HEADINGS, run.row(name, same["compared"]))
     assert not run.wrong, "\n".join(run.wrong[:8])
     assert not run.other, "\n".join(run.other[:8])
@@ -294,6 +298,7 @@ def test_after_a_kill_what_is_announced_is_there(
             counts = engine.do("counts")
         finally:
             router.unregister(WORKER)
+    assert not list((tmp_path / "slots").iterdir()), "memory of engines that are gone"
     table("Killed three times, then asked", HEADINGS, run.row(f"{blocks_per_chunk} a chunk, found {found}", 0))
     assert not run.wrong, "\n".join(run.wrong[:8])
     assert not run.other, "\n".join(run.other[:8])

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claim: a step of vLLM's scheduler costs as much with 100,000 offloaded chunks in our CPU tier as with none.
+
+Three engines get the same requests and take turns, block by block of steps: ours with an empty tier, ours with a full one, where
+each store evicts, and vLLM's own tier, full as well. A step is `add_request`, `schedule` and `update_from_output` in the engine's
+thread. Runs in the venv of the engine tests, which it enters by itself, and builds when it is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import engine_venv
+import msgspec
+from patch_comparison import Comparison, compared, table
+from report import machine, machine_cpu_s, own_cpu_s, progress
+
+CASE = "cpu 3-way, placeholder, 1 a chunk"
+CHUNKS = 100_000
+# vLLM rounds a chunk's bytes up to a page, and so do we; these layouts' chunks are smaller than one.
+SLOT_BYTES = 4_096
+BATCH_CHUNKS = 500
+BLOCK_STEPS = 200
+OURS = {"spec_name": "HybridOffloadingSpec", "spec_module_path": "kvrouter.engine_patch.offload.spec"}
+
+
+def strangers(count: int) -> list[bytes]:
+    """Keys of chunks that no prompt asks for."""
+    rng = Random(0)
+    return [rng.randbytes(32) + bytes(4) for _ in range(count)]
+
+
+def fill(manager: Any, chunks: int) -> None:
+    from vllm.v1.kv_offload.base import ReqContext
+
+    context = ReqContext(req_id="filling")
+    manager.on_new_request(context)
+    keys = strangers(chunks)
+    for start in range(0, chunks, BATCH_CHUNKS):
+        batch = keys[start : start + BATCH_CHUNKS]
+        stored = manager.prepare_store(batch, context)
+        assert stored is not None and len(stored.keys_to_store) == len(batch)
+        manager.complete_store(batch, context)
+    manager.on_request_finished(context)
+    # As many events as chunks, which nobody waits for.
+    list(manager.take_events())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how much it is")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, with all blocks, to FILE")
+    parser.add_argument("--chunks", type=int, default=CHUNKS, help="in the full tiers (default: %(default)s)")
+    arguments = parser.parse_args()
+    engine_venv.enter()
+    # Only there are vLLM and the helpers of the engine tests.
+    from engine_config import write_model
+    from patch_engines import Engine, Steps
+
+    chunks = 2_000 if arguments.quick else arguments.chunks
+    rounds = 4 if arguments.quick else 40
+    settings = {"cpu_bytes_to_use": chunks * SLOT_BYTES}
+    start, busy, own = time.monotonic(), machine_cpu_s(), own_cpu_s()
+    with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as name:
+        model = write_model(Path(name) / "model")
+        engines = {
+            "empty": Engine(CASE, model, False, settings=OURS | settings),
+            "full": Engine(CASE, model, False, settings=OURS | settings),
+            "vllm": Engine(CASE, model, False, settings=settings),
+        }
+        for side in ("full", "vllm"):
+            progress(f"offload_step: filling {side}")
+            fill(engines[side].scheduler.connector.connector_scheduler.manager, chunks)
+        taken: dict[str, list[Steps]] = {side: [] for side in engines}
+        order = list(engines)
+        for turn in range(rounds + 1):
+            for side in order:
+                steps = engines[side].block(BLOCK_STEPS)
+                engines[side].rest()
+                # The first block warms caches.
+                if turn:
+                    taken[side].append(steps)
+            order.append(order.pop(0))
+            progress(f"offload_step: {turn} of {rounds}")
+        for engine in engines.values():
+            engine.close()
+    rows: list[Comparison] = []
+    for what, without, with_ in (
+        (f"{chunks:,} chunks against none", "empty", "full"),
+        (f"ours against vLLM's own tier, {chunks:,} chunks in each", "vllm", "full"),
+    ):
+        pairs = [(one, two) for one, two in zip(taken[without], taken[with_], strict=True)]
+        rows.append(compared(f"{what}: step", "us", [a.wall_us for a, _ in pairs], [b.wall_us for _, b in pairs]))
+        rows.append(compared("the same, CPU", "us", [a.cpu_us for a, _ in pairs], [b.cpu_us for _, b in pairs]))
+    others = (machine_cpu_s() - busy - own_cpu_s() + own) / (time.monotonic() - start)
+    notes = [f"other processes of the machine used {max(0.0, others):.2f} cores meanwhile"]
+    print(table(rows))
+    for note in notes:
+        print(f"- {note}")
+    if arguments.json:
+        result = {"name": "offload_step", "quick": arguments.quick, "machine": machine(), "notes": notes}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result | {"rows": msgspec.to_builtins(rows)}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
