@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -79,11 +80,12 @@ class Comparison:
         *,
         never_whole: bool = False,
         patch: str | None = None,
+        told: Callable[[], int] | None = None,
     ) -> Tally:
         """Register the engine, let it work, and ask `questions` prompts after each of `rounds` rounds.
 
         never_whole: the wire lacks a fact, so answers may fall short of the engine's for ever, and never exceed them.
-        patch: where the engine patch answers, which declares the catalog."""
+        patch: where the engine patch answers, which declares the catalog; told: seq of its last message, once all are sent."""
         oracle, router = self._oracle, self._router
         self._never_whole = never_whole
         self._whole = catalog is not None or patch is not None
@@ -95,7 +97,8 @@ class Comparison:
                 router.wait_proven(self._worker_id)
             for _ in range(rounds):
                 if self._advance():
-                    self._learn(router.wait_seen(self._worker_id, oracle.last_seq))
+                    seq = oracle.last_seq if told is None else told()
+                    self._learn(router.wait_seen(self._worker_id, seq))
                 for _ in range(questions):
                     self._compare(self._tree.question())
         finally:

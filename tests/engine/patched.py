@@ -75,6 +75,13 @@ def patched(
             setattr(owner, name, value)
 
 
+def last_told(oracle: Oracle) -> int:
+    """Seq of the patch's last message, once everything that was published is sent."""
+    reporter: Any = tap_of(oracle).reporter
+    eventually(lambda: not len(reporter._intake) and reporter._intake._asleep)
+    return int(reporter._stream.next_seq) - 1
+
+
 def tap_of(oracle: Oracle) -> Tap:
     tap = getattr(oracle.scheduler, ATTRIBUTE)
     assert isinstance(tap, Tap)

@@ -16,7 +16,7 @@ from comparison import Comparison, Tally, verdict
 from group_sets import OFFLOAD_SETS, OffloadSet
 from offload_engine import SPEC
 from oracle import Oracle
-from patched import patched, tap_of
+from patched import last_told, patched, tap_of
 from router_process import RouterProcess
 
 pytestmark = pytest.mark.engine
@@ -65,6 +65,8 @@ def run(
         try:
             reporter: Any = tap_of(oracle).reporter
             comparison = Comparison(router, oracle, rng, seed, name)
-            return comparison.run(None, ROUNDS, QUESTIONS, patch=reporter.requests_endpoint)
+            return comparison.run(
+                None, ROUNDS, QUESTIONS, patch=reporter.requests_endpoint, told=lambda: last_told(oracle)
+            )
         finally:
             oracle.close()

@@ -19,7 +19,7 @@ from comparison import Comparison, Tally, verdict
 from engine_process import VOCAB_SIZE, EngineProcess
 from group_sets import GPU_SETS, OFFLOAD_SETS, GroupSet, OffloadSet
 from oracle import Oracle
-from patched import ENVIRONMENT, patched, tap_of
+from patched import ENVIRONMENT, last_told, patched, tap_of
 from report_peer import eventually
 from router_process import RouterProcess, free_port
 from workload import PromptTree
@@ -120,7 +120,9 @@ def test_with_the_declared_catalog_every_hit_is_the_engines(
     with engine(group_set, model, rng, offload) as oracle:
         comparison = Comparison(router, oracle, rng, seed, f"patched {case.name}")
         reporter: Any = tap_of(oracle).reporter
-        tally = comparison.run(None, ROUNDS, QUESTIONS, patch=reporter.requests_endpoint)
+        tally = comparison.run(
+            None, ROUNDS, QUESTIONS, patch=reporter.requests_endpoint, told=lambda: last_told(oracle)
+        )
     table("With the engine patch, nothing registered but its address", Tally.HEADINGS, tally.row())
     verdict(tally)
     assert tally.early == 0 and tally.probes == ROUNDS * QUESTIONS
