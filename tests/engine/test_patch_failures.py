@@ -171,7 +171,7 @@ FAILURES: dict[str, tuple[Any, str, str, bool]] = {
     "reset": (resets, "void", "resets", True),
     "offloaded": (tap.Tap, "_taken", "offload", True),
     "position of an offloaded block": (offloading, "hash_before", "offload_positions", True),
-    "offload reset": (offloading.Offload, "_outdate", "offload_resets", True),
+    "offload reset": (offloading.Offload, "_hold", "offload_resets", True),
 }
 
 
