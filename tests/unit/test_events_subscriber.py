@@ -4,11 +4,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import uvloop
 import zmq
 
 from kvrouter.events.items import (
@@ -42,26 +41,6 @@ IMPATIENT = SubscriberSettings(idle_check_s=0, settle_s=60, replay_timeout_s=0.1
 
 def seq8(seq: int) -> bytes:
     return seq.to_bytes(8, "big")
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context = zmq.Context()
-    yield context
-    open_sockets = [socket for socket in context._sockets if not socket.closed]
-    context.destroy(linger=0)
-    assert open_sockets == []
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
-    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
-
-    def run(test: Coroutine[Any, Any, None]) -> None:
-        with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(asyncio.wait_for(test, PATIENCE_S))
-
-    return run
 
 
 class Stream:

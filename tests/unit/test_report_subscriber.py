@@ -7,13 +7,12 @@ import asyncio
 import itertools
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-import uvloop
 import zmq
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
@@ -50,26 +49,6 @@ QUICK: dict[str, Any] = {
     "reconnect_min_s": 0.01,
     "reconnect_max_s": 0.05,
 }
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context: Context = zmq.Context()
-    yield context
-    open_sockets = [socket for socket in context._sockets if not socket.closed]
-    context.destroy(linger=0)
-    assert open_sockets == []
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
-    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
-
-    def run(test: Coroutine[Any, Any, None]) -> None:
-        with asyncio.Runner(loop_factory=factory) as runner:
-            runner.run(asyncio.wait_for(test, PATIENCE_S))
-
-    return run
 
 
 class Stream:

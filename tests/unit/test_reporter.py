@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -56,28 +56,6 @@ CATALOG = DeclaredCatalog([DeclaredGroup(0, "full_attention", 16)], model_name="
 @pytest.fixture(autouse=True)
 def rebinding_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "REBIND_TIMEOUT_S", 0.1)
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    # A socket left open makes term() hang, so a leak cannot pass.
-    context: Context = zmq.Context()
-    yield context
-    context.term()
-
-
-@pytest.fixture
-def made(context: Context) -> Iterator[Callable[..., Reporter]]:
-    """`start`, closed at the end of the test."""
-    reporters: list[Reporter] = []
-
-    def make(**changes: object) -> Reporter:
-        reporters.append(start(**({"context": context} | changes)))
-        return reporters[-1]
-
-    yield make
-    for reporter in reporters:
-        reporter.close()
 
 
 class Plug:

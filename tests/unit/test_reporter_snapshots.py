@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -39,31 +39,10 @@ from report_peer import (
     fails,
     removed,
     said,
-    start,
     stored,
 )
 
 Context = zmq.Context[zmq.Socket[bytes]]
-
-
-@pytest.fixture
-def context() -> Iterator[Context]:
-    context: Context = zmq.Context()
-    yield context
-    context.term()
-
-
-@pytest.fixture
-def made(context: Context) -> Iterator[Callable[..., Reporter]]:
-    reporters: list[Reporter] = []
-
-    def make(**changes: object) -> Reporter:
-        reporters.append(start(**({"context": context} | changes)))
-        return reporters[-1]
-
-    yield make
-    for reporter in reporters:
-        reporter.close()
 
 
 @pytest.fixture

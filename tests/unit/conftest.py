@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests of sockets and event loops share."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+import zmq
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+from report_peer import start
+
+from kvrouter.engine_patch.reporter import Reporter
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+# Nothing here waits this long unless it fails.
+PATIENCE_S = 15.0
+
+
+@pytest.fixture
+def context() -> Iterator[Context]:
+    """Every socket of it must be closed when the test ends."""
+    context: Context = zmq.Context()
+    yield context
+    open_sockets = [socket for socket in context._sockets if not socket.closed]
+    context.destroy(linger=0)
+    assert open_sockets == []
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> Callable[[Coroutine[Any, Any, None]], None]:
+    """Runs a test on each kind of event loop."""
+    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
+
+    def run(test: Coroutine[Any, Any, None]) -> None:
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(asyncio.wait_for(test, PATIENCE_S))
+
+    return run
+
+
+@pytest.fixture
+def made(context: Context) -> Iterator[Callable[..., Reporter]]:
+    """`start` of a reporter, closed at the end of the test."""
+    reporters: list[Reporter] = []
+
+    def make(**changes: object) -> Reporter:
+        reporters.append(start(**({"context": context} | changes)))
+        return reporters[-1]
+
+    yield make
+    for reporter in reporters:
+        reporter.close()
