@@ -11,7 +11,6 @@ builds when it is missing. The memory of blocks and slots was written to before;
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import engine_venv
 import msgspec
-from report import machine, machine_cpu_s, number, own_cpu_s, progress
+from report import Others, Result, machine, markdown, number, progress, quartiles, save
 
 if TYPE_CHECKING:
     from kvrouter.engine_patch.offload.slot_layout import Plan
@@ -51,21 +50,6 @@ class Line(msgspec.Struct):
     ratio: tuple[float, float, float]
     ratio_one_thread: tuple[float, float, float]
     rounds: dict[str, list[float]]
-
-
-class Result(msgspec.Struct):
-    """All lines of the script, as benchmarks/results/*.json have them."""
-
-    name: str
-    quick: bool
-    machine: dict[str, str]
-    rows: list[Line]
-    notes: list[str]
-
-
-def quartiles(ours: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles((a / b for a, b in zip(ours, other, strict=True)), n=4)
-    return low, middle, high
 
 
 def gigabytes_per_s(copy: Callable[[], object], size: int) -> float:
@@ -134,9 +118,7 @@ def line(direction: str, page_bytes: int, blocks_per_chunk: int, found: dict[str
 
 
 def table(rows: Sequence[Line]) -> str:
-    """Markdown, which a terminal shows well enough."""
     lines = [("copy", "page", "k", "tier", "one piece", "one thread", "ratio", "quartiles", "to one thread")]
-    lines.append(("---",) * len(lines[0]))
     for row in rows:
         lines.append(
             (
@@ -149,11 +131,7 @@ def table(rows: Sequence[Line]) -> str:
                 f"{row.ratio_one_thread[1]:.2f}",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        f"| {' | '.join(cell.ljust(width, '-' if cell == '---' else ' ') for cell, width in zip(cells, widths, strict=True))} |"
-        for cells in lines
-    )
+    return markdown(lines)
 
 
 def main() -> None:
@@ -166,20 +144,17 @@ def main() -> None:
 
     size = QUICK_TRANSFER_BYTES if arguments.quick else TRANSFER_BYTES
     rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
-    result = Result("offload_copy", arguments.quick, machine(), [], [])
-    start, busy, own = time.monotonic(), machine_cpu_s(), own_cpu_s()
+    result: Result[Line] = Result("offload_copy", arguments.quick, machine(), [], [])
+    others = Others()
     for page_bytes in PAGE_BYTES:
         for blocks_per_chunk in BLOCKS_PER_CHUNK:
             progress(f"offload_copy: pages of {page_bytes} bytes, {blocks_per_chunk} blocks a chunk")
             result.rows += measure(page_bytes, blocks_per_chunk, size, rounds)
-    others = (machine_cpu_s() - busy - own_cpu_s() + own) / (time.monotonic() - start)
     result.notes += [
         f"{rounds} rounds of {size // 2**20} MiB a copy; torch {torch.__version__}, {torch.get_num_threads()} threads",
-        f"other processes of the machine used {max(0.0, others):.2f} cores meanwhile",
+        others.note(),
     ]
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(msgspec.to_builtins(result), indent=1) + "\n")
+    save(result, arguments.json)
     print(table(result.rows))
     for note in result.notes:
         print(f"- {note}")

@@ -16,7 +16,6 @@ and median and quartiles of the ratios of each round.
 from __future__ import annotations
 
 import argparse
-import json
 import mmap
 import os
 import random
@@ -29,7 +28,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-from report import machine, machine_cpu_s, number, own_cpu_s, progress
+from report import Others, Result, machine, markdown, number, progress, quartiles, save
 
 from kvrouter.engine_patch.offload.disk.identity import DiskIdentity, GroupIdentity
 from kvrouter.engine_patch.offload.disk.tier import DEFAULT_THREADS, DiskTier
@@ -60,16 +59,6 @@ class Line(msgspec.Struct):
     ratio_one: tuple[float, float, float]
     ratio_many: tuple[float, float, float]
     rounds: dict[str, list[float]]
-
-
-class Result(msgspec.Struct):
-    """All lines of the script, as benchmarks/results/*.json have them."""
-
-    name: str
-    quick: bool
-    machine: dict[str, str]
-    rows: list[Line]
-    notes: list[str]
 
 
 class Memory:
@@ -259,18 +248,11 @@ def line(case: str, record_bytes: int, found: dict[tuple[str, str], list[float]]
     return Line(case, record_bytes, *medians, quartiles(ours, one), quartiles(ours, many), rounds)
 
 
-def quartiles(ours: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles((a / b for a, b in zip(ours, other, strict=True)), n=4)
-    return low, middle, high
-
-
 def table(rows: Sequence[Line]) -> str:
-    """Markdown, which a terminal shows well enough."""
     many = f"plain, {DEFAULT_THREADS} threads"
     lines = [
         ("case", "record", "tier", "plain, 1 thread", many, "ratio to 1", "quartiles", "ratio to all", "quartiles")
     ]
-    lines.append(("---",) * len(lines[0]))
     for row in rows:
         ratios = [(f"{mid:.2f}", f"{low:.2f} to {high:.2f}") for low, mid, high in (row.ratio_one, row.ratio_many)]
         lines.append(
@@ -282,11 +264,7 @@ def table(rows: Sequence[Line]) -> str:
                 *ratios[1],
             )
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        f"| {' | '.join(cell.ljust(width, '-' if cell == '---' else ' ') for cell, width in zip(cells, widths, strict=True))} |"
-        for cells in lines
-    )
+    return markdown(lines)
 
 
 def main() -> None:
@@ -305,8 +283,8 @@ def main() -> None:
         parser.error(f"{folder} is no folder: make it, or name another one")
     total = QUICK_TOTAL_BYTES if arguments.quick else TOTAL_BYTES
     rounds = QUICK_ROUNDS if arguments.quick else ROUNDS
-    result = Result("offload_disk", arguments.quick, machine(), [], [])
-    start, busy, own = time.monotonic(), machine_cpu_s(), own_cpu_s()
+    result: Result[Line] = Result("offload_disk", arguments.quick, machine(), [], [])
+    others = Others()
     for record_bytes in RECORD_BYTES:
         progress(f"offload_disk: records of {record_bytes} bytes")
         rows, caller_us = measure(folder, record_bytes, total, rounds)
@@ -314,14 +292,11 @@ def main() -> None:
         result.notes.append(
             f"records of {record_bytes // 2**10} KiB: {caller_us:.1f} us a record of the CPU time of the thread that asks the tier"
         )
-    others = (machine_cpu_s() - busy - own_cpu_s() + own) / (time.monotonic() - start)
     result.notes += [
         f"{rounds} rounds of {total // 2**20} MiB; {DEFAULT_THREADS} threads; file system {file_system(folder)}",
-        f"other processes of the machine used {max(0.0, others):.2f} cores meanwhile",
+        others.note(),
     ]
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(msgspec.to_builtins(result), indent=1) + "\n")
+    save(result, arguments.json)
     print(table(result.rows))
     for note in result.notes:
         print(f"- {note}")

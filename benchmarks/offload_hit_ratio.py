@@ -10,14 +10,13 @@ all chunks asked for; with endless memory nothing is ever evicted, so no policy 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from report import Result, Row, machine, progress
+from report import Result, Row, machine, progress, save
 
 from kvrouter.engine_patch.offload.cpu_tier import ChunkState, CpuTier
 from kvrouter.engine_patch.offload.key import OffloadKey, pack
@@ -172,10 +171,7 @@ def main() -> None:
     traces = [read_trace(path, QUICK_REQUESTS if arguments.quick else None) for path in paths]
     capacities = arguments.capacity or (QUICK_CAPACITIES if arguments.quick else CAPACITIES)
     rows, notes, shown = measure(traces, capacities, arguments.policy)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        result = Result(NAME, arguments.quick, about, rows, notes)
-        arguments.json.write_text(json.dumps(msgspec.to_builtins(result), indent=1) + "\n")
+    save(Result(NAME, arguments.quick, about, rows, notes), arguments.json)
     print(shown)
     for note in notes:
         print(f"- {note}")

