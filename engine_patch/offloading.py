@@ -67,14 +67,15 @@ class Offload:
         self.groups = groups
         self.chunks = ChunkTable()
         self._taken, self._told, self._cleared = taken, told, cleared
-        # Taken from the manager at a reset and not yet handed on: (event, whether our topic has it or is past it).
-        self._held: list[tuple[Any, bool]] = []
+        # Taken from the manager at a reset and not yet handed on to vLLM's topic; ours has them, or is past them.
+        self._held: list[Any] = []
         # Whether the manager asked for a step when these were taken from it.
         self._owed = False
         self._raw: list[Any] = []
         self._watching = False
         manager = scheduler.manager
         self._take_raw: Callable[[], Iterable[Any]] = manager.take_events
+        self._pending: Callable[[], bool] = getattr(manager, "has_pending_work", bool)
         self._primary = medium_name(getattr(getattr(manager, "primary_tier", manager), "medium", CPU))
         features["offload"].install(
             lambda: misfit(manager, "take_events", ()) or misfit(scheduler, "take_events", ()),
@@ -95,14 +96,12 @@ class Offload:
 
     def _watch_events(self, scheduler: Any, manager: Any, feature: Feature) -> None:
         take_stock = scheduler.take_events
-        self._pending: Callable[[], bool] = getattr(manager, "has_pending_work", bool)
 
         def take_raw_events() -> Iterator[Any]:
             held, self._held = self._held, []
             fresh = list(self._take_raw())
-            self._raw += [event for event, known in held if not known]
             self._raw += fresh
-            return iter([*(event for event, _ in held), *fresh])
+            return iter(held + fresh)
 
         def take_events() -> Iterator[Any]:
             stock = list(take_stock())
@@ -147,10 +146,10 @@ class Offload:
     def _hold(self) -> None:
         """The manager emptied its primary tier, and says so or not. What names an owner is another tier's, and is told now."""
         self._owed = self._pending()
-        self._held += [(event, False) for event in self._take_raw()]
-        if others := [event for event, known in self._held if not known and not self._is_primary(event)]:
+        fresh = list(self._take_raw())
+        self._held += fresh
+        if others := [event for event in fresh if not self._is_primary(event)]:
             self._told(self, others)
-        self._held = [(event, True) for event, _ in self._held]
 
     def _is_primary(self, event: Any) -> bool:
         return getattr(event, "ownership", None) is None and medium_name(event.medium) == self._primary

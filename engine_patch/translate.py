@@ -12,13 +12,12 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
+from kvrouter.engine_patch.offload.key import GROUP_BYTES, group_of
 from kvrouter.events.messages import GPU
 from kvrouter.events.report import ReportCleared, ReportEvent, ReportRemoved, ReportStored
 
 _HASH_MASK = (1 << 64) - 1
 HASH_BYTES = 8
-# An OffloadKey is the block hash and the group, u32 big-endian (v1/kv_offload/base.py, make_offload_key).
-_GROUP_BYTES = 4
 
 Runs: TypeAlias = list[tuple[int, int]]
 
@@ -152,17 +151,17 @@ def translate_offloaded(
         ownership = getattr(event, "ownership", None)
         keys_of: dict[int, list[bytes]] = {}
         for key in event.keys:
-            keys_of.setdefault(int.from_bytes(key[-_GROUP_BYTES:], "big"), []).append(key)
+            keys_of.setdefault(group_of(key), []).append(key)
         for group_idx, keys in keys_of.items():
             if event.removed:
-                hashes = pack([key[:-_GROUP_BYTES] for key in keys])
+                hashes = pack([key[:-GROUP_BYTES] for key in keys])
                 reported.append(ReportRemoved(hashes, group_idx, medium, ownership, locality))
                 continue
             group = groups.get(group_idx)
             for block_size, lora_name, ordered, position in _series(keys, group, chunk_of):
                 reported.append(
                     ReportStored(
-                        hashes=pack([key[:-_GROUP_BYTES] for key in ordered]),
+                        hashes=pack([key[:-GROUP_BYTES] for key in ordered]),
                         group_idx=group_idx,
                         medium=medium,
                         block_size=block_size,

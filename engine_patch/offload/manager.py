@@ -28,15 +28,12 @@ _ANSWERS = {
 
 
 class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
-    """enable_events: whether anybody takes them; else they are thrown away as they come. release: called last, at the shutdown."""
+    """release: called last, at the shutdown."""
 
-    def __init__(
-        self, tiering: Tiering, sample: Callable[[], Sample], release: Callable[[], None], enable_events: bool
-    ) -> None:
+    def __init__(self, tiering: Tiering, sample: Callable[[], Sample], release: Callable[[], None]) -> None:
         self._tiering = tiering
         self._sample = sample
         self._release = release
-        self._enable_events = enable_events
         self._last = Sample()
 
     # Questions
@@ -85,8 +82,6 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         self._tiering.end_step()
 
     def has_pending_work(self) -> bool:
-        if not self._enable_events:
-            self._tiering.take_changes()
         return self._tiering.busy
 
     def reset_cache(self) -> None:

@@ -70,10 +70,8 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
         if self._manager is None:
             cpu = CpuTier(self._num_slots, make_policy(self._settings.policy, self._num_slots))
             disk = self._make_disk()
-            tiering = Tiering(cpu, disk)
-            self._manager = HybridOffloadingManager(
-                tiering, Sampling(tiering, cpu, disk), self._release, self.kv_events_config.enable_kv_cache_events
-            )
+            tiering = Tiering(cpu, disk, announce=self.kv_events_config.enable_kv_cache_events)
+            self._manager = HybridOffloadingManager(tiering, Sampling(tiering, cpu, disk), self._release)
             log.info(
                 "kvrouter: %d chunks of %d bytes in CPU memory (%s)%s",
                 self._num_slots,

@@ -101,12 +101,13 @@ class Wish:
 
 
 class Tiering:
-    """One engine's, in its scheduler's thread."""
+    """One engine's, in its scheduler's thread. announce: whether anybody takes changes; else none are kept."""
 
-    def __init__(self, cpu: CpuTier, disk: Disk | None) -> None:
+    def __init__(self, cpu: CpuTier, disk: Disk | None, announce: bool = True) -> None:
         self.counts = Counts()
         self._cpu = cpu
         self._disk = disk
+        self._announce = announce
         self._step = 0
         self._changes: list[Change] = []
         self._waiting: dict[int, Wish] = {}
@@ -228,7 +229,7 @@ class Tiering:
     # Inside
 
     def _say(self, medium: Medium, removed: bool, keys: Sequence[OffloadKey]) -> None:
-        if not keys:
+        if not keys or not self._announce:
             return
         last = self._changes[-1] if self._changes else None
         if last is not None and last.medium is medium and last.removed is removed:
