@@ -28,10 +28,13 @@ _ANSWERS = {
 
 
 class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
-    """release: called last, at the shutdown."""
+    """shared_disk: whether another engine writes the disk; release: called last, at the shutdown."""
 
-    def __init__(self, tiering: Tiering, sample: Callable[[], Sample], release: Callable[[], None]) -> None:
+    def __init__(
+        self, tiering: Tiering, sample: Callable[[], Sample], release: Callable[[], None], shared_disk: bool = False
+    ) -> None:
         self._tiering = tiering
+        self._disk_locality = base.Locality.REMOTE if shared_disk else base.Locality.LOCAL
         self._sample = sample
         self._release = release
         self._last = Sample()
@@ -42,7 +45,7 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         allowed = req_context.load_tier_filter
         if not allowed.allows(base.Medium.CPU, None):
             return base.LookupResult.MISS
-        disk = allowed.allows(base.Medium.STORAGE, base.Locality.LOCAL)
+        disk = allowed.allows(base.Medium.STORAGE, self._disk_locality)
         return _ANSWERS[self._tiering.look_up(key, _wish(req_context), disk)]
 
     def get_load_source(self, key: OffloadKey, req_context: base.ReqContext) -> CacheHitSource:
@@ -99,7 +102,7 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
                 yield base.OffloadingEvent(change.keys, base.Medium.CPU, change.removed)
             else:
                 yield base.OffloadingEvent(
-                    change.keys, base.Medium.STORAGE, change.removed, base.Locality.LOCAL, DISK_OWNER
+                    change.keys, base.Medium.STORAGE, change.removed, self._disk_locality, DISK_OWNER
                 )
 
     def get_stats(self) -> OffloadingConnectorStats:

@@ -14,7 +14,7 @@ GAUGES = {
     f"{PREFIX}disk_chunks": "Chunks on disk.",
     f"{PREFIX}disk_bytes": "Bytes on disk.",
     f"{PREFIX}disk_pending": "Reads and writes of the disk that are queued or under way.",
-    f"{PREFIX}disk_off": "1 while the disk tier is off after errors, else 0.",
+    f"{PREFIX}disk_off": "1 while the disk is left alone after errors, or because its writer was not reset as often, else 0.",
 }
 COUNTERS = {
     f"{PREFIX}stores_refused": "Calls to store chunks for which no slot in CPU memory could be freed.",
@@ -25,7 +25,7 @@ COUNTERS = {
     f"{PREFIX}disk_written_bytes": "Bytes written to disk.",
     f"{PREFIX}disk_read_bytes": "Bytes read from disk.",
     f"{PREFIX}disk_errors": "Reads and writes of the disk that failed.",
-    f"{PREFIX}disk_corrupt": "Records on disk that were dropped because their checksum was wrong.",
+    f"{PREFIX}disk_corrupt": "Records on disk that were dropped: a wrong checksum, or given to another key by their writer.",
     f"{PREFIX}disk_evicted": "Chunks evicted from disk to stay within its bytes.",
     f"{PREFIX}resets": "Resets of the tiers.",
 }

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from kvrouter.engine_patch.offload.cpu_tier import CpuTier
-from kvrouter.engine_patch.offload.disk.health import State
+from kvrouter.engine_patch.offload.disk.reader import DiskReader
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.metrics import PREFIX, Sample
 from kvrouter.engine_patch.offload.tiering import Tiering
@@ -13,7 +13,7 @@ from kvrouter.engine_patch.offload.tiering import Tiering
 class Sampling:
     """Called for each sample."""
 
-    def __init__(self, tiering: Tiering, cpu: CpuTier, disk: DiskTier | None) -> None:
+    def __init__(self, tiering: Tiering, cpu: CpuTier, disk: DiskTier | DiskReader | None) -> None:
         self._tiering, self._cpu, self._disk = tiering, cpu, disk
 
     def __call__(self) -> Sample:
@@ -34,7 +34,7 @@ class Sampling:
                 "disk_chunks": disk.records,
                 "disk_bytes": disk.held_bytes,
                 "disk_pending": disk.pending,
-                "disk_off": float(disk.state is State.OFF),
+                "disk_off": float(disk.off),
             }
             counters |= {
                 "disk_written_bytes": disk.counters.written_bytes,

@@ -36,6 +36,8 @@ class TierSettings(msgspec.Struct, frozen=True):
     disk_folder: Path | None = None
     disk_bytes: int = 0
     disk_threads: int = DEFAULT_DISK_THREADS
+    # Another engine writes the folder; this one only reads it.
+    disk_read_only: bool = False
     shared_memory: Path = Path(SHARED_MEMORY)
 
 
@@ -46,6 +48,7 @@ def tier_settings(given: Mapping[str, Any]) -> TierSettings:
         "eviction_policy",
         "disk_path",
         "disk_bytes_to_use",
+        "disk_read_only",
         "disk_threads",
         "shared_memory_path",
     }
@@ -57,13 +60,23 @@ def tier_settings(given: Mapping[str, Any]) -> TierSettings:
     if given.get("canonical_layout"):
         raise ValueError("canonical_layout is not supported by this offload tier: leave it out")
     folder = given.get("disk_path")
-    if folder is None and "disk_bytes_to_use" in given:
-        raise ValueError("disk_bytes_to_use is set without disk_path: name a folder, or leave both out")
+    read_only = given.get("disk_read_only", False)
+    if not isinstance(read_only, bool):
+        raise ValueError(f"disk_read_only is {read_only!r}; it must be true or false")
+    if folder is None:
+        for name in ("disk_bytes_to_use", "disk_read_only"):
+            if name in given:
+                raise ValueError(f"{name} is set without disk_path: name a folder, or leave both out")
+    if read_only and "disk_bytes_to_use" in given:
+        raise ValueError(
+            "disk_bytes_to_use is set with disk_read_only: the budget is that of the engine that writes the folder"
+        )
     return TierSettings(
         cpu_bytes=_number(given, "cpu_bytes_to_use", None),
         policy=str(given.get("eviction_policy", DEFAULT_POLICY)),
         disk_folder=None if folder is None else Path(str(folder)),
-        disk_bytes=0 if folder is None else _number(given, "disk_bytes_to_use", None),
+        disk_bytes=0 if folder is None or read_only else _number(given, "disk_bytes_to_use", None),
+        disk_read_only=read_only,
         disk_threads=_number(given, "disk_threads", DEFAULT_DISK_THREADS, MAX_DISK_THREADS),
         shared_memory=Path(str(given.get("shared_memory_path", SHARED_MEMORY))),
     )

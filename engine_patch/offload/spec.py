@@ -20,6 +20,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvrouter.engine_patch.offload.canonical import from_vllm
 from kvrouter.engine_patch.offload.cpu_tier import CpuTier
 from kvrouter.engine_patch.offload.disk.identity import DiskIdentity, GroupIdentity
+from kvrouter.engine_patch.offload.disk.reader import DiskReader
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.manager import HybridOffloadingManager
 from kvrouter.engine_patch.offload.metrics import COUNTERS, GAUGES
@@ -71,7 +72,8 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
             cpu = CpuTier(self._num_slots, make_policy(self._settings.policy, self._num_slots))
             disk = self._make_disk()
             tiering = Tiering(cpu, disk, announce=self.kv_events_config.enable_kv_cache_events)
-            self._manager = HybridOffloadingManager(tiering, Sampling(tiering, cpu, disk), self._release)
+            shared = disk is not None and disk.shared
+            self._manager = HybridOffloadingManager(tiering, Sampling(tiering, cpu, disk), self._release, shared)
             log.info(
                 "kvrouter: %d chunks of %d bytes in CPU memory (%s)%s",
                 self._num_slots,
@@ -103,11 +105,17 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
         path = shared_path(self.config.engine_id, settings.shared_memory) if shared else None
         return Region.create_or_open(path, self._num_slots, self._chunk_bytes, self._ranks, rank)
 
-    def _make_disk(self) -> DiskTier | None:
+    def _make_disk(self) -> DiskTier | DiskReader | None:
         settings = self._settings
         if settings.disk_folder is None:
             return None
         region = self._disk_region = self._region(None)
+        # Slots that wait for the disk cannot be evicted: most of them must be free of that.
+        max_queued = max(1, self._num_slots // 4)
+        if settings.disk_read_only:
+            return DiskReader(
+                settings.disk_folder, self._identity(), region.slot, settings.disk_threads, max_queued, log=log
+            )
         return DiskTier(
             settings.disk_folder,
             self._identity(),
@@ -115,8 +123,7 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
             settings.disk_bytes,
             region.slot,
             threads=settings.disk_threads,
-            # Slots that wait for the disk cannot be evicted: most of them must be free of that.
-            max_queued=max(1, self._num_slots // 4),
+            max_queued=max_queued,
             log=log,
         )
 

@@ -54,8 +54,10 @@ class DiskFinished(Protocol):
 
 
 class Disk(Protocol):
-    """What is needed of a disk tier: disk/tier.py."""
+    """What is needed of a disk tier: disk/tier.py, or disk/reader.py, which is not writable."""
 
+    @property
+    def writable(self) -> bool: ...
     @property
     def pending(self) -> int: ...
     def open(self) -> list[OffloadKey]: ...
@@ -259,7 +261,7 @@ class Tiering:
         return allocation.slots
 
     def _write_behind(self, key: OffloadKey) -> None:
-        if self._disk is None or self._disk.holds(key) or self._disk.writing(key):
+        if self._disk is None or not self._disk.writable or self._disk.holds(key) or self._disk.writing(key):
             return
         slot = self._cpu.slot(key)
         if self._disk.write(key, slot):

@@ -115,7 +115,8 @@ class Child:
             tiers = self.manager._tiering
             add("CPU", tiers._cpu.ready_keys())
             if tiers._disk is not None:
-                add("STORAGE:kvrouter", list(tiers._disk._table))
+                disk = tiers._disk
+                add("STORAGE:kvrouter", list(disk._table if disk.writable else disk._held))
         return places
 
     def ledger(self) -> dict[str, list[int]]:

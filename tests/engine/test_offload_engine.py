@@ -21,6 +21,8 @@ from engine_process import VOCAB_SIZE
 from offload_engine import OffloadEngine
 from router_process import RouterProcess
 
+from kvrouter.engine_patch.offload.disk.reader import LOOK_S
+
 pytestmark = pytest.mark.engine
 
 MODEL = "tiny"
@@ -306,6 +308,48 @@ def test_after_a_kill_what_is_announced_is_there(
     assert counts["vllm:kvrouter_offload_promotions_failed"] == 0
 
 
+def test_an_engine_that_reads_what_another_one_writes(
+    router: RouterProcess,
+    models: Callable[[str], Path],
+    plain: Callable[[str], list[Any]],
+    tmp_path: Path,
+    seed: int,
+    table: Callable[..., None],
+) -> None:
+    """Both serve, one writes the folder and evicts from it; what each can read of it is predicted for each."""
+    case, shape = Case("windows", FEWER_PROMPTS), SHAPES["windows"]
+    truth, model = plain(case.shape), models(shape.model)
+    writing = offload(case, tmp_path / "disk")
+    reading = {name: value for name, value in writing.items() if name != "disk_bytes_to_use"} | {"disk_read_only": True}
+    rng = Random(f"{seed} shared")
+    with (
+        OffloadEngine(tmp_path / "writer", model, shape.gpu_blocks, writing) as writer,
+        OffloadEngine(tmp_path / "reader", model, shape.gpu_blocks, reading) as reader,
+    ):
+        run = Run(router, reader)
+        router.register(WORKER, MODEL, reader.endpoint, reader.replay_endpoint)
+        try:
+            for number, work in enumerate(list(workload(case.shape, seed))[:FEWER_PROMPTS]):
+                if rng.random() < 0.8:
+                    answer = writer.run(work.token_ids, work.max_tokens)
+                    assert alike(answer, truth[number])
+                _catch_up(reader, writer)
+                run.ask(number, work, truth[number])
+            row = settled(router, reader)
+            assert reader.do("ledger") == reader.do("resident")
+            assert _on_disk(reader) == _on_disk(writer) != {}
+            counts = reader.do("counts")
+        finally:
+            router.unregister(WORKER)
+    table("Real engine that reads what another one writes", HEADINGS, run.row("5 windows+full, lru", 0))
+    assert not run.wrong, "\n".join(run.wrong[:8])
+    assert not run.other, "\n".join(run.other[:8])
+    assert row["patch"]["mismatches"] == 0
+    assert run.beyond["disk"] > 10 and run.hits["disk"] > 10
+    assert counts["vllm:kvrouter_offload_promotions"] > 20
+    assert counts["vllm:kvrouter_offload_disk_written_bytes"] == 0
+
+
 def test_resets_empty_both_tiers_at_once_and_on_the_stock_topic_too(
     router: RouterProcess, models: Callable[[str], Path], tmp_path: Path, seed: int
 ) -> None:
@@ -328,6 +372,19 @@ def test_resets_empty_both_tiers_at_once_and_on_the_stock_topic_too(
                 _until(router, set())
             finally:
                 router.unregister(WORKER)
+
+
+def _catch_up(reader: OffloadEngine, writer: OffloadEngine) -> None:
+    """An engine that rests looks when it steps again, and not too often."""
+    deadline_s = time.monotonic() + 30.0
+    while _on_disk(reader) != _on_disk(writer):
+        assert time.monotonic() < deadline_s
+        time.sleep(LOOK_S / 10)
+        reader.run((3,), 1)
+
+
+def _on_disk(engine: OffloadEngine) -> dict[str, Any]:
+    return {place: count for place, count in engine.do("resident").items() if ":STORAGE" in place}
 
 
 def _media(places: dict[str, Any]) -> set[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvrouter.engine_patch.offload.disk.folder import FolderInUse
+from kvrouter.engine_patch.offload.disk.reader import LOOK_S, DiskReader
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
@@ -34,6 +35,8 @@ KILLS = 20
 # From nearly nothing to a few hundred writes.
 LONGEST_LIFE_S = 0.5
 HANG_S = 120
+READS = 600
+READERS = 2
 
 
 class Child:
@@ -155,3 +158,44 @@ def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
     assert account.there and not account.writing
     # And maybe what had left for writes that were queued at the end and dropped.
     assert set(check(tmp_path, account)) >= account.there
+
+
+def test_a_reader_beside_a_writer_loads_nothing_else(tmp_path: Path) -> None:
+    """Records are given to other keys, torn and cleared while they are read; what is loaded is what was written for that key."""
+    rng = random.Random(4)
+    child = Child(tmp_path, 1)
+    child.wait_open()
+    slots = Slots(READERS, CHILD_RECORD_BYTES)
+    reader = DiskReader(tmp_path / "disk", identity(CHILD_RECORD_BYTES), slots.view, READERS, READERS)
+    told = set(reader.open())
+    free, good, missed, resets = list(range(READERS)), 0, 0, 0
+    end = time.monotonic() + HANG_S
+    try:
+        while good < READS:
+            assert time.monotonic() < end and child.process.poll() is None, child.errors()
+            for finished in reader.poll():
+                data = slots.bytes(finished.slot)
+                assert not finished.ok or data == payload(finished.key, CHILD_RECORD_BYTES, salt_of(data))
+                good += finished.ok
+                missed += not finished.ok
+                free.append(finished.slot)
+            for stored, name in reader.take_changes():
+                assert stored is (name not in told)
+                (told.add if stored else told.remove)(name)
+            assert reader.records == len(told)
+            if reader.off:
+                # The writer was reset: as often here.
+                reader.clear()
+                resets += 1
+            while free and told:
+                slots.fill(free[-1], bytes(CHILD_RECORD_BYTES))
+                if not reader.read(rng.choice(sorted(told)), free[-1]):
+                    break
+                free.pop()
+            time.sleep(LOOK_S / 500)
+    finally:
+        status, lines = child.end(signal.SIGTERM)
+        reader.close()
+    assert status == 0 and lines[-1] == "end"
+    print(f"{good} reads, {missed} of records that were given to others meanwhile, {resets} resets")
+    assert missed and resets and reader.counters.errors == 0

@@ -35,6 +35,8 @@ class Job(NamedTuple):
 class SlowDisk:
     """Jobs end when the test says so, in their order."""
 
+    writable = True
+
     def __init__(self, *found: OffloadKey, max_queued: int = 100) -> None:
         self.held = dict.fromkeys(found)
         self.jobs: deque[Job] = deque()

@@ -21,6 +21,10 @@ class FileOps:
         """A descriptor for reading and writing; the file is created when it is not there."""
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
 
+    def open_to_read(self, path: Path) -> int:
+        """A descriptor for reading a file that is there."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
     def close(self, fd: int) -> None:
         os.close(fd)
 

@@ -99,7 +99,7 @@ def _lock(path: Path, lock_fd: int, option: str) -> None:
         owner = os.pread(lock_fd, MAX_OWNER_BYTES, 0).decode(errors="replace").strip() or "unknown, it is just starting"
         raise FolderInUse(
             f"{path} is in use by another engine (process {owner}), and only one may write there: "
-            f"set {option} to another folder for this engine, also for each data-parallel rank"
+            f"set {option} to another folder for this engine, also for each data-parallel rank, or let it read only"
         ) from None
     os.ftruncate(lock_fd, 0)
     os.pwrite(lock_fd, f"{os.getpid()} on {os.uname().nodename}\n".encode(), 0)

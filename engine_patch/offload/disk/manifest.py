@@ -121,7 +121,7 @@ class Manifest:
 
         A file that is new, or whose header is damaged, gets a header with a generation that no entry has.
         """
-        generation = self._read_header()
+        generation = self.read_header()
         entries: list[Entry] = []
         corrupt: list[int] = []
         newest = -1
@@ -187,8 +187,8 @@ class Manifest:
         data = (fields + _CHECK.pack(zlib.crc32(fields))).ljust(HEADER_BYTES, b"\0")
         write_fully(self._files, self._fd, memoryview(data), 0)
 
-    def _read_header(self) -> int | None:
-        """The generation, None where there is no header to be believed."""
+    def read_header(self) -> int | None:
+        """The generation, None where there is no header to be believed. Raises ForeignManifest, OSError."""
         if self._files.size(self._fd) < HEADER_BYTES:
             return None
         data = bytearray(HEADER_BYTES)

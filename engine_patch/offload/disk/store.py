@@ -117,22 +117,17 @@ class Store:
         except Exception as error:
             # The entry may be half there.
             self._give_up(index)
-            return _failure(error)
+            return failure(error)
         return DONE
 
     def read(self, key: OffloadKey, index: int, generation: int, into: memoryview) -> Result:
         """A record that cannot be read is voided: the next start shall not find it."""
         try:
-            entry = self._manifest.get(index)
-            if entry is None or entry.key != key or entry.generation != generation:
-                result = Result(Outcome.CORRUPT, f"the manifest entry of record {index} is damaged")
-            elif not self._records.read(index, into, entry.checksum):
-                result = Result(Outcome.CORRUPT, f"the payload of record {index} is damaged")
-            else:
-                return DONE
+            result = read_record(self._manifest, self._records, key, index, generation, into)
         except Exception as error:
-            result = _failure(error)
-        self._give_up(index)
+            result = failure(error)
+        if result.outcome is not Outcome.DONE:
+            self._give_up(index)
         return result
 
     def clear(self, generation: int) -> Result:
@@ -140,7 +135,7 @@ class Store:
         try:
             self._manifest.set_generation(generation)
         except Exception as error:
-            return _failure(error)
+            return failure(error)
         return DONE
 
     def sync(self) -> Result:
@@ -148,7 +143,7 @@ class Store:
         try:
             self._manifest.sync()
         except Exception as error:
-            return _failure(error)
+            return failure(error)
         return DONE
 
     def trial(self, index: int | None) -> Result:
@@ -159,7 +154,7 @@ class Store:
             if index is not None:
                 self._records.read_page(index)
         except Exception as error:
-            return _failure(error)
+            return failure(error)
         return DONE
 
     def close(self) -> None:
@@ -196,6 +191,19 @@ class Store:
         return result.outcome is Outcome.DONE
 
 
-def _failure(error: Exception) -> Result:
+def read_record(
+    manifest: Manifest, records: Records, key: OffloadKey, index: int, generation: int, into: memoryview
+) -> Result:
+    """Whether the record holds that key, and `into` its payload. Raises OSError."""
+    entry = manifest.get(index)
+    if entry is None or entry.key != key or entry.generation != generation:
+        return Result(Outcome.CORRUPT, f"the manifest entry of record {index} is damaged")
+    if not records.read(index, into, entry.checksum):
+        return Result(Outcome.CORRUPT, f"the payload of record {index} is damaged")
+    return DONE
+
+
+def failure(error: Exception) -> Result:
+    """What went wrong, as a result."""
     full = isinstance(error, OSError) and error.errno in NO_SPACE
     return Result(Outcome.NO_SPACE if full else Outcome.FAILED, str(error) or repr(error))

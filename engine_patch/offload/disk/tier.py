@@ -5,9 +5,9 @@ What is announced is there: a key is told as stored when its payload and its man
 record is given to another key, or when it can no longer be read. Nothing comes or goes without being told. What an earlier process
 left is found at the start.
 
-Limits: one engine a folder (a second, read-only engine beside it, REMOTE in its events, is not there yet); the order of use is
-kept in memory, so that after a restart it is the order of writing; reads and writes go through the page cache. No error of the disk
-reaches the caller: it becomes a removal, a count and, when it repeats, the state OFF.
+Limits: one engine a folder writes, others may read it (`reader.py`); the order of use is kept in memory, so that after a restart it
+is the order of writing; reads and writes go through the page cache. No error of the disk reaches the caller: it becomes a removal,
+a count and, when it repeats, the state OFF.
 
 All methods run in the caller's thread. The bytes of a slot must stay as they are from `write`, and untouched from `read`, until
 `poll` has told that it is done, also after `clear`.
@@ -68,6 +68,10 @@ class DiskTier:
 
     Raises ValueError for a budget without room for one record, and for record_bytes that are not the identity's.
     """
+
+    writable = True
+    # Nobody else's: LOCAL on the wire.
+    shared = False
 
     def __init__(
         self,
@@ -145,6 +149,11 @@ class DiskTier:
     @property
     def state(self) -> State:
         return self._health.state
+
+    @property
+    def off(self) -> bool:
+        """Whether the disk is left alone after errors."""
+        return self.state is State.OFF
 
     @property
     def reason(self) -> str:

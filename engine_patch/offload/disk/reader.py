@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The disk tier of an engine that reads what another one writes: the same folder, nothing of its own in it, REMOTE in its events.
+
+What is announced was in the manifest at the last look, and is told removed with the look that no longer finds it, or with the read
+that failed. The writer asks nobody before it gives a record to another key: a read compares entry and checksum, so that nothing
+else is ever loaded, and what was gone is a miss. Looks are made while the engine steps, one each LOOK_S.
+
+A reset means that the model's weights may be others from here on, and the two engines are not reset at the same moment: what the
+folder holds counts while both were reset equally often since the reader opened it, and is withdrawn otherwise.
+
+All methods run in the caller's thread. The bytes of a slot must stay untouched from `read` until `poll` has told that it is done,
+also after `clear`.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from kvrouter.engine_patch.offload.disk.file_ops import FileOps
+from kvrouter.engine_patch.offload.disk.health import RETRY_S, Health, State
+from kvrouter.engine_patch.offload.disk.identity import DiskIdentity
+from kvrouter.engine_patch.offload.disk.io_threads import Executor, IoThreads
+from kvrouter.engine_patch.offload.disk.manifest import Entry
+from kvrouter.engine_patch.offload.disk.store import Outcome, Result
+from kvrouter.engine_patch.offload.disk.told import READ, Change, Counters, Finished
+from kvrouter.engine_patch.offload.disk.view import Look, View
+from kvrouter.engine_patch.offload.key import OffloadKey
+
+# Half of what a person calls at once; a look at 100,000 records that did not change takes some 5 ms.
+LOOK_S = 0.25
+# A look at a very large manifest shall not keep a core busy: at most a twentieth of the time.
+LOOK_SHARE = 20
+RESETS_DIFFER = (
+    "this engine and the one that writes the folder were not reset equally often: reset the other one too, "
+    "or start this one again if the model's weights are the same"
+)
+
+NO_HEADER = "its manifest has no header that can be believed"
+
+
+class _Job(NamedTuple):
+    key: OffloadKey
+    slot: int
+    entry: Entry
+    life: int
+
+
+class DiskReader:
+    """See the module; parameters as of `tier.DiskTier`. Raises ValueError for a checksum that is not there."""
+
+    writable = False
+    # Of another engine: REMOTE on the wire.
+    shared = True
+
+    def __init__(
+        self,
+        folder: Path,
+        identity: DiskIdentity,
+        slot_bytes_of: Callable[[int], memoryview],
+        threads: int,
+        max_queued: int,
+        *,
+        retry_s: float = RETRY_S,
+        clock: Callable[[], float] = time.monotonic,
+        files: FileOps | None = None,
+        executor: Callable[[], Executor] | None = None,
+        log: logging.Logger | None = None,
+    ) -> None:
+        self.counters = Counters()
+        self.record_bytes = identity.record_bytes
+        self._slot_bytes_of = slot_bytes_of
+        self._view = View(folder, identity, files or FileOps())
+        self._make_executor = executor or functools.partial(IoThreads, threads, max_queued, "kv-disk")
+        self._log = log or logging.getLogger(__name__)
+        self._where = str(folder / identity.folder_name())
+        self._health = Health(self._where, self._log, clock, retry_s)
+        self._clock = clock
+        # What each record holds, of any generation; of the current one by key, the newest where there are two.
+        self._entries: dict[int, Entry] = {}
+        self._held: dict[OffloadKey, Entry] = {}
+        # Of the header, as it was last to be believed.
+        self._generation: int | None = None
+        # Resets of ours less those of the writer, which a new generation tells.
+        self._ahead = 0
+        # Why nothing of the folder is believed: as the last look found it, and as it was last said.
+        self._problem = ""
+        self._doubt = ""
+        # Whether what is held is announced.
+        self._visible = False
+        self._changes: list[Change] = []
+        self._jobs: dict[int, _Job] = {}
+        self._next_job = 0
+        # Grows with each reset: reads of before it are void.
+        self._life = 0
+        # What threads have done; all that they share with the caller's thread.
+        self._done: deque[tuple[int, Result]] = deque()
+        self._looks: deque[tuple[float, Look]] = deque()
+        self._looking = False
+        self._look_at_s = 0.0
+        self._finished: list[Finished] = []
+
+    def open(self) -> list[OffloadKey]:
+        """What can be read now, oldest first, without changes that say so. A folder that is not there is waited for. Once."""
+        if self._health.state is not State.NEW:
+            raise ValueError(f"the disk tier was opened before and is {self._health.state}: make another one")
+        self._executor = self._make_executor()
+        self._health.become(State.ON)
+        self._look()
+        self._take_looks()
+        return [change.key for change in self.take_changes()]
+
+    @property
+    def state(self) -> State:
+        return self._health.state
+
+    @property
+    def off(self) -> bool:
+        """Whether the folder is left alone, for whatever reason."""
+        return not self._visible
+
+    @property
+    def pending(self) -> int:
+        """Reads that `poll` has not told yet, and a look that is under way: an engine rests when it has told what it saw."""
+        return len(self._jobs) + len(self._finished) + self._looking
+
+    @property
+    def records(self) -> int:
+        """Keys that are announced."""
+        return len(self._held) if self._visible else 0
+
+    @property
+    def held_bytes(self) -> int:
+        return self.records * self.record_bytes
+
+    def holds(self, key: OffloadKey) -> bool:
+        """Exactly while the key is announced."""
+        return self._visible and key in self._held
+
+    def writing(self, key: OffloadKey) -> bool:
+        return False
+
+    def write(self, key: OffloadKey, slot: int) -> bool:
+        return False
+
+    def touch(self, keys: Iterable[OffloadKey]) -> None:
+        """The order of use is the writer's."""
+
+    def read(self, key: OffloadKey, slot: int) -> bool:
+        """Queues a read into the slot's bytes; whether it was: the key is there and the queue has room."""
+        if not self.holds(key) or not self._executor.has_room(True):
+            return False
+        entry = self._held[key]
+        into = self._slot_bytes_of(slot).cast("B")[: self.record_bytes]
+        self._jobs[self._next_job] = _Job(key, slot, entry, self._life)
+        work = functools.partial(_read, self._done, self._next_job, self._view, entry, into)
+        self._executor.submit(work, True)
+        self._next_job += 1
+        return True
+
+    def poll(self) -> list[Finished]:
+        """What is over since the last call; asks for the next look when it is due."""
+        while self._done:
+            number, result = self._done.popleft()
+            self._have_read(self._jobs.pop(number), result)
+        self._take_looks()
+        open_now = self.state in (State.ON, State.OFF)
+        if open_now and not self._looking and self._clock() >= self._look_at_s and self._executor.has_room(False):
+            # Not urgent: after the reads, which requests wait for.
+            self._looking = self._executor.submit(self._look, False)
+        finished, self._finished = self._finished, []
+        return finished
+
+    def take_changes(self) -> list[Change]:
+        """What came and went since the last call, in order."""
+        changes, self._changes = self._changes, []
+        return changes
+
+    def clear(self) -> None:
+        """A reset of this engine: nothing can be read until the writer was reset as often."""
+        self._hide()
+        self._ahead += 1
+        self._life += 1
+        self._show()
+
+    def close(self) -> None:
+        """Waits for the read that each thread is in the middle of; what is queued ends as not ok, for `poll` to tell."""
+        if self.state in (State.ON, State.OFF):
+            self._executor.close()
+            for job in self._jobs.values():
+                self.counters.abandoned += 1
+                self._finished.append(Finished(READ, job.key, job.slot, False))
+            self._jobs.clear()
+            self._done.clear()
+            self._visible = False
+        self._health.become(State.CLOSED)
+
+    # Looks
+
+    def _look(self) -> None:
+        """In an I/O thread, or at the start."""
+        began_s = self._clock()
+        look = self._view.look()
+        self._looks.append((self._clock() - began_s, look))
+
+    def _take_looks(self) -> None:
+        while self._looks:
+            took_s, look = self._looks.popleft()
+            self._looking = False
+            self._look_at_s = self._clock() + max(LOOK_S, LOOK_SHARE * took_s)
+            if look.missing or look.problem is None:
+                self._saw(look)
+            else:
+                self._failed(look.problem)
+
+    def _saw(self, look: Look) -> None:
+        if self.state is State.OFF and self._health.trial_due():
+            self._health.trial_ended(None)
+        if look.fresh or look.missing:
+            self._hide()
+            self._generation = None
+            self._entries.clear()
+            self._held.clear()
+        if look.generation is not None and look.generation != self._generation:
+            self._begin_generation(look.generation)
+        # All that left before all that came: a key may have moved from one record to another.
+        for index, _ in look.changed:
+            self._drop(index)
+        for index, now in look.changed:
+            if now is not None:
+                self._entries[index] = now
+                self._hold(now)
+        self._problem = look.problem or (NO_HEADER if look.generation is None else "")
+        self._show()
+
+    def _begin_generation(self, generation: int) -> None:
+        self._hide()
+        if self._generation is not None:
+            self._ahead -= generation - self._generation
+        self._generation = generation
+        self._held.clear()
+        for entry in self._entries.values():
+            self._hold(entry)
+
+    def _hold(self, entry: Entry) -> None:
+        if entry.generation != self._generation:
+            return
+        other = self._held.get(entry.key)
+        if other is None or other.seq < entry.seq:
+            self._held[entry.key] = entry
+            if other is None and self._visible:
+                self._changes.append(Change(True, entry.key))
+
+    def _drop(self, index: int) -> None:
+        entry = self._entries.pop(index, None)
+        if entry is not None and self._held.get(entry.key) is entry:
+            del self._held[entry.key]
+            if self._visible:
+                self._changes.append(Change(False, entry.key))
+
+    # What is announced
+
+    def _hide(self) -> None:
+        if self._visible:
+            self._visible = False
+            self._changes += [Change(False, key) for key in self._held]
+
+    def _show(self) -> None:
+        """Announces what is held where it may be read, and withdraws it where not."""
+        problem = self._problem or (RESETS_DIFFER if self._ahead else "")
+        if problem != self._doubt:
+            self._doubt = problem
+            if problem:
+                self._log.warning("disk tier not used: %s", problem, extra={"folder": self._where})
+        if problem or self.state is not State.ON:
+            self._hide()
+        elif not self._visible:
+            self._visible = True
+            oldest_first = sorted(self._held.values(), key=lambda entry: entry.seq)
+            self._changes += [Change(True, entry.key) for entry in oldest_first]
+
+    # Reads
+
+    def _have_read(self, job: _Job, result: Result) -> None:
+        ok = job.life == self._life and result.outcome is Outcome.DONE
+        if result.outcome is Outcome.DONE:
+            self.counters.read_bytes += self.record_bytes
+            self._health.read_well()
+        else:
+            # Given to another key, or damaged: the next look tells what is there instead.
+            if self._held.get(job.key) is job.entry:
+                self._drop(job.entry.record)
+            if result.outcome is Outcome.CORRUPT:
+                self.counters.corrupt += 1
+            else:
+                self._failed(result.reason)
+        self._finished.append(Finished(READ, job.key, job.slot, ok))
+
+    def _failed(self, reason: str) -> None:
+        self.counters.errors += 1
+        if self.state is State.OFF:
+            if self._health.trial_due():
+                self._health.trial_ended(reason)
+        elif self._health.failed(reason):
+            # Nobody shall count on what cannot be read.
+            self._hide()
+
+
+def _read(done: deque[tuple[int, Result]], number: int, view: View, entry: Entry, into: memoryview) -> None:
+    """In an I/O thread, which knows nothing of the tier."""
+    done.append((number, view.read(entry, into)))

@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine that reads the folder another one writes: what it tells is what it can read, and nothing else is ever loaded."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvrouter.engine_patch.offload.disk.file_ops import FileOps
+from kvrouter.engine_patch.offload.disk.folder import MANIFEST_FILE, RECORDS_FILE
+from kvrouter.engine_patch.offload.disk.health import MAX_RETRY_S, State
+from kvrouter.engine_patch.offload.disk.manifest import ENTRY_BYTES, HEADER_BYTES
+from kvrouter.engine_patch.offload.disk.reader import LOOK_S, NO_HEADER, RESETS_DIFFER, DiskReader
+from kvrouter.engine_patch.offload.disk.tier import DiskTier
+from kvrouter.engine_patch.offload.disk.told import READ, Finished
+from kvrouter.engine_patch.offload.key import OffloadKey
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+from disk_child import RECORD_BYTES, STRIDE_BYTES, HandExecutor, Slots, identity, key, payload
+
+A, B, C, D = (key(number) for number in range(4))
+# Another salt: what an engine with other weights writes.
+NEW_WEIGHTS = 1
+
+
+class BadFiles(FileOps):
+    """Reads fail while it is told so."""
+
+    def __init__(self) -> None:
+        self.bad = False
+
+    def pread(self, fd: int, into: memoryview, offset: int) -> int:
+        if self.bad:
+            raise OSError(errno.EIO, "made up")
+        return super().pread(fd, into, offset)
+
+
+class Writer:
+    """The engine that writes; each write is done before the next."""
+
+    def __init__(self, folder: Path, records: int = 3) -> None:
+        self.slots, self.hands = Slots(1), HandExecutor()
+        self.tier = DiskTier(
+            folder, identity(), RECORD_BYTES, records * STRIDE_BYTES, self.slots.view, executor=lambda: self.hands
+        )
+        self.tier.open()
+
+    def store(self, *names: OffloadKey, salt: int = 0) -> None:
+        for name in names:
+            self.slots.fill(0, payload(name, salt=salt))
+            assert self.tier.write(name, 0)
+            self.hands.run_all()
+            assert self.tier.poll()[0].ok
+
+
+class Desk:
+    """The engine that reads, its work done by hand; `told` adds up what it has announced."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now_s = 0.0
+        self.slots, self.hands, self.files = Slots(2), HandExecutor(), BadFiles()
+        self.tier = DiskReader(
+            folder,
+            identity(),
+            self.slots.view,
+            1,
+            8,
+            clock=lambda: self.now_s,
+            files=self.files,
+            executor=lambda: self.hands,
+        )
+        self.told = self.tier.open()
+
+    def look(self, after_s: float = LOOK_S) -> list[OffloadKey]:
+        """A look, and what is announced after it."""
+        self.now_s += after_s
+        self.tier.poll()
+        # An engine that has nothing else to do steps on for it.
+        assert self.tier.pending == len(self.hands.queued)
+        self.hands.run_all()
+        self.tier.poll()
+        return self.taken()
+
+    def taken(self) -> list[OffloadKey]:
+        for stored, name in self.tier.take_changes():
+            if stored:
+                assert name not in self.told
+                self.told.append(name)
+            else:
+                self.told.remove(name)
+        assert all(self.tier.holds(name) for name in self.told)
+        assert self.tier.records == len(self.told)
+        return self.told
+
+    def read(self, name: OffloadKey, salt: int = 0) -> bool:
+        """Whether it was loaded; then it is what was written."""
+        assert self.tier.read(name, 1)
+        self.hands.run_all()
+        (finished,) = self.tier.poll()
+        assert finished == Finished(READ, name, 1, finished.ok)
+        assert not finished.ok or self.slots.bytes(1) == payload(name, salt=salt)
+        return finished.ok
+
+
+@pytest.fixture
+def desks(tmp_path: Path) -> Iterator[Callable[[], Desk]]:
+    made: list[Desk] = []
+
+    def make() -> Desk:
+        made.append(Desk(tmp_path))
+        return made[-1]
+
+    yield make
+    for desk in made:
+        desk.tier.close()
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[Writer]:
+    made = Writer(tmp_path)
+    yield made
+    made.tier.close()
+
+
+def test_what_another_engine_wrote_is_found_told_and_read(writer: Writer, desks: Callable[[], Desk]) -> None:
+    writer.store(A, B)
+    desk = desks()
+    assert desk.told == [A, B]
+    writer.store(C)
+    assert desk.look(LOOK_S / 2) == [A, B], "not due yet"
+    assert desk.tier.pending == 0
+    assert desk.look() == [A, B, C]
+    assert all(desk.read(name) for name in (A, B, C))
+    assert desk.tier.counters.read_bytes == 3 * RECORD_BYTES
+    # The longest unused of the writer's; what others read does not keep it.
+    writer.store(D)
+    assert desk.look() == [B, C, D]
+    assert not desk.tier.read(A, 1)
+
+
+def test_what_was_given_to_another_key_since_the_last_look_is_a_miss(writer: Writer, desks: Callable[[], Desk]) -> None:
+    writer.store(A, B, C)
+    desk = desks()
+    writer.store(D)
+    assert desk.tier.holds(A)
+    assert not desk.read(A)
+    assert desk.taken() == [B, C]
+    assert desk.look() == [B, C, D]
+    assert desk.tier.counters.corrupt == 1 and desk.tier.state is State.ON
+
+
+def test_nothing_is_written_and_no_order_of_use_kept(writer: Writer, desks: Callable[[], Desk], tmp_path: Path) -> None:
+    writer.store(A)
+    desk = desks()
+    (folder,) = tmp_path.iterdir()
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert not desk.tier.write(B, 0) and not desk.tier.writing(B)
+    desk.tier.touch([A])
+    desk.look()
+    desk.tier.clear()
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
+
+
+def test_a_damaged_payload_is_told_removed_and_not_told_again(
+    writer: Writer, desks: Callable[[], Desk], tmp_path: Path
+) -> None:
+    writer.store(A, B)
+    desk = desks()
+    with next(tmp_path.glob(f"*/{RECORDS_FILE}")).open("r+b") as file:
+        file.seek(100)
+        file.write(b"\xff")
+    assert not desk.read(A)
+    assert desk.look() == [B] and desk.look() == [B]
+    # The writer has its own way to find out, and may write it again.
+    writer.tier.read(A, 0)
+    writer.hands.run_all()
+    writer.tier.poll()
+    writer.store(A)
+    assert desk.look() == [B, A] and desk.read(A)
+
+
+def test_a_torn_entry_is_not_there_until_it_is_whole(writer: Writer, desks: Callable[[], Desk], tmp_path: Path) -> None:
+    writer.store(A, B)
+    manifest = next(tmp_path.glob(f"*/{MANIFEST_FILE}"))
+    whole = manifest.read_bytes()
+    desk = desks()
+    with manifest.open("r+b") as file:
+        file.seek(HEADER_BYTES + ENTRY_BYTES // 2)
+        file.write(bytes(8))
+    assert desk.look() == [B]
+    with manifest.open("r+b") as file:
+        file.write(whole)
+    assert desk.look() == [B, A]
+
+
+def test_a_folder_that_is_not_there_is_waited_for(desks: Callable[[], Desk], tmp_path: Path) -> None:
+    desk = desks()
+    assert desk.told == [] and desk.tier.off and desk.tier.state is State.ON
+    assert desk.look() == [] and desk.tier.counters.errors == 0
+    writer = Writer(tmp_path)
+    writer.store(A)
+    assert desk.look() == [A] and not desk.tier.off
+    writer.tier.close()
+    # A writer that ended left all of it.
+    assert desk.look() == [A] and desk.read(A)
+
+
+def test_a_folder_that_is_made_anew_is_read_anew(desks: Callable[[], Desk], tmp_path: Path) -> None:
+    first = Writer(tmp_path)
+    first.store(A, B)
+    desk = desks()
+    first.tier.close()
+    shutil.rmtree(tmp_path)
+    assert desk.look() == []
+    second = Writer(tmp_path)
+    second.store(C)
+    assert desk.look() == [C] and desk.read(C)
+    second.tier.close()
+
+
+def test_a_smaller_budget_of_the_writer(desks: Callable[[], Desk], tmp_path: Path) -> None:
+    """The writer's next life moves and forgets records."""
+    first = Writer(tmp_path)
+    first.store(A, B, C)
+    first.tier.close()
+    desk = desks()
+    second = Writer(tmp_path, records=1)
+    assert desk.look() == [C] and desk.read(C)
+    second.tier.close()
+
+
+@pytest.mark.parametrize("writer_first", [True, False])
+def test_only_engines_that_were_reset_equally_often_share(
+    writer_first: bool, writer: Writer, desks: Callable[[], Desk], caplog: pytest.LogCaptureFixture
+) -> None:
+    writer.store(A, B)
+    desk = desks()
+    if writer_first:
+        writer.tier.clear()
+        writer.store(C, salt=NEW_WEIGHTS)
+        # Of weights that this engine does not have yet.
+        assert desk.look() == []
+        assert RESETS_DIFFER in caplog.text
+        desk.tier.clear()
+        assert desk.taken() == [C]
+    else:
+        desk.tier.clear()
+        assert desk.taken() == [] and not desk.tier.holds(A) and desk.tier.off
+        # Still of the old weights.
+        writer.store(C)
+        assert desk.look() == []
+        writer.tier.clear()
+        writer.store(C, salt=NEW_WEIGHTS)
+        assert desk.look() == [C]
+    assert desk.read(C, salt=NEW_WEIGHTS)
+    assert len([record for record in caplog.records if RESETS_DIFFER in record.getMessage()]) == 1
+
+
+def test_a_reset_before_there_was_a_folder_counts(desks: Callable[[], Desk], tmp_path: Path) -> None:
+    desk = desks()
+    desk.tier.clear()
+    writer = Writer(tmp_path)
+    writer.store(A)
+    assert desk.look() == [], "of the weights before the reset"
+    writer.tier.clear()
+    writer.store(A, salt=NEW_WEIGHTS)
+    assert desk.look() == [A] and desk.read(A, salt=NEW_WEIGHTS)
+    writer.tier.close()
+
+
+def test_a_read_of_before_a_reset_ends_as_not_ok(writer: Writer, desks: Callable[[], Desk]) -> None:
+    writer.store(A)
+    desk = desks()
+    assert desk.tier.read(A, 1)
+    desk.tier.clear()
+    desk.hands.run_all()
+    assert desk.tier.poll() == [Finished(READ, A, 1, False)]
+
+
+def test_errors_in_a_row_withdraw_everything_and_it_comes_back(writer: Writer, desks: Callable[[], Desk]) -> None:
+    writer.store(A, B)
+    desk = desks()
+    desk.files.bad = True
+    for _ in range(3):
+        desk.look()
+    assert desk.told == [] and desk.tier.state is State.OFF and desk.tier.counters.errors == 3
+    writer.store(C)
+    desk.files.bad = False
+    assert desk.look() == [], "not tried so soon"
+    assert desk.look(MAX_RETRY_S) == [A, B, C]
+    assert desk.tier.state is State.ON and desk.read(B)
+
+
+def test_another_engines_records_are_never_believed(desks: Callable[[], Desk], tmp_path: Path) -> None:
+    """A manifest of another identity under our name, as somebody may have copied it."""
+    other = DiskTier(tmp_path, identity(model="other"), RECORD_BYTES, STRIDE_BYTES, Slots(1).view, 1, 1)
+    other.open()
+    other.close()
+    (folder,) = tmp_path.iterdir()
+    folder.rename(tmp_path / identity().folder_name())
+    desk = desks()
+    assert desk.told == [] and desk.tier.counters.errors == 1
+
+
+def test_a_header_that_is_not_there_yet(
+    desks: Callable[[], Desk], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / identity().folder_name()
+    folder.mkdir()
+    for name in (MANIFEST_FILE, RECORDS_FILE):
+        (folder / name).touch()
+    with caplog.at_level(logging.WARNING):
+        desk = desks()
+    assert desk.told == [] and NO_HEADER in caplog.text
+    writer = Writer(tmp_path)
+    writer.store(A)
+    assert desk.look() == [A] and desk.read(A)
+    writer.tier.close()
+
+
+def test_close_gives_back_what_was_queued(writer: Writer, desks: Callable[[], Desk]) -> None:
+    writer.store(A)
+    desk = desks()
+    assert desk.tier.read(A, 1) and desk.tier.pending == 1
+    desk.tier.close()
+    assert desk.tier.poll() == [Finished(READ, A, 1, False)]
+    assert not desk.tier.holds(A) and desk.tier.state is State.CLOSED
+    with pytest.raises(ValueError, match="opened before"):
+        desk.tier.open()

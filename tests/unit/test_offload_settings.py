@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user says of the tiers, and what is said back where it cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvrouter.engine_patch.offload.settings import (
+    DEFAULT_DISK_THREADS,
+    DEFAULT_POLICY,
+    OF_VLLM,
+    TierSettings,
+    tier_settings,
+)
+
+CPU = {"cpu_bytes_to_use": 1000}
+DISK = {**CPU, "disk_path": "/d"}
+
+
+def test_defaults() -> None:
+    assert tier_settings(CPU) == TierSettings(1000, DEFAULT_POLICY, None, 0, DEFAULT_DISK_THREADS)
+    assert tier_settings(CPU | dict.fromkeys(OF_VLLM - {"canonical_layout"}, 1)) == tier_settings(CPU)
+
+
+def test_a_disk_of_ones_own_has_a_budget_and_one_of_another_engine_none() -> None:
+    assert tier_settings(DISK | {"disk_bytes_to_use": "5", "disk_threads": 2}) == TierSettings(
+        1000, disk_folder=Path("/d"), disk_bytes=5, disk_threads=2
+    )
+    assert tier_settings(DISK | {"disk_read_only": True}) == TierSettings(
+        1000, disk_folder=Path("/d"), disk_read_only=True
+    )
+    assert not tier_settings(DISK | {"disk_bytes_to_use": 5, "disk_read_only": False}).disk_read_only
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "lacks cpu_bytes_to_use"),
+        (DISK, "lacks disk_bytes_to_use"),
+        (CPU | {"disk_bytes_to_use": 5}, "disk_bytes_to_use is set without disk_path"),
+        (CPU | {"disk_read_only": True}, "disk_read_only is set without disk_path"),
+        (DISK | {"disk_read_only": True, "disk_bytes_to_use": 5}, "the engine that writes the folder"),
+        (DISK | {"disk_read_only": "yes"}, "it must be true or false"),
+        (CPU | {"cpu_byte": 5}, "cpu_byte, which this offload tier does not know; it knows cpu_bytes_to_use"),
+        (CPU | {"canonical_layout": True}, "leave it out"),
+        ({"cpu_bytes_to_use": "much"}, "'much', which is no whole number"),
+        ({"cpu_bytes_to_use": 0}, "must be at least 1"),
+        (DISK | {"disk_bytes_to_use": 1, "disk_threads": 65}, "at least 1 and at most 64"),
+    ],
+)
+def test_errors_name_the_key_and_what_it_should_be(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        tier_settings(given)
