@@ -41,7 +41,7 @@ def build(chains: list[Chain]) -> tuple[Mirror, Plans]:
         for worker in places(index):
             mirror.add(keys[worker], Place(0, GPU), chain.hashes)
     scheme = HashScheme.default()
-    views = [WorkerView(key, None, StreamState.LIVE, "", "e", catalog, scheme, {}) for key in keys]
+    views = [WorkerView(key, None, StreamState.LIVE, True, "", "e", catalog, scheme, {}) for key in keys]
     return mirror, Plans.build(mirror, views)
 
 

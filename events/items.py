@@ -73,11 +73,14 @@ class GapLost(msgspec.Struct, frozen=True):
 
 
 class Restarted(msgspec.Struct, frozen=True):
-    """Another life of the publisher. last_seq is the last of the old life, seq the first seen of the new one."""
+    """Another life of the publisher, as far as anybody can tell. last_seq is the last of the old life, seq the first seen of the
+    new one, or the next expected where that is not known."""
 
     last_seq: int
     seq: int
     reason: str
+    # What it remembers is being asked for.
+    replaying: bool = False
 
 
 class Proven(msgspec.Struct, frozen=True):

@@ -234,6 +234,12 @@ class Cursor:
         if self._replay and self._connected and self.request is None:
             self._begin(Purpose.START if self._last_seq is None else Purpose.PROVE, silent=True)
 
+    def expire(self, reason: str) -> None:
+        """Known from elsewhere: what was handed out may be of a life that has ended. All is replayed, where that can be."""
+        # Where nobody is there to be asked, the next connection is.
+        self._restart(self._expected or 0, reason, ask=self._connected)
+        self._to_prove = not self._connected
+
     def malformed(self, reason: str) -> None:
         """A message that is no batch."""
         self.items.append(Malformed(reason))
@@ -366,9 +372,10 @@ class Cursor:
         if following >= expected:
             self._lose(expected, following, reason)
 
-    def _restart(self, seq: int, reason: str) -> None:
+    def _restart(self, seq: int, reason: str, *, ask: bool = True) -> None:
         last_seq = -1 if self._expected is None else self._expected - 1
-        self.items.append(Restarted(last_seq, seq, reason))
+        replaying = ask and self._replay_works
+        self.items.append(Restarted(last_seq, seq, reason, replaying))
         self._gap = None
         self._expected = None
         self._last_seq = None
@@ -376,7 +383,7 @@ class Cursor:
         self._seen_seqs = [-1] * REMEMBERED_BATCHES
         self._drop_old()
         self.request = None
-        if self._replay_works:
+        if replaying:
             # Of what is held, the new life's part comes again with its replay; the old life's must not pass for it.
             self._held.clear()
             self._held_bytes = 0

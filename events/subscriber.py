@@ -138,6 +138,11 @@ class Subscriber:
             self._schedule()
         return items
 
+    def expire(self, reason: str) -> None:
+        """Known from elsewhere: this may be another life of the publisher than the one that was read so far. It is read anew."""
+        self._cursor.expire(reason)
+        self._schedule()
+
     async def close(self) -> None:
         """Closes sockets and timers at once; what was not taken is dropped. Safe to call twice."""
         self._closed = True

@@ -17,6 +17,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import uvicorn
 import zmq
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
@@ -85,6 +86,7 @@ async def _start(config: Config, listener: socket.socket, stack: AsyncExitStack)
         stack.push_async_callback(store.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         stack.callback(context.destroy, linger=0)
+        http = await stack.enter_async_context(aiohttp.ClientSession())
         core = Core(
             store=store,
             config=config,
@@ -92,6 +94,7 @@ async def _start(config: Config, listener: socket.socket, stack: AsyncExitStack)
             zmq_context=context,
             clock=time.monotonic,
             rng=random.Random(),
+            http=http,
             token=PRIVATE_TOKEN if config.redis is None else None,
         )
         stack.push_async_callback(core.stop)

@@ -93,6 +93,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     lease_ttl_s: Annotated[
         float, msgspec.Meta(ge=0.5, le=300.0, description="seconds, 0.5 to 300: how long a router keeps a worker")
     ] = 5.0
+    # A connection that was cut is back within a second or two, a patched engine heard again within three; an engine that was
+    # restarted needs longer than this to load its weights. Until then the last known residency is most likely still true.
+    suspect_credit_s: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0.0,
+            le=3600.0,
+            description="seconds, 0 to 3600: how long a worker in doubt is credited with what was last known",
+        ),
+    ] = 10.0
+    # A fleet notices a dead replica within a second; an engine answers /health in under a millisecond.
+    health_interval_s: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0.0, le=3600.0, description="seconds, 0 to 3600: how often an engine is asked whether it lives; 0: never"
+        ),
+    ] = 1.0
     # vLLM answers a full ring (10,000 batches) in well under a second; a lost answer must not hold a worker for long.
     replay_timeout_s: Annotated[
         float, msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: how long to wait for a replay")

@@ -12,6 +12,7 @@ import random
 import secrets
 from collections.abc import Callable
 
+import aiohttp
 import msgspec
 import numpy as np
 import zmq
@@ -26,14 +27,14 @@ from kvrouter.router.index.mirror import Mirror, MirrorFull
 from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
 from kvrouter.router.ingest import Tally
 from kvrouter.router.match import Matcher, Plans, WorkerView
-from kvrouter.router.metrics import Metrics
+from kvrouter.router.metrics import RESYNCS, Metrics
 from kvrouter.router.names import Place, WorkerKey
 from kvrouter.router.question import Hit, Question
 from kvrouter.router.registration import Registration
 from kvrouter.router.report_ingest import ReportIngest
 from kvrouter.router.segments import SegmentMemory
 from kvrouter.router.states import StreamState
-from kvrouter.router.status import PatchStatus, WorkerStatus
+from kvrouter.router.status import PatchStatus, Recovery, WorkerStatus
 from kvrouter.router.stream import WorkerStream
 
 log = logging.getLogger("kvrouter.core")
@@ -57,15 +58,18 @@ class Core:
         zmq_context: zmq.Context[zmq.Socket[bytes]],
         clock: Callable[[], float],
         rng: random.Random,
+        http: aiohttp.ClientSession | None = None,
         token: str | None = None,
     ) -> None:
-        """token: names this process in leases; one that outlives the process lets its successor take over at once."""
+        """http: to ask engines whether they live; None: they are not asked. token: names this process in leases; one that outlives
+        the process lets its successor take over at once."""
         self._store = store
         self._config = config
         self._metrics = metrics
         self._context = zmq_context
         self._clock = clock
         self._rng = rng
+        self._http = http
         self._token = token or secrets.token_hex(8)
         self._mirror = Mirror(config.mirror_budget_bytes)
         self._memory = SegmentMemory(config.segment_memory_bytes)
@@ -144,6 +148,8 @@ class Core:
             metrics=self._metrics,
             context=self._context,
             clock=self._clock,
+            rng=self._rng,
+            http=self._http,
             new_epoch=self._new_epoch,
             changed=self._plans.clear,
         )
@@ -226,6 +232,8 @@ class Core:
             model=stream.worker.model,
             url=stream.registration.url,
             state=stream.view.state.value,
+            state_age_s=round(now - stream.since_s, 3),
+            credited=stream.view.credited,
             reason=stream.view.reason,
             epoch=stream.visible_epoch,
             seq=stream.visible_seq,
@@ -235,6 +243,7 @@ class Core:
             residency=ingest.blocks.counts(),
             lag_ms=None if stream.lag_s is None else round(stream.lag_s * 1000, 3),
             gaps=ingest.tally.gaps,
+            recovery=Recovery(**{name: getattr(ingest.tally, name) for name in Recovery.__struct_fields__}),
             last_event_age_s=_age_s(ingest.last_event_s, now),
             patch=_patch_status(ingest, now),
         )
@@ -350,14 +359,21 @@ class Core:
             "broken": metrics.ingest_broken_events,
             "unknown": metrics.ingest_unknown_events,
             "gaps": metrics.stream_gaps,
+            "missed_batches": metrics.stream_missed_batches,
+            "ghost_blocks": metrics.stream_ghost_blocks,
+            "lost_blocks": metrics.stream_lost_blocks,
             "restarts": metrics.stream_restarts,
+            "losses": metrics.stream_engine_losses,
             "heartbeats": metrics.patch_heartbeats,
             "mismatches": metrics.patch_mismatches,
-            "snapshots": metrics.patch_snapshots,
         }
         for name, counter in counters.items():
             # A stream that began again counts from zero.
             counter.labels(label).inc(max(0, getattr(now, name) - getattr(before, name)))
+        for how, name in RESYNCS.items():
+            metrics.stream_resyncs.labels(label, how).inc(max(0, getattr(now, name) - getattr(before, name)))
+        if stream.lag_s is not None:
+            metrics.stream_event_lag_seconds.labels(label).set(stream.lag_s)
         self._tallies[worker] = msgspec.structs.replace(now)
         metrics.set_stream_state(worker, stream.view.state.value)
 

@@ -37,6 +37,7 @@ from kvrouter.router.registration import CatalogSpec, Registration
 from kvrouter.router.residency import Residency, Runs
 from kvrouter.router.states import StreamState
 from kvrouter.router.transitions import Change
+from kvrouter.router.vitals import EngineBack, EngineLost, EngineRestarted, EngineSame, VitalSign
 
 # Tags of events that can take blocks away: one that cannot be read may leave ghosts behind, so the epoch is voided.
 REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
@@ -73,10 +74,19 @@ class Tally(msgspec.Struct):
     unknown: int = 0
     malformed: int = 0
     gaps: int = 0
+    missed_batches: int = 0
     restarts: int = 0
+    # Times that the engine's HTTP was lost.
+    losses: int = 0
     heartbeats: int = 0
     mismatches: int = 0
+    # Ways back to what the engine holds: batches replayed, a snapshot, or everything learned anew.
+    replays: int = 0
     snapshots: int = 0
+    relearned: int = 0
+    # Blocks that were held when a snapshot of the same life showed that they are not there, and the other way round.
+    ghost_blocks: int = 0
+    lost_blocks: int = 0
 
 
 class StoredScheme(msgspec.Struct, frozen=True):
@@ -111,6 +121,16 @@ class Ingest:
         self._state = StreamState.CONNECTING
         self._incident = f"no connection to {registration.events} yet"
         self._unproven = False
+        # Why the engine is down by what its HTTP says; empty while it is not.
+        self._down = ""
+        self._linked = False
+        # The engine says since when its process lives; the stream goes on where it was, and that has not been said since it was
+        # connected again.
+        self._asks_start = False
+        self._seq_goes_on = False
+        self._connected_s = 0.0
+        # Counted, and neither filled nor lost yet.
+        self._gap_open = False
         self.last_event_s: float | None = None
         self.blocks = Residency()
         self._known_shapes: set[tuple[object, ...]] = set()
@@ -120,6 +140,8 @@ class Ingest:
 
     @property
     def state(self) -> StreamState:
+        if self._down:
+            return StreamState.DOWN
         if self._state is StreamState.LIVE and not self.identity.explained:
             return StreamState.UNHASHABLE
         return self._state
@@ -127,6 +149,8 @@ class Ingest:
     @property
     def reason(self) -> str:
         """Why the state is what it is, and what happened last; empty when there is nothing to say."""
+        if self._down:
+            return self._down
         if self.state is StreamState.UNHASHABLE:
             return (
                 "no known hash scheme explains this worker's first dense root blocks: set its hash_algo and none_hash, or the seed "
@@ -193,39 +217,82 @@ class Ingest:
         if isinstance(item, Batch):
             self._batch(item, now)
         elif isinstance(item, Connected):
+            self._linked = True
+            self._connected_s, self._seq_goes_on = now, False
             self._connected()
         elif isinstance(item, Disconnected):
+            self._linked = False
             self._set(
                 StreamState.SUSPECT, f"connection to {self.registration.events} lost; the last known residency is shown"
             )
             self._unproven = True
+            self._seq_goes_on = False
         elif isinstance(item, GapOpened):
+            self._count_gap(item.first_seq, item.next_seq)
             self._set(
                 StreamState.RESYNCING,
                 f"batches {item.first_seq} to {item.next_seq - 1} are missing; asking the replay endpoint, no credit meanwhile",
             )
         elif isinstance(item, GapClosed):
+            self._gap_open = False
+            self.tally.replays += 1
             self._set(StreamState.LIVE, "")
         elif isinstance(item, GapLost):
-            self.tally.gaps += 1
+            if not self._gap_open:
+                self._count_gap(item.first_seq, item.next_seq)
+            self._gap_open = False
+            self.tally.relearned += 1
             lost = f"batches {item.first_seq} to {item.next_seq - 1} are lost"
             if item.first_seq == item.next_seq:
                 lost = f"it cannot be proven that nothing was missed before seq {item.next_seq}"
             self._void(f"{lost} ({item.reason}); residency before seq {item.next_seq} was dropped and is learned anew")
         elif isinstance(item, Restarted):
+            self._gap_open = False
             self.tally.restarts += 1
             self._void(f"the engine restarted ({item.reason}); what it held before is void")
             self.seq = None
+            if item.replaying:
+                self._state = StreamState.CATCHING_UP
         elif isinstance(item, Proven):
-            self._unproven = False
-            self._set(StreamState.LIVE, "")
+            if item.how == "next_seq" and self._asks_start:
+                # Another life may have come to this seq by chance.
+                self._seq_goes_on = True
+                self._incident = (
+                    f"seq {item.seq + 1} follows; waiting for the engine to tell that its process is the same"
+                )
+            else:
+                self._unproven = False
+                self._set(StreamState.LIVE, "")
         elif isinstance(item, ReplayFinished):
             if self._state is StreamState.CATCHING_UP:
-                self._set(StreamState.LIVE, "")
+                self._state = StreamState.LIVE
+                if not self.tally.restarts:
+                    self._incident = ""
         elif isinstance(item, ReplayFailed):
             self._replay_failed(item)
         elif isinstance(item, Malformed):
             self.tally.malformed += 1
+
+    def vital(self, sign: VitalSign) -> None:
+        """What the engine's HTTP says of its life. The caller has the stream read anew where another life may have begun."""
+        if isinstance(sign, EngineLost):
+            self.tally.losses += 1
+            self._down = f"the engine is gone ({sign.reason}); what it held is void"
+            self._void(self._down)
+        elif isinstance(sign, EngineBack | EngineRestarted):
+            self._down = ""
+            what = "answers again" if isinstance(sign, EngineBack) else f"is another process ({sign.reason})"
+            self._set(StreamState.CONNECTING, f"the engine {what}; its stream is read anew")
+        elif isinstance(sign, EngineSame):
+            self._asks_start = True
+            if self._seq_goes_on and sign.asked_s >= self._connected_s:
+                self._unproven = self._seq_goes_on = False
+                self._set(StreamState.LIVE, "")
+
+    def _count_gap(self, first_seq: int, next_seq: int) -> None:
+        self._gap_open = True
+        self.tally.gaps += 1
+        self.tally.missed_batches += next_seq - first_seq
 
     def _set(self, state: StreamState, incident: str) -> None:
         self._state, self._incident = state, incident
@@ -254,7 +321,7 @@ class Ingest:
         self._first_seq = None
         self._meta_version = None
         self._unproven = False
-        self._set(StreamState.LIVE, incident)
+        self._set(StreamState.LIVE if self._linked else StreamState.CONNECTING, incident)
 
     def _batch(self, item: Batch, now: float) -> None:
         self.last_event_s = now

@@ -22,7 +22,7 @@ from kvrouter.router.jit import kernel
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.question import GroupCover, Hit, Limit, Question
 from kvrouter.router.segments import SEGMENT_BLOCKS, PromptHasher, SegmentMemory
-from kvrouter.router.states import CREDITED, StreamState
+from kvrouter.router.states import StreamState
 
 OUT_GPU, OUT_CPU, OUT_DISK, OUT_LIMITER, OUT_COLUMNS = range(5)
 
@@ -30,12 +30,14 @@ OUT_GPU, OUT_CPU, OUT_DISK, OUT_LIMITER, OUT_COLUMNS = range(5)
 class WorkerView(msgspec.Struct, frozen=True, eq=False):
     """What the matcher must know of a worker besides its residency.
 
-    scheme None: no known scheme explains its hashes, so only questions that bring hashes can be answered.
+    credited: whether what is known of it counts (`states.py`). scheme None: no known scheme explains its hashes, so only questions
+    that bring hashes can be answered.
     """
 
     worker: WorkerKey
     url: str | None
     state: StreamState
+    credited: bool
     reason: str
     epoch: str
     catalog: Catalog
@@ -155,7 +157,7 @@ class Plans(msgspec.Struct, frozen=True, eq=False):
 
 def _withheld(mirror: Mirror, view: WorkerView) -> str | None:
     """Why this worker gets no credit at all, None when it does."""
-    if view.state not in CREDITED and view.state is not StreamState.UNHASHABLE:
+    if not view.credited and view.state is not StreamState.UNHASHABLE:
         return view.reason or f"no credit while {view.state.value}"
     if view.catalog.problem is not None:
         return view.catalog.problem

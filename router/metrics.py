@@ -16,6 +16,9 @@ from kvrouter.router.states import StreamState
 
 STREAM_STATES = tuple(state.value for state in StreamState)
 
+# How a worker came back to what its engine holds -> the field of its tally (ingest.py) that counts it.
+RESYNCS = {"replay": "replays", "snapshot": "snapshots", "relearned": "relearned"}
+
 COMMIT_OUTCOMES = ("applied", "fenced", "stale", "failed")
 
 # A fleet has tens to hundreds of workers. Each costs about 15 series here; unbounded, a client that registers in a loop
@@ -55,15 +58,33 @@ class Metrics:
         self.ingest_broken_events = counter("ingest_broken_events_total", "Events that did not decode", "worker")
         self.ingest_unknown_events = counter("ingest_unknown_events_total", "Events of an unknown type", "worker")
         self.stream_gaps = counter("stream_gaps_total", "Gaps in the sequence of batches, filled or lost", "worker")
+        self.stream_missed_batches = counter(
+            "stream_missed_batches_total", "Batches that did not come by themselves, filled or lost", "worker"
+        )
+        self.stream_resyncs = counter(
+            "stream_resyncs_total",
+            "Ways back to what an engine holds: replay (missing batches filled), snapshot, relearned (all was dropped)",
+            "worker",
+            "how",
+        )
+        self.stream_ghost_blocks = counter(
+            "stream_ghost_blocks_total", "Blocks that the index held and a snapshot of the same life did not", "worker"
+        )
+        self.stream_lost_blocks = counter(
+            "stream_lost_blocks_total", "Blocks that a snapshot held and the index of the same life did not", "worker"
+        )
+        self.stream_event_lag_seconds = gauge(
+            "stream_event_lag_seconds", "From the arrival of the last timed batch until answers showed it", "worker"
+        )
         self.stream_restarts = counter("stream_restarts_total", "New lives of a worker's publisher", "worker")
+        self.stream_engine_losses = counter(
+            "stream_engine_losses_total", "Times that an engine that had answered over HTTP did not any more", "worker"
+        )
         self.patch_heartbeats = counter(
             "patch_heartbeats_total", "Heartbeats of the engine patch compared with the index", "worker"
         )
         self.patch_mismatches = counter(
             "patch_mismatches_total", "Heartbeats that disagreed with the index: each led to a snapshot", "worker"
-        )
-        self.patch_snapshots = counter(
-            "patch_snapshots_total", "Snapshots of what an engine holds, loaded into the index", "worker"
         )
         self.stream_state = gauge("stream_state", "1 for the state that a worker is in, else 0", "worker", "state")
 
@@ -91,7 +112,11 @@ class Metrics:
             self.stream_restarts,
             self.patch_heartbeats,
             self.patch_mismatches,
-            self.patch_snapshots,
+            self.stream_engine_losses,
+            self.stream_missed_batches,
+            self.stream_ghost_blocks,
+            self.stream_lost_blocks,
+            self.stream_event_lag_seconds,
         )
 
     def worker_label(self, worker: WorkerKey) -> str:
@@ -123,9 +148,10 @@ class Metrics:
         for metric in self._per_worker:
             with contextlib.suppress(KeyError):
                 metric.remove(label)
-        for state in STREAM_STATES:
-            with contextlib.suppress(KeyError):
-                self.stream_state.remove(label, state)
+        for gauge, values in ((self.stream_state, STREAM_STATES), (self.stream_resyncs, RESYNCS)):
+            for value in values:
+                with contextlib.suppress(KeyError):
+                    gauge.remove(label, value)
 
     def count_request(self, path: str, code: int) -> None:
         """Counts one answer; `path` is a route's template, never the path as the client sent it."""

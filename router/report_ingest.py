@@ -39,6 +39,7 @@ from kvrouter.router.names import GPU, Place
 from kvrouter.router.registration import CatalogSpec, Registration
 from kvrouter.router.residency import EMPTY_SUM, PlaceSum, Runs
 from kvrouter.router.states import StreamState
+from kvrouter.router.vitals import EngineBack, EngineRestarted, VitalSign
 
 META_REPORT_EPOCH = "report_epoch"
 META_DECLARED = "declared"
@@ -121,6 +122,7 @@ class ReportIngest(Ingest):
             self._load(item.snapshot)
         elif isinstance(item, ReportGap):
             self.tally.gaps += 1
+            self.tally.missed_batches += item.next_seq - item.first_seq
             self._distrust(
                 f"messages {item.first_seq} to {item.next_seq - 1} are missing ({item.reason}); loading a snapshot, "
                 "no credit meanwhile"
@@ -146,6 +148,13 @@ class ReportIngest(Ingest):
             self._connection(item)
         else:
             super().apply(item, now)
+
+    def vital(self, sign: VitalSign) -> None:
+        super().vital(sign)
+        if self._reports and isinstance(sign, EngineBack | EngineRestarted):
+            reason = "answers again" if isinstance(sign, EngineBack) else sign.reason
+            self.wants_snapshot = f"the engine may have begun anew ({reason})"
+            self._distrust(f"{self.wants_snapshot}; loading a snapshot, no credit meanwhile")
 
     def _connection(self, item: Connected | Disconnected) -> None:
         if isinstance(item, Disconnected):
@@ -217,10 +226,13 @@ class ReportIngest(Ingest):
             and self.seq is not None
             and (last > self.seq or (last == self.seq and self._first_seq is not None))
         )
+        places = _places_of(snapshot)
+        if self.report_epoch == snapshot.epoch:
+            self._count_differences({place: hashes for place, (hashes, _) in places.items()})
         if not goes_on:
             self._void("")
             self.seq = None
-        self.blocks.replace(_places_of(snapshot))
+        self.blocks.replace(places)
         self.report_epoch = snapshot.epoch
         if last >= 0:
             if self._first_seq is None:
@@ -229,6 +241,13 @@ class ReportIngest(Ingest):
         self._unproven = False
         self.wants_snapshot = None
         self._set(StreamState.LIVE, "")
+
+    def _count_differences(self, truth: dict[Place, NDArray[np.uint64]]) -> None:
+        for place in {*truth, *self.blocks.places}:
+            held, wanted = self.blocks.hashes(place), truth.get(place, np.empty(0, np.uint64))
+            common = len(np.intersect1d(held, wanted))
+            self.tally.ghost_blocks += len(held) - common
+            self.tally.lost_blocks += len(np.unique(wanted)) - common
 
     def _compare(self, beat: Heartbeat) -> None:
         """A heartbeat for exactly the state that we are in."""

@@ -82,6 +82,11 @@ class Residency:
             place.text: len(held.table) for place, held in sorted(self._held.items(), key=lambda item: item[0].text)
         }
 
+    def hashes(self, place: Place) -> Hashes:
+        """The distinct blocks of one place, in no order."""
+        held = self._held.get(place)
+        return np.empty(0, np.uint64) if held is None else held.table.hashes()
+
     def sums(self) -> dict[Place, PlaceSum]:
         """Every place that holds something."""
         return {

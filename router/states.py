@@ -18,6 +18,11 @@ class StreamState(StrEnum):
     DOWN = "down"
 
 
-# In these states the residency that is known is credited. `suspect` is: nothing contradicts it yet, it is marked, and whatever
-# disproves it voids it. `resyncing` is not: batches are known to be missing.
+# In these states the residency that is known is credited. `suspect` is, for a while: nothing contradicts it yet, it is marked, and
+# whatever disproves it voids it. `resyncing` is not: batches are known to be missing.
 CREDITED = frozenset({StreamState.CATCHING_UP, StreamState.LIVE, StreamState.SUSPECT})
+
+
+def credited(state: StreamState, overdue: bool) -> bool:
+    """Whether a worker gets credit for what is known of it. overdue: it is in this state for longer than doubt is credited."""
+    return state in CREDITED and not (state is StreamState.SUSPECT and overdue)

@@ -20,6 +20,18 @@ class PatchStatus(msgspec.Struct, frozen=True):
     features: dict[str, str]
 
 
+class Recovery(msgspec.Struct, frozen=True):
+    """What went missing, how it came back (batches replayed, a snapshot, all learned anew), and by how many blocks a snapshot
+    showed the index to be wrong. Since this process began to follow the worker."""
+
+    missed_batches: int = 0
+    replays: int = 0
+    snapshots: int = 0
+    relearned: int = 0
+    ghost_blocks: int = 0
+    lost_blocks: int = 0
+
+
 class WorkerStatus(msgspec.Struct, frozen=True):
     """Shapes as in api.md.
 
@@ -32,6 +44,9 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     model: str
     url: str | None
     state: str
+    # Seconds in this state; whether what is known of the worker counts.
+    state_age_s: float
+    credited: bool
     reason: str
     epoch: str | None
     seq: int | None
@@ -41,5 +56,6 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     residency: dict[str, int]
     lag_ms: float | None
     gaps: int
+    recovery: Recovery
     last_event_age_s: float | None
     patch: PatchStatus | None = None

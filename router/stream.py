@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 from collections import deque
 from collections.abc import Callable, Coroutine
 
+import aiohttp
 import msgspec
 import zmq
 
@@ -21,6 +23,7 @@ from kvrouter.events.report import requests_endpoint
 from kvrouter.events.report_items import Heard, Silent
 from kvrouter.events.report_subscriber import ReportSubscriber, greet
 from kvrouter.events.subscriber import Subscriber, SubscriberSettings
+from kvrouter.router.checkup import Checkup
 from kvrouter.router.config import Config
 from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, StoreError, WorkerImage
 from kvrouter.router.ingest import Flush
@@ -29,6 +32,8 @@ from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import Place, WorkerKey
 from kvrouter.router.registration import NO_PATCH, Registration
 from kvrouter.router.report_ingest import ReportIngest
+from kvrouter.router.states import CREDITED, StreamState, credited
+from kvrouter.router.vitals import EngineBack, EngineRestarted, VitalSign
 
 log = logging.getLogger("kvrouter.stream")
 
@@ -79,6 +84,8 @@ class WorkerStream:
         metrics: Metrics,
         context: zmq.Context[zmq.Socket[bytes]],
         clock: Callable[[], float],
+        rng: random.Random,
+        http: aiohttp.ClientSession | None,
         new_epoch: Callable[[], str],
         changed: Callable[[], None],
     ) -> None:
@@ -90,19 +97,28 @@ class WorkerStream:
         self._metrics = metrics
         self._context = context
         self._clock = clock
+        self._rng = rng
+        self._http = http
         self._new_epoch = new_epoch
         self._changed = changed
         self._decoder = BatchDecoder()
         self._hold_problem: str | None = None
+        # Asks the engine whether it lives, while its stream is followed, and what is to be read anew when it is another.
+        self._checkup: Checkup | None = None
+        self._expire: Callable[[str], None] | None = None
         self._task: asyncio.Task[None] | None = None
         self._timed: deque[tuple[str, int, float]] = deque(maxlen=MAX_TIMED)
         # (epoch, seq) in Redis that `ingest` was prepared from, None once it goes on from there.
         self._prepared: tuple[str | None, int | None] | None = None
         self.lag_s: float | None = None
+        # Since when the state is what it is; a timer ends the credit of one in doubt.
+        self.since_s = clock()
+        self._overdue = False
+        self._credit_end: asyncio.TimerHandle | None = None
         self.visible_epoch: str | None = None
         self.visible_seq: int | None = None
         self.ingest = self._new_ingest()
-        self.view = self._make_view()
+        self.view = self._make_view(self.ingest.state)
 
     @property
     def worker(self) -> WorkerKey:
@@ -139,6 +155,8 @@ class WorkerStream:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        if self._credit_end is not None:
+            self._credit_end.cancel()
 
     def shown(self, epoch: str, seq: int | None, now: float) -> None:
         """The mirror shows everything up to `seq` of `epoch`."""
@@ -149,13 +167,18 @@ class WorkerStream:
             if timed_epoch == epoch:
                 self.lag_s = now - received_s
 
-    def _make_view(self) -> WorkerView:
+    def _make_view(self, state: StreamState) -> WorkerView:
         ingest = self.ingest
+        credit = credited(state, self._overdue)
+        reason = self._hold_problem or ingest.reason
+        if state in CREDITED and not credit:
+            reason += f"; no credit any more, after {self._config.suspect_credit_s:g} s without proof"
         return WorkerView(
             worker=self.worker,
             url=self.registration.url,
-            state=ingest.state,
-            reason=self._hold_problem or ingest.reason,
+            state=state,
+            credited=credit,
+            reason=reason,
             epoch=ingest.epoch,
             catalog=ingest.catalog,
             scheme=ingest.identity.scheme if ingest.identity.explained else None,
@@ -163,14 +186,30 @@ class WorkerStream:
         )
 
     def _refresh(self) -> None:
-        view = self._make_view()
-        old, self.view = self.view, view
+        state = self.ingest.state
+        old = self.view
+        if state is not old.state:
+            self.since_s = self._clock()
+            self._time_credit(state)
+        view = self.view = self._make_view(state)
         if msgspec.structs.astuple(old) != msgspec.structs.astuple(view):
-            if old.state is not view.state:
+            if (old.state, old.credited) != (view.state, view.credited):
                 log.info(
                     "stream state", extra={"worker": self.worker, "state": view.state.value, "reason": view.reason}
                 )
             self._changed()
+
+    def _time_credit(self, state: StreamState) -> None:
+        self._overdue = False
+        if self._credit_end is not None:
+            self._credit_end.cancel()
+            self._credit_end = None
+        if state is StreamState.SUSPECT:
+            self._credit_end = asyncio.get_running_loop().call_later(self._config.suspect_credit_s, self._end_credit)
+
+    def _end_credit(self) -> None:
+        self._overdue = True
+        self._refresh()
 
     async def _run(self) -> None:
         retry_s = RETRY_FIRST_S
@@ -248,12 +287,13 @@ class WorkerStream:
         elif patch is not None:
             raise HoldLost(f"nothing answers at {patch}, and there is no other event endpoint")
         else:
-            await self._keep_lease()
+            await self._together(lambda news, room: [])
 
     async def _follow_reports(self, patch: str) -> None:
         self.ingest.follow_reports()
         self._refresh()
         reports = ReportSubscriber(patch, context=self._context, resume=self.ingest.report_resume)
+        self._expire = reports.ask_snapshot
         try:
             await reports.start()
             lost = asyncio.Event()
@@ -274,6 +314,7 @@ class WorkerStream:
             resume=None if resume is None else ResumePoint(*resume),
             settings=SubscriberSettings(replay_timeout_s=self._config.replay_timeout_s),
         )
+        self._expire = subscriber.expire
         connected = asyncio.Event()
 
         def work(news: asyncio.Event, room: asyncio.Event) -> list[Coroutine[None, None, None]]:
@@ -295,7 +336,12 @@ class WorkerStream:
         news.set()
         try:
             async with asyncio.TaskGroup() as group:
-                for coroutine in (self._keep_lease(), self._commit(news, room), *work(news, room)):
+                for coroutine in (
+                    self._keep_lease(),
+                    self._commit(news, room),
+                    *self._look_after(news),
+                    *work(news, room),
+                ):
                     group.create_task(coroutine)
         except ExceptionGroup as group:
             expected, others = group.split((HoldLost, StoreError, SourceChanged))
@@ -303,6 +349,26 @@ class WorkerStream:
                 raise
             first = _first_of(expected)
             raise first if isinstance(first, SourceChanged) else HoldLost(str(first)) from None
+
+    def _look_after(self, news: asyncio.Event) -> list[Coroutine[None, None, None]]:
+        url, interval_s = self.registration.url, self._config.health_interval_s
+        self._checkup = None
+        if url is None or self._http is None or not interval_s:
+            return []
+
+        def tell(sign: VitalSign) -> None:
+            self.ingest.vital(sign)
+            if isinstance(sign, EngineBack | EngineRestarted) and self._expire is not None:
+                self._expire("the engine answers again" if isinstance(sign, EngineBack) else sign.reason)
+                self.ingest.wants_snapshot = None
+            self._refresh()
+            if self.ingest.has_news:
+                news.set()
+
+        self._checkup = Checkup(
+            url, session=self._http, interval_s=interval_s, clock=self._clock, rng=self._rng, tell=tell
+        )
+        return [self._checkup.run()]
 
     async def _look_for_patch(self, patch: str, connected: asyncio.Event) -> None:
         pause_s = PROBE_PAUSE_FIRST_S
@@ -338,6 +404,8 @@ class WorkerStream:
                 self.ingest.apply(item, now)
                 if isinstance(item, Connected):
                     connected.set()
+                    if self._checkup is not None:
+                        self._checkup.ask_now()
             await self._taken_in(news, room)
 
     async def _receive_reports(

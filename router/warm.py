@@ -47,7 +47,7 @@ def warm() -> None:
     groups = (Group(0, "full_attention", 16), Group(1, "sliding_window", 16, 64))
     catalog = build_catalog(groups, "configured", CatalogSpec())
     scheme = HashScheme.default()
-    view = WorkerView(worker, None, StreamState.LIVE, "", "warm", catalog, scheme, {})
+    view = WorkerView(worker, None, StreamState.LIVE, True, "", "warm", catalog, scheme, {})
     matcher = Matcher(mirror, SegmentMemory(0))
     plans = Plans.build(mirror, [view])
     tokens = np.arange(64, dtype=np.int64)

@@ -20,7 +20,7 @@ from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.question import GroupCover, Hit, Limit, Question
 from kvrouter.router.registration import Registration
-from kvrouter.router.status import WorkerStatus
+from kvrouter.router.status import Recovery, WorkerStatus
 
 HASH_BLOCK_SIZE = 16
 
@@ -32,6 +32,8 @@ def status(worker: WorkerKey, url: str | None) -> WorkerStatus:
         model=worker.model,
         url=url,
         state="live",
+        state_age_s=3.5,
+        credited=True,
         reason="",
         epoch="e1",
         seq=7,
@@ -41,6 +43,7 @@ def status(worker: WorkerKey, url: str | None) -> WorkerStatus:
         residency={"g0:GPU": 3},
         lag_ms=0.5,
         gaps=0,
+        recovery=Recovery(missed_batches=2),
         last_event_age_s=1.5,
     )
 

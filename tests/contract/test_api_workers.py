@@ -206,6 +206,8 @@ def test_workers_lists_every_field(core: TinyCore) -> None:
         "model": "m",
         "url": "http://h:1",
         "state": "live",
+        "state_age_s": 3.5,
+        "credited": True,
         "reason": "",
         "epoch": "e1",
         "seq": 7,
@@ -215,6 +217,14 @@ def test_workers_lists_every_field(core: TinyCore) -> None:
         "residency": {"g0:GPU": 3},
         "lag_ms": 0.5,
         "gaps": 0,
+        "recovery": {
+            "missed_batches": 2,
+            "replays": 0,
+            "snapshots": 0,
+            "relearned": 0,
+            "ghost_blocks": 0,
+            "lost_blocks": 0,
+        },
         "last_event_age_s": 1.5,
         "patch": None,
     }

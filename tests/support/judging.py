@@ -38,7 +38,7 @@ def judge(
     mirror.begin_epoch(worker, "e")
     for place, indices in resident.items():
         mirror.add(worker, place, np.array([1000 + i for i in indices], np.uint64))
-    view = WorkerView(worker, None, StreamState.LIVE, "", "e", catalog, HashScheme.default(), {})
+    view = WorkerView(worker, None, StreamState.LIVE, True, "", "e", catalog, HashScheme.default(), {})
     covered = num_tokens if hashed_tokens is None else hashed_tokens
     hashes = np.array([1000 + i for i in range(covered // catalog.hash_block_size)], np.uint64)
     question = Question("m", num_tokens, block_hashes=hashes, explain=True)

@@ -63,6 +63,8 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "segment_memory_bytes": 0,
         "max_body_bytes": 1024,
         "lease_ttl_s": 1.5,
+        "suspect_credit_s": 0.5,
+        "health_interval_s": 0.5,
         "replay_timeout_s": 1.5,
         "none_hash_seed": "0",
     }

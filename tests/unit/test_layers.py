@@ -24,9 +24,9 @@ ALLOWED_PACKAGES = {
 # Modules of the router from the bottom up; a module may import only from lines above its own, or from its own line.
 ROUTER_LAYERS = (
     {"names", "states", "jit", "errors", "version"},
-    {"registration", "question", "probing", "status"},
+    {"registration", "question", "probing", "status", "vitals"},
     {"worker_spec", "hashing", "copy_kernels"},
-    {"config", "metrics", "logs", "discover"},
+    {"config", "metrics", "logs", "discover", "checkup"},
     {"segments", "copies", "transitions", "catalog", "identity", "declared"},
     {"geometry", "residency"},
     {"ingest"},

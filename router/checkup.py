@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks one engine over HTTP, again and again, whether it lives and since when. The async shell around `vitals.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+from collections.abc import Callable
+from http import HTTPStatus
+
+import aiohttp
+
+from kvrouter.router.vitals import NoPulse, Pulse, Vitals, VitalSign
+
+# /metrics of an engine takes some 100 kB to write; whether it lives is asked more often than since when.
+METRICS_EVERY = 5
+# A busy engine answers its /health within a second; what takes longer counts as a miss.
+TIMEOUT_S = 2.0
+# Of the interval, to either side: many engines registered at once are not asked at once for ever.
+JITTER = 0.2
+# Some hundred series for each of some hundred LoRA adapters.
+MAX_METRICS_BYTES = 8 * 1024**2
+# The whole line, so that a number cut in two is not taken for one.
+START_TIME = re.compile(rb"^process_start_time_seconds ([0-9.eE+]+)\r?\n", re.MULTILINE)
+# vLLM's /health answers 503 when its engine core is gone; below 500 somebody lives, whatever it thinks of the path.
+FIRST_ERROR_STATUS = 500
+
+
+class Checkup:
+    """One engine's, at `url`. `run` until it is cancelled."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        session: aiohttp.ClientSession,
+        interval_s: float,
+        clock: Callable[[], float],
+        rng: random.Random,
+        tell: Callable[[VitalSign], None],
+    ) -> None:
+        self._url = url.rstrip("/")
+        self._session = session
+        self._interval_s = interval_s
+        self._clock = clock
+        self._rng = rng
+        self._tell = tell
+        self._wanted = asyncio.Event()
+        self.vitals = Vitals()
+
+    def ask_now(self) -> None:
+        """Since when it lives is wanted at once: its stream was connected again."""
+        self._wanted.set()
+
+    async def run(self) -> None:
+        number = 0
+        while True:
+            wanted = self._wanted.is_set()
+            self._wanted.clear()
+            with_start = wanted or self.vitals.start_s is None or number % METRICS_EVERY == 0
+            number += 1
+            asked_s = self._clock()
+            sign = await self._ask("/metrics" if with_start else "/health")
+            for found in self.vitals.observe(sign, asked_s):
+                self._tell(found)
+            pause_s = self._interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
+            try:
+                await asyncio.wait_for(self._wanted.wait(), pause_s)
+            except TimeoutError:
+                continue
+
+    async def _ask(self, path: str) -> Pulse | NoPulse:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                async with self._session.get(self._url + path, allow_redirects=False) as answer:
+                    if answer.status >= FIRST_ERROR_STATUS:
+                        return NoPulse(f"{self._url}{path} answers {answer.status}")
+                    return Pulse(await _start_time_s(answer) if path == "/metrics" else None)
+        except TimeoutError:
+            return NoPulse(f"{self._url} did not answer in {TIMEOUT_S:g} s")
+        except aiohttp.ClientConnectorError as error:
+            refused = isinstance(error.os_error, ConnectionRefusedError)
+            return NoPulse(f"{self._url} cannot be reached: {error.os_error.strerror or error.os_error}", gone=refused)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return NoPulse(f"{self._url} did not answer: {error or type(error).__name__}")
+
+
+async def _start_time_s(answer: aiohttp.ClientResponse) -> float | None:
+    """The series is among the first, as its collector is registered first."""
+    if answer.status != HTTPStatus.OK:
+        return None
+    text = b""
+    async for part in answer.content.iter_any():
+        text += part
+        if (found := START_TIME.search(text)) is not None:
+            return float(found[1])
+        if len(text) > MAX_METRICS_BYTES:
+            break
+    return None

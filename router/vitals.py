@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an engine lives, and whether it is still the same process, judged by what its HTTP answers. Pure.
+
+Its event stream tells less: ZMQ connects again to whoever listens there next, whose seq may by chance go on from the old one.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+# A slow answer is a busy engine; three in a row with nothing between, at one a second, are one that hangs.
+LOST_AFTER = 3
+
+
+class Pulse(msgspec.Struct, frozen=True):
+    """It answered. start_s: when its process started, seconds since 1970 (`process_start_time_seconds` in its /metrics); None: it
+    did not say, or was not asked."""
+
+    start_s: float | None = None
+
+
+class NoPulse(msgspec.Struct, frozen=True):
+    """It did not. gone: nobody listens there, so there is nothing to wait for."""
+
+    reason: str
+    gone: bool = False
+
+
+class EngineLost(msgspec.Struct, frozen=True):
+    """It lived, and does not answer any more."""
+
+    reason: str
+
+
+class EngineBack(msgspec.Struct, frozen=True):
+    """It answers again; whether it is the same life is not known."""
+
+
+class EngineRestarted(msgspec.Struct, frozen=True):
+    """It is another process than before."""
+
+    reason: str
+
+
+class EngineSame(msgspec.Struct, frozen=True):
+    """It is the same process as before. asked_s: when it was asked, on the clock of the stream."""
+
+    asked_s: float
+
+
+VitalSign: TypeAlias = EngineLost | EngineBack | EngineRestarted | EngineSame
+
+
+class Vitals:
+    """One engine's. Judges nothing before the first answer: where there never was one, there may be none to be had."""
+
+    def __init__(self) -> None:
+        self.start_s: float | None = None
+        self._answered = False
+        self._lost = False
+        self._misses = 0
+
+    def observe(self, sign: Pulse | NoPulse, asked_s: float) -> list[VitalSign]:
+        """What the next answer, or its absence, says."""
+        if isinstance(sign, NoPulse):
+            return self._missed(sign)
+        self._answered = True
+        self._misses = 0
+        found: list[VitalSign] = []
+        if self._lost:
+            self._lost = False
+            found.append(EngineBack())
+        if sign.start_s is not None:
+            before, self.start_s = self.start_s, sign.start_s
+            if before == sign.start_s:
+                found.append(EngineSame(asked_s))
+            elif before is not None:
+                found.append(
+                    EngineRestarted(f"its process started at {sign.start_s:.2f}, the one before at {before:.2f}")
+                )
+        return found
+
+    def _missed(self, sign: NoPulse) -> list[VitalSign]:
+        self._misses += 1
+        if self._lost or not self._answered or not (sign.gone or self._misses >= LOST_AFTER):
+            return []
+        self._lost = True
+        times = "" if sign.gone else f" {self._misses} times in a row"
+        return [EngineLost(f"{sign.reason}{times}")]

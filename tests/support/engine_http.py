@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine answers over HTTP to those who ask whether it lives: a real server that can hang, fail, end and begin anew."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+class EngineHttp:
+    """Listens until `stop`; `start` listens on the same port again. start_s: of its process, as /metrics tells, if it does."""
+
+    def __init__(self, start_s: float | None = 1_000.5) -> None:
+        self.start_s = start_s
+        self.status = 200
+        # Seconds until an answer.
+        self.delay_s = 0.0
+        self.asked: list[str] = []
+        self._connections: list[socket.socket] = []
+        self._server: ThreadingHTTPServer | None = None
+        self.port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> None:
+        engine = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                engine.asked.append(self.path)
+                time.sleep(engine.delay_s)
+                body = b""
+                if self.path == "/metrics":
+                    body = b"# HELP process_start_time_seconds Start time\n# TYPE process_start_time_seconds gauge\n"
+                    if engine.start_s is not None:
+                        body += f"process_start_time_seconds {engine.start_s}\n".encode()
+                    body += b"vllm:num_requests_running 0.0\n"
+                self.send_response(engine.status)
+                self.send_header("content-length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def setup(self) -> None:
+                super().setup()
+                engine._connections.append(self.connection)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        server = self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        server.daemon_threads = True
+        self.port = server.server_address[1]
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+
+    def stop(self) -> None:
+        """As a process that has ended: connections are refused, and those that stood are cut."""
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+            for connection in self._connections:
+                with contextlib.suppress(OSError):
+                    connection.shutdown(socket.SHUT_RDWR)
+            self._connections.clear()

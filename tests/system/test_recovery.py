@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a worker is credited with while its stream, or its engine, is in doubt; and how it comes back."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import zmq
+from cut_engine import CutEngine
+from engine_http import EngineHttp
+from fake_engine import FakeEngine, prompt, stored
+from router_process import RouterError, RouterProcess
+
+MODEL = "m"
+TOKENS, OTHER = prompt(1), prompt(2)
+WAIT_S = 30.0
+SUSPECT_CREDIT_S = 1.0
+HEALTH_INTERVAL_S = 0.1
+# The state says that the socket is connected; the subscription itself travels a moment longer.
+SUBSCRIBED_S = 0.3
+
+Check = Callable[[dict[str, Any]], bool]
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+    settings = {
+        "KVROUTER_SUSPECT_CREDIT_S": str(SUSPECT_CREDIT_S),
+        "KVROUTER_HEALTH_INTERVAL_S": str(HEALTH_INTERVAL_S),
+    }
+    os.environ.update(settings)
+    try:
+        with RouterProcess(tmp_path_factory.mktemp("router")) as process:
+            yield process
+    finally:
+        for name in settings:
+            del os.environ[name]
+
+
+@pytest.fixture
+def http() -> Iterator[EngineHttp]:
+    engine = EngineHttp()
+    yield engine
+    engine.stop()
+
+
+@pytest.fixture
+def worker(
+    router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
+) -> Iterator[Callable[..., CutEngine]]:
+    """Registers a worker w0 and fills it: 12 blocks of TOKENS."""
+
+    def make(replay: bool, url: str | None = None) -> CutEngine:
+        engine = CutEngine(context, replay=replay)
+        engines.append(engine)
+        router.request("POST", "/register", engine.registration("w0", MODEL, **({} if url is None else {"url": url})))
+        router.wait_connected("w0")
+        router.wait_seen("w0", engine.publish(stored(TOKENS, 0, 12)))
+        assert hit(router) == 192
+        return engine
+
+    yield make
+    router.unregister("w0")
+
+
+def hit(router: RouterProcess, tokens: list[int] = TOKENS) -> int:
+    answer = router.request("POST", "/query", {"model": MODEL, "token_ids": tokens})
+    return int(answer["instances"]["w0"]["longest_matched"])
+
+
+def until(router: RouterProcess, reached: Check) -> dict[str, Any]:
+    deadline = time.monotonic() + WAIT_S
+    while not reached(row := router.worker("w0")):
+        assert time.monotonic() < deadline, row
+        time.sleep(0.01)
+    return row
+
+
+def has(**wanted: Any) -> Check:
+    return lambda row: all(row[name] == value for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_doubt_is_credited_for_a_while_then_not_and_again_when_it_is_over(
+    replay: bool, router: RouterProcess, worker: Callable[..., CutEngine]
+) -> None:
+    engine = worker(replay)
+    engine.cut()
+    row = until(router, has(state="suspect"))
+    assert row["credited"] and hit(router) == 192
+    row = until(router, has(credited=False))
+    assert row["state"] == "suspect" and row["state_age_s"] >= SUSPECT_CREDIT_S
+    assert "no credit any more" in row["reason"] and hit(router) == 0
+    engine.mend()
+    if not replay:
+        until(router, lambda row: "waiting for proof" in row["reason"])
+        time.sleep(SUBSCRIBED_S)
+        engine.publish(stored(OTHER, 0, 2))
+    until(router, has(state="live", credited=True))
+    assert hit(router) == 192
+
+
+def test_an_engine_that_nobody_answers_for_is_down_at_once_and_void(
+    router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp
+) -> None:
+    engine = worker(True, http.url)
+    until(router, lambda row: "/metrics" in http.asked)
+    http.stop()
+    row = until(router, has(state="down"))
+    assert "the engine is gone" in row["reason"] and not sum(row["residency"].values())
+    assert hit(router) == 0
+    with pytest.raises(RouterError, match="no_worker"):
+        router.request("POST", "/select", {"model": MODEL, "token_ids": TOKENS})
+    # It was only its HTTP: what the stream remembers comes back.
+    http.start()
+    until(router, has(state="live", seq=0))
+    assert hit(router) == 192
+    assert engine.publisher.next_seq == 1
+
+
+def test_slow_answers_are_no_end(router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp) -> None:
+    worker(True, http.url)
+    until(router, lambda row: len(http.asked) > 2)
+    http.status = 503
+    asked = len(http.asked)
+    until(router, lambda row: len(http.asked) > asked)
+    http.status = 200
+    assert router.worker("w0")["state"] == "live" and hit(router) == 192
+
+
+def test_an_url_where_nobody_ever_answered_says_nothing(
+    router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp
+) -> None:
+    http.stop()
+    worker(True, http.url)
+    time.sleep(5 * HEALTH_INTERVAL_S)
+    assert router.worker("w0")["state"] == "live" and hit(router) == 192
+
+
+@pytest.mark.parametrize("replay", [True, False])
+def test_a_restart_that_nothing_else_tells_is_told_by_the_start_time(
+    replay: bool, router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp
+) -> None:
+    """The stream is the same to look at: no connection was lost."""
+    worker(replay, http.url)
+    until(router, lambda row: http.asked.count("/metrics") > 1)
+    before = router.worker("w0")["epoch"]
+    http.start_s = 2_000.5
+    # Where there is a replay, all that the publisher remembers of its life is read again.
+    seq = 0 if replay else None
+    until(router, lambda row: row["epoch"] != before and row["state"] == "live" and row["seq"] == seq)
+    assert hit(router) == (192 if replay else 0)
+
+
+def test_a_new_life_that_goes_on_where_the_old_one_was_is_not_believed(
+    router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp
+) -> None:
+    """No replay to ask; its next seq is the one that is waited for. Only the start time tells."""
+    engine = worker(False, http.url)
+    until(router, lambda row: http.asked.count("/metrics") > 1)
+    engine.cut()
+    until(router, has(state="suspect"))
+    engine.begin_anew(engine.publisher.next_seq)
+    http.start_s = 2_000.5
+    engine.mend()
+    until(router, lambda row: "waiting for proof" in row["reason"] or row["state"] == "live")
+    time.sleep(SUBSCRIBED_S)
+    engine.publish(stored(OTHER, 0, 2))
+    until(router, lambda row: row["seq"] == 1 and row["state"] == "live")
+    assert hit(router) == 0
+
+
+def test_the_same_life_that_goes_on_is_believed_when_it_says_so(
+    router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp
+) -> None:
+    engine = worker(False, http.url)
+    until(router, lambda row: http.asked.count("/metrics") > 1)
+    engine.cut()
+    until(router, has(state="suspect"))
+    engine.mend()
+    until(router, lambda row: "waiting for proof" in row["reason"])
+    time.sleep(SUBSCRIBED_S)
+    # Nobody says whether it is the same process, so a batch that follows is no proof.
+    http.delay_s = 10 * HEALTH_INTERVAL_S
+    engine.publish(stored(OTHER, 0, 2))
+    until(router, lambda row: row["state"] == "live" or "its process is the same" in row["reason"])
+    until(router, has(state="live"))
+    assert hit(router) == 192 and hit(router, OTHER) == 32

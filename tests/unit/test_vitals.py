@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine's HTTP says of its life, judged."""
+
+from __future__ import annotations
+
+from kvrouter.router.states import StreamState, credited
+from kvrouter.router.vitals import (
+    LOST_AFTER,
+    EngineBack,
+    EngineLost,
+    EngineRestarted,
+    EngineSame,
+    NoPulse,
+    Pulse,
+    Vitals,
+)
+
+SLOW = NoPulse("no answer in 2 s")
+GONE = NoPulse("refused", gone=True)
+
+
+def test_before_the_first_answer_nothing_is_judged() -> None:
+    vitals = Vitals()
+    assert [vitals.observe(sign, 0.0) for sign in (GONE, SLOW, SLOW, SLOW, GONE)] == [[]] * 5
+    assert vitals.observe(Pulse(5.0), 0.0) == []
+
+
+def test_nobody_listens_is_a_loss_at_once_and_told_once() -> None:
+    vitals = Vitals()
+    vitals.observe(Pulse(), 0.0)
+    assert vitals.observe(GONE, 1.0) == [EngineLost("refused")]
+    assert vitals.observe(GONE, 2.0) == []
+    assert vitals.observe(Pulse(), 3.0) == [EngineBack()]
+    assert vitals.observe(GONE, 4.0) == [EngineLost("refused")]
+
+
+def test_slow_answers_are_a_loss_only_in_a_row() -> None:
+    vitals = Vitals()
+    for _ in range(3):
+        assert vitals.observe(Pulse(), 0.0) == []
+        for _ in range(LOST_AFTER - 1):
+            assert vitals.observe(SLOW, 0.0) == []
+    assert vitals.observe(SLOW, 0.0) == [EngineLost(f"no answer in 2 s {LOST_AFTER} times in a row")]
+
+
+def test_a_new_start_time_is_another_process_and_an_equal_one_the_same() -> None:
+    vitals = Vitals()
+    vitals.observe(Pulse(5.0), 0.0)
+    # Not every answer says it.
+    assert vitals.observe(Pulse(), 1.0) == []
+    assert vitals.observe(Pulse(5.0), 2.0) == [EngineSame(2.0)]
+    (found,) = vitals.observe(Pulse(6.5), 3.0)
+    assert isinstance(found, EngineRestarted) and "6.50" in found.reason and "5.00" in found.reason
+    assert vitals.observe(Pulse(6.5), 4.0) == [EngineSame(4.0)]
+
+
+def test_back_and_another() -> None:
+    vitals = Vitals()
+    vitals.observe(Pulse(5.0), 0.0)
+    vitals.observe(GONE, 1.0)
+    back, other = vitals.observe(Pulse(9.0), 2.0)
+    assert isinstance(back, EngineBack) and isinstance(other, EngineRestarted)
+
+
+def test_doubt_is_credited_for_a_while_and_missing_batches_never() -> None:
+    assert credited(StreamState.LIVE, True) and credited(StreamState.CATCHING_UP, True)
+    assert credited(StreamState.SUSPECT, False) and not credited(StreamState.SUSPECT, True)
+    for state in (StreamState.CONNECTING, StreamState.RESYNCING, StreamState.UNHASHABLE, StreamState.DOWN):
+        assert not credited(state, False)
