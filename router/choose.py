@@ -58,6 +58,8 @@ def _reason(candidates: Sequence[Candidate], num_tokens: int) -> str:
     )
     if hit.disk == 0:
         text = f"no worker holds a reusable prefix of the {num_tokens} tokens"
+    elif hit.approximate:
+        text = f"approximate: {hit.disk} of {num_tokens} tokens were sent there before"
     else:
         tiers = [f"{hit.gpu} on the GPU"]
         if hit.cpu > hit.gpu:

@@ -103,6 +103,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             description="seconds, 0 to 3600: how long a worker in doubt is credited with what was last known",
         ),
     ] = 10.0
+    # A busy engine's cache turns over in some minutes; what other routers of this kind take.
+    approximate_ttl_s: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0.0,
+            le=86_400.0,
+            description="seconds, 0 to 86400: how long a worker without usable events counts as having what was sent there",
+        ),
+    ] = 120.0
     # A fleet notices a dead replica within a second; an engine answers /health in under a millisecond.
     health_interval_s: Annotated[
         float,

@@ -18,6 +18,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
+from kvrouter.router.approximate import RoutingHistory, approximate_hit, pieces_of
 from kvrouter.router.choose import Choice, choose, route_name
 from kvrouter.router.config import Config
 from kvrouter.router.errors import NoWorker, UnknownModel, UnknownWorker
@@ -74,6 +75,7 @@ class Core:
         self._mirror = Mirror(config.mirror_budget_bytes)
         self._memory = SegmentMemory(config.segment_memory_bytes)
         self._matcher = Matcher(self._mirror, self._memory)
+        self._history = RoutingHistory(config.approximate_ttl_s)
         self._streams: dict[WorkerKey, WorkerStream] = {}
         self._follower = LogFollower(store.servers, rng=rng)
         self._tasks: list[asyncio.Task[None]] = []
@@ -168,6 +170,7 @@ class Core:
         self._mirror.forget(worker)
         self._metrics.forget_worker(worker)
         self._tallies.pop(worker, None)
+        self._history.forget(worker)
         await self._store.drop_registration(worker)
         log.info("unregistered", extra={"worker": worker})
 
@@ -202,6 +205,7 @@ class Core:
     def ask(self, question: Question) -> list[Hit]:
         """One hit for each worker of the model that the question does not leave out, in no particular order."""
         hits = self._matcher.match(question, self._current_plans(question.model))
+        hits = self._guessed(question, hits)
         if question.worker_ids is not None:
             missing = question.worker_ids - {hit.worker.worker_id for hit in hits}
             if missing:
@@ -217,7 +221,24 @@ class Core:
         if not hits:
             raise NoWorker(f"no worker of model {question.model!r} can take it: all are down or excluded")
         urls = {route_name(hit): self._streams[hit.worker].registration.url for hit in hits}
-        return choose(hits, question.num_tokens, urls, self._rng)
+        choice = choose(hits, question.num_tokens, urls, self._rng)
+        if self._streams[choice.hit.worker].approximate:
+            self._history.sent(self._streams[choice.hit.worker].life, pieces_of(question), self._clock())
+        return choice
+
+    def _guessed(self, question: Question, hits: list[Hit]) -> list[Hit]:
+        """The hits, those of workers without usable events guessed from what was sent there."""
+        if question.token_ids is None or not any(self._streams[hit.worker].approximate for hit in hits):
+            return hits
+        pieces, now = pieces_of(question), self._clock()
+        return [
+            approximate_hit(
+                hit, self._history.hit_tokens(self._streams[hit.worker].life, pieces, question.num_tokens, now)
+            )
+            if self._streams[hit.worker].approximate
+            else hit
+            for hit in hits
+        ]
 
     def statuses(self) -> list[WorkerStatus]:
         now = self._clock()
@@ -234,6 +255,7 @@ class Core:
             state=stream.view.state.value,
             state_age_s=round(now - stream.since_s, 3),
             credited=stream.view.credited,
+            approximate=stream.approximate,
             reason=stream.view.reason,
             epoch=stream.visible_epoch,
             seq=stream.visible_seq,
@@ -334,10 +356,13 @@ class Core:
     async def _gauge(self) -> None:
         while True:
             self._measure()
+            self._history.expire(self._clock())
             await asyncio.sleep(GAUGE_INTERVAL_S)
 
     def _measure(self) -> None:
         metrics = self._metrics
+        metrics.approximate_pieces.set(len(self._history))
+        metrics.approximate_workers.set(sum(stream.approximate for stream in self._streams.values()))
         metrics.mirror_entries.set(self._mirror.entries)
         metrics.mirror_bytes.set(self._mirror.bytes)
         metrics.segment_memory_bytes.set(self._memory.bytes)

@@ -33,7 +33,7 @@ from kvrouter.router.catalog import Catalog, CatalogLearner
 from kvrouter.router.hashing import HashScheme
 from kvrouter.router.identity import HashIdentity, Standing
 from kvrouter.router.names import CPU, STORAGE, Place
-from kvrouter.router.registration import CatalogSpec, Registration
+from kvrouter.router.registration import NO_PATCH, CatalogSpec, Registration
 from kvrouter.router.residency import Residency, Runs
 from kvrouter.router.states import StreamState
 from kvrouter.router.transitions import Change
@@ -43,6 +43,8 @@ from kvrouter.router.vitals import EngineBack, EngineLost, EngineRestarted, Engi
 REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
 
 OFFLOADED = frozenset({CPU, STORAGE})
+
+SILENT = "it was registered without an event endpoint, so what it holds is not known"
 
 # Meta fields of ours in Redis, beside those of the store.
 META_LEARNED = "learned"
@@ -120,6 +122,9 @@ class Ingest:
         self._fingerprint = 0
         self._state = StreamState.CONNECTING
         self._incident = f"no connection to {registration.events} yet"
+        self._is_silent = registration.events is None and registration.patch in (None, NO_PATCH)
+        if self._is_silent:
+            self._incident = SILENT
         self._unproven = False
         # Why the engine is down by what its HTTP says; empty while it is not.
         self._down = ""
@@ -281,6 +286,9 @@ class Ingest:
             self._void(self._down)
         elif isinstance(sign, EngineBack | EngineRestarted):
             self._down = ""
+            if self._is_silent:
+                self._set(StreamState.CONNECTING, SILENT)
+                return
             what = "answers again" if isinstance(sign, EngineBack) else f"is another process ({sign.reason})"
             self._set(StreamState.CONNECTING, f"the engine {what}; its stream is read anew")
         elif isinstance(sign, EngineSame):

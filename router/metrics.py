@@ -93,6 +93,11 @@ class Metrics:
         self.mirror_entries = gauge("mirror_entries", "(worker, block) entries in memory")
         self.mirror_bytes = gauge("mirror_bytes", "Bytes of the index in memory")
 
+        self.approximate_workers = gauge(
+            "approximate_workers", "Workers without usable events, credited with what was sent there"
+        )
+        self.approximate_pieces = gauge("approximate_pieces", "Pieces of prompts remembered for those")
+
         self.segment_memory_bytes = gauge("segment_memory_bytes", "Bytes of remembered prompt segments")
         self.segment_hits = counter("segment_hits_total", "Prompt segments whose hashes were remembered")
         self.segment_misses = counter("segment_misses_total", "Prompt segments that were hashed")

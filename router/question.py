@@ -47,7 +47,7 @@ class Limit(msgspec.Struct, frozen=True):
 class Hit(msgspec.Struct, frozen=True):
     """Tokens of the prompt that one worker would not compute again; cumulative, so gpu <= cpu <= disk.
 
-    `reason` says why credit is withheld or reduced, and is empty when nothing is.
+    `reason` says why credit is withheld or reduced, and is empty when nothing is. approximate: a guess from what was sent there.
     """
 
     worker: WorkerKey
@@ -58,3 +58,4 @@ class Hit(msgspec.Struct, frozen=True):
     reason: str = ""
     groups: tuple[GroupCover, ...] = ()
     limited_by: Limit | None = None
+    approximate: bool = False

@@ -47,6 +47,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     # Seconds in this state; whether what is known of the worker counts.
     state_age_s: float
     credited: bool
+    # Credited with what was sent there, as it has no usable events.
+    approximate: bool
     reason: str
     epoch: str | None
     seq: int | None

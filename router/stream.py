@@ -33,7 +33,7 @@ from kvrouter.router.names import Place, WorkerKey
 from kvrouter.router.registration import NO_PATCH, Registration
 from kvrouter.router.report_ingest import ReportIngest
 from kvrouter.router.states import CREDITED, StreamState, credited
-from kvrouter.router.vitals import EngineBack, EngineRestarted, VitalSign
+from kvrouter.router.vitals import EngineBack, EngineLost, EngineRestarted, VitalSign
 
 log = logging.getLogger("kvrouter.stream")
 
@@ -106,6 +106,7 @@ class WorkerStream:
         # Asks the engine whether it lives, while its stream is followed, and what is to be read anew when it is another.
         self._checkup: Checkup | None = None
         self._expire: Callable[[str], None] | None = None
+        self._lives = 0
         self._task: asyncio.Task[None] | None = None
         self._timed: deque[tuple[str, int, float]] = deque(maxlen=MAX_TIMED)
         # (epoch, seq) in Redis that `ingest` was prepared from, None once it goes on from there.
@@ -123,6 +124,19 @@ class WorkerStream:
     @property
     def worker(self) -> WorkerKey:
         return self.registration.worker
+
+    @property
+    def approximate(self) -> bool:
+        """Whether it has no events that could be used, so that all that is known is what was sent there."""
+        registration = self.registration
+        silent = registration.events is None and self._patch_endpoint is None
+        usable = not silent and self.view.state is not StreamState.UNHASHABLE
+        return bool(self._config.approximate_ttl_s) and not usable and self.view.state is not StreamState.DOWN
+
+    @property
+    def life(self) -> tuple[WorkerKey, int]:
+        """Names the engine's process, as far as its HTTP tells one from another."""
+        return self.worker, self._lives
 
     def _new_ingest(self) -> ReportIngest:
         seed = self._config.none_hash_seed
@@ -358,6 +372,7 @@ class WorkerStream:
 
         def tell(sign: VitalSign) -> None:
             self.ingest.vital(sign)
+            self._lives += isinstance(sign, EngineLost | EngineRestarted)
             if isinstance(sign, EngineBack | EngineRestarted) and self._expire is not None:
                 self._expire("the engine answers again" if isinstance(sign, EngineBack) else sign.reason)
                 self.ingest.wants_snapshot = None

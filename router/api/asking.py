@@ -99,6 +99,7 @@ class Asking:
                     state=candidate.hit.state,
                     limited_by=candidate.hit.limited_by,
                     reason=candidate.hit.reason or msgspec.UNSET,
+                    approximate=candidate.hit.approximate or msgspec.UNSET,
                 )
                 for candidate in choice.candidates
             ]

@@ -25,6 +25,8 @@ class InstanceReply(msgspec.Struct, kw_only=True):
     dp: dict[str, int]
     state: str
     reason: str | msgspec.UnsetType = msgspec.UNSET
+    # Only where it is so: guessed from what was sent there.
+    approximate: bool | msgspec.UnsetType = msgspec.UNSET
     groups: tuple[GroupCover, ...] | msgspec.UnsetType = msgspec.UNSET
     limited_by: Limit | msgspec.UnsetType | None = msgspec.UNSET
 
@@ -56,6 +58,7 @@ class CandidateReply(msgspec.Struct, kw_only=True):
     state: str
     limited_by: Limit | None
     reason: str | msgspec.UnsetType = msgspec.UNSET
+    approximate: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class SelectReply(msgspec.Struct, kw_only=True):
@@ -174,6 +177,7 @@ def query_reply(hits: Iterable[Hit], explain: bool) -> QueryReply:
             dp=scores[name],
             state=hit.state,
             reason=hit.reason or msgspec.UNSET,
+            approximate=hit.approximate or msgspec.UNSET,
             groups=hit.groups if explain else msgspec.UNSET,
             limited_by=hit.limited_by if explain else msgspec.UNSET,
         )

@@ -34,6 +34,7 @@ def status(worker: WorkerKey, url: str | None) -> WorkerStatus:
         state="live",
         state_age_s=3.5,
         credited=True,
+        approximate=False,
         reason="",
         epoch="e1",
         seq=7,

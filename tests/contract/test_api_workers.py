@@ -208,6 +208,7 @@ def test_workers_lists_every_field(core: TinyCore) -> None:
         "state": "live",
         "state_age_s": 3.5,
         "credited": True,
+        "approximate": False,
         "reason": "",
         "epoch": "e1",
         "seq": 7,

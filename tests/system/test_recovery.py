@@ -194,3 +194,28 @@ def test_the_same_life_that_goes_on_is_believed_when_it_says_so(
     engine.publish(stored(OTHER, 0, 2))
     until(router, has(state="live", seq=1))
     assert hit(router) == 192 and hit(router, OTHER) == 32
+
+
+def test_a_worker_without_events_is_credited_with_what_was_sent_there_and_says_so(
+    router: RouterProcess, http: EngineHttp
+) -> None:
+    router.request("POST", "/register", {"worker_id": "w0", "model": MODEL, "url": http.url})
+    try:
+        body = {"model": MODEL, "token_ids": TOKENS}
+        assert router.request("POST", "/query", body)["instances"]["w0"]["longest_matched"] == 0
+        assert router.request("POST", "/select", body)["overlap"]["longest_matched"] == 0
+        row = router.request("POST", "/query", body)["instances"]["w0"]
+        # Whole pieces of 64 tokens.
+        assert row["longest_matched"] == 192 and row["approximate"] is True and "approximate" in row["reason"]
+        chosen = router.request("POST", "/select", body | {"explain": True})
+        assert "approximate" in chosen["reason"] and chosen["candidates"][0]["approximate"] is True
+        row = router.worker("w0")
+        assert row["approximate"] and not row["credited"] and "without an event endpoint" in row["reason"]
+        assert router.metric("kvrouter_approximate_workers") == 1
+        # Another process holds nothing of it.
+        http.start_s = 2_000.5
+        asked = http.asked.count("/metrics")
+        until(router, lambda row: http.asked.count("/metrics") > asked + 1)
+        assert router.request("POST", "/query", body)["instances"]["w0"]["longest_matched"] == 0
+    finally:
+        router.unregister("w0")

@@ -65,6 +65,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "lease_ttl_s": 1.5,
         "suspect_credit_s": 0.5,
         "health_interval_s": 0.5,
+        "approximate_ttl_s": 0.5,
         "replay_timeout_s": 1.5,
         "none_hash_seed": "0",
     }

@@ -27,7 +27,7 @@ ROUTER_LAYERS = (
     {"registration", "question", "probing", "status", "vitals"},
     {"worker_spec", "hashing", "copy_kernels"},
     {"config", "metrics", "logs", "discover", "checkup"},
-    {"segments", "copies", "transitions", "catalog", "identity", "declared"},
+    {"segments", "approximate", "copies", "transitions", "catalog", "identity", "declared"},
     {"geometry", "residency"},
     {"ingest"},
     {"report_ingest"},
