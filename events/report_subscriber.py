@@ -14,6 +14,7 @@ import asyncio
 import errno
 import logging
 import math
+from collections.abc import Callable
 
 import msgspec
 import zmq
@@ -56,10 +57,14 @@ class ReportSubscriber:
         context: zmq.Context[zmq.Socket[bytes]],
         resume: ReportResume | None = None,
         settings: ReportSettings | None = None,
+        refusal: Callable[[str], str | None] = lambda endpoint: None,
     ) -> None:
-        """Opens nothing yet. resume: go on from there without a snapshot, unless something was missed."""
+        """Opens nothing yet. resume: go on from there without a snapshot, unless something was missed.
+
+        refusal: why the endpoint that a `Hello` names must not be connected to, or None."""
         self._endpoint = requests_endpoint
         self._context = context
+        self._refusal = refusal
         settings = self._settings = settings or ReportSettings()
         self._cursor = ReportCursor(
             resume=resume,
@@ -286,6 +291,10 @@ class ReportSubscriber:
         endpoint = reachable(reports, self._endpoint)
         if endpoint is None:
             self._cursor.malformed(f"reports at {reports[:MAX_ERROR_CHARS]!r}: no endpoint for {self._endpoint}")
+            return
+        refusal = self._refusal(endpoint)
+        if refusal:
+            self._cursor.malformed(f"reports: {refusal[:MAX_ERROR_CHARS]}")
             return
         if self._live is not None:
             if self._live.endpoint == endpoint:

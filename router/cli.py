@@ -49,7 +49,7 @@ UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.
 
 def _setting(name: str, metavar: str, flag: str | None = None) -> Any:
     """A flag of `serve`. Values are checked with those of the file and the environment, so all are text here."""
-    text = describe(name).replace("a list of ", "a worker, may be repeated: ")
+    text = describe(name).replace("a list of ", "may be repeated: ")
     default = FIELDS[name].default
     shown = "" if default in (None, ()) else f" [default: {default}]"
     return typer.Option(flag or f"--{name.replace('_', '-')}", metavar=metavar, help=text + shown, show_default=False)
@@ -62,6 +62,7 @@ Text = str | None
 def serve(
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="settings as YAML [env: KVROUTER_CONFIG]")] = None,
     worker: Annotated[list[str] | None, _setting("workers", "SPEC", "--worker")] = None,
+    allow_host: Annotated[list[str] | None, _setting("allow_hosts", "HOST", "--allow-host")] = None,
     redis: Annotated[Text, _setting("redis", "URL")] = None,
     data_dir: Annotated[Text, _setting("data_dir", "DIR")] = None,
     host: Annotated[Text, _setting("host", "HOST")] = None,
@@ -83,11 +84,12 @@ def serve(
 ) -> None:
     """Run the router.
 
-    Every setting can also stand in the YAML file (port: 30000) or in the environment (KVROUTER_PORT=30000; workers
-    apart by spaces in KVROUTER_WORKERS). A flag wins over the environment, and that over the file.
+    Every setting can also stand in the YAML file (port: 30000) or in the environment (KVROUTER_PORT=30000; lists
+    apart by spaces, as in KVROUTER_WORKERS). A flag wins over the environment, and that over the file.
     """
     flags = {
         "workers": worker,
+        "allow_hosts": allow_host,
         "redis": redis,
         "data_dir": data_dir,
         "host": host,

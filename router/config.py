@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import yaml
 
+from kvrouter.router.allow_list import FORM, AllowList
 from kvrouter.router.errors import SettingError
 from kvrouter.router.worker_spec import parse_worker
 
@@ -36,6 +37,10 @@ REDIS_URL = re.compile(r"unix://.|(rediss?|valkeys?)(\+cluster)?://.")
 
 # YAML reads `none_hash_seed: 0` as a number; to the engines it is text.
 TEXT_SETTINGS = ("host", "redis", "data_dir", "api_key", "none_hash_seed")
+
+# Settings that are lists, and the flag that gives one of each. In the environment the values stand apart by white space: none of
+# theirs has any.
+LISTS = {"workers": "--worker", "allow_hosts": "--allow-host"}
 
 # Stands for a secret wherever settings are shown.
 HIDDEN = "***"
@@ -59,6 +64,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.Meta(
             description="a list of ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N]"
         ),
+    ] = ()
+    # Empty allows all: engines come and go under addresses that only the operator knows, and who may register is bounded by the
+    # API key and the loopback default already. Where clients with the key are not all trusted, list the engines' networks.
+    allow_hosts: Annotated[
+        tuple[str, ...], msgspec.Meta(description=f"a list of where workers may be: {FORM}; without it, anywhere")
     ] = ()
     processes: Annotated[
         int, msgspec.Meta(ge=1, le=1, description="1; for more, start more routers with the same --redis")
@@ -171,7 +181,9 @@ def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[st
     if "data_dir" in given:
         # The flag wins over a Redis that the file or the environment names.
         values["redis"] = None
-    return Config(**values)
+    config = Config(**values)
+    _check_allowed(config)
+    return config
 
 
 def _variable(name: str) -> str:
@@ -179,7 +191,7 @@ def _variable(name: str) -> str:
 
 
 def _flag(name: str) -> str:
-    return "--worker" if name == "workers" else f"--{name.replace('_', '-')}"
+    return LISTS.get(name) or f"--{name.replace('_', '-')}"
 
 
 def _from_file(file: Path | None) -> dict[str, Any]:
@@ -215,8 +227,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
         if name not in FIELDS:
             raise SettingError(f"the environment variable {variable} is no setting; {_nearest(name, _variable)}")
         if text:
-            # Workers stand apart by white space: a SPEC has commas and never a space.
-            found[name] = text.split() if name == "workers" else text
+            found[name] = text.split() if name in LISTS else text
     return found
 
 
@@ -240,7 +251,21 @@ def _converted(name: str, value: Any, where: str) -> Any:
         raise SettingError(f"{where} is {shown}: write {describe(name)}")
     if name == "workers":
         _check_workers(converted, where)
+    if name == "allow_hosts":
+        try:
+            AllowList(converted)
+        except SettingError as error:
+            raise SettingError(f"{where}: {error.message}") from None
     return converted
+
+
+def _check_allowed(config: Config) -> None:
+    allowed = AllowList(config.allow_hosts)
+    for spec in config.workers:
+        worker = parse_worker(spec)
+        problem = allowed.registration_problem(worker.registration(worker.model or ""))
+        if problem:
+            raise SettingError(f"--worker {worker.worker_id!r}: {problem}")
 
 
 def _check_workers(specs: tuple[str, ...], where: str) -> None:

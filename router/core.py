@@ -18,10 +18,11 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
+from kvrouter.router.allow_list import AllowList
 from kvrouter.router.approximate import RoutingHistory, approximate_hit, pieces_of
 from kvrouter.router.choose import Choice, choose, route_name
 from kvrouter.router.config import Config
-from kvrouter.router.errors import NoWorker, UnknownModel, UnknownWorker
+from kvrouter.router.errors import HostNotAllowed, NoWorker, UnknownModel, UnknownWorker
 from kvrouter.router.index.follower import FollowerItem, LogFollower, Reload, StoreBack, StoreLost
 from kvrouter.router.index.log import LogEntry
 from kvrouter.router.index.mirror import Mirror, MirrorFull
@@ -73,6 +74,7 @@ class Core:
         self._http = http
         self._token = token or secrets.token_hex(8)
         self._mirror = Mirror(config.mirror_budget_bytes)
+        self._allowed = AllowList(config.allow_hosts)
         self._memory = SegmentMemory(config.segment_memory_bytes)
         self._matcher = Matcher(self._mirror, self._memory)
         self._history = RoutingHistory(config.approximate_ttl_s)
@@ -110,7 +112,10 @@ class Core:
         await self._follower.close()
 
     async def register(self, registration: Registration) -> None:
-        """The same again is a no-op; a different one for the same id and rank replaces it."""
+        """The same again is a no-op; a different one for the same id and rank replaces it. Raises HostNotAllowed."""
+        problem = self._allowed.registration_problem(registration)
+        if problem:
+            raise HostNotAllowed(problem)
         async with self._lock:
             worker = registration.worker
             known = self._streams.get(worker)
@@ -153,6 +158,7 @@ class Core:
             rng=self._rng,
             http=self._http,
             new_epoch=self._new_epoch,
+            allowed=self._allowed,
             changed=self._plans.clear,
         )
         image = await self._store.load(worker)

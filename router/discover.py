@@ -24,6 +24,16 @@ TIMEOUT_S = 2.0
 MAX_ANSWER_BYTES = 1024**2
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """An engine's list of models is where it is; a redirect would take us to hosts that nobody registered."""
+
+    def redirect_request(self, *_: object) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_NoRedirect)
+
+
 class _Model(msgspec.Struct):
     id: str
     # vLLM names the base model as the parent of a LoRA adapter.
@@ -36,7 +46,7 @@ class _Models(msgspec.Struct):
 
 def ask_engine(url: str) -> str:
     """The base model that the engine at `url` serves; blocks. Raises OSError or ValueError with what is wrong."""
-    with urllib.request.urlopen(f"{url.rstrip('/')}/v1/models", timeout=TIMEOUT_S) as answer:
+    with _opener.open(f"{url.rstrip('/')}/v1/models", timeout=TIMEOUT_S) as answer:
         raw = answer.read(MAX_ANSWER_BYTES)
     try:
         models = msgspec.json.decode(raw, type=_Models).data

@@ -57,6 +57,14 @@ class Unauthorized(RouterError):
     default_code = "invalid_api_key"
 
 
+class HostNotAllowed(RouterError):
+    """403: the setting allow_hosts does not admit an address of this worker."""
+
+    status = 403
+    type = INVALID_REQUEST
+    default_code = "host_not_allowed"
+
+
 class NotFound(RouterError):
     """404: nothing has this address."""
 

@@ -23,6 +23,7 @@ from kvrouter.events.report import requests_endpoint
 from kvrouter.events.report_items import Heard, Silent
 from kvrouter.events.report_subscriber import ReportSubscriber, greet
 from kvrouter.events.subscriber import Subscriber, SubscriberSettings
+from kvrouter.router.allow_list import AllowList
 from kvrouter.router.checkup import Checkup
 from kvrouter.router.config import Config
 from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, StoreError, WorkerImage
@@ -87,6 +88,7 @@ class WorkerStream:
         rng: random.Random,
         http: aiohttp.ClientSession | None,
         new_epoch: Callable[[], str],
+        allowed: AllowList,
         changed: Callable[[], None],
     ) -> None:
         """changed: called when `view` did. token: names this process in leases."""
@@ -100,6 +102,7 @@ class WorkerStream:
         self._rng = rng
         self._http = http
         self._new_epoch = new_epoch
+        self._allowed = allowed
         self._changed = changed
         self._decoder = BatchDecoder()
         self._hold_problem: str | None = None
@@ -160,7 +163,15 @@ class WorkerStream:
                 self.ingest = self._new_ingest()
         self._refresh()
 
+    @property
+    def _refusal(self) -> str | None:
+        """Why the worker is not followed: it was registered through another router, or before the setting was made."""
+        return self._allowed.registration_problem(self.registration)
+
     def start(self) -> None:
+        if self._refusal:
+            log.warning("worker not followed", extra={"worker": self.worker, "reason": self._refusal})
+            return
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"stream {self.worker}")
 
     async def stop(self) -> None:
@@ -183,8 +194,11 @@ class WorkerStream:
 
     def _make_view(self, state: StreamState) -> WorkerView:
         ingest = self.ingest
+        refusal = self._refusal
+        if refusal:
+            state = StreamState.DOWN
         credit = credited(state, self._overdue)
-        reason = self._hold_problem or ingest.reason
+        reason = refusal or self._hold_problem or ingest.reason
         if state in CREDITED and not credit:
             reason += f"; no credit any more, after {self._config.suspect_credit_s:g} s without proof"
         return WorkerView(
@@ -306,7 +320,9 @@ class WorkerStream:
     async def _follow_reports(self, patch: str) -> None:
         self.ingest.follow_reports()
         self._refresh()
-        reports = ReportSubscriber(patch, context=self._context, resume=self.ingest.report_resume)
+        reports = ReportSubscriber(
+            patch, context=self._context, resume=self.ingest.report_resume, refusal=self._allowed.problem
+        )
         self._expire = reports.ask_snapshot
         try:
             await reports.start()

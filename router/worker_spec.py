@@ -80,7 +80,9 @@ def endpoint_problem(endpoint: str) -> str | None:
         return wanted
     if endpoint.startswith("ipc://"):
         return None if len(endpoint) > len("ipc://") else wanted
-    found = re.fullmatch(r"tcp://([^/@]+):(\d{1,5})", endpoint)
+    # Not `;`, which libzmq takes for the end of a source address, nor a bare IPv6 address: what we read as the host must be
+    # what libzmq connects to.
+    found = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\[\]:;/@\\]+):(\d{1,5})", endpoint)
     if not found or not 0 < int(found[2]) <= 65_535:
         return wanted
     if found[1] in ("*", "0.0.0.0", "[::]"):
@@ -96,12 +98,15 @@ def patch_problem(patch: str) -> str | None:
 
 def url_problem(url: str) -> str | None:
     """Why `url` is no HTTP address of an engine."""
-    wanted = "must be an HTTP address like http://10.0.0.5:8000"
+    wanted = "must be an HTTP address like http://10.0.0.5:8000, without user and password"
     if any(c.isspace() or not c.isprintable() for c in url) or len(url) > MAX_NAME_CHARS:
         return wanted
     try:
         parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+        # The address is shown in /workers and given to clients, so it holds no password; and readers of URLs disagree about
+        # `@` and backslashes.
+        plain = bool(parts.hostname) and "@" not in parts.netloc and "\\" not in url
+        good = parts.scheme in ("http", "https") and plain and (parts.port is None or parts.port > 0)
     except ValueError:
         return wanted
     return None if good else wanted

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -40,8 +40,13 @@ def free_port() -> int:
 class RouterProcess:
     """Starts on entry, stops on exit; one keep-alive connection."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
+        """arguments: further flags; with `--redis` there is no embedded store. environment: added to our own."""
         self._folder = folder
+        self._arguments = [*arguments] if "--redis" in arguments else ["--data-dir", str(folder / "data"), *arguments]
+        self._environment = {**os.environ, **(environment or {})}
         self.port = free_port()
         self._log = folder / "router.log"
         self._process: subprocess.Popen[bytes] | None = None
@@ -50,9 +55,9 @@ class RouterProcess:
     def __enter__(self) -> Self:
         default = f"{shlex.quote(sys.executable)} -m kvrouter.router.cli serve"
         command = shlex.split(os.environ.get(COMMAND_VARIABLE, default))
-        command += ["--port", str(self.port), "--data-dir", str(self._folder / "data")]
+        command += ["--port", str(self.port), *self._arguments]
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder)
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder, env=self._environment)
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline and self._process.poll() is None:
             try:

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvrouter.router.cli import run
-from kvrouter.router.config import FIELDS
+from kvrouter.router.config import FIELDS, LISTS
 from kvrouter.router.discover import ask_engine, register_when_known
 from kvrouter.router.metrics import MAX_WORKER_LABEL_CHARS, OTHER_WORKER, Metrics
 from kvrouter.router.names import WorkerKey
@@ -242,7 +242,7 @@ def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--help"]) == 0
     shown = capsys.readouterr().out
     for name in FIELDS:
-        assert ("--worker" if name == "workers" else f"--{name.replace('_', '-')}") in shown
+        assert (LISTS.get(name) or f"--{name.replace('_', '-')}") in shown
     assert run([]) == 0
     assert "explain" in capsys.readouterr().out
 

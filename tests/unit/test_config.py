@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrouter.router.config import FIELDS, Config, describe, load_config, without_password
+from kvrouter.router.config import FIELDS, LISTS, Config, describe, load_config, without_password
 from kvrouter.router.errors import SettingError
 from kvrouter.router.logs import Formatter
 from kvrouter.router.names import WorkerKey
@@ -54,6 +54,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "redis": "rediss+cluster://h:1",
         "data_dir": "d",
         "workers": ["a=http://h:1"],
+        "allow_hosts": ["h"],
         "processes": 1,
         "api_key": "k",
         "log_level": "debug",
@@ -72,7 +73,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
     assert set(values) == set(FIELDS)
     file = tmp_path / "k.yaml"
     file.write_bytes(msgspec.yaml.encode(values))
-    expected = Config(**{**values, "workers": ("a=http://h:1",)})
+    expected = Config(**{**values, "workers": ("a=http://h:1",), "allow_hosts": ("h",)})
     assert load_config(file, {}, {}) == expected
     texts = {name: " ".join(value) if isinstance(value, list) else str(value) for name, value in values.items()}
     assert load_config(None, {f"KVROUTER_{name.upper()}": text for name, text in texts.items()}, {}) == expected
@@ -107,11 +108,12 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         ("replay_timeout_s", "inf"),
         ("workers", "a=http://h:1"),
         ("host", ["a"]),
+        ("allow_hosts", "h"),
     ],
 )
 def test_a_wrong_value_names_the_flag_and_says_what_to_write(name: str, value: Any) -> None:
     message = wrong(flags={name: value})
-    assert message.startswith("--worker " if name == "workers" else f"--{name.replace('_', '-')} ")
+    assert message.startswith(f"{LISTS.get(name) or '--' + name.replace('_', '-')} ")
     assert describe(name) in message
 
 

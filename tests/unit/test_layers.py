@@ -25,7 +25,7 @@ ALLOWED_PACKAGES = {
 ROUTER_LAYERS = (
     {"names", "states", "jit", "errors", "version"},
     {"registration", "question", "probing", "status", "vitals"},
-    {"worker_spec", "hashing", "copy_kernels"},
+    {"worker_spec", "hashing", "copy_kernels", "allow_list"},
     {"config", "metrics", "logs", "discover", "checkup"},
     {"segments", "approximate", "copies", "transitions", "catalog", "identity", "declared"},
     {"geometry", "residency"},

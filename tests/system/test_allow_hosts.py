@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A running router connects to no host that its setting allow_hosts leaves out, whoever names it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import select
+import socket
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+
+import pytest
+import redis
+import zmq
+from fake_engine import FakeEngine
+from fake_reporter import FakeReporter
+from router_process import RouterProcess
+
+GOOD = "127.0.0.1"
+# Loopback too, so that what connects there in error does no harm.
+FORBIDDEN = "127.0.0.2"
+# ZMQ connects within milliseconds of a registration; a router that is not allowed to never does.
+QUIET_S = 2.0
+WAIT_S = 20.0
+
+
+class Victim:
+    """A listener at the forbidden address that nobody may reach."""
+
+    def __init__(self) -> None:
+        self._socket = socket.create_server((FORBIDDEN, 0))
+        self.port = self._socket.getsockname()[1]
+
+    def was_reached(self, within_s: float = QUIET_S) -> bool:
+        return bool(select.select([self._socket], [], [], within_s)[0])
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@pytest.fixture
+def victim() -> Iterator[Victim]:
+    victim = Victim()
+    yield victim
+    victim.close()
+
+
+def post(router: RouterProcess, path: str, body: dict[str, Any], method: str = "POST") -> tuple[int, dict[str, Any]]:
+    request = urllib.request.Request(f"http://127.0.0.1:{router.port}{path}", json.dumps(body).encode(), method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            return answer.status, json.loads(answer.read())
+    except HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def test_no_way_of_registering_leads_elsewhere(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine], victim: Victim
+) -> None:
+    engine = FakeEngine(context)
+    engines.append(engine)
+    forbidden = f"tcp://{FORBIDDEN}:{victim.port}"
+    known = engine.registration("w0", "m")
+    with RouterProcess(tmp_path, ["--allow-host", GOOD]) as router:
+        assert post(router, "/register", known)[0] == 200
+        router.wait_connected("w0")
+        for more in (
+            {"endpoint": forbidden},
+            {"replay_endpoint": forbidden},
+            {"patch_endpoint": forbidden},
+            {"url": f"http://{FORBIDDEN}:{victim.port}"},
+            {"endpoint": "ipc:///tmp/kv.sock"},
+            {"url": f"http://localhost:{victim.port}"},
+        ):
+            for worker_id in ("w0", "w1"):
+                status, answer = post(router, "/register", known | {"worker_id": worker_id} | more)
+                assert (status, answer["error"]["code"]) == (403, "host_not_allowed"), more
+                assert "allow_hosts" in answer["error"]["message"]
+                assert next(iter(more)) in answer["error"]["message"]
+            assert post(router, "/workers/w0", more, "PATCH")[0] == 403
+        assert not victim.was_reached()
+        rows = router.request("GET", "/workers")["workers"]
+        assert [(row["worker_id"], row["state"] != "down") for row in rows] == [("w0", True)]
+
+        # Another process on Redis writes a registration of its own. Whoever starts next finds it.
+        store = redis.Redis(unix_socket_path=str(next((tmp_path / "data").glob("*.sock"))))
+        planted = {"worker": ["m", "planted", 0], "events": forbidden, "url": "http://127.0.0.1:1"}
+        store.hset("kvr:{m}:workers", "planted@0", json.dumps(planted))
+        store.close()
+    with RouterProcess(tmp_path, ["--allow-host", GOOD]) as router:
+        row = router.worker("planted")
+        assert (row["state"], "allow_hosts" in row["reason"]) == ("down", True)
+        assert router.worker("w0")["state"] != "down"
+        assert not victim.was_reached()
+        assert post(router, "/select", {"model": "m", "token_ids": [1] * 64})[1]["worker_id"] == "w0"
+        assert router.log_tail().count("worker not followed") == 1
+    with RouterProcess(tmp_path) as router:
+        assert victim.was_reached(WAIT_S), "the test must see a router that is not restrained"
+        router.worker("planted")
+
+
+def test_a_patch_cannot_name_reports_elsewhere(tmp_path: Path, victim: Victim) -> None:
+    async def main() -> bool:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        reporter = FakeReporter(context)
+        reporter.reports_said = f"tcp://{FORBIDDEN}:{victim.port}"
+        try:
+            async with reporter:
+                body = {"worker_id": "w0", "model": "m", "url": f"http://{GOOD}:1", "patch_endpoint": ""}
+                body["patch_endpoint"] = reporter.requests_endpoint
+                await asyncio.to_thread(router.request, "POST", "/register", body)
+                deadline = time.monotonic() + WAIT_S
+                # One hello finds the patch, the next one is followed.
+                while len(reporter.requests) < 2:
+                    assert time.monotonic() < deadline
+                    await asyncio.sleep(0.05)
+                return await asyncio.to_thread(victim.was_reached)
+        finally:
+            context.destroy(linger=0)
+
+    with RouterProcess(tmp_path, ["--allow-host", GOOD]) as router:
+        assert not asyncio.run(main())
+        router.unregister("w0")
+    with RouterProcess(tmp_path) as router:
+        assert asyncio.run(main()), "the test must see a router that is not restrained"
+
+
+def test_an_engine_cannot_redirect_the_router(tmp_path: Path, victim: Victim) -> None:
+    asked = threading.Event()
+
+    class Redirecting(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(302)
+            self.send_header("location", f"http://{FORBIDDEN}:{victim.port}/v1/models")
+            self.end_headers()
+            asked.set()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    engine = HTTPServer((GOOD, 0), Redirecting)
+    serving = threading.Thread(target=engine.serve_forever)
+    serving.start()
+    try:
+        worker = f"w0=http://{GOOD}:{engine.server_port}"
+        with RouterProcess(tmp_path, ["--allow-host", GOOD, "--worker", worker]) as router:
+            assert asked.wait(WAIT_S)
+            assert not victim.was_reached()
+            assert "its model is unknown" in router.log_tail()
+    finally:
+        engine.shutdown()
+        serving.join()
+        engine.server_close()
