@@ -8,6 +8,7 @@ import contextlib
 import gc
 import logging
 import random
+import resource
 import signal
 import socket
 import sys
@@ -24,6 +25,7 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 
 from kvrouter.router.api.asgi import Outer, build_api
 from kvrouter.router.api.hot_http import hot_protocol
+from kvrouter.router.api.http_limits import HttpLimits
 from kvrouter.router.api.ports import CorePort
 from kvrouter.router.config import Config, without_password
 from kvrouter.router.core import Core
@@ -44,6 +46,8 @@ DRAIN_S = 5.0
 # Longer than the usual keep-alive of clients and load balancers (60 s), so that they close first and no request meets
 # a closed connection.
 KEEP_ALIVE_S = 75
+# As many open files again as clients have, for Redis, engines (six a worker) and the libraries' own.
+FILES_PER_CONNECTION = 2
 # A private server that died is noticed by this; questions are answered from memory meanwhile.
 STORE_CHECK_S = 1.0
 # The data directory's lock admits one router, so its leases need no name of their own, and a restart takes over at once.
@@ -108,7 +112,7 @@ async def _start(config: Config, listener: socket.socket, stack: AsyncExitStack)
     settings = uvicorn.Config(
         outer,
         loop="none",
-        http=hot_protocol(outer),
+        http=hot_protocol(outer, HttpLimits(max_connections=_connections_possible(config.max_connections))),
         proxy_headers=False,
         ws="none",
         lifespan="off",
@@ -122,6 +126,22 @@ async def _start(config: Config, listener: socket.socket, stack: AsyncExitStack)
     gc.collect()
     gc.freeze()
     return _Server(settings, lambda: print(start_line(config, listener, len(core.registrations())), flush=True))
+
+
+def _connections_possible(wanted: int) -> int:
+    """`wanted`, or what the limit on open files leaves: without files, nothing is accepted and nothing is connected to."""
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files < wanted * FILES_PER_CONNECTION and (most == resource.RLIM_INFINITY or most > files):
+        target = wanted * FILES_PER_CONNECTION
+        files = target if most == resource.RLIM_INFINITY else min(target, most)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, most))
+    possible = min(wanted, files // FILES_PER_CONNECTION)
+    if possible < wanted:
+        log.warning(
+            "fewer connections than max_connections: the limit on open files is low; raise it (ulimit -n)",
+            extra={"max_connections": possible, "open_files": files},
+        )
+    return possible
 
 
 def start_line(config: Config, listener: socket.socket, workers: int) -> str:

@@ -109,6 +109,29 @@ class TooLarge(RouterError):
     default_code = "body_too_large"
 
 
+class TooSlow(RouterError):
+    """408: the request did not come in time."""
+
+    status = 408
+    type = INVALID_REQUEST
+    default_code = "request_timeout"
+
+
+class HeadTooLarge(RouterError):
+    """431: request line and headers are over the limit."""
+
+    status = 431
+    type = INVALID_REQUEST
+    default_code = "head_too_large"
+
+
+class TooManyConnections(RouterError):
+    """503: the process has as many connections as it may have."""
+
+    status = 503
+    default_code = "too_many_connections"
+
+
 class NoWorker(RouterError):
     """503: workers exist, and none can take the request now."""
 

@@ -68,5 +68,5 @@ def set_up_logs(level: str, form: str, stream: TextIO) -> None:
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper())
-    # Its start and stop lines repeat ours.
-    logging.getLogger("uvicorn").setLevel("WARNING")
+    # Its start and stop lines repeat ours, and its warnings are single requests that are no HTTP: those are counted.
+    logging.getLogger("uvicorn").setLevel("ERROR")

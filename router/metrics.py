@@ -19,6 +19,10 @@ STREAM_STATES = tuple(state.value for state in StreamState)
 # How a worker came back to what its engine holds -> the field of its tally (ingest.py) that counts it.
 RESYNCS = {"replay": "replays", "snapshot": "snapshots", "relearned": "relearned"}
 
+# Why a client's connection was closed: size or time of a head, time of a body, an answer that nobody read, too many connections,
+# no HTTP.
+CUT_REASONS = ("head_size", "head_time", "body_time", "send_time", "connections", "invalid")
+
 COMMIT_OUTCOMES = ("applied", "fenced", "stale", "failed")
 
 # A fleet has tens to hundreds of workers. Each costs about 15 series here; unbounded, a client that registers in a loop
@@ -44,6 +48,9 @@ class Metrics:
             return Gauge(f"kvrouter_{name}", text, labels, registry=registry)
 
         self.requests = counter("requests_total", "HTTP requests answered", "path", "code")
+        self.connections_cut = counter(
+            "http_connections_cut_total", "Connections closed for a client's fault", "reason"
+        )
         self.internal_errors = counter("internal_errors_total", "Unhandled exceptions: each is a bug", "where")
         self.decide_seconds = Histogram(
             "kvrouter_decide_seconds",
@@ -104,6 +111,8 @@ class Metrics:
 
         for outcome in COMMIT_OUTCOMES:
             self.index_commits.labels(outcome)
+        for reason in CUT_REASONS:
+            self.connections_cut.labels(reason)
         self._workers: dict[WorkerKey, str] = {}
         self._request_children: dict[tuple[str, int], Counter] = {}
         # Per-worker metrics, to drop a worker's series when it is unregistered.

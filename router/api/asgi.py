@@ -125,6 +125,10 @@ class Outer:
             return False
         return True
 
+    def count_cut(self, reason: str) -> None:
+        """Counts a connection that was closed for the client's fault."""
+        self._metrics.connections_cut.labels(reason).inc()
+
     def error_answer(self, error: RouterError, label: str, accept: str) -> Answer:
         """The answer that tells of `error`; counted."""
         content, media_type = encode(error.body(), accept)

@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""uvicorn's HTTP protocol with bounds on what one client can hold: bytes of a head, time, unread answers, connections.
+
+uvicorn bounds idle kept connections and its parser nothing else: it takes heads of any size from clients of any slowness. The size
+of bodies is bounded in `asgi.py` and `hot_http.py`. Bounds are a connection's; who opens many is stopped by `max_connections`.
+Uses these parts of uvicorn's HttpToolsProtocol: the parser's callbacks, `cycle`, `pipeline`, `flow`, `connections`,
+`send_400_response`, `server_state.default_headers`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any, ClassVar
+
+import httptools
+import msgspec
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from kvrouter.router.api.asgi import OTHER_PATH, Answer, Outer
+from kvrouter.router.config import Config
+from kvrouter.router.errors import BadQuestion, HeadTooLarge, RouterError, TooManyConnections, TooSlow
+
+STATUS_LINES = {status: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+
+# A name, a colon, a space and a line's end.
+HEADER_LINE_BYTES = 4
+
+
+class HttpLimits(msgspec.Struct, frozen=True):
+    """What one connection may cost. `max_connections` is the process'."""
+
+    # nginx' default (four buffers of 8 kB): proxies in front of us refuse what is larger themselves.
+    max_head_bytes: int = 32 * 1024
+    # Apache's LimitRequestFields.
+    max_headers: int = 100
+    # A head is one packet, or two; a client that connects ahead of its requests finds out by the close.
+    head_timeout_s: float = 10.0
+    # max_body_bytes at 0.5 MB/s; a usual prompt at a tenth of a modem's speed.
+    body_timeout_s: float = 60.0
+    # An answer is some kB, and clients wait for it.
+    send_timeout_s: float = 30.0
+    max_connections: int = Config.max_connections
+
+
+class LimitedProtocol(HttpToolsProtocol):
+    """A protocol that closes connections over the limits: with an answer that says why, where the client waits for one."""
+
+    outer: ClassVar[Outer]
+    limits: ClassVar[HttpLimits]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_bytes = 0
+        # Bytes fed since the parser last got on: a head, chunk extensions or trailers without an end.
+        self._fruitless_bytes = 0
+        self._in_message = False
+        self._in_body = False
+        # Completed messages; with the phase it names what a deadline was set for.
+        self._messages = 0
+        self._awaited: tuple[int, bool] | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._send_deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.max_connections:
+            text = (
+                f"the router has {self.limits.max_connections} connections already; try again, or raise max_connections"
+            )
+            self._refuse("connections", TooManyConnections(text))
+            return
+        self._await((0, False))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._await(None)
+        self._stop_send_deadline()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            # It had its last answer.
+            return
+        before = self._messages
+        self._fruitless_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._fruitless_bytes > self.limits.max_head_bytes:
+            self._refuse_head()
+        elif self._in_message or self._messages == before:
+            self._await((self._messages, self._in_body))
+        else:
+            self._await(None)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = self._fruitless_bytes = 0
+        self._in_message, self._in_body = True, False
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count_head(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Trailers come here too.
+        super().on_header(name, value)
+        self._count_head(len(name) + len(value) + HEADER_LINE_BYTES)
+
+    def on_headers_complete(self) -> None:
+        self.begin_body()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.got_on()
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.end_message()
+        super().on_message_complete()
+
+    def begin_body(self) -> None:
+        """The head is whole. For who takes a callback over, as the next two."""
+        self._in_body = True
+        self._fruitless_bytes = 0
+
+    def got_on(self) -> None:
+        """A piece of the body came."""
+        self._fruitless_bytes = 0
+
+    def end_message(self) -> None:
+        """The body is whole."""
+        self._in_message = self._in_body = False
+        self._fruitless_bytes = 0
+        self._messages += 1
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.flow.write_paused:
+            # Who does not read answers gets no further questions in.
+            self.flow.pause_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self.flow.pause_reading()
+        if self._send_deadline is None:
+            self._send_deadline = self.loop.call_later(self.limits.send_timeout_s, self._on_unread)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_send_deadline()
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():
+            error = BadQuestion("what was sent is no HTTP request; speak HTTP/1.1 to this port", code="invalid_http")
+            self._refuse("invalid", error)
+
+    def write_answer(self, answer: Answer, *, keep_alive: bool) -> None:
+        """Sends a whole answer; without keep_alive it is the last one."""
+        status, headers, content = answer
+        parts = [STATUS_LINES[HTTPStatus(status)]]
+        for name, value in (*self.server_state.default_headers, *headers):
+            parts += (name, b": ", value, b"\r\n")
+        if not keep_alive and (b"connection", b"close") not in headers:
+            parts.append(b"connection: close\r\n")
+        parts += (b"\r\n", content)
+        if not self.transport.is_closing():
+            self.transport.write(b"".join(parts))
+            if not keep_alive:
+                self.transport.close()
+
+    def _count_head(self, size: int) -> None:
+        self._head_bytes += size
+        if self._head_bytes > self.limits.max_head_bytes or len(self.headers) > self.limits.max_headers:
+            self._refuse_head()
+            # Nothing else stops the parser in the middle of what it was fed.
+            raise httptools.HttpParserError("the head is over the limit")
+
+    def _refuse_head(self) -> None:
+        limits = self.limits
+        text = f"the head is over {limits.max_head_bytes} bytes or {limits.max_headers} headers; send fewer and shorter ones"
+        self._refuse("head_size", HeadTooLarge(text))
+
+    def _await(self, awaited: tuple[int, bool] | None) -> None:
+        """Sets the deadline for what is awaited now, unless it is set; None: for nothing."""
+        if awaited == self._awaited:
+            return
+        self._awaited = awaited
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        if awaited is not None:
+            limits = self.limits
+            timeout_s = limits.body_timeout_s if self._in_body else limits.head_timeout_s
+            self._deadline = self.loop.call_later(timeout_s, self._on_late)
+
+    def _on_late(self) -> None:
+        self._deadline = None
+        if self.transport.is_closing():
+            return
+        if not self._in_body and self._answering:
+            # A slow head behind a request that is still being answered: that answer is the last one.
+            self.cycle.keep_alive = False
+            return
+        limits = self.limits
+        if self._in_body:
+            text = f"the body did not come in {limits.body_timeout_s:g} s; send it at once, or less of it"
+            self._refuse("body_time", TooSlow(text))
+        elif self._in_message:
+            self._refuse("head_time", TooSlow(f"the head did not come in {limits.head_timeout_s:g} s; send it at once"))
+        else:
+            # Nothing was asked, so nobody reads an answer.
+            self.outer.count_cut("head_time")
+            self.transport.close()
+
+    def _on_unread(self) -> None:
+        self._send_deadline = None
+        self.outer.count_cut("send_time")
+        # Not close, which waits until everything was sent.
+        self.transport.abort()
+
+    def _stop_send_deadline(self) -> None:
+        if self._send_deadline is not None:
+            self._send_deadline.cancel()
+            self._send_deadline = None
+
+    @property
+    def _answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _refuse(self, reason: str, error: RouterError) -> None:
+        """Ends the connection, with `error` as its last answer unless another one is under way or was given already."""
+        self.outer.count_cut(reason)
+        # While a head comes, an answer under way is the one before; while a body comes, it is this one's.
+        next_in_line = self._answering == self._in_body and not self.pipeline
+        if next_in_line and not (self._answering and getattr(self.cycle, "response_started", False)):
+            self.write_answer(self.outer.error_answer(error, OTHER_PATH, ""), keep_alive=False)
+        else:
+            self.transport.close()

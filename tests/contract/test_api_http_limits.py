@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a client can hold of the HTTP server is bounded, and others are served meanwhile. Raw sockets, real uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import uvicorn
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parent))
+from api_support import TinyCore, build, hit
+
+from kvrouter.router.api.hot_http import hot_protocol
+from kvrouter.router.api.http_limits import HttpLimits
+from kvrouter.router.metrics import CUT_REASONS
+
+# Short, so that the tests are; far above what a loopback exchange takes.
+SMALL = HttpLimits(
+    max_head_bytes=2_048, max_headers=20, head_timeout_s=1.0, body_timeout_s=1.5, send_timeout_s=1.5, max_connections=8
+)
+PATIENT = HttpLimits(max_head_bytes=2_048, max_headers=20, max_connections=8)
+WAIT_S = 20.0
+ASKED = b'{"model": "m", "block_hashes": [1, 2, 3]}'
+
+
+class Server:
+    """The protocol under test in a thread, on a core with one worker."""
+
+    def __init__(self, limits: HttpLimits, *, workers: int = 1) -> None:
+        app, self._metrics = build(TinyCore([hit(f"w{n}", 16, 32, 48) for n in range(workers)]))
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=64)
+        self.port = self._socket.getsockname()[1]
+        config = uvicorn.Config(
+            app, http=hot_protocol(app, limits), ws="none", lifespan="off", log_config=None, date_header=False
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(sockets=[self._socket])))
+        self._thread.start()
+        while not self._server.started:
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join(WAIT_S)
+        self._socket.close()
+
+    def connect(self) -> socket.socket:
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return client
+
+    def cuts(self) -> dict[str, float]:
+        name = "kvrouter_http_connections_cut_total"
+        sample = self._metrics.registry.get_sample_value
+        return {reason: value for reason in CUT_REASONS if (value := sample(name, {"reason": reason}))}
+
+    def serves(self) -> bool:
+        with self.connect() as client:
+            client.sendall(request("/query_by_hash", ASKED))
+            return received(client).startswith(b"HTTP/1.1 200 ")
+
+
+@contextmanager
+def running(limits: HttpLimits, *, workers: int = 1) -> Iterator[Server]:
+    server = Server(limits, workers=workers)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture
+def small() -> Iterator[Server]:
+    with running(SMALL) as server:
+        yield server
+
+
+@pytest.fixture
+def patient() -> Iterator[Server]:
+    with running(PATIENT) as server:
+        yield server
+
+
+def request(path: str, body: bytes, *headers: str, close: bool = True) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers]
+    return "\r\n".join([*lines, *(["connection: close"] if close else []), "", ""]).encode() + body
+
+
+def received(client: socket.socket) -> bytes:
+    """What comes until the server closes."""
+    whole = b""
+    try:
+        while piece := client.recv(65_536):
+            whole += piece
+    except ConnectionResetError:
+        pass
+    return whole
+
+
+def code_of(answer: bytes) -> str:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"connection: close" in head
+    return str(json.loads(body)["error"]["code"])
+
+
+def drips(client: socket.socket, piece: bytes) -> bytes:
+    """Sends `piece` again and again, slowly, until the server says something or closes; what it said."""
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        try:
+            client.sendall(piece)
+        except (BrokenPipeError, ConnectionResetError):
+            return b""
+        if select.select([client], [], [], 0.1)[0]:
+            return received(client)
+    raise AssertionError("it may go on for ever")
+
+
+HOT = b"POST /query HTTP/1.1\r\nhost: x\r\n"
+COLD = b"POST /register HTTP/1.1\r\nhost: x\r\n"
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begun", "piece", "code", "reason"),
+    [
+        (b"GET /", b"a", "request_timeout", "head_time"),
+        (HOT, b"a", "request_timeout", "head_time"),
+        (HOT, b"x-a: b\r\n", "request_timeout", "head_time"),
+        (HOT + b"content-length: 1000\r\n\r\n", b"x", "request_timeout", "body_time"),
+        (COLD + b"content-length: 1000\r\n\r\n", b"x", "request_timeout", "body_time"),
+        (HOT + CHUNKED, b"1\r\nx\r\n", "request_timeout", "body_time"),
+        (COLD + CHUNKED, b"1\r\nx\r\n", "request_timeout", "body_time"),
+        # The parser skips empty lines before a request: they begin none.
+        (b"", b"\r\n", "", "head_time"),
+        # On a kept connection each byte would put off uvicorn's own timeout.
+        (request("/query_by_hash", ASKED, close=False), b"\r\n", "", "head_time"),
+        (request("/query_by_hash", ASKED, close=False) + b"GET /", b"a", "request_timeout", "head_time"),
+    ],
+)
+def test_a_slow_client_is_cut_while_others_are_served(
+    small: Server, begun: bytes, piece: bytes, code: str, reason: str
+) -> None:
+    with small.connect() as slow:
+        slow.sendall(begun)
+        if ASKED in begun:
+            assert slow.recv(65_536).startswith(b"HTTP/1.1 200 ")
+        assert small.serves()
+        answer = drips(slow, piece)
+        if code and answer:
+            assert code_of(answer) == code
+        assert small.cuts() == {reason: 1.0}
+    assert small.serves()
+
+
+def test_a_client_that_says_nothing_is_cut(small: Server) -> None:
+    with small.connect() as silent:
+        assert received(silent) == b""
+    assert small.cuts() == {"head_time": 1.0}
+
+
+def test_a_kept_connection_may_be_idle_for_longer_than_a_head_may_take(small: Server) -> None:
+    with small.connect() as client:
+        for _ in range(2):
+            client.sendall(request("/query_by_hash", ASKED, close=False))
+            assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
+            time.sleep(2 * SMALL.head_timeout_s)
+    assert small.cuts() == {}
+
+
+@pytest.mark.parametrize(
+    ("begun", "piece"),
+    [
+        (b"GET /", b"a" * 100),
+        (b"GET / HTTP/1.1\r\nx-a: ", b"b" * 100),
+        (b"GET / HTTP/1.1\r\n", b"x" * 100),
+        (b"GET / HTTP/1.1\r\n", b"a:b\r\n"),
+        (b"", b"\r\n" * 50),
+    ],
+)
+def test_a_head_without_an_end_is_cut(patient: Server, begun: bytes, piece: bytes) -> None:
+    with patient.connect() as client:
+        client.sendall(begun)
+        answer = drips(client, piece)
+        assert answer == b"" or code_of(answer) == "head_too_large"
+    assert patient.cuts() == {"head_size": 1.0}
+    assert patient.serves()
+
+
+@pytest.mark.parametrize(
+    "whole",
+    [
+        b"GET /" + b"a" * 2_100 + b" HTTP/1.1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nx-a: " + b"b" * 2_100 + b"\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 21 + b"\r\n",
+        HOT + b"a: b\r\n" * 21 + b"content-length: 0\r\n\r\n",
+    ],
+)
+def test_a_head_over_the_limit_is_refused_though_it_came_at_once(patient: Server, whole: bytes) -> None:
+    with patient.connect() as client:
+        client.sendall(whole)
+        answer = received(client)
+    assert answer.startswith(b"HTTP/1.1 431 ")
+    assert answer.count(b"HTTP/1.1") == 1
+    assert code_of(answer) == "head_too_large"
+
+
+def test_a_head_just_below_the_limit_is_taken(patient: Server) -> None:
+    headers = [f"x-{n}: b" for n in range(SMALL.max_headers - 3)]
+    with patient.connect() as client:
+        client.sendall(request("/query_by_hash", ASKED, *headers))
+        assert received(client).startswith(b"HTTP/1.1 200 ")
+    with patient.connect() as client:
+        client.sendall(request("/query_by_hash", ASKED, "x-a: " + "b" * (SMALL.max_head_bytes - 150)))
+        assert received(client).startswith(b"HTTP/1.1 200 ")
+    assert patient.cuts() == {}
+
+
+@pytest.mark.parametrize(
+    ("begun", "piece"),
+    [(CHUNKED + b"1;x=", b"y" * 100), (CHUNKED + b"1\r\nx\r\n0\r\na: ", b"b" * 100), (CHUNKED + b"0\r\n", b"a: b\r\n")],
+)
+@pytest.mark.parametrize("head", [HOT, COLD])
+def test_a_body_of_frames_alone_is_cut(patient: Server, head: bytes, begun: bytes, piece: bytes) -> None:
+    with patient.connect() as client:
+        client.sendall(head + begun)
+        drips(client, piece)
+    # The parser has its own opinion of long chunk extensions.
+    assert sum(patient.cuts().values()) == 1.0
+
+
+def test_what_is_no_http_is_told_so_and_counted(patient: Server) -> None:
+    with patient.connect() as client:
+        client.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+        answer = received(client)
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert code_of(answer) == "invalid_http"
+    assert patient.cuts() == {"invalid": 1.0}
+
+
+def test_connections_are_bounded_and_their_places_free_again(patient: Server) -> None:
+    held = [patient.connect() for _ in range(PATIENT.max_connections)]
+    for client in held:
+        client.sendall(request("/query_by_hash", ASKED, close=False))
+        assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
+    with patient.connect() as late:
+        answer = received(late)
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert code_of(answer) == "too_many_connections"
+    assert patient.cuts() == {"connections": 1.0}
+    # Those that are in are served on.
+    held[0].sendall(request("/query_by_hash", ASKED, close=False))
+    assert held[0].recv(65_536).startswith(b"HTTP/1.1 200 ")
+    for client in held:
+        client.close()
+    deadline = time.monotonic() + WAIT_S
+    while not patient.serves():
+        assert time.monotonic() < deadline
+
+
+def test_who_reads_no_answers_gets_no_more_questions_in_and_is_cut() -> None:
+    with running(SMALL, workers=400) as server, server.connect() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+        deaf.setblocking(False)
+        asked = request("/query_by_hash", ASKED, close=False)
+        sent = 0
+        deadline = time.monotonic() + WAIT_S
+        while server.cuts() != {"send_time": 1.0}:
+            assert time.monotonic() < deadline
+            select.select([], [deaf], [], 0.1)
+            try:
+                sent += deaf.send(asked * 10)
+            except BlockingIOError:
+                time.sleep(0.05)
+            except (BrokenPipeError, ConnectionResetError):
+                break
+        # An answer is some 200 times a question: all that was sent would have been 100 MB and more.
+        assert sent < 64 * 1024**2
+        assert server.serves()
+        assert server.cuts() == {"send_time": 1.0}

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""With an API key, nothing but the health paths is had without it: every route there is, by every method."""
+
+from __future__ import annotations
+
+import hmac
+import sys
+from pathlib import Path
+
+import pytest
+from fastapi import FastAPI
+from starlette.routing import Route
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parent))
+from api_support import TinyCore, build, call, hit
+
+from kvrouter.router.api import asgi
+
+KEY = "correct-horse-battery"
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "QUERY")
+HEALTH_PATHS = {"/health", "/ready"}
+WRONG = (
+    None,
+    "",
+    KEY,
+    f"Basic {KEY}",
+    "Bearer",
+    "Bearer ",
+    f"Bearer {KEY[:-1]}",
+    f"Bearer {KEY}x",
+    f"Bearer {KEY.upper()}",
+    f"Bearer x{KEY}",
+    f"Bearer {KEY} {KEY}",
+    f"Bearer {KEY}\0",
+    "Bearer " + "x" * 10_000,
+    "Bearer schl\xfcssel",
+)
+
+
+def routes() -> set[str]:
+    app, _ = build(TinyCore(), api_key=KEY)
+    cold = app._cold
+    assert isinstance(cold, FastAPI)
+    # Newer versions of FastAPI keep an included router whole.
+    routers = [getattr(route, "original_router", None) for route in cold.routes]
+    known = [*cold.routes, *(route for router in routers if router for route in router.routes)]
+    found = {route.path for route in known if isinstance(route, Route)} | set(app._hot)
+    # One of each kind, so that the walk is known to see them.
+    assert {
+        "/query",
+        "/select",
+        "/register",
+        "/workers/{worker_id:path}",
+        "/metrics",
+        "/docs",
+        "/openapi.json",
+    } <= found
+    return found
+
+
+@pytest.mark.parametrize(
+    "path", sorted(routes() | {"/", "/nothing", "/health/x", "//health", "/health/", "/query/../health"})
+)
+def test_no_path_but_health_is_open(path: str) -> None:
+    core = TinyCore([hit("w0", 16, 32, 48)])
+    app, _ = build(core, api_key=KEY)
+    called = path.replace("{worker_id:path}", "w0")
+    for method in METHODS:
+        for given in WRONG:
+            answer = call(app, method, called, b"{}", headers={} if given is None else {"authorization": given})
+            if path in HEALTH_PATHS:
+                assert answer.status in (200, 405), (method, given)
+            else:
+                assert (answer.status, answer.error["code"]) == (401, "invalid_api_key"), (method, given)
+                assert KEY not in str(answer)
+        right = call(app, method, called, b"{}", headers={"authorization": f"Bearer {KEY}"})
+        assert right.status != 401, method
+    assert not core.registered
+
+
+def test_the_key_is_compared_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[bytes] = []
+    compare = hmac.compare_digest
+
+    def watched(given: bytes, right: bytes) -> bool:
+        compared.append(given)
+        return compare(given, right)
+
+    monkeypatch.setattr(asgi.hmac, "compare_digest", watched)
+    app, _ = build(TinyCore(), api_key=KEY)
+    for given in ("Bearer a", f"Bearer {KEY[:-1]}"):
+        assert call(app, "GET", "/workers", headers={"authorization": given}).status == 401
+    assert compared == [b"a", KEY[:-1].encode()]
