@@ -38,7 +38,8 @@ class Server:
     """The protocol under test in a thread, on a core with one worker."""
 
     def __init__(self, limits: HttpLimits, *, workers: int = 1) -> None:
-        app, self._metrics = build(TinyCore([hit(f"w{n}", 16, 32, 48) for n in range(workers)]))
+        self.core = TinyCore([hit(f"w{n}", 16, 32, 48) for n in range(workers)])
+        app, self._metrics = build(self.core)
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
@@ -289,3 +290,17 @@ def test_who_reads_no_answers_gets_no_more_questions_in_and_is_cut() -> None:
         assert sent < 64 * 1024**2
         assert server.serves()
         assert server.cuts() == {"send_time": 1.0}
+
+
+def test_questions_that_come_at_once_wait_for_the_reader_of_their_answers() -> None:
+    # One piece of the network's size, so that no pause in reading can come between; an answer has 60 kB.
+    questions = 600
+    with running(SMALL, workers=400) as server, server.connect() as deaf:
+        deaf.sendall(request("/query_by_hash", ASKED, close=False) * questions)
+        deadline = time.monotonic() + WAIT_S
+        while not server.cuts():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert server.cuts() == {"send_time": 1.0}
+        # As many as the kernel's buffers hold, and one that waits.
+        assert 0 < len(server.core.asked) < questions / 2
