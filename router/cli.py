@@ -22,6 +22,7 @@ from rich.console import Console
 from kvrouter.router.client import Client, ClientError
 from kvrouter.router.config import FIELDS, describe, load_config
 from kvrouter.router.errors import RouterError, SettingError, StartError
+from kvrouter.router.printable import printable_json
 from kvrouter.router.tables import candidates_table, text, worker_name, workers_table
 from kvrouter.router.version import VERSION
 
@@ -216,7 +217,7 @@ def _console() -> Console:
 
 
 def _print_json(answer: Any) -> None:
-    print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+    print(printable_json(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()))
 
 
 def _part(answer: Any, name: str) -> Any:
@@ -279,7 +280,8 @@ def run(arguments: list[str] | None = None) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    line = " ".join(message.split())
+    # A router's message may hold the name of a worker.
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(message.split()))
     print(f"kvrouter: {line}", file=sys.stderr)
     return code
 

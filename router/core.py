@@ -31,6 +31,7 @@ from kvrouter.router.ingest import Tally
 from kvrouter.router.match import Matcher, Plans, WorkerView
 from kvrouter.router.metrics import RESYNCS, Metrics
 from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.printable import printable
 from kvrouter.router.question import Hit, Question
 from kvrouter.router.registration import Registration
 from kvrouter.router.report_ingest import ReportIngest
@@ -192,7 +193,7 @@ class Core:
     def _views(self, model: str) -> list[WorkerView]:
         views = [stream.view for worker, stream in self._streams.items() if worker.model == model]
         if not views:
-            known = ", ".join(self.models()) or "none yet"
+            known = ", ".join(map(printable, self.models())) or "none yet"
             raise UnknownModel(f"no worker is registered for model {model!r}; registered models: {known}")
         return views
 
@@ -215,7 +216,9 @@ class Core:
         if question.worker_ids is not None:
             missing = question.worker_ids - {hit.worker.worker_id for hit in hits}
             if missing:
-                raise UnknownWorker(f"not registered for model {question.model!r}: {', '.join(sorted(missing))}")
+                raise UnknownWorker(
+                    f"not registered for model {question.model!r}: {', '.join(map(printable, sorted(missing)))}"
+                )
             hits = [hit for hit in hits if hit.worker.worker_id in question.worker_ids]
         if question.exclude_worker_ids:
             hits = [hit for hit in hits if hit.worker.worker_id not in question.exclude_worker_ids]
@@ -290,7 +293,7 @@ class Core:
             if view.state is not StreamState.LIVE or view.catalog.problem is not None:
                 why = view.reason or view.catalog.problem or ""
                 problems.append(
-                    f"worker {view.worker.worker_id} (rank {view.worker.dp_rank}) is {view.state.value}: {why}"
+                    f"worker {printable(view.worker.worker_id)} (rank {view.worker.dp_rank}) is {view.state.value}: {why}"
                 )
         return problems
 

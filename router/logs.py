@@ -13,13 +13,14 @@ from typing import Any, TextIO
 import msgspec
 
 from kvrouter.router.names import WorkerKey
+from kvrouter.router.printable import printable, printable_json
 
 # What a record has without our fields.
 STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 
 
 class Formatter(logging.Formatter):
-    """One line a record in JSON; in text too, but for the traceback of a bug."""
+    """One line a record in JSON; in text too, but for the traceback of a bug, whose lines are indented."""
 
     def __init__(self, *, as_json: bool) -> None:
         super().__init__()
@@ -40,10 +41,11 @@ class Formatter(logging.Formatter):
             }
             if trace:
                 line["traceback"] = trace
-            return msgspec.json.encode(line, enc_hook=str).decode()
+            return printable_json(msgspec.json.encode(line, enc_hook=str).decode())
         pairs = "".join(f" {key}={_quoted(value)}" for key, value in fields.items())
-        text = f"{time} {record.levelname:<7} {message}{pairs}"
-        return f"{text}\n{trace}" if trace else text
+        text = f"{time} {record.levelname:<7} {printable(message)}{pairs}"
+        # Indented, so that no text of an exception passes for a line of the log.
+        return "\n    ".join([text, *trace.splitlines()]) if trace else text
 
 
 def _shown(value: Any) -> Any:
@@ -60,13 +62,14 @@ def _quoted(value: Any) -> str:
 
 
 def set_up_logs(level: str, form: str, stream: TextIO) -> None:
-    """Sends the logs of `kvrouter` and of uvicorn to `stream`, replacing what was set up before."""
+    """Sends the logs of `kvrouter`, of uvicorn and of asyncio to `stream`, replacing what was set up before."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(Formatter(as_json=form == "json"))
-    for name in ("kvrouter", "uvicorn"):
+    for name in ("kvrouter", "uvicorn", "asyncio"):
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
         logger.setLevel(level.upper())
+    logging.getLogger("asyncio").setLevel("WARNING")
     # Its start and stop lines repeat ours, and its warnings are single requests that are no HTTP: those are counted.
     logging.getLogger("uvicorn").setLevel("ERROR")

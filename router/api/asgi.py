@@ -35,6 +35,7 @@ from kvrouter.router.errors import (
 )
 from kvrouter.router.index.connection import StoreError
 from kvrouter.router.metrics import Metrics
+from kvrouter.router.printable import printable
 from kvrouter.router.version import PACKAGE, VERSION
 
 log = logging.getLogger(__name__)
@@ -271,10 +272,12 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         allowed = (error.headers or {}).get("Allow", "")
-        text = f"{request.url.path} takes {allowed or 'another method'}, not {request.method}"
+        text = f"{printable(request.scope['path'])} takes {allowed or 'another method'}, not {request.method}"
         return _answer(request, MethodNotAllowed(text), error.headers)
     if error.status_code == 404:
-        return _answer(request, NotFound(f"there is no {request.url.path}; GET /docs lists what there is"))
+        return _answer(
+            request, NotFound(f"there is no {printable(request.scope['path'])}; GET /docs lists what there is")
+        )
     return _answer(request, BadQuestion(str(error.detail)))
 
 

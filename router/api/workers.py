@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query, Request, Response
+from starlette.convertors import Convertor, register_url_convertor
 
 from kvrouter.router.api.bodies import BodyReader, RegisterBody, UnregisterBody, WorkerPatch, model_of
 from kvrouter.router.api.describe import gives, takes
@@ -15,6 +16,21 @@ from kvrouter.router.api.registering import dp_rank_of, patched, registration_of
 from kvrouter.router.api.replies import RegisteredReply, WorkersReply, encode
 from kvrouter.router.errors import Conflict, UnknownWorker
 from kvrouter.router.worker_spec import MAX_DP_RANK
+
+
+class _Name(Convertor[str]):
+    """A name in a path, whatever it holds: starlette's `path` ends at a line break."""
+
+    regex = r"[\s\S]*"
+
+    def convert(self, value: str) -> str:
+        return value
+
+    def to_string(self, value: str) -> str:
+        return value
+
+
+register_url_convertor("name", _Name())
 
 DpRank = Annotated[int | None, Query(ge=0, le=MAX_DP_RANK, description="only this rank; without it, all")]
 Model = Annotated[str | None, Query(description="only of this model")]
@@ -75,7 +91,7 @@ def worker_routes(core: CorePort) -> APIRouter:
         return respond(request, WorkersReply(list(core.statuses())))
 
     @router.patch(
-        "/workers/{worker_id:path}",
+        "/workers/{worker_id:name}",
         summary="Change a worker",
         operation_id="change_worker",
         openapi_extra=takes(WorkerPatch),
@@ -102,7 +118,7 @@ def worker_routes(core: CorePort) -> APIRouter:
         return respond(request, RegisteredReply("ok", worker_id))
 
     @router.delete(
-        "/workers/{worker_id:path}",
+        "/workers/{worker_id:name}",
         summary="Drop a worker and its residency",
         operation_id="drop_worker",
         responses=gives(RegisteredReply),

@@ -51,7 +51,7 @@ def routes() -> set[str]:
         "/query",
         "/select",
         "/register",
-        "/workers/{worker_id:path}",
+        "/workers/{worker_id:name}",
         "/metrics",
         "/docs",
         "/openapi.json",
@@ -65,7 +65,7 @@ def routes() -> set[str]:
 def test_no_path_but_health_is_open(path: str) -> None:
     core = TinyCore([hit("w0", 16, 32, 48)])
     app, _ = build(core, api_key=KEY)
-    called = path.replace("{worker_id:path}", "w0")
+    called = path.replace("{worker_id:name}", "w0")
     for method in METHODS:
         for given in WRONG:
             answer = call(app, method, called, b"{}", headers={} if given is None else {"authorization": given})

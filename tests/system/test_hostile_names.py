@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names are data: whatever a worker or a model is called, no answer, metric, log line, terminal or key takes it for more."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.parse import quote
+
+import pytest
+import redis
+import zmq
+from fake_engine import FakeEngine, prompt, stored
+from prometheus_client.parser import text_string_to_metric_families
+from router_process import METRICS_AGE_S, RouterProcess
+
+HOSTILE = [
+    "}",
+    "{m/w0}",
+    "m}:workers",
+    "{",
+    "a/b:c@1",
+    "w0@1",
+    "%7Bm%2Fw0%7D",
+    "..",
+    "../../etc/passwd",
+    "a\r\nFLUSHALL\r\n",
+    "x\n2026-01-01T00:00:00.000+00:00 INFO    registered worker=m/forged",
+    'y", "level": "error", "z": "',
+    "<script>alert(1)</script>",
+    "[bold red]rich[/bold red]",
+    "[/]",
+    "{worker}%s%n{0}",
+    "nul\0byte",
+    "\x1b[2J\x1b]0;title\x07",
+    "\x9b31mC1",
+    "\u202egnp.exe",
+    "\u2066isolated\u2069",
+    "line\u2028sep\u2029para\x85nel\x0bvt\x0cff",
+    'le="0.5"} 1\nkvrouter_forged_total{worker="w',
+    'back\\slash"quote\\',
+    "\U000e0041tag",
+    "\ufeffbom\u200bzero",
+    " w0",
+    "ä\u0301ö 名前 🙂",
+    "*",
+    "w0?",
+    "kvr:models",
+]
+REFUSED = ["", " \t\n", "x" * 513, "x" * 10_000, "lone\ud800surrogate", "\udfff"]
+TOKENS = prompt(1)
+
+
+def post(router: RouterProcess, path: str, body: object, method: str = "POST") -> tuple[int, dict]:
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{router.port}{path}", data, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, json.loads(answer.read())
+    except HTTPError as error:
+        return error.code, json.loads(error.read())
+
+
+def command(router: RouterProcess, *arguments: str) -> str:
+    line = [sys.executable, "-m", "kvrouter.router.cli", *arguments, "--url", f"http://127.0.0.1:{router.port}"]
+    done = subprocess.run(line, capture_output=True, timeout=60)
+    return (done.stdout + done.stderr).decode()
+
+
+def is_safe(shown: str) -> bool:
+    return all(c.isprintable() for line in shown.split("\n") for c in line)
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_names_are_data_everywhere(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine], log_format: str
+) -> None:
+    # Each as the name of a worker of model m, and of a model with a worker w0.
+    named = [("m", name) for name in HOSTILE] + [(name, "w0") for name in HOSTILE]
+    engine = FakeEngine(context)
+    engines.append(engine)
+    with RouterProcess(tmp_path, ["--log-format", log_format, "--log-level", "debug"]) as router:
+        store = redis.Redis(unix_socket_path=str(next((tmp_path / "data").glob("*.sock"))))
+        for model, worker_id in named:
+            # One id is one worker, whatever its model: the last one would replace those before.
+            dp_rank = HOSTILE.index(model) if worker_id == "w0" else 0
+            body = engine.registration(worker_id, model, dp_rank=dp_rank, patch_endpoint="off")
+            assert post(router, "/register", body)[0] == 200, (model, worker_id)
+        for name in REFUSED:
+            for body in ({"worker_id": name, "model": "m"}, {"worker_id": "w9", "model": name}):
+                status, answer = post(router, "/register", engine.registration("w", "m") | body)
+                assert status == 400 and len(answer["error"]["message"]) < 1_000, name
+            assert post(router, "/unregister", {"worker_id": name})[0] in (400, 404)
+
+        rows = router.request("GET", "/workers")["workers"]
+        assert sorted((row["model"], row["worker_id"]) for row in rows) == sorted(named)
+        deadline = time.monotonic() + 60
+        while any(row["state"] in ("connecting", "down") for row in rows):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+            rows = router.request("GET", "/workers")["workers"]
+        time.sleep(0.5)
+        seq = engine.publish(stored(TOKENS, 0, 4))
+        while not all(row["seq"] == seq for row in rows):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+            rows = router.request("GET", "/workers")["workers"]
+
+        # Each worker has keys of its own, which share one hash tag that nobody else has.
+        before = {key.decode("ascii") for key in store.scan_iter(count=1_000)}
+        owned: dict[str, set[str]] = {}
+        for key in before:
+            if "/" in key:
+                assert key.count("{") == key.count("}") == 1
+                owned.setdefault(key[: key.index("}")], set()).add(key)
+        assert len(owned) == len(named)
+        assert all(len(keys) == 4 for keys in owned.values()), owned
+
+        for model, worker_id in named:
+            answer = post(router, "/query", {"model": model, "token_ids": TOKENS})[1]["instances"]
+            assert answer[worker_id]["gpu"] > 0
+        for body in (
+            {"model": "\x1b[2J\n", "token_ids": [1]},
+            {"model": "m", "token_ids": [1], "workers": ["\u202e"]},
+        ):
+            assert is_safe(post(router, "/query", body)[1]["error"]["message"])
+        for path in ("/%1b%5b2J", "/workers%0a", "/query/%e2%80%ae"):
+            assert is_safe(post(router, path, {})[1]["error"]["message"])
+        assert all(is_safe(reason) for reason in router.request("GET", "/health")["reasons"])
+
+        time.sleep(METRICS_AGE_S)
+        with urllib.request.urlopen(f"http://127.0.0.1:{router.port}/metrics") as answer:
+            families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
+        assert "kvrouter_forged" not in families
+        labels = {sample.labels["worker"] for sample in families["kvrouter_ingest_batches"].samples}
+        assert len({name for name in labels if not name.startswith("w0@")}) >= len(HOSTILE) - 2
+        assert all(is_safe(name) for name in labels)
+
+        shown = command(router, "workers")
+        assert is_safe(shown)
+        assert "<script>" in shown and "[bold red]rich[/bold red]" in shown
+        assert len(json.loads(command(router, "workers", "--json"))["workers"]) == len(named)
+        assert is_safe(command(router, "workers", "--json"))
+        (tmp_path / "tokens").write_text(" ".join(map(str, TOKENS)))
+        for model in ("m", "\x1b[2J\u202e", HOSTILE[10], HOSTILE[17]):
+            assert is_safe(command(router, "explain", f"--model={model}", "--tokens", str(tmp_path / "tokens")))
+
+        # Each takes exactly its own with it.
+        for number, (model, worker_id) in enumerate(named):
+            rank = HOSTILE.index(model) if worker_id == "w0" else 0
+            if number % 2 and worker_id not in ("", ".."):
+                path = f"/workers/{quote(worker_id, safe='')}?dp_rank={rank}&model={quote(model, safe='')}"
+                status, answer = post(router, path, {}, "DELETE")
+            else:
+                body = {"worker_id": worker_id, "model": model, "dp_rank": rank}
+                status, answer = post(router, "/unregister", body)
+            assert (status, answer.get("dropped")) == (200, 1), (model, worker_id, answer)
+            after = {key.decode("ascii") for key in store.scan_iter(count=1_000)}
+            gone = {key for key in before - after if "/" in key}
+            assert gone in owned.values(), (model, worker_id)
+            assert not after - before
+            before = after
+        assert not [key for key in before if "/" in key or "workers" in key]
+        store.close()
+        log = (tmp_path / "router.log").read_text()
+    check_log(log, log_format, len(named))
+
+
+def check_log(log: str, log_format: str, workers: int) -> None:
+    # The first line is the start's, on stdout.
+    lines = [line for line in log.split("\n") if line and not line.startswith("kvrouter ")]
+    assert is_safe(log)
+    if log_format == "json":
+        entries = [json.loads(line) for line in lines]
+        assert sum(entry["message"] == "registered" for entry in entries) == workers
+        assert all(entry["level"] != "error" for entry in entries)
+    else:
+        assert all(line[:4].isdigit() and line[23:29] == "+00:00" for line in lines), lines
+        assert sum(" INFO    registered worker=" in line for line in lines) >= workers
+        assert sum(line[30:].startswith("INFO    registered ") for line in lines) == workers
