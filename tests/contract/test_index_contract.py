@@ -41,6 +41,7 @@ from index_support import (  # noqa: E402
     move_slot,
     next_items,
 )
+from tls_redis import TlsRedis  # noqa: E402
 
 
 class IndexContract(FollowLaws):
@@ -365,6 +366,46 @@ class TestRedis(IndexContract):
                 await IndexStore.open(url.replace("redis://", "redis+cluster://"))
 
         asyncio.run(main())
+
+
+class TestTlsAndAcl(IndexContract):
+    """Over TLS, as a user that may do what docs/security.md says, and nothing else."""
+
+    @pytest.fixture
+    def url(self, tls_server: TlsRedis) -> str:
+        return tls_server.url()
+
+    @pytest.fixture
+    def world(self, url: str, tls_server: TlsRedis):
+        # The oracle is the administrator.
+        raw = tls_server.admin()
+        raw.flushall()
+        raw.acl_log_reset()
+        yield World(url, raw)
+        assert raw.acl_log() == []
+        raw.close()
+
+    @pytest.mark.parametrize(
+        "command",
+        [
+            ("GET", "other"),
+            ("SET", "kvr", "1"),
+            ("KEYS", "kvr:*"),
+            ("SCAN", "0"),
+            ("FLUSHALL",),
+            ("CONFIG", "GET", "requirepass"),
+            ("ACL", "LIST"),
+            ("EVAL", "return 1", "0"),
+            ("CLUSTER", "RESET"),
+            ("PUBLISH", "kvr:x", "1"),
+            ("SHUTDOWN",),
+        ],
+    )
+    def test_anything_else_is_refused(self, url: str, command: tuple[str, ...]):
+        raw = redis.Redis.from_url(url)
+        with pytest.raises(redis.exceptions.NoPermissionError):
+            raw.execute_command(*command)
+        raw.close()
 
 
 class TestCluster(IndexContract):

