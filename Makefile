@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-engine lint format bench clean
+.PHONY: help demo test test-engine lint format bench audit lock clean
 
 help:
 	@echo "make demo         install into .venv and watch the router predict what three replicas reuse"
@@ -16,6 +16,8 @@ help:
 	@echo "make test-engine  the same claims against a real vLLM (its CPU build, 3 GB, cached)"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        the numbers of docs/benchmarks.md, beside dynamo.indexer"
+	@echo "make audit        known vulnerabilities of the installed packages (needs the public database)"
+	@echo "make lock         renew requirements-test.lock"
 	@echo "make clean        remove .venv and caches"
 
 # Strict editable installs link the files that exist now, so a new file needs a new install.
@@ -48,6 +50,19 @@ format: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/run.py
+
+# Not part of CI: what it says changes without us, and its database is not everywhere reachable.
+audit: $(VENV)/installed
+	$(PIP) install 'pip-audit>=2.9,<3'
+	$(BIN)/python .ci/audit.py
+
+# Without addresses of package indexes, which differ from place to place.
+LOCK_OPTIONS := --quiet --extra dev --strip-extras --upgrade --no-header --no-annotate --no-emit-index-url --no-emit-trusted-host --no-emit-find-links
+lock: $(VENV)/installed
+	$(PIP) install 'pip-tools>=7.5,<8'
+	$(BIN)/pip-compile $(LOCK_OPTIONS) --output-file build/requirements.txt pyproject.toml
+	{ grep '^#' requirements-test.lock; grep '^[a-z0-9]' build/requirements.txt | grep -v '^hybrid-kv-router'; } > build/requirements.lock
+	mv build/requirements.lock requirements-test.lock
 
 clean:
 	rm -rf $(VENV) build .engine-site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
