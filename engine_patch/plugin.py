@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvrouter.engine_patch.curve import read_secret
 from kvrouter.engine_patch.endpoints import choose
 from kvrouter.engine_patch.gates import Features, admit, misfit
 from kvrouter.engine_patch.publisher import ATTRIBUTE, ORIGINAL, constructor, watch
@@ -161,6 +162,11 @@ def start_reporter(settings: PatchSettings, publisher: Any, features: Features, 
         features["reports"].off(places)
         return None
     try:
+        curve_secret = None if settings.curve_key is None else read_secret(settings.curve_key)
+    except ValueError as error:
+        features["reports"].off(f"{error}. Nothing is reported without encryption in its place")
+        return None
+    try:
         reporter: Reports = reporting.Reporter(
             requests=places.requests,
             reports=places.reports,
@@ -172,6 +178,7 @@ def start_reporter(settings: PatchSettings, publisher: Any, features: Features, 
             dp_rank=publisher._dp_rank,
             patch_version=importlib.metadata.version(DISTRIBUTION),
             features=features.states,
+            curve_secret=curve_secret,
         )
     except zmq.ZMQError as error:
         features["reports"].off(

@@ -77,12 +77,14 @@ class Reporter:
         dp_rank: int = 0,
         patch_version: str = "",
         features: Callable[[], dict[str, str]] = dict,
+        curve_secret: bytes | None = None,
     ) -> None:
         """Binds both sockets and starts the thread.
 
         requests must be free, for it is where readers look: zmq.ZMQError otherwise. If the port of `reports` is taken, another of
         the same host is used, which `Hello` tells. wall_clock: seconds since 1970; clock: seconds, monotonic; new_epoch: 16 random
         hex digits; features: what `Hello` says of the patch, called in the thread.
+        curve_secret: both sockets speak CURVE with this key, and to nobody else.
         """
         self.counters = Counters()
         self._settings = settings
@@ -105,7 +107,7 @@ class Reporter:
         )
         self._served_epoch = self._stream.epoch
         self._desk = RequestDesk(self._stream, self._hello, self._reply, settings, self.counters)
-        self._router = _open(context, zmq.ROUTER, requests)
+        self._router = _open(context, zmq.ROUTER, requests, curve_secret)
         try:
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             # A reader with an address of its own that comes back before its old connection was noticed dead.
@@ -113,7 +115,7 @@ class Reporter:
             self._router.setsockopt(zmq.SNDHWM, settings.reply_hwm)
             self._router.setsockopt(zmq.RCVHWM, REQUESTS_HWM)
             self.requests_endpoint = bind(self._router, requests)
-            self._pub = _open(context, zmq.PUB, reports)
+            self._pub = _open(context, zmq.PUB, reports, curve_secret)
             try:
                 self._pub.setsockopt(zmq.SNDHWM, settings.report_hwm)
                 self.reports_endpoint = _bind_near(self._pub, reports)
@@ -283,8 +285,13 @@ class Reporter:
         )
 
 
-def _open(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> zmq.Socket[bytes]:
+def _open(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, curve_secret: bytes | None
+) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = context.socket(kind)
+    if curve_secret is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, curve_secret)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(PEER_PING_S * 1_000))

@@ -64,6 +64,8 @@ class PatchSettings(msgspec.Struct, frozen=True):
     reports: str | None = None
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
     max_blocks: int = DEFAULT_MAX_BLOCKS
+    # The file with the secret key of both sockets; None: they speak plainly.
+    curve_key: str | None = None
 
     def reporter(self) -> ReporterSettings:
         """The reporter's settings that follow."""
@@ -134,6 +136,8 @@ _VARIABLES: dict[str, tuple[str, Callable[[str], Any], str]] = {
         _endpoint,
         _AN_ENDPOINT.replace("15557", "16557").replace("requests", "reports"),
     ),
+    # Any text: a file that holds no key must end in no reports, never in plain ones.
+    "KVROUTER_PATCH_CURVE_KEY": ("curve_key", lambda text: text, "the path of a file"),
     "KVROUTER_PATCH_HEARTBEAT_S": (
         "heartbeat_s",
         _heartbeat_s,

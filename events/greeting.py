@@ -34,15 +34,19 @@ def reachable(reports: str, asked: str) -> str | None:
     return f"tcp://{host}:{port}"
 
 
-async def greet(requests_endpoint: str, *, context: zmq.Context[zmq.Socket[bytes]], timeout_s: float) -> Hello | None:
-    """Who answers at this endpoint; None when nobody does in time. Raises zmq.ZMQError when it is no address."""
+async def greet(
+    requests_endpoint: str, *, context: zmq.Context[zmq.Socket[bytes]], timeout_s: float, server_key: str | None = None
+) -> Hello | None:
+    """Who answers at this endpoint; None when nobody does in time. Raises zmq.ZMQError when it is no address.
+
+    server_key: as LinkSettings has it."""
     readable = asyncio.Event()
     link = Link(
         context,
         requests_endpoint,
         loop=asyncio.get_running_loop(),
         on_readable=readable.set,
-        settings=LinkSettings(),
+        settings=LinkSettings(server_key=server_key),
     )
     request = HelloRequest(1)
     try:

@@ -26,6 +26,8 @@ class LinkSettings(msgspec.Struct, frozen=True):
     ping_s: float = 5.0
     reconnect_min_s: float = 0.1
     reconnect_max_s: float = 2.0
+    # The peer's public key (Z85), with which it must prove itself and all is encrypted; None: plain.
+    server_key: str | None = None
 
 
 class Link:
@@ -113,6 +115,12 @@ class Link:
     def _configure(self, settings: LinkSettings) -> None:
         socket = self._socket
         socket.setsockopt(zmq.LINGER, 0)
+        if settings.server_key is not None:
+            # Of our own for each connection: the peer admits whoever knows its public key.
+            public, secret = zmq.curve_keypair()
+            socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
+            socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, settings.server_key.encode())
         socket.setsockopt(zmq.RCVHWM, settings.receive_hwm)
         socket.setsockopt(zmq.MAXMSGSIZE, settings.max_message_bytes)
         socket.setsockopt(zmq.RECONNECT_IVL, int(settings.reconnect_min_s * 1000))

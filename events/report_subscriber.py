@@ -58,13 +58,16 @@ class ReportSubscriber:
         resume: ReportResume | None = None,
         settings: ReportSettings | None = None,
         refusal: Callable[[str], str | None] = lambda endpoint: None,
+        server_key: str | None = None,
     ) -> None:
         """Opens nothing yet. resume: go on from there without a snapshot, unless something was missed.
 
-        refusal: why the endpoint that a `Hello` names must not be connected to, or None."""
+        refusal: why the endpoint that a `Hello` names must not be connected to, or None. server_key: as
+        LinkSettings has it."""
         self._endpoint = requests_endpoint
         self._context = context
         self._refusal = refusal
+        self._server_key = server_key
         settings = self._settings = settings or ReportSettings()
         self._cursor = ReportCursor(
             resume=resume,
@@ -182,6 +185,7 @@ class ReportSubscriber:
                 settings.ping_s,
                 settings.reconnect_min_s,
                 settings.reconnect_max_s,
+                self._server_key,
             ),
         )
 

@@ -44,6 +44,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     """One worker as registered. `events` and `replay` are ZMQ endpoints, `url` the engine's HTTP address.
 
     patch: where the engine patch answers requests; None: beside `events`, if it does; NO_PATCH: not looked for.
+    patch_key: the public key (Z85) that the patch must prove; then nothing that is not encrypted with it is listened to.
     """
 
     worker: WorkerKey
@@ -54,3 +55,4 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     lora_name: str | None = None
     catalog: CatalogSpec | None = None
     patch: str | None = None
+    patch_key: str | None = None

@@ -106,6 +106,8 @@ class WorkerStream:
         self._changed = changed
         self._decoder = BatchDecoder()
         self._hold_problem: str | None = None
+        # Stays while it is tried again.
+        self._key_problem: str | None = None
         # Asks the engine whether it lives, while its stream is followed, and what is to be read anew when it is another.
         self._checkup: Checkup | None = None
         self._expire: Callable[[str], None] | None = None
@@ -198,7 +200,7 @@ class WorkerStream:
         if refusal:
             state = StreamState.DOWN
         credit = credited(state, self._overdue)
-        reason = refusal or self._hold_problem or ingest.reason
+        reason = refusal or self._hold_problem or self._key_problem or ingest.reason
         if state in CREDITED and not credit:
             reason += f"; no credit any more, after {self._config.suspect_credit_s:g} s without proof"
         return WorkerView(
@@ -308,8 +310,20 @@ class WorkerStream:
         """Follow the patch's reports where the engine has them, else the engine's own topic."""
         patch = self._patch_endpoint
         timeout_s = GREET_FIRST_S if self.ingest.report_epoch is None else GREET_KNOWN_S
-        if patch is not None and await greet(patch, context=self._context, timeout_s=timeout_s) is not None:
+        key = self.registration.patch_key
+        if (
+            patch is not None
+            and await greet(patch, context=self._context, timeout_s=timeout_s, server_key=key) is not None
+        ):
+            self._key_problem = None
             await self._follow_reports(patch)
+        elif key is not None:
+            # Not the engine's own topic, which anybody could send in its place. libzmq does not say which of these it is.
+            self._key_problem = (
+                f"no engine patch at {patch} proves the patch_key of this worker: the key is another engine's, the engine "
+                "has no KVROUTER_PATCH_CURVE_KEY, or it does not run"
+            )
+            raise HoldLost(self._key_problem)
         elif self.registration.events is not None:
             await self._follow_stock(self.registration.events, patch)
         elif patch is not None:
@@ -321,7 +335,11 @@ class WorkerStream:
         self.ingest.follow_reports()
         self._refresh()
         reports = ReportSubscriber(
-            patch, context=self._context, resume=self.ingest.report_resume, refusal=self._allowed.problem
+            patch,
+            context=self._context,
+            resume=self.ingest.report_resume,
+            refusal=self._allowed.problem,
+            server_key=self.registration.patch_key,
         )
         self._expire = reports.ask_snapshot
         try:

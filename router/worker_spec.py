@@ -30,7 +30,18 @@ HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 SHAPE = "ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]"
 CATALOG_NUMBERS = ("hash_block_size", "scheduler_block_size", "offload_blocks_per_chunk")
 CATALOG_TEXTS = ("hash_algo", "none_hash", "none_hash_seed")
-KEYS = ("events", "replay", "patch", "model", "dp_rank", "block_size", "lora_name", *CATALOG_NUMBERS, *CATALOG_TEXTS)
+KEYS = (
+    "events",
+    "replay",
+    "patch",
+    "patch_key",
+    "model",
+    "dp_rank",
+    "block_size",
+    "lora_name",
+    *CATALOG_NUMBERS,
+    *CATALOG_TEXTS,
+)
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
@@ -46,6 +57,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     lora_name: str | None = None
     catalog: CatalogSpec | None = None
     patch: str | None = None
+    patch_key: str | None = None
 
     def registration(self, model: str) -> Registration:
         """The registration that this line stands for, as a worker of `model`."""
@@ -58,6 +70,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
             lora_name=self.lora_name,
             catalog=self.catalog,
             patch=self.patch,
+            patch_key=self.patch_key,
         )
 
 
@@ -94,6 +107,15 @@ def patch_problem(patch: str) -> str | None:
     """Why `patch` is neither NO_PATCH nor where an engine patch answers."""
     problem = None if patch == NO_PATCH else endpoint_problem(patch)
     return problem and f"{problem}; or {NO_PATCH}, not to look for an engine patch"
+
+
+def patch_key_problem(key: str, patch: str | None) -> str | None:
+    """Why `key` is no public key of CURVE for the patch at `patch`."""
+    if patch == NO_PATCH:
+        return f"needs the engine patch; do not set patch to {NO_PATCH}"
+    # 32 bytes in Z85. Source: ZMQ RFC 32.
+    found = re.fullmatch(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}", key)
+    return None if found else "must be the engine's public key of CURVE: 40 characters in Z85"
 
 
 def url_problem(url: str) -> str | None:
@@ -140,6 +162,8 @@ def parse_worker(spec: str) -> WorkerSpec:
             _check(key, endpoint_problem(values[key]))
     if "patch" in values:
         _check("patch", patch_problem(values["patch"]))
+    if "patch_key" in values:
+        _check("patch_key", patch_key_problem(values["patch_key"], values.get("patch")))
     if "model" in values:
         _check("model", name_problem(values["model"]))
     if "none_hash" in values:
@@ -159,6 +183,7 @@ def parse_worker(spec: str) -> WorkerSpec:
         lora_name=values.get("lora_name"),
         catalog=msgspec.convert(catalog, CatalogSpec) if catalog else None,
         patch=values.get("patch"),
+        patch_key=values.get("patch_key"),
     )
 
 

@@ -16,6 +16,7 @@ from kvrouter.router.worker_spec import (
     endpoint_problem,
     name_problem,
     none_hash_problem,
+    patch_key_problem,
     patch_problem,
     url_problem,
 )
@@ -51,6 +52,7 @@ def registration_of(body: RegisterBody) -> Registration:
         lora_name=body.lora_name or None,
         catalog=None if body.catalog is None else catalog_of(body.catalog),
         patch=body.patch_endpoint,
+        patch_key=body.patch_key,
     )
     _check_addresses(registration)
     return registration
@@ -74,6 +76,7 @@ def patched(known: Registration, patch: WorkerPatch) -> Registration:
         lora_name=pick(patch.lora_name, known.lora_name) or None,
         catalog=catalog,
         patch=pick(patch.patch_endpoint, known.patch),
+        patch_key=pick(patch.patch_key, known.patch_key),
     )
     if registration.events is None and registration.url is None:
         raise BadQuestion("endpoint and url cannot both be unset; DELETE the worker to drop it")
@@ -163,6 +166,8 @@ def _check_addresses(registration: Registration) -> None:
             _check(field, endpoint_problem(endpoint))
     if registration.patch is not None:
         _check("patch_endpoint", patch_problem(registration.patch))
+    if registration.patch_key is not None:
+        _check("patch_key", patch_key_problem(registration.patch_key, registration.patch))
     if registration.replay is not None and registration.events is None:
         raise BadQuestion("replay_endpoint needs endpoint: events cannot be replayed where none are read")
     if registration.url is not None:

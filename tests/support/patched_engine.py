@@ -63,7 +63,9 @@ class PatchedEngine(FakeEngine):
         if patched:
             self.patch()
 
-    def patch(self, declared: DeclaredCatalog | None = None, **settings: Any) -> None:
+    def patch(
+        self, declared: DeclaredCatalog | None = None, *, curve_secret: bytes | None = None, **settings: Any
+    ) -> None:
         """Begin reporting: one life of the patch."""
         requests, reports = requests_endpoint(self.endpoint), reports_endpoint(self.endpoint)
         assert requests is not None and reports is not None
@@ -77,6 +79,7 @@ class PatchedEngine(FakeEngine):
             clock=time.monotonic,
             new_epoch=lambda: secrets.token_hex(8),
             patch_version="test",
+            curve_secret=curve_secret,
         )
         self.reporter.declare(declared or catalog())
 
