@@ -8,12 +8,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-engine lint format bench audit lock clean
+.PHONY: help demo test test-engine fuzz lint format bench audit lock clean
 
 help:
 	@echo "make demo         install into .venv and watch the router predict what three replicas reuse"
 	@echo "make test         install and run the tests"
 	@echo "make test-engine  the same claims against a real vLLM (its CPU build, 3 GB, cached)"
+	@echo "make fuzz         a million inputs against the decoders and what follows, and the HTTP API's description"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        the numbers of docs/benchmarks.md, beside dynamo.indexer"
 	@echo "make audit        known vulnerabilities of the installed packages (needs the public database)"
@@ -38,6 +39,11 @@ test: $(VENV)/installed
 
 test-engine:
 	$(PYTHON) tests/engine/run.py
+
+# atheris is for this alone: 35 MB, and for CPython on x86-64 Linux.
+fuzz: $(VENV)/installed
+	$(PIP) install 'atheris>=3,<4'
+	$(BIN)/python tests/fuzz/run.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

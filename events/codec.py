@@ -36,6 +36,7 @@ from kvrouter.events.layouts import (
 )
 from kvrouter.events.messages import (
     GPU,
+    MAX_NAME_CHARS,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -180,10 +181,10 @@ def _stored(lean: MapStored | ArrayStored, hashes: HashArray, with_tokens: bool)
         lean.block_size,
         _medium(lean.medium),
         lean.group_idx,
-        None if kind is None else kind.lower(),
+        None if kind is None else _name(kind).lower(),
         lean.kv_cache_spec_sliding_window,
         None if lean.locality is None else lean.locality.upper(),
-        lean.ownership,
+        None if lean.ownership is None else _name(lean.ownership),
         lean.lora_name,
         extra_keys,
         token_ids,
@@ -198,7 +199,7 @@ def _removed(lean: MapRemoved | ArrayRemoved, hashes: HashArray) -> BlockRemoved
         _medium(lean.medium),
         lean.group_idx,
         None if locality is None else locality.upper(),
-        lean.ownership,
+        None if lean.ownership is None else _name(lean.ownership),
     )
 
 
@@ -211,7 +212,13 @@ def _medium(name: str | None) -> str:
         return GPU
     if not name:
         raise ValueError("the medium is an empty string")
-    return name.upper()
+    return _name(name).upper()
+
+
+def _name(name: str) -> str:
+    if len(name) > MAX_NAME_CHARS:
+        raise ValueError(f"a name of {len(name)} characters: expected at most {MAX_NAME_CHARS}")
+    return name
 
 
 def _read_tokens(raw: msgspec.Raw) -> npt.NDArray[np.int64]:

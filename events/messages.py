@@ -21,6 +21,9 @@ HashArray: TypeAlias = npt.NDArray[np.uint64]
 
 GPU = "GPU"
 
+# Media, owners and kinds become keys and labels; a longer one is damage.
+MAX_NAME_CHARS = 256
+
 
 class BlockStored(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Blocks became resident; one event per physical copy, so the same hash may come again.

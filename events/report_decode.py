@@ -9,21 +9,28 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrouter.events.messages import MAX_NAME_CHARS
 from kvrouter.events.report import (
     CatalogMessage,
     Events,
     Heartbeat,
     Hello,
+    PlaceSummary,
     Refused,
     Reply,
     Report,
     ReportCleared,
+    ReportRemoved,
+    ReportStored,
     SnapshotPart,
 )
 from kvrouter.events.wire import MAX_SEQ, SEQ_BYTES
 
 # msgspec's errors and UnicodeDecodeError are ValueErrors, deep nesting is a RecursionError.
 _DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
+
+# A greeting or a catalog, which is kept as long as the worker: some ten groups, and 1,024 LoRAs with long paths.
+MAX_CATALOG_BYTES = 4 << 20
 
 # Epochs are remembered; ours have 16.
 MAX_EPOCH_CHARS = 64
@@ -47,7 +54,8 @@ class Unreadable(msgspec.Struct, frozen=True):
 
 class _Head(msgspec.Struct):
     type: str
-    epoch: str | None = None
+    # Whatever else is damaged, a message that calls itself `events` has used up its seq.
+    epoch: object = None
 
 
 _reports: msgspec.msgpack.Decoder[Events | Heartbeat | CatalogMessage] = msgspec.msgpack.Decoder(Report)
@@ -79,6 +87,14 @@ def read_report(payload: bytes) -> Events | Heartbeat | CatalogMessage | Unreada
             if not isinstance(event, ReportCleared) and len(event.hashes) % 8:
                 reason = f"an event with {len(event.hashes)} bytes of hashes: expected a multiple of 8"
                 return Unreadable(reason, True, message.epoch)
+            if (long := _long_name(event)) is not None:
+                return Unreadable(long, True, message.epoch)
+    elif isinstance(message, Heartbeat):
+        for place in message.places:
+            if (long := _long_name(place)) is not None:
+                return Unreadable(long)
+    elif len(payload) > MAX_CATALOG_BYTES:
+        return Unreadable(f"a catalog of {len(payload)} bytes: expected at most {MAX_CATALOG_BYTES}")
     return message
 
 
@@ -99,7 +115,16 @@ def read_answer(frames: list[bytes]) -> Hello | SnapshotPart | Refused | Unreada
             return Unreadable(f"an epoch of {len(reply.epoch)} characters")
         if not 0 <= reply.next_seq <= MAX_SEQ:
             return Unreadable(f"an answer of seq {reply.next_seq}: no seq")
+    if isinstance(reply, Hello) and len(payload) > MAX_CATALOG_BYTES:
+        return Unreadable(f"a greeting of {len(payload)} bytes: expected at most {MAX_CATALOG_BYTES}")
     return reply
+
+
+def _long_name(said: ReportStored | ReportRemoved | ReportCleared | PlaceSummary) -> str | None:
+    """What is wrong with a name that would be kept."""
+    names = (said.medium, said.ownership, said.kind if isinstance(said, ReportStored) else None)
+    longest = max(len(name) for name in names if name is not None)
+    return f"a name of {longest} characters: expected at most {MAX_NAME_CHARS}" if longest > MAX_NAME_CHARS else None
 
 
 def _read_head(payload: bytes) -> _Head | None:
@@ -107,8 +132,6 @@ def _read_head(payload: bytes) -> _Head | None:
         head = _head.decode(payload)
     except _DECODE_ERRORS:
         return None
-    if head.epoch is not None and len(head.epoch) > MAX_EPOCH_CHARS:
-        head.epoch = None
     return head
 
 
@@ -116,4 +139,5 @@ def _unreadable(error: BaseException, head: _Head | None) -> Unreadable:
     reason = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
     if head is None:
         return Unreadable(reason)
-    return Unreadable(reason, head.type == "events", head.epoch)
+    epoch = head.epoch if isinstance(head.epoch, str) and len(head.epoch) <= MAX_EPOCH_CHARS else None
+    return Unreadable(reason, head.type == "events", epoch)

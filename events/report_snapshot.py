@@ -12,7 +12,7 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from kvrouter.events.messages import HashArray
+from kvrouter.events.messages import MAX_NAME_CHARS, HashArray
 from kvrouter.events.report import DIGEST_MASK, PlaceSummary, SnapshotPart, unpack_hashes
 from kvrouter.events.report_items import Snapshot, SnapshotPlace
 
@@ -21,7 +21,6 @@ DEFAULT_MAX_SNAPSHOT_BLOCKS = 20_000_000
 
 # An engine has some ten groups and a handful of media and owners.
 MAX_PLACES = 1_024
-MAX_NAME_CHARS = 256
 
 _Key: TypeAlias = tuple[int | None, str, str | None, str | None]
 _Sum: TypeAlias = tuple[int, int, int]

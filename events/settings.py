@@ -32,8 +32,8 @@ class SubscriberSettings(msgspec.Struct, frozen=True):
     turn_batches: int = 256
     turn_bytes: int = 1 << 20
     receive_hwm: int = 20_000
-    # A larger message is damage; ZMQ drops the connection.
-    max_message_bytes: int = 256 << 20
+    # A larger message is damage; ZMQ drops the connection. 7 million hashes of one step, or token ids of a prompt of 12 M tokens.
+    max_message_bytes: int = 64 << 20
     # ZMQ's own ping, so that a peer that vanished without a word is noticed.
     heartbeat_s: float = 5.0
     reconnect_min_s: float = 0.1

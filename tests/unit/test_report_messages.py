@@ -202,9 +202,8 @@ def test_unknown_fields_are_skipped(message: Any) -> None:
 
 @pytest.mark.parametrize("payload", [{"type": "later"}, {"type": "later", "epoch": 5}, {"type": "hello2", "id": []}])
 def test_unknown_types_are_skipped(payload: dict[str, Any]) -> None:
-    expected = None if payload.get("epoch") != 5 else Unreadable
     for back in (read_report(encode(payload)), read_answer([b"", encode(payload)])):
-        assert back is None if expected is None else isinstance(back, expected)
+        assert back is None
 
 
 EVENTS = plain(REPORTS[0])

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What follows an Ingest, for fuzzing: the log's entries, the mirror behind them, an answer; and a recount of what is held."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from kvrouter.router.copy_kernels import MAX_COPIES
+from kvrouter.router.index.log import EntryKind, entry_fields, parse_entry
+from kvrouter.router.index.mirror import Mirror
+from kvrouter.router.match import Matcher, Plans, WorkerView
+from kvrouter.router.names import TIERS, Place
+from kvrouter.router.question import Question
+from kvrouter.router.registration import Registration
+from kvrouter.router.report_ingest import ReportIngest
+from kvrouter.router.residency import Residency
+from kvrouter.router.segments import SegmentMemory
+
+ASKED_TOKENS = 130
+BUDGET_BYTES = 1 << 20
+
+Copies = dict[Place, Counter[int]]
+
+
+class Recount:
+    """Copies of every block by place, the slow and obvious way."""
+
+    def __init__(self) -> None:
+        self.copies: Copies = {}
+
+    def count(self, place: Place, hashes: list[int], step: int) -> None:
+        held = self.copies.setdefault(place, Counter())
+        for block_hash in hashes:
+            held[block_hash] += step
+            if held[block_hash] <= 0:
+                del held[block_hash]
+
+    def clear(self, medium: str | None, *, group_idx: int | None = None, ownership: str | None = None) -> None:
+        """None: every one."""
+        for place, held in self.copies.items():
+            chosen = medium in (None, place.medium) and group_idx in (None, place.group_idx)
+            if chosen and ownership in (None, place.ownership):
+                held.clear()
+
+    def forget(self) -> None:
+        self.copies = {}
+
+    def replace(self, copies: Copies) -> None:
+        self.copies = {
+            place: Counter({h: min(n, MAX_COPIES) for h, n in held.items()}) for place, held in copies.items()
+        }
+
+    def sums(self) -> dict[Place, tuple[int, int, int]]:
+        return {
+            place: (len(held), sum(held.values()), sum(held) % 2**64) for place, held in self.copies.items() if held
+        }
+
+    def blocks(self) -> dict[Place, set[int]]:
+        return {place: set(held) for place, held in self.copies.items() if held}
+
+    def compare(self, blocks: Residency) -> None:
+        found = {place: (total.blocks, total.copies, total.digest) for place, total in blocks.sums().items()}
+        assert found == self.sums(), "the counts differ from a recount"
+
+
+class Downstream:
+    """The log, the mirror and the answers of one worker."""
+
+    def __init__(self, registration: Registration) -> None:
+        self._registration = registration
+        self._mirror = Mirror(BUDGET_BYTES)
+        self._mirror.begin_epoch(registration.worker, "")
+        self._commits = 0
+
+    def flush(self, ingest: ReportIngest, recount: Recount) -> None:
+        """One commit, through the bytes of its log entry; afterwards the mirror holds what the recount does."""
+        flush = ingest.take()
+        if flush is None:
+            return
+        worker, mirror = self._registration.worker, self._mirror
+        if flush.opens_epoch:
+            mirror.begin_epoch(worker, flush.epoch)
+        if flush.seqs is None:
+            assert not flush.changes, "changes that no commit would carry"
+            return
+        assert flush.seqs[0] <= flush.seqs[1]
+        self._commits += 1
+        fields = entry_fields(EntryKind.COMMIT, self._commits, flush.epoch, flush.seqs, flush.changes, flush.meta)
+        entry = parse_entry(worker, b"1-1", fields)
+        known = mirror.worker(worker)
+        assert known is not None
+        assert known.epoch == entry.epoch, "a commit of an epoch that was not opened"
+        for change in entry.changes:
+            mirror.discard(worker, change.place, change.removed)
+            mirror.add(worker, change.place, change.added)
+        held = {place: set(mirror.held(worker, place).tolist()) for place in known.places}
+        wanted = {place: blocks for place, blocks in recount.blocks().items() if place.medium in TIERS}
+        assert {place: blocks for place, blocks in held.items() if blocks} == wanted, "the mirror shows something else"
+
+    def ask(self, ingest: ReportIngest) -> None:
+        """Whatever was said, the worker can be shown and asked, and costs no other worker of its model its answer."""
+        _ = ingest.state, ingest.reason, ingest.catalog.as_dict(), ingest.blocks.counts(), ingest.identity.label
+        view = WorkerView(
+            worker=self._registration.worker,
+            url=None,
+            state=ingest.state,
+            reason=ingest.reason,
+            epoch=ingest.epoch,
+            catalog=ingest.catalog,
+            scheme=ingest.identity.scheme if ingest.identity.explained else None,
+            lora_paths=ingest.spec.lora_paths,
+        )
+        plans = Plans.build(self._mirror, [view])
+        matcher = Matcher(self._mirror, SegmentMemory(0))
+        given: tuple[dict[str, Any], ...] = (
+            {"token_ids": np.arange(ASKED_TOKENS, dtype=np.int64)},
+            {"block_hashes": np.arange(1, 11, dtype=np.uint64)},
+        )
+        for what in given:
+            (hit,) = matcher.match(Question("m", ASKED_TOKENS, explain=True, **what), plans)
+            assert 0 <= hit.gpu <= hit.cpu <= hit.disk < ASKED_TOKENS

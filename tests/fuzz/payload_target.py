@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fuzzing of the decoders alone, one payload at a time: stock batches, reports, answers and entries of the log in Redis."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvrouter.events.codec import BatchDecoder, CodecError
+from kvrouter.events.messages import AllBlocksCleared, BlockRemoved, EventBatch
+from kvrouter.events.report import Events, Hello, Refused, ReportCleared
+from kvrouter.events.report_decode import MAX_EPOCH_CHARS, Unreadable, read_answer, read_report
+from kvrouter.events.wire import MAX_SEQ
+from kvrouter.router.index.log import EntryKind, entry_fields, parse_entry
+from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.transitions import Change
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parent))
+from script import Step, pack, unpack
+
+STOCK, STOCK_TOKENS, REPORT, ANSWER, CHANGES, META, KINDS = range(7)
+
+REMOVING = ("BlockRemoved", "AllBlocksCleared")
+GOLDEN = Path(__file__).parents[1] / "golden"
+WORKER = WorkerKey("m", "w")
+
+
+def run(data: bytes) -> None:
+    """One input: its first step alone. Raises AssertionError, or whatever the code under test raised."""
+    for step in unpack(data)[:1]:
+        kind, payload = step.kind % KINDS, step.payload
+        if kind in (STOCK, STOCK_TOKENS):
+            read_stock(payload, kind == STOCK_TOKENS)
+        elif kind == REPORT:
+            _report(payload)
+        elif kind == ANSWER:
+            _answer(payload)
+        else:
+            _entry(b"changes" if kind == CHANGES else b"meta", payload)
+
+
+def corpus() -> list[bytes]:
+    batches = golden_batches()
+    found = [Step(kind, 0, payload) for kind in (STOCK, STOCK_TOKENS) for payload in batches]
+    for vector in golden_reports():
+        kind = REPORT if vector["side"] == "report" else ANSWER
+        found.append(Step(kind, 0, bytes.fromhex(vector["payload"])))
+    change = Change(Place(1, "GPU", "own er"), np.arange(3, dtype=np.uint64), np.arange(1, dtype=np.uint64))
+    fields = entry_fields(EntryKind.COMMIT, 1, "e", (0, 1), [change], {"learned": b"{}"})
+    found += [Step(CHANGES, 0, fields[fields.index(b"changes") + 1]), Step(META, 0, fields[fields.index(b"meta") + 1])]
+    return [pack([step]) for step in found]
+
+
+def golden_batches() -> list[bytes]:
+    """vLLM's own bytes."""
+    return [bytes.fromhex(vector["payload"]) for vector in json.loads((GOLDEN / "events_vllm_0_32.json").read_text())]
+
+
+def golden_reports() -> list[dict[str, Any]]:
+    """The patch's, of both sockets."""
+    found: list[dict[str, Any]] = json.loads((GOLDEN / "report_messages.json").read_text())
+    return found
+
+
+def read_stock(payload: bytes, with_tokens: bool) -> EventBatch | None:
+    """The batch, None when it is none; whatever layout came before, it is the same, and every event of it is accounted for."""
+    try:
+        batch = BatchDecoder().decode(payload, with_tokens=with_tokens)
+    except CodecError:
+        return None
+    other = BatchDecoder()
+    other._arrays = True
+    again = other.decode(payload, with_tokens=with_tokens)
+    assert [_plain(event) for event in batch.events] == [_plain(event) for event in again.events]
+    assert (len(batch.broken), batch.unknown) == (len(again.broken), again.unknown)
+    lean = BatchDecoder().decode(payload)
+    assert len(lean.events) + len(lean.broken) == len(batch.events) + len(batch.broken)
+    try:
+        said = msgspec.msgpack.decode(payload)
+    except (ValueError, RecursionError):
+        # Skipped fields are not looked into, so what a full reading refuses may still be a batch.
+        return batch
+    assert len(said[1]) == len(batch.events) + len(batch.broken) + batch.unknown, "an event is neither read nor counted"
+    removals = sum(_tag(event) in REMOVING for event in said[1])
+    read = sum(isinstance(event, BlockRemoved | AllBlocksCleared) for event in batch.events)
+    unreadable = sum(event.tag in (None, *REMOVING) for event in batch.broken)
+    assert removals <= read + unreadable, "a removal was neither read nor reported"
+    return batch
+
+
+def _tag(event: Any) -> Any:
+    if isinstance(event, dict):
+        return event.get("type")
+    return event[0] if isinstance(event, list) and event else None
+
+
+def _plain(event: Any) -> tuple[Any, ...]:
+    fields = msgspec.structs.asdict(event)
+    for name in ("block_hashes", "token_ids"):
+        if fields.get(name) is not None:
+            fields[name] = fields[name].tolist()
+    # Extra keys may hold a NaN, which equals nothing.
+    return type(event).__name__, repr(fields)
+
+
+def _report(payload: bytes) -> None:
+    message = read_report(payload)
+    if isinstance(message, Unreadable):
+        assert message.reason
+        assert message.epoch is None or len(message.epoch) <= MAX_EPOCH_CHARS
+    elif message is not None:
+        assert 0 < len(message.epoch) <= MAX_EPOCH_CHARS
+        for event in message.events if isinstance(message, Events) else ():
+            assert isinstance(event, ReportCleared) or len(event.hashes) % 8 == 0
+    if not isinstance(message, Events) and _type_of(payload) == "events":
+        assert isinstance(message, Unreadable)
+        assert message.uses_seq, "a seq was used up, and nobody will miss it"
+
+
+def _answer(payload: bytes) -> None:
+    reply = read_answer([b"", payload])
+    if reply is not None and not isinstance(reply, Refused | Unreadable):
+        assert 0 < len(reply.epoch) <= MAX_EPOCH_CHARS
+        assert 0 <= reply.next_seq <= MAX_SEQ
+        assert not isinstance(reply, Hello) or isinstance(reply.reports, str)
+
+
+def _type_of(payload: bytes) -> Any:
+    try:
+        said = msgspec.msgpack.decode(payload)
+    except (ValueError, RecursionError):
+        return None
+    # A map with other keys than texts is no message of ours, whatever it calls itself.
+    return said.get("type") if isinstance(said, dict) and all(isinstance(key, str) for key in said) else None
+
+
+def _entry(name: bytes, value: bytes) -> None:
+    """What the follower does with an entry of the log, whatever another program wrote there."""
+    fields = [b"kind", b"commit", b"commit", b"1", b"epoch", b"e", b"first", b"0", b"last", b"1", name, value]
+    try:
+        entry = parse_entry(WORKER, b"1-1", fields)
+    except (ValueError, KeyError, msgspec.MsgspecError):
+        return
+    for change in entry.changes:
+        assert change.added.dtype == change.removed.dtype == np.uint64

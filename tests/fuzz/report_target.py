@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fuzzing of the engine patch's sockets: frames through ReportCursor and ReportIngest to the log, the mirror and an answer.
+
+Nothing may raise, nothing is credited between a loss and the snapshot that mends it, and what is held equals a slow recount.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+
+from kvrouter.events.codec import BatchDecoder
+from kvrouter.events.report import (
+    CatalogMessage,
+    Events,
+    Heartbeat,
+    Hello,
+    Reply,
+    Report,
+    ReportCleared,
+    ReportStored,
+    SnapshotPart,
+)
+from kvrouter.events.report_cursor import ReportCursor
+from kvrouter.events.report_decode import Unreadable, read_answer, read_report
+from kvrouter.events.report_items import Beat, Loaded, NewEpoch, ReportBatch, ReportGap, Snapshot
+from kvrouter.events.wire import MAX_SEQ
+from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.registration import Registration
+from kvrouter.router.report_ingest import ReportIngest
+from kvrouter.router.states import CREDITED, StreamState
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from downstream import Copies, Downstream, Recount
+from fake_reporter import Ledger, apply, parts, removed, stored, summary
+from payload_target import golden_reports
+from script import Step, pack, unpack
+
+LIVE, ANSWER, ASKED, CONNECTED, DISCONNECTED, OVERDUE, SILENT, FLUSH, KINDS = range(9)
+
+MAX_HELD, MAX_HELD_BYTES, MAX_SNAPSHOT_BLOCKS = 6, 4_096, 64
+REGISTRATION = Registration(WorkerKey("m", "w"), events="tcp://127.0.0.1:1")
+EPOCH = "e" * 16
+
+
+def run(data: bytes) -> None:
+    """One input. Raises AssertionError, or whatever the code under test raised."""
+    cursor = ReportCursor(max_held=MAX_HELD, max_held_bytes=MAX_HELD_BYTES, max_snapshot_blocks=MAX_SNAPSHOT_BLOCKS)
+    epochs = itertools.count()
+    ingest = ReportIngest(REGISTRATION, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"{next(epochs):016x}")
+    ingest.follow_reports()
+    recount = Recount()
+    downstream = Downstream(REGISTRATION)
+    # From a snapshot to the next loss; and until a heartbeat disagrees.
+    whole = agreed = False
+    for step in unpack(data):
+        kind = step.kind % KINDS
+        if kind == FLUSH:
+            downstream.flush(ingest, recount)
+            continue
+        _say(cursor, kind, step)
+        assert cursor.held <= MAX_HELD
+        assert cursor.held_bytes <= max(MAX_HELD_BYTES, 0xFFFF)
+        for item in cursor.take():
+            assert whole or not isinstance(item, ReportBatch | Beat), "handed out before a snapshot"
+            ingest.apply(item, 1.0)
+            if isinstance(item, ReportBatch):
+                _count(recount, item.message)
+            elif isinstance(item, Loaded):
+                whole = agreed = True
+                recount.replace(_copies_of(item.snapshot))
+            elif isinstance(item, NewEpoch | ReportGap):
+                whole = agreed = False
+                if isinstance(item, NewEpoch):
+                    recount.forget()
+            elif isinstance(item, Beat):
+                agreed = _judge(item.message, ingest, recount)
+                assert agreed or ingest.wants_snapshot
+            assert agreed or ingest.state not in CREDITED or not recount.blocks(), (
+                "credited between a loss and a snapshot"
+            )
+            recount.compare(ingest.blocks)
+        if ingest.wants_snapshot:
+            # Only now, as the stream does: what was handed out before is still taken in.
+            cursor.ask_snapshot()
+            ingest.wants_snapshot = None
+            whole = agreed = False
+    downstream.flush(ingest, recount)
+    downstream.ask(ingest)
+
+
+def _say(cursor: ReportCursor, kind: int, step: Step) -> None:
+    if kind == LIVE:
+        _live(cursor, step)
+    elif kind == ANSWER:
+        reply = read_answer([b"", step.payload])
+        if isinstance(reply, Unreadable):
+            malformed = cursor.malformed_messages
+            cursor.malformed(reply.reason)
+            assert cursor.malformed_messages == malformed + 1
+            cursor.snapshot_failed(reply.reason)
+        elif isinstance(reply, Hello):
+            cursor.hello(reply)
+        elif isinstance(reply, SnapshotPart):
+            cursor.part(reply)
+    elif kind == ASKED:
+        cursor.asked()
+    elif kind == CONNECTED:
+        cursor.connected()
+    elif kind == DISCONNECTED:
+        cursor.disconnected()
+    elif kind == OVERDUE:
+        cursor.snapshot_overdue()
+    else:
+        cursor.silent(3.0)
+
+
+def _live(cursor: ReportCursor, step: Step) -> None:
+    seq, message = step.seq & MAX_SEQ, read_report(step.payload)
+    if isinstance(message, Unreadable):
+        cursor.malformed(message.reason)
+        if message.uses_seq:
+            cursor.unreadable(seq, message.epoch, len(step.payload))
+    elif isinstance(message, Events):
+        cursor.events(seq, message, len(step.payload))
+    elif isinstance(message, Heartbeat):
+        cursor.heartbeat(seq, message, len(step.payload))
+    elif isinstance(message, CatalogMessage):
+        cursor.catalog(seq, message)
+
+
+def _count(recount: Recount, message: Events) -> None:
+    for event in message.events:
+        if isinstance(event, ReportCleared):
+            recount.clear(event.medium, ownership=event.ownership)
+            continue
+        hashes = [int.from_bytes(event.hashes[at : at + 8], "big") for at in range(0, len(event.hashes), 8)]
+        place = Place(event.group_idx, event.medium, event.ownership)
+        recount.count(place, hashes, 1 if isinstance(event, ReportStored) else -1)
+
+
+def _copies_of(snapshot: Snapshot) -> Copies:
+    copies: Copies = {}
+    for part in snapshot.places:
+        several = dict(part.copied)
+        held = copies.setdefault(Place(part.group_idx, part.medium, part.ownership), Counter())
+        held.update({block_hash: several.get(block_hash, 1) for block_hash in part.hashes.tolist()})
+    return copies
+
+
+def _judge(beat: Heartbeat, ingest: ReportIngest, recount: Recount) -> bool:
+    """Whether the heartbeat agrees, by our own recount; then the state must say so."""
+    said: dict[Place, tuple[int, int, int]] = {}
+    mixed: set[Place] = set()
+    for one in beat.places:
+        place = Place(one.group_idx, one.medium, one.ownership)
+        if place in said:
+            mixed.add(place)
+        said[place] = (one.blocks, one.copies, one.digest)
+    held, nothing = recount.sums(), (0, 0, 0)
+    agrees = all(said.get(place, nothing) == held.get(place, nothing) for place in {*said, *held} - mixed)
+    assert agrees == (ingest.state in (StreamState.LIVE, StreamState.UNHASHABLE)), (agrees, ingest.state, ingest.reason)
+    return agrees
+
+
+def corpus() -> list[bytes]:
+    """A life with snapshot, messages and heartbeats; a loss and its mending; a second life; the golden messages."""
+    found = [[*_life(EPOCH)], [*_life(EPOCH), *_life("f" * 16, request=2)], [*_life(EPOCH, lost=True)]]
+    golden = [
+        Step(LIVE if vector["side"] == "report" else ANSWER, vector.get("seq") or 0, bytes.fromhex(vector["payload"]))
+        for vector in golden_reports()
+    ]
+    return [pack(steps) for steps in [*found, golden, [*_life(EPOCH)[:8], *golden]]]
+
+
+def _life(epoch: str, *, request: int = 1, lost: bool = False) -> list[Step]:
+    ledger: Ledger = {}
+    for number in range(6):
+        apply(ledger, [stored(number + 1, group_idx=number % 2), stored(2, medium="CPU"), stored(7, 7)])
+
+    def live(seq: int, message: Report) -> Step:
+        return Step(LIVE, seq, msgspec.msgpack.encode(message))
+
+    def answers(request: int, next_seq: int) -> list[Step]:
+        made: list[Reply] = list(parts(ledger, request, epoch, next_seq, 3))
+        return [Step(ASKED), *(Step(ANSWER, 0, msgspec.msgpack.encode(part)) for part in made)]
+
+    def events(seq: int) -> Step:
+        batch = [stored(seq + 20, 21, group_idx=1), removed(2, medium="CPU"), removed(7), ReportCleared("STORAGE")]
+        apply(ledger, batch)
+        return live(seq, Events(epoch, 1.0, 2.0, batch))
+
+    def beat(seq: int) -> Step:
+        return live(seq, Heartbeat(epoch, 1.0, 2.0, 1.0, summary(ledger), 1))
+
+    steps = [Step(ANSWER, 0, msgspec.msgpack.encode(Hello(1, epoch, 1.0, 5, "tcp://127.0.0.1:3", 1.0)))]
+    steps += [Step(CONNECTED), *answers(request, 5), events(5), beat(6), Step(FLUSH), events(6)]
+    if lost:
+        events(7)
+        steps += [events(8), *answers(request + 1, 9)]
+    return [*steps, beat(9 if lost else 7), Step(SILENT), Step(DISCONNECTED)]

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make fuzz`: the decoders and all that follows them under atheris, a coverage-guided fuzzer (libFuzzer).
+
+    python tests/fuzz/run.py [--inputs N] [--seed N] [--keep FOLDER]
+    python tests/fuzz/run.py replay TARGET FILE
+
+Two processes at most. An input that fails, hangs or takes too much memory is saved, named, and replayed by the second form, which
+needs no atheris. The seed is printed; the same seed and the same code give the same inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+# Run as a file, and imported by none.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from script import mutated
+
+HERE = Path(__file__).resolve().parent
+
+# Of all inputs, by target: single payloads are fast, stories go through everything that follows.
+SHARES = {"payload_target": 0.92, "stock_target": 0.03, "report_target": 0.05}
+INPUTS = 1_050_000
+PROCESSES = 2
+
+# One input takes milliseconds at worst; a memory of a process is 200 MB, most of it compiled kernels.
+HANG_S = 10
+MAX_RSS_MB = 768
+MAX_INPUT_BYTES = 32_768
+
+# Inputs of ours; the rest are libFuzzer's own changes, guided by the same coverage.
+OWN_SHARE = 0.8
+
+# Numba compiles what is in them, so they cannot be instrumented.
+KERNELS = [
+    f"kvrouter.router.{name}"
+    for name in ("match", "hit_rule", "copy_kernels", "probing", "jit", "index.kernels", "index.mirror", "hashing")
+]
+
+
+def fuzz(target: str, arguments: list[str]) -> None:
+    """In a process of its own: never returns."""
+    import atheris
+
+    with atheris.instrument_imports(include=["kvrouter.events", "kvrouter.router"], exclude=KERNELS):
+        module = importlib.import_module(target)
+    donors = module.corpus()
+    for data in donors:
+        module.run(data)
+
+    def mutate(data: bytes, max_size: int, seed: int) -> bytes:
+        rng = random.Random(seed)
+        if rng.random() < OWN_SHARE:
+            return bytes(mutated(data, rng, donors)[:max_size])
+        return bytes(atheris.Mutate(data, len(data)))
+
+    atheris.Setup([target, *arguments], module.run, custom_mutator=mutate)
+    atheris.Fuzz()
+
+
+def start(target: str, inputs: int, seed: int, keep: Path) -> str | None:
+    """Fuzzes one target; the failing input's file with its error, None when there is none."""
+    keep.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for number, data in enumerate(importlib.import_module(target).corpus()):
+            (Path(folder) / f"{number:03}").write_bytes(data)
+        options = [
+            f"-runs={inputs}",
+            f"-seed={seed}",
+            f"-timeout={HANG_S}",
+            f"-rss_limit_mb={MAX_RSS_MB}",
+            f"-max_len={MAX_INPUT_BYTES}",
+            "-len_control=0",
+            "-print_final_stats=1",
+            "-verbosity=0",
+            f"-artifact_prefix={keep / target}-",
+            folder,
+        ]
+        begin = time.monotonic()
+        command = [sys.executable, str(HERE / "run.py"), "child", target, *options]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+        took_s = time.monotonic() - begin
+    said = done.stdout + done.stderr
+    counts = dict(re.findall(r"stat::(\w+):\s+(\d+)", said))
+    ran = int(counts.get("number_of_executed_units", 0))
+    print(
+        f"{target}: {ran:,} inputs in {took_s:.0f} s ({ran / took_s:,.0f}/s), "
+        f"{counts.get('new_units_added', '?')} that reached new code, peak {counts.get('peak_rss_mb', '?')} MB",
+        flush=True,
+    )
+    if done.returncode == 0:
+        return None
+    saved = re.search(r"Test unit written to (\S+)", said)
+    file = saved[1] if saved else "(none saved)"
+    return f"{target}: failed on {file}\n{said[-4_000:]}\nreplay: python tests/fuzz/run.py replay {target} {file}"
+
+
+def replay(target: str, file: Path) -> None:
+    importlib.import_module(target).run(file.read_bytes())
+    print("passed")
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["child"]:
+        fuzz(sys.argv[2], sys.argv[3:])
+    if sys.argv[1:2] == ["replay"]:
+        replay(sys.argv[2], Path(sys.argv[3]))
+        return 0
+    parser = argparse.ArgumentParser(description="Coverage-guided fuzzing of what comes over the wire.")
+    parser.add_argument("--inputs", type=int, default=INPUTS, help="of all targets together")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1, 2**31))
+    parser.add_argument("--keep", type=Path, default=HERE / "found", help="where failing inputs are saved")
+    given = parser.parse_args()
+    print(f"seed {given.seed}: repeat with --seed {given.seed}", flush=True)
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        work = [pool.submit(start, t, int(given.inputs * share), given.seed, given.keep) for t, share in SHARES.items()]
+        failures = [failure for done in work if (failure := done.result())]
+    print("\n\n".join(failures) if failures else f"{given.inputs:,} inputs, none failed")
+    return bool(failures)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
