@@ -48,6 +48,10 @@ DRAIN_S = 5.0
 KEEP_ALIVE_S = 75
 # As many open files again as clients have, for Redis, engines (six a worker) and the libraries' own.
 FILES_PER_CONNECTION = 2
+# A worker with the patch has two connections, a snapshot under way, a look for another life, and a monitor's pair for each. ZMQ's
+# own limit of 1,023 would refuse some of a hundred workers.
+SOCKETS_PER_WORKER = 10
+SPARE_SOCKETS = 64
 # A private server that died is noticed by this; questions are answered from memory meanwhile.
 STORE_CHECK_S = 1.0
 # The data directory's lock admits one router, so its leases need no name of their own, and a restart takes over at once.
@@ -62,6 +66,7 @@ def build_app(core: CorePort, config: Config, metrics: Metrics) -> Outer:
 async def serve(config: Config) -> None:
     """Runs a router until SIGTERM or SIGINT. Raises SettingError and StartError before it serves."""
     set_up_logs(config.log_level, config.log_format, sys.stderr)
+    allow_descriptors()
     with _stopping_on_signals() as stopping:
         async with AsyncExitStack() as stack:
             # First, as it is what fails most often, and fails fast.
@@ -77,6 +82,13 @@ async def serve(config: Config) -> None:
     log.info("stopped")
 
 
+def allow_descriptors() -> None:
+    """As many open files as the system grants: each worker takes some ten, and the usual soft limit is 1,024."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 async def _start(config: Config, listener: socket.socket, stack: AsyncExitStack) -> _Server:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -89,6 +101,7 @@ async def _start(config: Config, listener: socket.socket, stack: AsyncExitStack)
         store = await IndexStore.open(url)
         stack.push_async_callback(store.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context.set(zmq.MAX_SOCKETS, SOCKETS_PER_WORKER * config.max_workers + SPARE_SOCKETS)
         stack.callback(context.destroy, linger=0)
         http = await stack.enter_async_context(aiohttp.ClientSession())
         core = Core(

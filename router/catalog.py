@@ -18,7 +18,7 @@ import msgspec
 
 from kvrouter.events.messages import BlockRemoved, BlockStored
 from kvrouter.router.names import GPU
-from kvrouter.router.registration import CatalogSpec, GroupSpec
+from kvrouter.router.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, GroupSpec
 
 
 class Rule(Enum):
@@ -45,6 +45,9 @@ FULL_KINDS = frozenset(kind for kind, rule in RULE_OF_KIND.items() if rule is Ru
 
 # Prompts whose first block is remembered while the chunk size is unknown; offloading follows the store within a step or two.
 MAX_ROOTS = 4_096
+
+# Block sizes of one group that are remembered: its own, that of partial entries, and some to show a contradiction by.
+MAX_BLOCK_SIZES = 8
 
 # vLLM <= 0.19 names no groups and turns hybrid caching off when events are on, so its one group behaves as full attention.
 UNNAMED_GROUP_KIND = "full_attention"
@@ -143,6 +146,9 @@ def _problem_of(group: Group) -> str | None:
         return f"{group.name} was announced without its window: register a catalog with sliding_window"
     if group.rule is Rule.CHUNKED_LOCAL and not group.attention_chunk_size:
         return f"{group.name}: its chunk size is not on the wire: register a catalog with attention_chunk_size"
+    for size in (group.block_size, group.sliding_window or 0, group.attention_chunk_size or 0):
+        if size > MAX_TOKENS:
+            return f"{group.name} was announced with a size of {size} tokens; the most that is possible is {MAX_TOKENS}"
     if group.rule is Rule.CHUNKED_LOCAL and group.eagle:
         return f"{group.name}: chunked local attention with EAGLE is not defined in vLLM"
     return None
@@ -172,6 +178,9 @@ def build_catalog(
     chunk = spec.offload_blocks_per_chunk or blocks_per_chunk
     if problem is None and not cacheable:
         problem = "no KV cache group is known yet"
+    if len(ordered) > MAX_GROUPS:
+        problem = f"it names more than {MAX_GROUPS} KV cache groups, which no engine has: no hit can be promised"
+        ordered = ordered[:MAX_GROUPS]
     for group in ordered:
         problem = problem or _problem_of(group)
     if problem is not None:
@@ -183,6 +192,12 @@ def build_catalog(
             problem = f"{group.name}: block size {group.block_size} is no multiple of hash_block_size {hash_block_size}"
     if scheduler_block_size % hash_block_size:
         problem = f"scheduler_block_size {scheduler_block_size} is no multiple of hash_block_size {hash_block_size}"
+    if scheduler_block_size > MAX_TOKENS:
+        problem = (
+            f"its groups' block sizes have no common multiple up to {MAX_TOKENS} tokens; state scheduler_block_size"
+        )
+    if max(g.block_size for g in cacheable) * (chunk or 1) > MAX_TOKENS:
+        problem = f"its offload tier was announced with chunks of {chunk} blocks, more than {MAX_TOKENS} tokens"
     partial = _partial_hits(ordered, hash_block_size) if spec.partial_hits is None else spec.partial_hits
     return Catalog(ordered, source, problem, hash_block_size, scheduler_block_size, partial, chunk)
 
@@ -260,7 +275,7 @@ class CatalogLearner:
             self._learn_chunk(event, seen)
             if kind is None:
                 return
-        if event.block_size not in seen.block_sizes:
+        if event.block_size not in seen.block_sizes and len(seen.block_sizes) < MAX_BLOCK_SIZES:
             seen.block_sizes.add(event.block_size)
             self.version += 1
         if kind is not None and (kind, event.sliding_window) != (seen.kind, seen.window):
@@ -281,6 +296,9 @@ class CatalogLearner:
         if seen is None:
             # vLLM 0.20 to 0.23 drops the group of offload events: such a nameless tier is no group of its own.
             if group_idx is None and medium != GPU:
+                return None
+            # One over the limit is kept, and makes the catalog say so.
+            if len(self._seen) > MAX_GROUPS:
                 return None
             seen = self._seen[group_idx] = _Seen()
             self.version += 1

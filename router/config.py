@@ -137,6 +137,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     replay_timeout_s: Annotated[
         float, msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: how long to wait for a replay")
     ] = 5.0
+    # Each has sockets, a task and tables of its own; fleets have tens to hundreds. Without a limit a client that registers in a
+    # loop would take all of the process's descriptors.
+    max_workers: Annotated[
+        int, msgspec.Meta(ge=1, le=6_000, description="1 to 6000: how many workers (ranks) this router follows")
+    ] = 1_024
     # None: the engines run without PYTHONHASHSEED, as they do by default.
     none_hash_seed: Annotated[
         str | None, msgspec.Meta(description="the engines' PYTHONHASHSEED; leave it out where they have none")

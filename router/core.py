@@ -22,7 +22,7 @@ from kvrouter.router.allow_list import AllowList
 from kvrouter.router.approximate import RoutingHistory, approximate_hit, pieces_of
 from kvrouter.router.choose import Choice, choose, route_name
 from kvrouter.router.config import Config
-from kvrouter.router.errors import HostNotAllowed, NoWorker, UnknownModel, UnknownWorker
+from kvrouter.router.errors import Conflict, HostNotAllowed, NoWorker, UnknownModel, UnknownWorker
 from kvrouter.router.index.follower import FollowerItem, LogFollower, Reload, StoreBack, StoreLost
 from kvrouter.router.index.log import LogEntry
 from kvrouter.router.index.mirror import Mirror, MirrorFull
@@ -87,7 +87,6 @@ class Core:
         self._tallies: dict[WorkerKey, Tally] = {}
         self._segments_counted = (0, 0)
         self._store_problem: str | None = None
-        self._mirror_problem: str | None = None
         self._loaded = False
         self._lock = asyncio.Lock()
 
@@ -98,6 +97,9 @@ class Core:
                 registration = msgspec.json.decode(raw, type=Registration)
             except msgspec.MsgspecError as error:
                 log.warning("stored registration not readable", extra={"worker": worker, "error": str(error)})
+                continue
+            if len(self._streams) >= self._config.max_workers:
+                log.warning("stored worker left out: raise max_workers", extra={"worker": worker})
                 continue
             await self._begin(registration)
         self._loaded = True
@@ -127,12 +129,22 @@ class Core:
                 await self._store.put_registration(worker, raw)
                 known.update(registration)
                 return
+            self._check_room(registration)
             for other in list(self._streams):
                 if (other.worker_id, other.dp_rank) == (worker.worker_id, worker.dp_rank):
                     await self._drop(other)
             await self._store.put_registration(worker, raw)
             await self._begin(registration)
             log.info("registered", extra={"worker": worker, "events": registration.events})
+
+    def _check_room(self, registration: Registration) -> None:
+        worker, limit = registration.worker, self._config.max_workers
+        replaces = any((o.worker_id, o.dp_rank) == (worker.worker_id, worker.dp_rank) for o in self._streams)
+        if len(self._streams) >= limit and not replaces:
+            raise Conflict(
+                f"{limit} workers are registered, as many as this router follows: unregister one, or raise max_workers",
+                code="too_many_workers",
+            )
 
     async def unregister(self, worker_id: str, dp_rank: int | None = None, model: str | None = None) -> int:
         """Drop the workers that match, and their residency everywhere; returns how many there were."""
@@ -265,7 +277,7 @@ class Core:
             state_age_s=round(now - stream.since_s, 3),
             credited=stream.view.credited,
             approximate=stream.approximate,
-            reason=stream.view.reason,
+            reason="; ".join(filter(None, (stream.view.reason, self._lost_credit(stream.worker)))),
             epoch=stream.visible_epoch,
             seq=stream.visible_seq,
             catalog=catalog.as_dict(),
@@ -277,6 +289,7 @@ class Core:
             recovery=Recovery(**{name: getattr(ingest.tally, name) for name in Recovery.__struct_fields__}),
             last_event_age_s=_age_s(ingest.last_event_s, now),
             patch=_patch_status(ingest, now),
+            refused_blocks=ingest.tally.refused + self._refused(stream.worker),
         )
 
     def readiness(self) -> str | None:
@@ -287,9 +300,11 @@ class Core:
         return None
 
     def health(self) -> list[str]:
-        problems = [problem for problem in (self._store_problem, self._mirror_problem) if problem]
+        problems = [] if self._store_problem is None else [self._store_problem]
         for stream in self._streams.values():
             view = stream.view
+            if lost := self._lost_credit(view.worker):
+                problems.append(f"worker {view.worker.worker_id} (rank {view.worker.dp_rank}): {lost}")
             if view.state is not StreamState.LIVE or view.catalog.problem is not None:
                 why = view.reason or view.catalog.problem or ""
                 problems.append(
@@ -310,9 +325,23 @@ class Core:
         try:
             self._mirror.add(worker, place, hashes)
         except MirrorFull as error:
-            if self._mirror_problem is None:
+            self._metrics.mirror_refused_blocks.labels(self._metrics.worker_label(worker)).inc(len(hashes))
+            if self._refused(worker) == len(hashes):
                 log.warning("mirror full", extra={"worker": worker, "reason": str(error)})
-            self._mirror_problem = f"{error}; blocks that found no room earn no credit"
+
+    def _refused(self, worker: WorkerKey) -> int:
+        """Blocks of its epoch that found no room in the mirror."""
+        known = self._mirror.worker(worker)
+        return 0 if known is None else known.refused_blocks
+
+    def _lost_credit(self, worker: WorkerKey) -> str:
+        refused = self._refused(worker)
+        if not refused:
+            return ""
+        return (
+            f"{refused} of its blocks found no room in memory and earn no credit until it begins anew: raise mirror_budget_bytes "
+            f"({self._config.mirror_budget_bytes}), or let this router follow fewer workers"
+        )
 
     async def _follow_logs(self) -> None:
         while True:
@@ -392,6 +421,7 @@ class Core:
             "blocks": metrics.ingest_blocks,
             "broken": metrics.ingest_broken_events,
             "unknown": metrics.ingest_unknown_events,
+            "refused": metrics.ingest_refused_blocks,
             "gaps": metrics.stream_gaps,
             "missed_batches": metrics.stream_missed_batches,
             "ghost_blocks": metrics.stream_ghost_blocks,

@@ -34,7 +34,7 @@ from kvrouter.router.hashing import HashScheme
 from kvrouter.router.identity import HashIdentity, Standing
 from kvrouter.router.names import CPU, STORAGE, Place
 from kvrouter.router.registration import NO_PATCH, CatalogSpec, Registration
-from kvrouter.router.residency import Residency, Runs
+from kvrouter.router.residency import MAX_BLOCKS, MAX_PLACES, Residency, Runs
 from kvrouter.router.states import StreamState
 from kvrouter.router.transitions import Change
 from kvrouter.router.vitals import EngineBack, EngineLost, EngineRestarted, EngineSame, VitalSign
@@ -45,6 +45,9 @@ REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
 OFFLOADED = frozenset({CPU, STORAGE})
 
 SILENT = "it was registered without an event endpoint, so what it holds is not known"
+
+# Combinations of group, medium, size, kind and window that the learner need not see again; an engine has some ten.
+MAX_SHAPES = 1_024
 
 # Meta fields of ours in Redis, beside those of the store.
 META_LEARNED = "learned"
@@ -89,6 +92,8 @@ class Tally(msgspec.Struct):
     # Blocks that were held when a snapshot of the same life showed that they are not there, and the other way round.
     ghost_blocks: int = 0
     lost_blocks: int = 0
+    # Blocks that the worker's own bounds left no room for: they earn no credit.
+    refused: int = 0
 
 
 class StoredScheme(msgspec.Struct, frozen=True):
@@ -169,6 +174,11 @@ class Ingest:
             return (
                 "the chunk size of the offload tier is not on the wire: its blocks earn credit only where they show that a chunk "
                 "is one block; register a catalog with offload_blocks_per_chunk"
+            )
+        if not self._incident and self.tally.refused:
+            return (
+                f"{self.tally.refused} blocks found no room: more than {MAX_BLOCKS:,} blocks, or more than {MAX_PLACES:,} places "
+                "(group, medium, owner); they earn no credit"
             )
         return self._incident
 
@@ -348,6 +358,7 @@ class Ingest:
 
     def _advance(self, seq: int) -> None:
         """Everything up to `seq` is in."""
+        self.tally.refused = self.blocks.refused_blocks
         self.seq = seq
         if self._first_seq is None:
             self._first_seq = seq
@@ -387,6 +398,9 @@ class Ingest:
 
     def _learn(self, event: BlockStored) -> None:
         shape = (event.group_idx, event.medium, event.block_size, event.kind, event.sliding_window)
+        if len(self._known_shapes) >= MAX_SHAPES:
+            # Only spares looking at events that say nothing new.
+            self._known_shapes.clear()
         if shape not in self._known_shapes or event.medium != "GPU":
             self._learner.stored(event)
             self._known_shapes.add(shape)

@@ -110,6 +110,9 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
             for slot in known.slots:
                 row_of_slot[slot] = row
                 row += 1
+            if not known.slots:
+                # It holds nothing, but the kernels look into its first row.
+                row += 1
             # Without full attention a prefix may be worth something although its beginning is gone.
             stops_early = stops_early and any(group.rule is Rule.FULL for group in groups)
             chunk = max(g.block_size for g in view.catalog.cacheable) * (view.catalog.blocks_per_chunk or 1)

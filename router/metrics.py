@@ -64,6 +64,12 @@ class Metrics:
         self.ingest_blocks = counter("ingest_blocks_total", "Block hashes taken in, stored or removed", "worker")
         self.ingest_broken_events = counter("ingest_broken_events_total", "Events that did not decode", "worker")
         self.ingest_unknown_events = counter("ingest_unknown_events_total", "Events of an unknown type", "worker")
+        self.ingest_refused_blocks = counter(
+            "ingest_refused_blocks_total", "Blocks over a worker's own bounds: they earn no credit", "worker"
+        )
+        self.mirror_refused_blocks = counter(
+            "mirror_refused_blocks_total", "Blocks that found no room in memory: they earn no credit", "worker"
+        )
         self.stream_gaps = counter("stream_gaps_total", "Gaps in the sequence of batches, filled or lost", "worker")
         self.stream_missed_batches = counter(
             "stream_missed_batches_total", "Batches that did not come by themselves, filled or lost", "worker"
@@ -122,6 +128,8 @@ class Metrics:
             self.ingest_blocks,
             self.ingest_broken_events,
             self.ingest_unknown_events,
+            self.ingest_refused_blocks,
+            self.mirror_refused_blocks,
             self.stream_gaps,
             self.stream_restarts,
             self.patch_heartbeats,

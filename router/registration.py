@@ -7,6 +7,13 @@ import msgspec
 
 from kvrouter.router.names import WorkerKey
 
+# The largest hybrid models have below ten groups. The hit rule's kernels have room for so many, and do not check.
+MAX_GROUPS = 64
+
+# Far over any engine's block (vLLM: up to some thousand tokens for Mamba) and any window; the product of two still fits the
+# kernels' int64.
+MAX_TOKENS = 2**31 - 1
+
 
 class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """One KV cache group as a user or the engine patch states it; sizes and windows in tokens."""

@@ -37,7 +37,7 @@ from kvrouter.router.identity import HashIdentity
 from kvrouter.router.ingest import META_LEARNED, Ingest
 from kvrouter.router.names import GPU, Place
 from kvrouter.router.registration import CatalogSpec, Registration
-from kvrouter.router.residency import EMPTY_SUM, PlaceSum, Runs
+from kvrouter.router.residency import EMPTY_SUM, MAX_PLACES, PlaceSum, Runs
 from kvrouter.router.states import StreamState
 from kvrouter.router.vitals import EngineBack, EngineRestarted, VitalSign
 
@@ -218,13 +218,16 @@ class ReportIngest(Ingest):
                 self.blocks.clear(place)
 
     def _load(self, snapshot: Snapshot) -> None:
-        """Make the residency what the snapshot says: in the same epoch where its seqs allow, else in a new one."""
+        """Make the residency what the snapshot says: in the same epoch where its seqs and places allow, else in a new one."""
         self.tally.snapshots += 1
         last = snapshot.next_seq - 1
+        places = _places_of(snapshot)
         goes_on = (
             self.report_epoch == snapshot.epoch
             and self.seq is not None
             and (last > self.seq or (last == self.seq and self._first_seq is not None))
+            # Places that are empty by now take room too; a new epoch has it all.
+            and len(places.keys() | self.blocks.places) <= MAX_PLACES
         )
         places = _places_of(snapshot)
         if self.report_epoch == snapshot.epoch:

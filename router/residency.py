@@ -22,6 +22,13 @@ Hashes = NDArray[np.uint64]
 
 MASK_64 = (1 << 64) - 1
 
+# An engine has some ten groups and a handful of media and owners; each place costs a table, a Redis key and a bit. As many as a
+# snapshot may have (events/report_snapshot.py), so that one that was taken in always fits.
+MAX_PLACES = 1_024
+
+# As many as a snapshot may have. 0.3 GB here and 0.8 GB in Redis; an offload tier of 2 TB with blocks of 128 KB has 16 million.
+MAX_BLOCKS = 20_000_000
+
 
 class PlaceSum(msgspec.Struct, frozen=True):
     """One place in three numbers: distinct blocks, physical copies, sum of the distinct hashes modulo 2**64."""
@@ -56,7 +63,11 @@ class _Held:
 class Residency:
     """The blocks of one worker. `up` and `down` follow its events; `take_changes` and `take_copies` empty what is pending."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_places: int = MAX_PLACES, max_blocks: int = MAX_BLOCKS) -> None:
+        self._max_places = max_places
+        self._max_blocks = max_blocks
+        # Copies that found no room: a place or a block too many. They earn no credit, and their removal later changes nothing.
+        self.refused_blocks = 0
         self._held: dict[Place, _Held] = {}
         self._pending: dict[Place, Transitions] = {}
         # New counts of blocks that have, or had, two copies or more.
@@ -70,7 +81,7 @@ class Residency:
     @property
     def pending_blocks(self) -> int:
         """Transitions that wait for a flush."""
-        return sum(transitions.count for transitions in self._pending.values())
+        return sum(transitions.count for transitions in self._pending.values()) + len(self._multiple)
 
     @property
     def bytes(self) -> int:
@@ -96,8 +107,12 @@ class Residency:
         }
 
     def up(self, place: Place, hashes: Hashes) -> None:
-        """One copy more of each hash, in order."""
-        held, pending = self._at(place)
+        """One copy more of each hash, in order; refused as a whole where it could outgrow a bound."""
+        at = self._at(place)
+        if at is None or self.blocks + len(hashes) > self._max_blocks:
+            self.refused_blocks += len(hashes)
+            return
+        held, pending = at
         now = held.table.up(hashes)
         held.copies += len(hashes)
         self._note(place, hashes, now, now >= 2, 0)
@@ -107,7 +122,10 @@ class Residency:
 
     def down(self, place: Place, hashes: Hashes) -> None:
         """One copy less of each hash, in order; of a block that is not here there is nothing to take."""
-        held, pending = self._at(place)
+        at = self._at(place)
+        if at is None:
+            return
+        held, pending = at
         was = held.table.down(hashes)
         held.copies -= int(np.count_nonzero(was))
         self._note(place, hashes, was, was >= 2, 1)
@@ -117,7 +135,10 @@ class Residency:
 
     def clear(self, place: Place) -> None:
         """Nothing is left in this place."""
-        held, pending = self._at(place)
+        at = self._at(place)
+        if at is None:
+            return
+        held, pending = at
         pending.left(held.table.hashes())
         for block_hash in held.table.multiples().tolist():
             self._multiple[place, block_hash] = 0
@@ -128,7 +149,11 @@ class Residency:
         for place in [place for place in self._held if place not in wanted]:
             self.clear(place)
         for place, (hashes, copied) in wanted.items():
-            held, pending = self._at(place)
+            at = self._at(place)
+            if at is None:
+                self.refused_blocks += len(hashes)
+                continue
+            held, pending = at
             before, after = held.table.hashes(), np.unique(hashes)
             pending.left(np.setdiff1d(before, after, assume_unique=True))
             pending.arrived(np.setdiff1d(after, before, assume_unique=True))
@@ -170,9 +195,16 @@ class Residency:
         self._multiple.clear()
         return copies
 
-    def _at(self, place: Place) -> tuple[_Held, Transitions]:
+    @property
+    def blocks(self) -> int:
+        """Distinct blocks of all places."""
+        return sum(len(held.table) for held in self._held.values())
+
+    def _at(self, place: Place) -> tuple[_Held, Transitions] | None:
         held = self._held.get(place)
         if held is None:
+            if len(self._held) >= self._max_places:
+                return None
             held = self._held[place] = _Held()
         pending = self._pending.get(place)
         if pending is None:

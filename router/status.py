@@ -61,3 +61,5 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     recovery: Recovery
     last_event_age_s: float | None
     patch: PatchStatus | None = None
+    # Blocks that it holds and that found no room here, so that they earn no credit: `reason` says why.
+    refused_blocks: int = 0

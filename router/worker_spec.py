@@ -14,16 +14,13 @@ import msgspec
 
 from kvrouter.router.errors import SettingError
 from kvrouter.router.names import WorkerKey
-from kvrouter.router.registration import NO_PATCH, CatalogSpec, Registration
+from kvrouter.router.registration import MAX_TOKENS, NO_PATCH, CatalogSpec, Registration
 
 # Names become Redis keys, labels and log fields; longer ones are a mistake or an attack.
 MAX_NAME_CHARS = 512
 
 # Data-parallel ranks are counted from 0; vLLM's largest deployments have some hundreds.
 MAX_DP_RANK = 65_535
-
-# Far over any engine's block (vLLM: up to some thousand tokens for Mamba) and any window.
-MAX_TOKENS = 2**31 - 1
 
 HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 

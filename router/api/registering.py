@@ -8,11 +8,11 @@ import msgspec
 from kvrouter.router.api.bodies import CatalogBody, GroupBody, RegisterBody, UnregisterBody, WorkerPatch, model_of
 from kvrouter.router.errors import BadQuestion
 from kvrouter.router.names import WorkerKey
-from kvrouter.router.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, GroupSpec, Registration
 from kvrouter.router.worker_spec import (
     HASH_ALGOS,
     MAX_DP_RANK,
-    MAX_TOKENS,
+    MAX_NAME_CHARS,
     endpoint_problem,
     name_problem,
     none_hash_problem,
@@ -35,8 +35,10 @@ GROUP_KINDS = (
     "unknown",
 )
 
-# The largest hybrid models have below ten groups; the matcher keeps a bit for each group and medium.
-MAX_GROUPS = 64
+
+# As many as an engine with the patch keeps (engine_patch/tap.py), with paths that a file system takes.
+MAX_LORAS = 1_024
+MAX_PATH_CHARS = 4_096
 
 
 def registration_of(body: RegisterBody) -> Registration:
@@ -125,6 +127,13 @@ def catalog_of(body: CatalogBody) -> CatalogSpec:
     _check_number("catalog.offload_blocks_per_chunk", body.offload_blocks_per_chunk)
     if body.hash_algo is not None and body.hash_algo not in HASH_ALGOS:
         raise BadQuestion(f"catalog.hash_algo must be one of {', '.join(HASH_ALGOS)}")
+    loras = body.lora_paths or {}
+    if len(loras) > MAX_LORAS:
+        raise BadQuestion(f"catalog.lora_paths has {len(loras)} entries; at most {MAX_LORAS} are possible")
+    for name, path in loras.items():
+        _check_length("catalog.lora_paths", name, MAX_NAME_CHARS)
+        _check_length("catalog.lora_paths", path, MAX_PATH_CHARS)
+    _check_length("catalog.none_hash_seed", str(body.none_hash_seed or ""), MAX_NAME_CHARS)
     if body.none_hash is not None:
         _check("catalog.none_hash", none_hash_problem(body.none_hash))
     return CatalogSpec(
@@ -136,7 +145,7 @@ def catalog_of(body: CatalogBody) -> CatalogSpec:
         none_hash_seed=None if body.none_hash_seed is None else str(body.none_hash_seed),
         partial_hits=body.partial_hits,
         offload_blocks_per_chunk=body.offload_blocks_per_chunk,
-        lora_paths=body.lora_paths or {},
+        lora_paths=loras,
     )
 
 
@@ -173,11 +182,17 @@ def _check_addresses(registration: Registration) -> None:
     if registration.url is not None:
         _check("url", url_problem(registration.url))
     _check_number("block_size", registration.block_size)
+    _check_length("lora_name", registration.lora_name or "", MAX_NAME_CHARS)
 
 
 def _check_number(field: str, value: int | None, least: int = 1, most: int = MAX_TOKENS) -> None:
     if value is not None and not least <= value <= most:
         raise BadQuestion(f"{field} must be a whole number, {least} to {most}")
+
+
+def _check_length(field: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise BadQuestion(f"{field} has a text of {len(text)} characters; at most {most} are possible")
 
 
 def _check(field: str, problem: str | None) -> None:

@@ -32,8 +32,9 @@ from kvrouter.router.names import WorkerKey
 BLOCK_S = 1.0
 # Entries of one log a read: bounds the memory of one reply (2,048 transitions are 16 KiB), not the rate.
 ENTRIES_PER_READ = 64
-# Replies read ahead of the consumer; then the follower waits, and the log is the queue.
-READ_AHEAD = 16
+# Replies read ahead of the consumer; then the follower waits, and the log is the queue. A reply is no larger than the logs that it
+# reads (LOG_BYTES each in index/store.py), and usually far smaller.
+READ_AHEAD = 4
 # Pause before reconnecting: doubled from the first to the last, spread by half so that routers do not return in step.
 RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 2.0

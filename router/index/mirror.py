@@ -42,6 +42,8 @@ class WorkerSlots(msgspec.Struct):
     epoch: str
     slots: list[int]
     places: dict[Place, int]
+    # Blocks of this epoch that found no room, so that they earn no credit.
+    refused_blocks: int = 0
 
 
 class Mirror:
@@ -60,7 +62,6 @@ class Mirror:
         self._next_slot = 0
         self._workers: dict[WorkerKey, WorkerSlots] = {}
         self._sweep_at = 0
-        self.refused_blocks = 0
         # Changes whenever a slot or a place does, so that arrays made from them can be kept until then.
         self.version = 0
 
@@ -85,7 +86,8 @@ class Mirror:
         """Void what is known of `worker` at once and start an empty epoch; the old records are swept later."""
         self.forget(worker)
         self.version += 1
-        self._workers[worker] = WorkerSlots(epoch, [self._take_slot()], {})
+        # Slots come with the first blocks, so that a table without a free one still knows the worker.
+        self._workers[worker] = WorkerSlots(epoch, [], {})
 
     def forget(self, worker: WorkerKey) -> None:
         """Void what is known of `worker` at once."""
@@ -101,17 +103,26 @@ class Mirror:
         if place.medium not in TIERS or not len(hashes):
             return
         known = self._workers[worker]
-        index = known.places.get(place)
-        if index is None:
-            index = known.places[place] = len(known.places)
-            self.version += 1
-            if index // BANK_BITS == len(known.slots):
-                known.slots.append(self._take_slot())
-        self._make_room(len(hashes))
+        try:
+            index = self._index(known, place)
+            self._make_room(len(hashes))
+        except MirrorFull:
+            known.refused_blocks += len(hashes)
+            raise
         slot = known.slots[index // BANK_BITS]
         kernels.add(
             self._keys, self._heads, self._records, self._state, self._slot_records, slot, index % BANK_BITS, hashes
         )
+
+    def _index(self, known: WorkerSlots, place: Place) -> int:
+        index = known.places.get(place)
+        if index is None:
+            index = len(known.places)
+            if index // BANK_BITS == len(known.slots):
+                known.slots.append(self._take_slot())
+            known.places[place] = index
+            self.version += 1
+        return index
 
     def discard(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
         """Blocks stopped being resident; unknown ones are left alone."""
@@ -178,7 +189,6 @@ class Mirror:
         if (keys, records) == (len(self._keys), len(self._records)):
             return
         if keys * BYTES_PER_KEY + records * BYTES_PER_RECORD > self._budget_bytes:
-            self.refused_blocks += count
             raise MirrorFull(f"the mirror's budget of {self._budget_bytes} bytes is spent: raise mirror_budget_bytes")
         if keys != len(self._keys):
             new_keys = np.empty(keys, np.uint64)

@@ -54,6 +54,9 @@ T = TypeVar("T")
 # seconds behind before it must load anew, which takes a fraction of a second; at 2,048 transitions a commit a full
 # log is 16 MiB.
 LOG_ENTRIES = 1_024
+# About how many bytes of each worker's log are kept where commits are larger than that (a flood, a snapshot): some of its entries
+# then go earlier, and a follower that was behind loads anew. One entry is kept however large.
+LOG_BYTES = 64 * 1024**2
 # A lease renewal or a take-over may touch the watched keys between check and EXEC; either happens once in seconds.
 CONFLICTS_MAX = 8
 # SMEMBERS of 10^6 hashes takes about 0.2 s of the server's one thread; several routers may load at once.
@@ -238,7 +241,9 @@ class IndexStore:
         raise StoreError(f"{meta} kept changing while it was written; more than one router writes it: see their leases")
 
     def _xadd(self, worker: WorkerKey, fields: list[bytes]) -> bytes:
-        return command("XADD", keys.log(worker), "MAXLEN", "~", self._log_entries, "*", *fields)
+        size_bytes = sum(map(len, fields))
+        entries = max(1, min(self._log_entries, LOG_BYTES // size_bytes))
+        return command("XADD", keys.log(worker), "MAXLEN", "~", entries, "*", *fields)
 
     # -- reading
 

@@ -97,7 +97,13 @@ def test_a_full_mirror_refuses_and_keeps_what_it_has() -> None:
     with pytest.raises(MirrorFull, match="mirror_budget_bytes"):
         mirror.add(worker, place, np.arange(100_000, dtype=np.uint64))
     assert len(mirror.held(worker, place)) == 500
-    assert mirror.refused_blocks == 100_000
+    known = mirror.worker(worker)
+    assert known is not None
+    assert known.refused_blocks == 100_000
+    mirror.begin_epoch(worker, "f")
+    known = mirror.worker(worker)
+    assert known is not None
+    assert known.refused_blocks == 0
 
 
 @settings(max_examples=40, deadline=None)

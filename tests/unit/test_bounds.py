@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one stream may make the router hold, driven over each bound: docs/bounds.md lists them. No sockets."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvrouter.events.codec import BatchDecoder, encode_batch
+from kvrouter.events.items import Batch, Connected, ReplayFinished, fingerprint
+from kvrouter.events.messages import MAX_NAME_CHARS
+from kvrouter.events.report import (
+    CatalogMessage,
+    DeclaredCatalog,
+    Events,
+    Heartbeat,
+    Hello,
+    PlaceSummary,
+    ReportRemoved,
+    ReportStored,
+)
+from kvrouter.events.report_decode import MAX_CATALOG_BYTES, Unreadable, read_answer, read_report
+from kvrouter.events.report_items import Loaded, Snapshot, SnapshotPlace
+from kvrouter.events.wire import WireRemoved, WireStored
+from kvrouter.router.catalog import MAX_BLOCK_SIZES
+from kvrouter.router.geometry import BANK_BITS
+from kvrouter.router.hit_rule import MAX_SPEC_GROUPS
+from kvrouter.router.index import mirror as mirrors
+from kvrouter.router.index.mirror import Mirror, MirrorFull
+from kvrouter.router.ingest import MAX_SHAPES
+from kvrouter.router.match import Plans, WorkerView
+from kvrouter.router.names import GPU, Place, WorkerKey
+from kvrouter.router.registration import MAX_GROUPS, MAX_TOKENS, Registration
+from kvrouter.router.report_ingest import ReportIngest
+from kvrouter.router.residency import MAX_PLACES, Residency
+from kvrouter.router.states import StreamState
+
+WORKER = WorkerKey("m", "w")
+
+
+def make() -> ReportIngest:
+    numbers = count()
+    registration = Registration(WORKER, events="tcp://127.0.0.1:1", replay="tcp://127.0.0.1:2")
+    ingest = ReportIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
+    ingest.apply(Connected(), 1.0)
+    ingest.apply(ReplayFinished(None, None, 0), 1.0)
+    return ingest
+
+
+def feed(ingest: ReportIngest, seq: int, *events: Any) -> ReportIngest:
+    payload = encode_batch(1.0, list(events))
+    ingest.apply(Batch(seq, payload, fingerprint(payload), False), 1.0)
+    return ingest
+
+
+def stored(hashes: list[int], group: int = 0, **fields: Any) -> WireStored:
+    given: dict[str, Any] = {"block_size": 16, "medium": GPU, "kv_cache_spec_kind": "full_attention"} | fields
+    size, medium = given.pop("block_size"), given.pop("medium")
+    return WireStored(hashes, 77, [], size, None, medium, None, group_idx=group, **given)
+
+
+def hashes_of(*numbers: int) -> Any:
+    return np.array(numbers, np.uint64)
+
+
+def test_a_stream_cannot_invent_places_without_end() -> None:
+    owners = [stored([1], medium="FS", ownership=f"o{number}") for number in range(MAX_PLACES + 5)]
+    ingest = feed(make(), 0, *owners)
+    assert len(list(ingest.blocks.places)) == MAX_PLACES
+    assert ingest.tally.refused == 5
+    assert "5 blocks found no room" in ingest.reason
+    # Their removal later takes nothing, and what is known goes on being counted.
+    feed(ingest, 1, WireRemoved([1], "FS", 0, ownership=f"o{MAX_PLACES + 1}"), stored([2], medium="FS", ownership="o0"))
+    assert ingest.blocks.counts()["g0:FS:o0"] == 2
+    assert ingest.tally.refused == 5
+
+
+def test_a_removal_makes_no_place_beyond_the_bound() -> None:
+    residency = Residency(max_places=1)
+    residency.up(Place(0, GPU), hashes_of(1))
+    residency.down(Place(1, GPU), hashes_of(1))
+    residency.clear(Place(2, GPU))
+    assert list(residency.places) == [Place(0, GPU)]
+    assert residency.refused_blocks == 0
+
+
+def test_a_worker_holds_a_bounded_number_of_blocks_over_all_places() -> None:
+    residency = Residency(max_blocks=10)
+    residency.up(Place(0, GPU), hashes_of(*range(6)))
+    residency.up(Place(1, GPU), hashes_of(*range(6)))
+    assert (residency.blocks, residency.refused_blocks) == (6, 6)
+    residency.down(Place(0, GPU), hashes_of(0, 1))
+    residency.up(Place(1, GPU), hashes_of(*range(6)))
+    assert (residency.blocks, residency.refused_blocks) == (10, 6)
+
+
+def test_changed_copies_wait_within_the_bound_of_what_is_pending() -> None:
+    residency = Residency()
+    residency.up(Place(0, GPU), hashes_of(*range(100)))
+    residency.take_changes()
+    residency.up(Place(0, GPU), hashes_of(*range(100)))
+    assert residency.pending_blocks == 100
+
+
+def test_a_snapshot_finds_room_although_empty_places_had_it_all() -> None:
+    ingest = feed(make(), 0, *(stored([1], medium="FS", ownership=f"o{number}") for number in range(MAX_PLACES)))
+    places = [SnapshotPlace(g, GPU, None, hashes_of(1, 2), []) for g in range(3)]
+    ingest.apply(Loaded(Snapshot("a" * 16, 1.0, 5, places, [])), 1.0)
+    assert ingest.blocks.counts() == {"g0:GPU": 2, "g1:GPU": 2, "g2:GPU": 2}
+    more = [SnapshotPlace(g, "CPU", None, hashes_of(1), []) for g in range(MAX_PLACES - 2)]
+    ingest.apply(Loaded(Snapshot("a" * 16, 1.0, 9, more, [])), 1.0)
+    assert len(ingest.blocks.counts()) == MAX_PLACES - 2
+    assert ingest.state is StreamState.LIVE
+
+
+@pytest.mark.parametrize("fields", [{"medium": "x"}, {"ownership": "x"}, {"kv_cache_spec_kind": "x"}])
+def test_a_name_that_is_too_long_breaks_its_event(fields: dict[str, str]) -> None:
+    for size, broken in ((MAX_NAME_CHARS, 0), (MAX_NAME_CHARS + 1, 1)):
+        event = stored([1], **{name: text * size for name, text in fields.items()})
+        batch = BatchDecoder().decode(encode_batch(1.0, [event, stored([2])]))
+        assert (len(batch.events), len(batch.broken)) == (2 - broken, broken)
+
+
+def test_a_removal_with_a_name_that_is_too_long_voids_what_is_held() -> None:
+    ingest = feed(make(), 0, stored([1, 2]))
+    feed(ingest, 1, WireRemoved([1], "GPU", 0, ownership="x" * (MAX_NAME_CHARS + 1)))
+    assert ingest.blocks.counts() == {}
+    assert ingest.tally.broken == 1
+
+
+def test_reports_with_names_that_are_too_long_are_unreadable() -> None:
+    long = "x" * (MAX_NAME_CHARS + 1)
+    for event in (
+        ReportStored(b"", 0, long),
+        ReportStored(b"", 0, GPU, kind=long),
+        ReportRemoved(b"", 0, GPU, ownership=long),
+    ):
+        said = read_report(msgspec.msgpack.encode(Events("e" * 16, 1.0, 2.0, [event])))
+        assert isinstance(said, Unreadable)
+        assert said.uses_seq
+    beat = Heartbeat("e" * 16, 1.0, 2.0, 1.0, [PlaceSummary(0, long, 1, 1, 1)])
+    assert isinstance(read_report(msgspec.msgpack.encode(beat)), Unreadable)
+
+
+def test_a_declared_catalog_has_a_bound_in_bytes() -> None:
+    for size, kept in ((1_000, True), (MAX_CATALOG_BYTES, False)):
+        catalog = DeclaredCatalog(groups=[], lora_paths={"a": "x" * size})
+        said = read_report(msgspec.msgpack.encode(CatalogMessage("e" * 16, 1.0, 1, catalog)))
+        assert isinstance(said, CatalogMessage if kept else Unreadable)
+        hello = Hello(1, "e" * 16, 1.0, 0, "tcp://h:1", 1.0, catalog=catalog)
+        assert isinstance(read_answer([b"", msgspec.msgpack.encode(hello)]), Hello if kept else Unreadable)
+
+
+def test_the_learner_remembers_a_bounded_number_of_groups_sizes_and_shapes() -> None:
+    ingest = feed(make(), 0, *(stored([1], group) for group in range(10 * MAX_GROUPS)))
+    assert f"more than {MAX_GROUPS} KV cache groups" in (ingest.catalog.problem or "")
+    assert len(ingest.catalog.groups) == MAX_GROUPS
+    assert len(ingest._learner._seen) == MAX_GROUPS + 1
+    sizes = feed(make(), 0, *(stored([1], block_size=size) for size in range(1, 3 * MAX_SHAPES)))
+    assert "contradicts itself" in (sizes.catalog.problem or "")
+    assert len(sizes._learner._seen[0].block_sizes) == MAX_BLOCK_SIZES
+    assert len(sizes._known_shapes) <= MAX_SHAPES
+    assert len(sizes._learner.dump()) < 1_000
+
+
+def test_the_kernels_have_room_for_every_catalog_that_is_let_through() -> None:
+    assert MAX_GROUPS <= MAX_SPEC_GROUPS
+    assert (MAX_TOKENS + 1) ** 2 <= 2**63
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [stored([1], block_size=MAX_TOKENS + 1)],
+        [stored([1], block_size=MAX_TOKENS), stored([1], 1, block_size=MAX_TOKENS - 18, kv_cache_spec_kind="mamba")],
+        [stored([1]), stored([1], 1, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=2**64 - 1)],
+        [stored([1], block_size=MAX_TOKENS), stored([1, 2, 3], block_size=MAX_TOKENS, medium="CPU")],
+    ],
+)
+def test_sizes_that_no_kernel_can_hold_cost_that_worker_its_credit_and_no_other(events: list[Any]) -> None:
+    """A table of int64 once refused them with an exception, for all workers of the model."""
+    ingest = feed(make(), 0, *events)
+    good = feed(make(), 0, stored([1, 2]))
+    mirror = Mirror(1 << 24)
+    views = []
+    for name, each in (("bad", ingest), ("good", good)):
+        worker = WorkerKey("m", name)
+        mirror.begin_epoch(worker, each.epoch)
+        for place, block_hashes in ((Place(0, GPU), hashes_of(1, 2)),):
+            mirror.add(worker, place, block_hashes)
+        catalog, scheme = each.catalog, each.identity.scheme
+        views.append(WorkerView(worker, None, each.state, each.reason, each.epoch, catalog, scheme, {}))
+    plans = Plans.build(mirror, views)
+    assert [view.worker.worker_id for view, _ in plans.withheld] == ["bad"]
+    assert plans.by_hash is not None
+    assert [view.worker.worker_id for view in plans.by_hash.views] == ["good"]
+    assert "tokens" in plans.withheld[0][1]
+
+
+def test_a_table_without_a_free_slot_refuses_blocks_and_still_knows_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It once kept a place without a slot, and the next blocks of that place ended the task that follows the logs."""
+    monkeypatch.setattr(mirrors, "MAX_SLOTS", 1)
+    mirror = Mirror(1 << 24)
+    first, second = WorkerKey("m", "first"), WorkerKey("m", "second")
+    mirror.begin_epoch(first, "e")
+    for group in range(BANK_BITS):
+        mirror.add(first, Place(group, GPU), hashes_of(1))
+    for _ in range(2):
+        with pytest.raises(MirrorFull, match="worker slots"):
+            mirror.add(first, Place(BANK_BITS, GPU), hashes_of(1, 2))
+        mirror.discard(first, Place(BANK_BITS, GPU), hashes_of(1, 2))
+    mirror.begin_epoch(second, "e")
+    with pytest.raises(MirrorFull):
+        mirror.add(second, Place(0, GPU), hashes_of(1))
+    known = mirror.worker(second)
+    assert known is not None
+    assert known.refused_blocks == 1
+    # A worker without a slot can be judged: it holds nothing.
+    ingest = feed(make(), 0, stored([1, 2]))
+    scheme = ingest.identity.scheme
+    view = WorkerView(second, None, ingest.state, "", "e", ingest.catalog, scheme, {})
+    plans = Plans.build(mirror, [view])
+    assert plans.by_hash is not None
+    assert plans.by_hash.row_count == 1
