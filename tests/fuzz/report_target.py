@@ -188,7 +188,7 @@ def _life(epoch: str, *, request: int = 1, lost: bool = False) -> list[Step]:
         return Step(LIVE, seq, msgspec.msgpack.encode(message))
 
     def answers(request: int, next_seq: int) -> list[Step]:
-        made: list[Reply] = list(parts(ledger, request, epoch, next_seq, 3))
+        made: list[Reply] = list(parts(ledger, request, epoch, next_seq, 8))
         return [Step(ASKED), *(Step(ANSWER, 0, msgspec.msgpack.encode(part)) for part in made)]
 
     def events(seq: int) -> Step:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 _HEAD = struct.Struct("<BQH")
-MAX_STEPS = 12
+MAX_STEPS = 32
 
 
 class Step(NamedTuple):

@@ -18,7 +18,7 @@ from kvrouter.router.residency import Residency
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))
-from script import mutated
+from script import mutated, pack, unpack
 
 # Some seconds each.
 INPUTS = {"payload_target": 50_000, "stock_target": 1_500, "report_target": 4_000}
@@ -75,3 +75,9 @@ def test_a_miscount_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Residency, "down", lambda *_: None)
     with pytest.raises(AssertionError, match="differ from a recount"):
         fuzz("stock_target", 0)
+
+
+@pytest.mark.parametrize("name", list(INPUTS))
+def test_no_story_of_the_corpus_is_cut(name: str) -> None:
+    for data in importlib.import_module(name).corpus():
+        assert pack(unpack(data)) == data
