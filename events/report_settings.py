@@ -46,7 +46,8 @@ class ReportSettings(msgspec.Struct, frozen=True):
     # One turn of the loop: some 3 ms.
     turn_messages: int = 256
     turn_bytes: int = 1 << 20
-    receive_hwm: int = 20_000
+    # Messages that ZMQ holds unread, besides those that wait at the publisher.
+    receive_hwm: int = 2_048
     # Parts of a snapshot that wait unread, 64 KiB each: a snapshot is slowed down rather than piled up.
     snapshot_receive_hwm: int = 64
     # A larger message is damage; ZMQ drops the connection.

@@ -97,7 +97,7 @@ class Subscriber:
                 # Names a bad endpoint now, not at the first gap.
                 self._open_replay().close(linger=0)
             live = self._live = self._context.socket(zmq.SUB)
-            self._configure(live)
+            self._configure(live, settings.receive_hwm)
             live.setsockopt(zmq.HEARTBEAT_IVL, int(settings.heartbeat_s * 1000))
             live.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.heartbeat_s * 3000))
             self._monitor = live.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
@@ -165,10 +165,10 @@ class Subscriber:
         self._live = self._monitor = self._replay = None
         self._wake()
 
-    def _configure(self, socket: zmq.Socket[bytes]) -> None:
+    def _configure(self, socket: zmq.Socket[bytes], receive_hwm: int) -> None:
         settings = self._settings
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, settings.receive_hwm)
+        socket.setsockopt(zmq.RCVHWM, receive_hwm)
         socket.setsockopt(zmq.MAXMSGSIZE, settings.max_message_bytes)
         socket.setsockopt(zmq.RECONNECT_IVL, int(settings.reconnect_min_s * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(settings.reconnect_max_s * 1000))
@@ -305,7 +305,7 @@ class Subscriber:
         assert self._replay_endpoint is not None
         replay = self._context.socket(zmq.DEALER)
         try:
-            self._configure(replay)
+            self._configure(replay, self._settings.replay_receive_hwm)
             replay.connect(self._replay_endpoint)
         except BaseException:
             replay.close(linger=0)

@@ -10,7 +10,8 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import aiohttp
 import msgspec
@@ -42,8 +43,10 @@ from kvrouter.router.stream import WorkerStream
 
 log = logging.getLogger("kvrouter.core")
 
-# Log entries applied before the loop may answer questions again: about a millisecond at 2,048 transitions an entry.
+# Log entries applied before the loop may answer questions again, and transitions: about a millisecond at 2,048 an entry, and
+# some milliseconds for the largest entry there is (MAX_PENDING_BLOCKS of a stream).
 ENTRIES_PER_TURN = 8
+BLOCKS_PER_TURN = 32_768
 
 SWEEP_INTERVAL_S = 0.05
 GAUGE_INTERVAL_S = 1.0
@@ -345,11 +348,15 @@ class Core:
 
     async def _follow_logs(self) -> None:
         while True:
-            items = await self._follower.next()
-            for start in range(0, len(items), ENTRIES_PER_TURN):
-                for item in items[start : start + ENTRIES_PER_TURN]:
-                    await self._take(item)
-                await asyncio.sleep(0)
+            entries = blocks = 0
+            for item in in_turns(await self._follower.next()):
+                await self._take(item)
+                entries += 1
+                blocks += _size_blocks(item)
+                if entries >= ENTRIES_PER_TURN or blocks >= BLOCKS_PER_TURN:
+                    entries = blocks = 0
+                    await asyncio.sleep(0)
+            await asyncio.sleep(0)
 
     async def _take(self, item: FollowerItem) -> None:
         if isinstance(item, LogEntry):
@@ -440,6 +447,24 @@ class Core:
             metrics.stream_event_lag_seconds.labels(label).set(stream.lag_s)
         self._tallies[worker] = msgspec.structs.replace(now)
         metrics.set_stream_state(worker, stream.view.state.value)
+
+
+def in_turns(items: list[FollowerItem]) -> Iterator[FollowerItem]:
+    """Each worker's in its order, one of each worker in turn: a worker with many does not keep the others waiting."""
+    queues: dict[WorkerKey | None, deque[FollowerItem]] = {}
+    for item in items:
+        worker = item.worker if isinstance(item, LogEntry | Reload) else None
+        queues.setdefault(worker, deque()).append(item)
+    while queues:
+        for worker in list(queues):
+            yield queues[worker].popleft()
+            if not queues[worker]:
+                del queues[worker]
+
+
+def _size_blocks(item: FollowerItem) -> int:
+    changes = item.changes if isinstance(item, LogEntry) else ()
+    return sum(len(change.added) + len(change.removed) for change in changes)
 
 
 def _age_s(then: float | None, now: float) -> float | None:

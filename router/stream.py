@@ -39,7 +39,12 @@ from kvrouter.router.vitals import EngineBack, EngineLost, EngineRestarted, Vita
 log = logging.getLogger("kvrouter.stream")
 
 # Transitions that may wait for the store before the socket is left unread (then ZMQ buffers, and later the publisher drops: a gap).
-MAX_PENDING_BLOCKS = 1_000_000
+# They are one commit, so also what every router applies at once: some milliseconds. With a million, one worker that published as
+# fast as it could held up everybody's answers for a second.
+MAX_PENDING_BLOCKS = 65_536
+
+# How long one worker's items are taken in before everything else gets its turn.
+TURN_S = 0.002
 
 # Flushed batches whose way into the mirror is timed.
 MAX_TIMED = 1_024
@@ -448,13 +453,14 @@ class WorkerStream:
     ) -> None:
         while True:
             items = await subscriber.next()
-            now = self._clock()
+            now = turn = self._clock()
             for item in items:
                 self.ingest.apply(item, now)
                 if isinstance(item, Connected):
                     connected.set()
                     if self._checkup is not None:
                         self._checkup.ask_now()
+                turn = await self._share(turn, news, room)
             await self._taken_in(news, room)
 
     async def _receive_reports(
@@ -463,7 +469,7 @@ class WorkerStream:
         giving_up: asyncio.TimerHandle | None = None
         while True:
             items = await reports.next()
-            now = self._clock()
+            now = turn = self._clock()
             for item in items:
                 self.ingest.apply(item, now)
                 if isinstance(item, Silent | Heard) and giving_up is not None:
@@ -473,11 +479,20 @@ class WorkerStream:
                 if self.ingest.wants_snapshot is not None:
                     reports.ask_snapshot(self.ingest.wants_snapshot)
                     self.ingest.wants_snapshot = None
+                turn = await self._share(turn, news, room)
             await self._taken_in(news, room)
 
     async def _give_up(self, lost: asyncio.Event) -> None:
         await lost.wait()
         raise SourceChanged(f"the engine's patch was not heard for {REPORTS_LOST_S:.0f} s")
+
+    async def _share(self, turn: float, news: asyncio.Event, room: asyncio.Event) -> float:
+        """Lets others run, and the store catch up, once this worker's turn is over; returns when its turn began."""
+        if self._clock() - turn < TURN_S and self.ingest.blocks.pending_blocks <= MAX_PENDING_BLOCKS:
+            return turn
+        await self._taken_in(news, room)
+        await asyncio.sleep(0)
+        return self._clock()
 
     async def _taken_in(self, news: asyncio.Event, room: asyncio.Event) -> None:
         self._refresh()

@@ -30,8 +30,8 @@ from kvrouter.router.names import WorkerKey
 
 # How long one XREAD waits for news. Only a bound on how long a dead connection can look idle; news arrives at once.
 BLOCK_S = 1.0
-# Entries of one log a read: bounds the memory of one reply (2,048 transitions are 16 KiB), not the rate.
-ENTRIES_PER_READ = 64
+# Entries of one log a read: bounds the memory of one reply (2,048 transitions are 16 KiB, 65,536 are 512 KiB), not the rate.
+ENTRIES_PER_READ = 16
 # Replies read ahead of the consumer; then the follower waits, and the log is the queue. A reply is no larger than the logs that it
 # reads (LOG_BYTES each in index/store.py), and usually far smaller.
 READ_AHEAD = 4

@@ -7,6 +7,7 @@ import asyncio
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -21,13 +22,15 @@ from index_support import (
     World,
     apply,
     change,
+    hashes,
     held,
     next_items,
 )
 
 from kvrouter.router.index import keys
+from kvrouter.router.index import store as stores
 from kvrouter.router.index.follower import LogEntry, LogFollower, Reload, StoreBack, StoreLost
-from kvrouter.router.index.store import Commit, IndexStore, StoreError, StoreUnavailable
+from kvrouter.router.index.store import Change, Commit, IndexStore, StoreError, StoreUnavailable
 from kvrouter.router.names import Place, WorkerKey
 
 STEPS = st.lists(
@@ -238,6 +241,22 @@ class FollowLaws:
             assert 10 <= world.raw.xlen(keys.log(worker)) < 120
 
         world.run(body, log_entries=10)
+
+    def test_the_log_of_large_commits_is_bounded_in_bytes(self, world: World, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(stores, "LOG_BYTES", 100_000)
+
+        async def body(store: IndexStore) -> None:
+            worker = await world.owned(store)
+            for seq in range(30):
+                large = Change(GPU, np.arange(2_000 * seq, 2_000 * seq + 2_000, dtype=np.uint64), hashes())
+                assert await store.commit(Commit(worker, "e1", seq, seq, [large]), "me") is APPLIED
+            # 16 KB each; a stream's node of that size holds one entry.
+            assert world.raw.xlen(keys.log(worker)) == 6
+            huge = Change(GPU, np.arange(10**6, 10**6 + 20_000, dtype=np.uint64), hashes())
+            assert await store.commit(Commit(worker, "e1", 30, 30, [huge]), "me") is APPLIED
+            assert world.raw.xlen(keys.log(worker)) == 1
+
+        world.run(body)
 
     def test_a_worker_dropped_and_registered_again_is_reloaded(self, world: World):
         async def body(store: IndexStore) -> None:

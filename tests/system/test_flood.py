@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker that publishes as fast as it can, and one that holds more than there is room for: the others do not notice."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zmq
+from fake_engine import FakeEngine, prompt, stored
+from router_process import RouterError, RouterProcess
+
+from kvrouter.events.wire import WireStored
+
+FLOODER = Path(__file__).parents[1] / "support" / "flooder.py"
+MODEL, NOISY = "quiet-model", "noisy-model"
+ROUNDS = 25
+# A private mirror of the least size that there is: some 600,000 blocks.
+SMALL_BUDGET = 16 * 1024**2
+BATCH_BLOCKS = 20_000
+BATCHES = 60
+
+
+@contextmanager
+def flood(blocks: int) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """A publisher that never waits; its port."""
+    command = [sys.executable, str(FLOODER), str(blocks)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        yield int(process.stdout.readline()), process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.mark.parametrize("blocks", [1, 5_000])
+def test_a_flood_keeps_nobody_waiting(
+    blocks: int, router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
+) -> None:
+    quiet = FakeEngine(context)
+    engines.append(quiet)
+    name = f"quiet{blocks}"
+    router.request("POST", "/register", quiet.registration(name, MODEL))
+    router.wait_connected(name)
+    with flood(blocks) as (port, process):
+        noisy = {"worker_id": "noisy", "model": NOISY, "endpoint": f"tcp://127.0.0.1:{port}", "patch_endpoint": "off"}
+        router.request("POST", "/register", noisy)
+        router.wait_connected("noisy")
+        assert process.stdin is not None
+        process.stdin.write(b"go\n")
+        process.stdin.flush()
+        before = router.wait_seen("noisy", 100)["seq"]
+        for number in range(ROUNDS):
+            tokens = prompt(1_000 * blocks + number, 2)
+            # wait_seen fails after its generous deadline.
+            router.wait_seen(name, quiet.publish(stored(tokens, 0, 2)))
+            answer = router.request("POST", "/query", {"model": MODEL, "token_ids": tokens})["instances"][name]
+            assert (answer["gpu"], answer["state"]) == (32, "live")
+        # Else nothing was shown: it was followed all the while.
+        assert router.wait_seen("noisy", before + ROUNDS)["seq"] > before
+        router.unregister("noisy")
+    assert router.worker(name)["gaps"] == 0
+    assert "Traceback" not in router.log_tail()
+    router.unregister(name)
+
+
+def test_what_a_full_mirror_refuses_is_counted_and_told_and_the_rest_goes_on(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    context: zmq.Context[zmq.Socket[bytes]],
+    engines: list[FakeEngine],
+) -> None:
+    monkeypatch.setenv("KVROUTER_MIRROR_BUDGET_BYTES", str(SMALL_BUDGET))
+    monkeypatch.setenv("KVROUTER_MAX_WORKERS", "2")
+    small, large = FakeEngine(context), FakeEngine(context)
+    engines += [small, large]
+    rng = np.random.default_rng(1)
+    with RouterProcess(tmp_path) as router:
+        for name, engine in (("small", small), ("large", large)):
+            router.request("POST", "/register", engine.registration(name, MODEL))
+            router.wait_connected(name)
+        with pytest.raises(RouterError, match=r"409.*too_many_workers"):
+            router.request("POST", "/register", {"worker_id": "third", "model": MODEL, "url": "http://127.0.0.1:1"})
+        # The same one again, or another address of it, is no further worker.
+        router.request("POST", "/register", small.registration("small", MODEL, url="http://127.0.0.1:1"))
+        tokens = prompt(1)
+        router.wait_seen("small", small.publish(stored(tokens, 0, 12)))
+        for _ in range(BATCHES):
+            chain = [int(block_hash) for block_hash in rng.integers(2**33, 2**63, BATCH_BLOCKS)]
+            seq = large.publish(WireStored(chain, 7, [], 16, None, "GPU", None, None, 0, "full_attention"))
+        row = router.wait_seen("large", seq)
+        refused = row["refused_blocks"]
+        assert 0 < refused < BATCHES * BATCH_BLOCKS
+        assert f"{refused} of its blocks found no room" in row["reason"]
+        assert "mirror_budget_bytes" in row["reason"]
+        assert router.metric("kvrouter_mirror_refused_blocks_total", worker="large") == refused
+        assert router.metric("kvrouter_mirror_refused_blocks_total", worker="small") == 0
+        assert router.metric("kvrouter_mirror_bytes") <= SMALL_BUDGET
+        assert any("found no room" in reason for reason in router.request("GET", "/health")["reasons"])
+        assert router.worker("small")["refused_blocks"] == 0
+        answer = router.request("POST", "/query", {"model": MODEL, "token_ids": tokens})["instances"]
+        assert answer["small"]["gpu"] == 192
+        # A new life begins with what room there is.
+        large.restart()
+        row = router.wait_seen("large", large.publish(stored(tokens, 0, 12)))
+        answer = router.request("POST", "/query", {"model": MODEL, "token_ids": tokens})["instances"]
+        assert answer["small"]["gpu"] == 192
+        assert "Traceback" not in router.log_tail()
+
+
+def test_four_hundred_workers_have_sockets_enough(router: RouterProcess) -> None:
+    """ZMQ's own limit of 1,023 sockets and the usual one of 1,024 descriptors once ended at some hundreds."""
+    names = [f"many{number}" for number in range(400)]
+    for name in names:
+        body = {"worker_id": name, "model": "many", "endpoint": "tcp://127.0.0.1:9", "patch_endpoint": "off"}
+        router.request("POST", "/register", body)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        rows = [row for row in router.request("GET", "/workers")["workers"] if row["model"] == "many"]
+        if all(row["reason"] for row in rows):
+            break
+        time.sleep(0.1)
+    assert not [row["reason"] for row in rows if "cannot subscribe" in row["reason"]]
+    for name in names:
+        router.unregister(name)
+    assert "Traceback" not in router.log_tail()

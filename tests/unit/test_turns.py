@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose log entry comes next: each worker's in its order, and no worker waits for another's backlog."""
+
+from __future__ import annotations
+
+from kvrouter.router.core import in_turns
+from kvrouter.router.index.follower import FollowerItem, Reload, StoreBack
+from kvrouter.router.index.log import LogEntry
+from kvrouter.router.names import WorkerKey
+
+
+def entry(name: str, commit: int) -> LogEntry:
+    return LogEntry(WorkerKey("m", name), f"{commit}-0", commit, "e", commit, commit, False, [], {})
+
+
+def test_one_of_each_worker_in_turn() -> None:
+    backlog: list[FollowerItem] = [entry("noisy", number) for number in range(50)]
+    items = [*backlog, entry("quiet", 0), entry("quiet", 1), Reload(WorkerKey("m", "third"), "trimmed"), StoreBack(())]
+    taken = list(in_turns(items))
+    assert sorted(map(repr, taken)) == sorted(map(repr, items))
+    assert [getattr(item, "worker", WorkerKey("", "store")).worker_id for item in taken[:5]] == [
+        *("noisy", "quiet", "third", "store"),
+        "noisy",
+    ]
+    for name in ("noisy", "quiet"):
+        commits = [item.commit for item in taken if isinstance(item, LogEntry) and item.worker.worker_id == name]
+        assert commits == sorted(commits)
+
+
+def test_what_breaks_a_worker_s_log_keeps_its_place_in_it() -> None:
+    reload = Reload(WorkerKey("m", "a"), "trimmed")
+    assert list(in_turns([entry("a", 1), reload])) == [entry("a", 1), reload]
