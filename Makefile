@@ -44,6 +44,8 @@ test-engine:
 fuzz: $(VENV)/installed
 	$(PIP) install 'atheris>=3,<4'
 	$(BIN)/python tests/fuzz/run.py
+	KVROUTER_TEST_FUZZ_EXAMPLES=150 KVROUTER_TEST_FUZZ_PHASES=coverage,fuzzing,stateful \
+	    $(BIN)/python -m pytest -s tests/fuzz/test_openapi.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -14,7 +14,9 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrouter.router.api.asking import Asking
@@ -271,14 +273,24 @@ async def _on_store_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
+        # Starlette names the methods of the first route with this path only.
+        allowed = ", ".join(
+            sorted({method for route in request.app.state.routes for method in _methods(route, request)})
+        )
         text = f"{printable(request.scope['path'])} takes {allowed or 'another method'}, not {request.method}"
-        return _answer(request, MethodNotAllowed(text), error.headers)
+        return _answer(request, MethodNotAllowed(text), {"allow": allowed})
     if error.status_code == 404:
         return _answer(
             request, NotFound(f"there is no {printable(request.scope['path'])}; GET /docs lists what there is")
         )
     return _answer(request, BadQuestion(str(error.detail)))
+
+
+def _methods(route: BaseRoute, request: Request) -> Iterable[str]:
+    """What `route` takes, nothing when it has another path."""
+    if not isinstance(route, APIRoute) or not route.path_regex.match(request.scope["path"]):
+        return ()
+    return route.methods or ()
 
 
 async def _on_bad_parameter(request: Request, error: Exception) -> Response:
@@ -313,8 +325,11 @@ def build_api(core: CorePort, config: Config, metrics: Metrics, clock: Callable[
             Exception: _on_bug,
         },
     )
-    app.include_router(worker_routes(core))
-    app.include_router(watch_routes(core, metrics.registry, app, needs_key=config.api_key is not None))
+    watching = watch_routes(core, metrics.registry, app, needs_key=config.api_key is not None)
+    app.state.routes = []
+    for router in (worker_routes(core), watching):
+        app.include_router(router)
+        app.state.routes += router.routes
     asking = Asking(core, metrics, clock)
     hot: dict[str, HotHandler] = {
         "/query": asking.query,

@@ -31,11 +31,33 @@ SCHEMAS = (
     replies.ErrorReply,
 )
 
-# The endpoints that FastAPI does not know: path, what it is for, body, reply.
-HOT_OPERATIONS: tuple[tuple[str, str, type, type], ...] = (
-    ("/query", "How much of a prompt each worker would reuse, by token ids", bodies.QueryBody, replies.QueryReply),
-    ("/query_by_hash", "The same, by block hashes", bodies.QueryByHashBody, replies.QueryReply),
-    ("/select", "The worker that would compute the least, and why", bodies.SelectBody, replies.SelectReply),
+# What can be wrong, by status. No operation says `default`: a client, and the fuzzing, must be able to tell what it may get.
+PROBLEMS = {
+    400: "The body or a parameter cannot be read as what is asked for",
+    401: "The API key is missing or wrong",
+    404: "No such model or worker is registered",
+    409: "It contradicts what is registered, or there is no room for more workers",
+    413: "The body is over the limit",
+    503: "No worker can take it, or the store does not answer",
+}
+
+# The endpoints that FastAPI does not know: path, what it is for, body, reply, problems.
+HOT_OPERATIONS: tuple[tuple[str, str, type, type, tuple[int, ...]], ...] = (
+    (
+        "/query",
+        "How much of a prompt each worker would reuse, by token ids",
+        bodies.QueryBody,
+        replies.QueryReply,
+        (400, 404, 413),
+    ),
+    ("/query_by_hash", "The same, by block hashes", bodies.QueryByHashBody, replies.QueryReply, (400, 404, 413)),
+    (
+        "/select",
+        "The worker that would compute the least, and why",
+        bodies.SelectBody,
+        replies.SelectReply,
+        (400, 404, 413, 503),
+    ),
 )
 
 
@@ -44,12 +66,14 @@ def takes(kind: type) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": _content(kind)}}
 
 
-def gives(kind: type) -> dict[int | str, dict[str, Any]]:
-    """The answers of an operation, as FastAPI's `responses`."""
-    return {
-        200: {"description": "Done", "content": _content(kind)},
-        "default": {"description": "What is wrong, and what to do", "content": _content(replies.ErrorReply)},
-    }
+def gives(kind: type, *problems: int) -> dict[int | str, dict[str, Any]]:
+    """The answers of an operation, as FastAPI's `responses`. problems: statuses of PROBLEMS; 401 is added where there is a key."""
+    answers: dict[int | str, dict[str, Any]] = {200: {"description": "Done", "content": _content(kind)}}
+    return answers | {status: _problem(status) for status in problems}
+
+
+def _problem(status: int) -> dict[str, Any]:
+    return {"description": PROBLEMS[status], "content": _content(replies.ErrorReply)}
 
 
 def _content(kind: type) -> dict[str, Any]:
@@ -60,8 +84,8 @@ def _content(kind: type) -> dict[str, Any]:
 def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
     """The OpenAPI document of FastAPI's routes and the hot ones together."""
     found = app.openapi()
-    for path, summary, body, reply in HOT_OPERATIONS:
-        responses = {str(code): answer for code, answer in gives(reply).items()}
+    for path, summary, body, reply, problems in HOT_OPERATIONS:
+        responses = {str(code): answer for code, answer in gives(reply, *problems).items()}
         found["paths"][path] = {
             "post": {
                 "tags": ["asking"],
@@ -71,14 +95,22 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
                 **takes(body),
             }
         }
+    for operations in found["paths"].values():
+        for operation in operations.values():
+            # FastAPI's own answer to a wrong parameter, which ours (400) takes the place of.
+            operation["responses"].pop("422", None)
     _, schemas = msgspec.json.schema_components(SCHEMAS, ref_template=SCHEMA_REF)
     components = found.setdefault("components", {})
     components["schemas"] = schemas
     if needs_key:
         components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         found["security"] = [{"key": []}]
-        for path in ("/health", "/ready"):
-            found["paths"][path]["get"]["security"] = []
+        for path, operations in found["paths"].items():
+            for operation in operations.values():
+                if path in ("/health", "/ready"):
+                    operation["security"] = []
+                else:
+                    operation["responses"]["401"] = _problem(401)
     return found
 
 

@@ -24,7 +24,7 @@ def watch_routes(core: CorePort, registry: CollectorRegistry, app: FastAPI, *, n
         reasons = list(core.health())
         return respond(request, HealthReply("degraded" if reasons else "ok", reasons))
 
-    @router.get("/ready", summary="Can a worker be chosen?", operation_id="ready", responses=gives(ReadyReply))
+    @router.get("/ready", summary="Can a worker be chosen?", operation_id="ready", responses=gives(ReadyReply, 503))
     async def ready(request: Request) -> Response:
         """503 with the reason until it can."""
         reason = core.readiness()

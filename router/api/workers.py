@@ -72,7 +72,7 @@ def worker_routes(core: CorePort) -> APIRouter:
             summary="Register a worker",
             operation_id=name,
             openapi_extra=takes(RegisterBody),
-            responses=gives(RegisteredReply),
+            responses=gives(RegisteredReply, 400, 409, 413, 503),
         )
 
     @router.post(
@@ -80,7 +80,7 @@ def worker_routes(core: CorePort) -> APIRouter:
         summary="Drop a worker and its residency",
         operation_id="unregister",
         openapi_extra=takes(UnregisterBody),
-        responses=gives(RegisteredReply),
+        responses=gives(RegisteredReply, 400, 404, 413, 503),
     )
     async def unregister(request: Request) -> Response:
         body: UnregisterBody = await read(request, unregister_reader)
@@ -95,7 +95,7 @@ def worker_routes(core: CorePort) -> APIRouter:
         summary="Change a worker",
         operation_id="change_worker",
         openapi_extra=takes(WorkerPatch),
-        responses=gives(RegisteredReply),
+        responses=gives(RegisteredReply, 400, 404, 409, 413, 503),
     )
     async def patch(request: Request, worker_id: str) -> Response:
         """What is absent stays; null unsets. All ranks change, where dp_rank is absent."""
@@ -121,7 +121,7 @@ def worker_routes(core: CorePort) -> APIRouter:
         "/workers/{worker_id:name}",
         summary="Drop a worker and its residency",
         operation_id="drop_worker",
-        responses=gives(RegisteredReply),
+        responses=gives(RegisteredReply, 400, 404, 503),
     )
     async def delete(request: Request, worker_id: str, dp_rank: DpRank = None, model: Model = None) -> Response:
         return respond(request, await drop(worker_id, dp_rank, model))

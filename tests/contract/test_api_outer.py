@@ -95,7 +95,15 @@ def test_a_client_that_hangs_up_gets_no_answer_and_is_no_error(core: TinyCore) -
 
 @pytest.mark.parametrize(
     ("method", "path", "allowed"),
-    [("GET", "/query", "POST"), ("PUT", "/select", "POST"), ("PUT", "/register", "POST"), ("POST", "/health", "GET")],
+    [
+        *(
+            ("GET", "/query", "POST"),
+            ("PUT", "/select", "POST"),
+            ("PUT", "/register", "POST"),
+            ("POST", "/health", "GET"),
+        ),
+        *(("PUT", "/workers", "GET, POST"), ("OPTIONS", "/workers/a/b", "DELETE, PATCH")),
+    ],
 )
 def test_a_wrong_method_is_405_and_says_which_is_right(core: TinyCore, method: str, path: str, allowed: str) -> None:
     answer = call(build(core)[0], method, path)
