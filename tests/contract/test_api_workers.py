@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvrouter.router.api.registering import MAX_LORAS, MAX_PATH_CHARS
 from kvrouter.router.index.connection import StoreUnavailable
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.registration import CatalogSpec, GroupSpec, Registration
@@ -137,7 +138,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "named"), BAD)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        *BAD,
+        ({"catalog": {"lora_paths": {f"l{number}": "p" for number in range(MAX_LORAS + 1)}}}, "lora_paths"),
+        ({"catalog": {"lora_paths": {"l": "p" * (MAX_PATH_CHARS + 1)}}}, "lora_paths"),
+        ({"catalog": {"lora_paths": {"l" * 513: "p"}}}, "lora_paths"),
+        ({"catalog": {"none_hash_seed": "s" * 513}}, "none_hash_seed"),
+        ({"lora_name": "l" * 513}, "lora_name"),
+    ],
+)
 def test_a_bad_registration_is_400_and_names_the_field(core: TinyCore, change: dict[str, Any], named: str) -> None:
     answer = call(build(core)[0], "POST", "/register", {**BARE, **change})
     assert answer.status == 400

@@ -90,6 +90,11 @@ class RouterProcess:
         process.kill()
         process.wait()
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def log_tail(self) -> str:
         return self._log.read_text(errors="replace")[-4000:]
 

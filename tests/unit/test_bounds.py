@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one stream may make the router hold, driven over each bound: docs/bounds.md lists them. No sockets."""
+"""What one stream may make the router hold, driven over each bound: docs/bounds.md lists them."""
 
 from __future__ import annotations
 
+import asyncio
 from itertools import count
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from kvrouter.events.codec import BatchDecoder, encode_batch
-from kvrouter.events.items import Batch, Connected, ReplayFinished, fingerprint
+from kvrouter.events.items import Batch, Connected, Disconnected, ReplayFinished, StreamItem, fingerprint
 from kvrouter.events.messages import MAX_NAME_CHARS
 from kvrouter.events.report import (
     CatalogMessage,
@@ -25,6 +27,7 @@ from kvrouter.events.report import (
 )
 from kvrouter.events.report_decode import MAX_CATALOG_BYTES, Unreadable, read_answer, read_report
 from kvrouter.events.report_items import Loaded, Snapshot, SnapshotPlace
+from kvrouter.events.subscriber import Subscriber, SubscriberSettings
 from kvrouter.events.wire import WireRemoved, WireStored
 from kvrouter.router.catalog import MAX_BLOCK_SIZES
 from kvrouter.router.geometry import BANK_BITS
@@ -226,3 +229,33 @@ def test_a_table_without_a_free_slot_refuses_blocks_and_still_knows_the_worker(m
     plans = Plans.build(mirror, [view])
     assert plans.by_hash is not None
     assert plans.by_hash.row_count == 1
+
+
+def test_a_message_over_the_limit_costs_its_connection_and_not_the_stream() -> None:
+    async def follow() -> None:
+        with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PUB) as publisher:
+            publisher.setsockopt(zmq.LINGER, 0)
+            port = publisher.bind_to_random_port("tcp://127.0.0.1")
+            settings = SubscriberSettings(max_message_bytes=1_000, reconnect_min_s=0.01)
+            subscriber = Subscriber(f"tcp://127.0.0.1:{port}", context=context, settings=settings)
+            await subscriber.start()
+            seen: list[StreamItem] = []
+
+            async def until(kind: type[StreamItem], times: int = 1) -> None:
+                while sum(isinstance(item, kind) for item in seen) < times:
+                    seen.extend(await subscriber.next())
+
+            async with asyncio.timeout(20):
+                await until(Connected)
+                # The subscription travels a moment longer.
+                await asyncio.sleep(0.2)
+                publisher.send_multipart([b"", bytes(8), b"x" * 1_001])
+                await until(Disconnected)
+                assert not any(isinstance(item, Batch) for item in seen)
+                await until(Connected, 2)
+                await asyncio.sleep(0.2)
+                publisher.send_multipart([b"", bytes(8), b"x" * 1_000])
+                await until(Batch)
+            await subscriber.close()
+
+    asyncio.run(follow())

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a flooding neighbour costs a quiet worker: time from its batch to the answer that shows it, and of one /query meanwhile.
+
+The quiet worker publishes two blocks at a time and asks for them until they show; the neighbour, another engine of another model,
+publishes as fast as the router reads. Prints a table; `--json FILE` keeps every sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+from fake_engine import FakeEngine, prompt, stored
+from processes import rss_bytes
+from router_process import RouterProcess
+
+FLOODER = Path(__file__).resolve().parents[1] / "tests" / "support" / "flooder.py"
+MODEL, NOISY = "quiet", "noisy"
+# Block hashes in one batch of the flood: decoding's share grows with fewer, the store's and the mirror's with more.
+FLOODS = (None, 1, 100, 5_000)
+WARM_UP_S = 2.0
+PAUSE_S = 0.02
+
+
+def percentile_ms(samples_s: list[float], share: float) -> float:
+    ordered = sorted(samples_s)
+    return 1_000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def sample(router: RouterProcess, quiet: FakeEngine, rounds: int, first: int) -> tuple[list[float], list[float]]:
+    """(lags, times of single questions), in seconds."""
+    lags, questions = [], []
+    for number in range(rounds):
+        tokens = prompt(first + number, 2)
+        quiet.publish(stored(tokens, 0, 2))
+        published_s = time.perf_counter()
+        while True:
+            asked_s = time.perf_counter()
+            answer = router.request("POST", "/query", {"model": MODEL, "token_ids": tokens})
+            questions.append(time.perf_counter() - asked_s)
+            if answer["instances"]["quiet"]["gpu"] == 32:
+                break
+        lags.append(time.perf_counter() - published_s)
+        time.sleep(PAUSE_S)
+    return lags, questions
+
+
+def measure(blocks: int | None, rounds: int, context: zmq.Context[zmq.Socket[bytes]], folder: Path) -> dict[str, Any]:
+    with RouterProcess(folder) as router:
+        quiet = FakeEngine(context)
+        router.request("POST", "/register", quiet.registration("quiet", MODEL))
+        router.wait_connected("quiet")
+        # Each batch takes another way the first time.
+        sample(router, quiet, 20, 1)
+        flooder = None
+        before_seq = 0
+        began_s = time.perf_counter()
+        if blocks is not None:
+            command = [sys.executable, str(FLOODER), str(blocks)]
+            flooder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            assert flooder.stdin is not None
+            assert flooder.stdout is not None
+            endpoint = f"tcp://127.0.0.1:{int(flooder.stdout.readline())}"
+            noisy = {"worker_id": "noisy", "model": NOISY, "endpoint": endpoint, "patch_endpoint": "off"}
+            router.request("POST", "/register", noisy)
+            router.wait_connected("noisy")
+            flooder.stdin.write(b"go\n")
+            flooder.stdin.flush()
+            time.sleep(WARM_UP_S)
+            before_seq, began_s = router.worker("noisy")["seq"] or 0, time.perf_counter()
+        try:
+            lags, questions = sample(router, quiet, rounds, 1_000)
+            flooded = 0.0
+            if flooder is not None:
+                flooded = ((router.worker("noisy")["seq"] or 0) - before_seq) / (time.perf_counter() - began_s)
+            rss = rss_bytes(router.pid)
+        finally:
+            if flooder is not None:
+                flooder.kill()
+                flooder.wait()
+            quiet.close()
+    return {"blocks": blocks, "lags_s": lags, "questions_s": questions, "flood_batches_s": flooded, "rss_bytes": rss}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    results = []
+    print("| neighbour | its batches/s | lag p50 | lag p99 | /query p50 | /query p99 | router's memory |")
+    print("|---|---|---|---|---|---|---|")
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        for blocks in FLOODS:
+            with tempfile.TemporaryDirectory() as folder:
+                found = measure(blocks, given.rounds, context, Path(folder))
+            results.append(found)
+            lags, questions = found["lags_s"], found["questions_s"]
+            name = "none" if blocks is None else f"floods, {blocks} block(s) a batch"
+            cells = [name, f"{found['flood_batches_s']:,.0f}"]
+            cells += [f"{percentile_ms(each, share):.1f} ms" for each in (lags, questions) for share in (0.5, 0.99)]
+            print("| " + " | ".join([*cells, f"{found['rss_bytes'] >> 20} MB"]) + " |", flush=True)
+    if given.json is not None:
+        given.json.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
