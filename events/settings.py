@@ -41,3 +41,5 @@ class SubscriberSettings(msgspec.Struct, frozen=True):
     heartbeat_s: float = 5.0
     reconnect_min_s: float = 0.1
     reconnect_max_s: float = 2.0
+    # After a lost connection that does not come back: how often the socket is made anew.
+    reopen_s: float = 5.0

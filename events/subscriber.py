@@ -91,23 +91,14 @@ class Subscriber:
         if self._live is not None:
             raise RuntimeError("the subscriber was started before")
         self._loop = asyncio.get_running_loop()
-        settings = self._settings
         try:
             if self._replay_endpoint is not None:
                 # Names a bad endpoint now, not at the first gap.
                 self._open_replay().close(linger=0)
-            live = self._live = self._context.socket(zmq.SUB)
-            self._configure(live, settings.receive_hwm)
-            live.setsockopt(zmq.HEARTBEAT_IVL, int(settings.heartbeat_s * 1000))
-            live.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.heartbeat_s * 3000))
-            self._monitor = live.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
-            live.subscribe(self._topic)
-            live.connect(self._endpoint)
+            self._open_live()
         except BaseException:
             await self.close()
             raise
-        self._watch(live)
-        self._watch(self._monitor)
         if self._endpoint.startswith("inproc:"):
             # ZMQ reports no connections within a process.
             self._cursor.connected()
@@ -152,7 +143,27 @@ class Subscriber:
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
-        for socket in (self._live, self._monitor, self._replay):
+        self._close_live()
+        if self._replay is not None:
+            self._unwatch(self._replay)
+            self._replay.close(linger=0)
+            self._replay = None
+        self._wake()
+
+    def _open_live(self) -> None:
+        settings = self._settings
+        live = self._live = self._context.socket(zmq.SUB)
+        self._configure(live, settings.receive_hwm)
+        live.setsockopt(zmq.HEARTBEAT_IVL, int(settings.heartbeat_s * 1000))
+        live.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.heartbeat_s * 3000))
+        self._monitor = live.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+        live.subscribe(self._topic)
+        live.connect(self._endpoint)
+        self._watch(live)
+        self._watch(self._monitor)
+
+    def _close_live(self) -> None:
+        for socket in (self._live, self._monitor):
             if socket is not None:
                 self._unwatch(socket)
         if self._live is not None:
@@ -160,10 +171,19 @@ class Subscriber:
             self._live.close(linger=0)
         if self._monitor is not None:
             self._monitor.close(linger=0)
-        if self._replay is not None:
-            self._replay.close(linger=0)
-        self._live = self._monitor = self._replay = None
-        self._wake()
+        self._live = self._monitor = None
+
+    def _reopen(self) -> None:
+        """ZMQ connects again by itself, but never after a message over the limit or another breach of its protocol."""
+        try:
+            self._close_live()
+            self._open_live()
+        except zmq.ZMQError as error:
+            self._failure = error
+            self._wake()
+            return
+        self._arm("reopen", self._settings.reopen_s, self._reopen)
+        self._schedule()
 
     def _configure(self, socket: zmq.Socket[bytes], receive_hwm: int) -> None:
         settings = self._settings
@@ -292,10 +312,13 @@ class Subscriber:
                 return False
             event = parse_monitor_message(frames)["event"]
             if event == zmq.Event.HANDSHAKE_SUCCEEDED:
+                if "reopen" in self._timers:
+                    self._timers.pop("reopen").cancel()
                 self._cursor.connected()
                 self._on_connected()
             elif event == zmq.Event.DISCONNECTED:
                 self._cursor.disconnected()
+                self._arm("reopen", self._settings.reopen_s, self._reopen)
 
     def _on_connected(self) -> None:
         if self._replay_endpoint is not None:

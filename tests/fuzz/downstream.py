@@ -18,6 +18,7 @@ from kvrouter.router.registration import Registration
 from kvrouter.router.report_ingest import ReportIngest
 from kvrouter.router.residency import Residency
 from kvrouter.router.segments import SegmentMemory
+from kvrouter.router.states import CREDITED
 
 ASKED_TOKENS = 130
 BUDGET_BYTES = 1 << 20
@@ -107,6 +108,7 @@ class Downstream:
             worker=self._registration.worker,
             url=None,
             state=ingest.state,
+            credited=ingest.state in CREDITED,
             reason=ingest.reason,
             epoch=ingest.epoch,
             catalog=ingest.catalog,

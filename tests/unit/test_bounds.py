@@ -196,7 +196,7 @@ def test_sizes_that_no_kernel_can_hold_cost_that_worker_its_credit_and_no_other(
         for place, block_hashes in ((Place(0, GPU), hashes_of(1, 2)),):
             mirror.add(worker, place, block_hashes)
         catalog, scheme = each.catalog, each.identity.scheme
-        views.append(WorkerView(worker, None, each.state, each.reason, each.epoch, catalog, scheme, {}))
+        views.append(WorkerView(worker, None, each.state, True, each.reason, each.epoch, catalog, scheme, {}))
     plans = Plans.build(mirror, views)
     assert [view.worker.worker_id for view, _ in plans.withheld] == ["bad"]
     assert plans.by_hash is not None
@@ -225,7 +225,7 @@ def test_a_table_without_a_free_slot_refuses_blocks_and_still_knows_the_worker(m
     # A worker without a slot can be judged: it holds nothing.
     ingest = feed(make(), 0, stored([1, 2]))
     scheme = ingest.identity.scheme
-    view = WorkerView(second, None, ingest.state, "", "e", ingest.catalog, scheme, {})
+    view = WorkerView(second, None, ingest.state, True, "", "e", ingest.catalog, scheme, {})
     plans = Plans.build(mirror, [view])
     assert plans.by_hash is not None
     assert plans.by_hash.row_count == 1
@@ -236,7 +236,7 @@ def test_a_message_over_the_limit_costs_its_connection_and_not_the_stream() -> N
         with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PUB) as publisher:
             publisher.setsockopt(zmq.LINGER, 0)
             port = publisher.bind_to_random_port("tcp://127.0.0.1")
-            settings = SubscriberSettings(max_message_bytes=1_000, reconnect_min_s=0.01)
+            settings = SubscriberSettings(max_message_bytes=1_000, reopen_s=0.1)
             subscriber = Subscriber(f"tcp://127.0.0.1:{port}", context=context, settings=settings)
             await subscriber.start()
             seen: list[StreamItem] = []
