@@ -125,7 +125,7 @@ async def _start(config: Config, listener: socket.socket, stack: AsyncExitStack)
     settings = uvicorn.Config(
         outer,
         loop="none",
-        http=hot_protocol(outer, HttpLimits(max_connections=_connections_possible(config.max_connections))),
+        http=hot_protocol(outer, HttpLimits(max_connections=_connections_possible(HttpLimits().max_connections))),
         proxy_headers=False,
         ws="none",
         lifespan="off",
@@ -151,8 +151,8 @@ def _connections_possible(wanted: int) -> int:
     possible = min(wanted, files // FILES_PER_CONNECTION)
     if possible < wanted:
         log.warning(
-            "fewer connections than max_connections: the limit on open files is low; raise it (ulimit -n)",
-            extra={"max_connections": possible, "open_files": files},
+            "fewer connections than usual: the limit on open files is low; raise it (ulimit -n)",
+            extra={"connections": possible, "open_files": files},
         )
     return possible
 

@@ -98,10 +98,6 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: Annotated[
         int, msgspec.Meta(ge=1024, description="bytes, at least 1024: the largest request body")
     ] = 32 * 1024**2
-    # Gateways keep some tens of connections each; a connection that does nothing costs 20 kB here.
-    max_connections: Annotated[
-        int, msgspec.Meta(ge=8, le=1_000_000, description="8 to 1000000: the most connections of clients at a time")
-    ] = 4_096
     # How long a dead router's workers stay without ingest before another takes over. Renewed every third of it, so one
     # slow renewal does not lose it.
     lease_ttl_s: Annotated[

@@ -18,7 +18,6 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvrouter.router.api.asgi import OTHER_PATH, Answer, Outer
-from kvrouter.router.config import Config
 from kvrouter.router.errors import BadQuestion, HeadTooLarge, RouterError, TooManyConnections, TooSlow
 
 STATUS_LINES = {status: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
@@ -40,7 +39,8 @@ class HttpLimits(msgspec.Struct, frozen=True):
     body_timeout_s: float = 60.0
     # An answer is some kB, and clients wait for it.
     send_timeout_s: float = 30.0
-    max_connections: int = Config.max_connections
+    # Gateways keep some tens of connections each; one that does nothing costs some 20 kB here.
+    max_connections: int = 4_096
 
 
 class LimitedProtocol(HttpToolsProtocol):
@@ -65,9 +65,7 @@ class LimitedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self.limits.max_connections:
-            text = (
-                f"the router has {self.limits.max_connections} connections already; try again, or raise max_connections"
-            )
+            text = f"the router has {self.limits.max_connections} connections already; close idle ones, or run more routers"
             self._refuse("connections", TooManyConnections(text))
             return
         self._await((0, False))

@@ -64,7 +64,6 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "segment_memory_bytes": 0,
         "max_workers": 7,
         "max_body_bytes": 1024,
-        "max_connections": 8,
         "lease_ttl_s": 1.5,
         "suspect_credit_s": 0.5,
         "health_interval_s": 0.5,
