@@ -229,7 +229,6 @@ class ReportIngest(Ingest):
             # Places that are empty by now take room too; a new epoch has it all.
             and len(places.keys() | self.blocks.places) <= MAX_PLACES
         )
-        places = _places_of(snapshot)
         if self.report_epoch == snapshot.epoch:
             self._count_differences({place: hashes for place, (hashes, _) in places.items()})
         if not goes_on:
