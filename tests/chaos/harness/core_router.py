@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router under test without its HTTP: the real Core, over real sockets and a real store, looked into between two turns of its loop."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import zmq
+from prometheus_client import CollectorRegistry
+
+from kvrouter.router.config import Config
+from kvrouter.router.core import Core
+from kvrouter.router.index.store import IndexStore
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.question import Question
+from kvrouter.router.registration import NO_PATCH, CatalogSpec, Registration
+
+from .engines import MODEL, Engine, Kind
+from .history import Place
+
+LEASE_S = 2.0
+REPLAY_TIMEOUT_S = 0.5
+MIRROR_BYTES = 16 << 20
+
+
+class JumpingClock:
+    """Monotonic seconds, but for the jumps that it is told to make."""
+
+    def __init__(self) -> None:
+        self.offset_s = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.offset_s
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What a router says of one worker at one moment. credited: what earns credit now, by place; counts is what proofs were heard."""
+
+    worker: str
+    state: str
+    reason: str
+    epoch: str | None
+    seq: int | None
+    credited: dict[Place, frozenset[int]]
+    proofs: int
+
+
+class CoreRouter:
+    """One router in this process."""
+
+    def __init__(self, url: str, rng: random.Random, *, setup: Callable[[Core], None] | None = None) -> None:
+        self.clock = JumpingClock()
+        self._url, self._rng, self._setup = url, rng, setup
+
+    async def open(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._store = await IndexStore.open(self._url)
+        self.core = Core(
+            store=self._store,
+            config=Config(
+                lease_ttl_s=LEASE_S,
+                replay_timeout_s=REPLAY_TIMEOUT_S,
+                mirror_budget_bytes=MIRROR_BYTES,
+                segment_memory_bytes=0,
+            ),
+            metrics=Metrics(CollectorRegistry()),
+            zmq_context=self._context,
+            clock=self.clock,
+            rng=self._rng,
+        )
+        if self._setup is not None:
+            self._setup(self.core)
+        await self.core.start()
+
+    async def close(self) -> None:
+        await self.core.stop()
+        await self._store.close()
+        self._context.destroy(linger=0)
+
+    async def register(self, engine: Engine) -> None:
+        await self.core.register(
+            Registration(
+                WorkerKey(MODEL, engine.name),
+                events=engine.events.endpoint,
+                replay=engine.replay.endpoint if engine.kind is Kind.STOCK else None,
+                patch=engine.requests.endpoint if engine.kind is Kind.PATCHED else NO_PATCH,
+                catalog=CatalogSpec(offload_blocks_per_chunk=1),
+            )
+        )
+
+    def sample(self) -> list[Sample]:
+        """All workers, at one moment of the loop."""
+        core = self.core
+        plan = core._current_plans(MODEL).by_hash
+        judged = set() if plan is None else {view.worker for view in plan.views}
+        samples = []
+        for worker, stream in core._streams.items():
+            known = core._mirror.worker(worker)
+            credited: dict[Place, frozenset[int]] = {}
+            if worker in judged and known is not None:
+                for place in known.places:
+                    held = core._mirror.held(worker, place)
+                    if len(held):
+                        credited[tuple(place)] = frozenset(held.tolist())
+            view = stream.view
+            samples.append(
+                Sample(
+                    worker.worker_id,
+                    view.state.value,
+                    view.reason,
+                    stream.visible_epoch,
+                    stream.visible_seq,
+                    credited,
+                    stream.ingest.tally.heartbeats,
+                )
+            )
+        return samples
+
+    def gpu_hit(self, engine: Engine, tokens: list[int]) -> int:
+        """The tokens of a prompt that the router says this engine will reuse from its GPU."""
+        question = Question(MODEL, len(tokens), token_ids=np.array(tokens, np.int64))
+        (hit,) = [hit for hit in self.core.ask(question) if hit.worker.worker_id == engine.name]
+        return hit.gpu

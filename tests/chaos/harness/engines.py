@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A simulated engine under load, behind proxies: the simulator's block pool, tiers below it, and one or both event streams.
+
+Three kinds: STOCK has vLLM's event topic and a replay endpoint, PLAIN the topic alone, PATCHED also the engine patch's real reporter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import zmq
+
+from kvrouter.engine_patch.reporter import Reporter
+from kvrouter.engine_patch.settings import ReporterSettings
+from kvrouter.events.codec import encode_batch
+from kvrouter.events.report import (
+    DeclaredCatalog,
+    DeclaredGroup,
+    HashExample,
+    ReportCleared,
+    ReportEvent,
+    ReportRemoved,
+    ReportStored,
+    pack_hashes,
+)
+from kvrouter.events.wire import WireEvent, WireRemoved, WireStored
+from kvrouter.simulator.hashing import DEFAULT_SEED, extend_hashes, root_hash
+from kvrouter.simulator.pool import Cleared, Event, Removed, Stored
+from kvrouter.simulator.replica import Replica
+from kvrouter.simulator.shapes import Geometry
+from kvrouter.simulator.stream import to_wire
+
+from .history import Held, History, Life, Place
+from .publisher import ANY_PORT, ChaosPublisher
+from .tiers import Moved, Tiers, short
+from .wire import Wire
+
+# Between two looks at requests for a replay: vLLM needs up to 100 ms.
+TURN_S = 0.005
+# Steps of one engine: enough that every fault hits a stream that moves.
+STEP_S = 0.03
+HEARTBEAT_S = 0.1
+CHUNK_TOKENS = 64
+RESET_SHARE = 0.01
+OFFLOAD_SHARE = 0.5
+# Other prompts share a prefix with their like, so that blocks are reused, doubled and evicted.
+FAMILIES, PROMPTS = 4, 24
+MODEL = "chaos"
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+class Kind(StrEnum):
+    """What an engine offers a router that missed something."""
+
+    STOCK = "stock"
+    PLAIN = "plain"
+    PATCHED = "patched"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of an engine, in blocks and batches."""
+
+    geometry: Geometry
+    gpu_blocks: int
+    cpu_blocks: int
+    disk_blocks: int
+    ring: int = 10_000
+    hwm: int = 100_000
+    report_queue: int = 100_000
+
+
+class ProxiedReporter(Reporter):
+    """A reporter that names its proxy, not itself, to those who ask where it publishes."""
+
+    def __init__(self, public: str, **arguments: Any) -> None:
+        self._public = public
+        self.bound = ""
+        super().__init__(**arguments)
+
+    @property
+    def reports_endpoint(self) -> str:  # type: ignore[override]
+        return self._public
+
+    @reports_endpoint.setter
+    def reports_endpoint(self, bound: str) -> None:
+        self.bound = bound
+
+
+class Engine:
+    """One replica. `open`, then its load runs until `close`; faults are methods and the wires' attributes."""
+
+    def __init__(
+        self, name: str, kind: Kind, shape: Shape, *, context: Context, rng: random.Random, clock: Callable[[], float]
+    ) -> None:
+        self.name, self.kind, self.shape = name, kind, shape
+        self.history = History()
+        self.events, self.replay, self.requests, self.reports = Wire(), Wire(), Wire(), Wire()
+        self.loaded = True
+        self.paused = False
+        self.steps = 0
+        self._context, self._rng, self._clock = context, rng, clock
+        self.publisher: ChaosPublisher | None = None
+        self.reporter: ProxiedReporter | None = None
+        self.replica: Replica | None = None
+        self._tiers = Tiers(0, 0, rng)
+        self._stock_life: Life | None = None
+        self._report_life: Life | None = None
+        self._reported = 0
+        self._last: Held = {}
+        self._task: asyncio.Task[None] | None = None
+        self._failed: BaseException | None = None
+        self.prompts = _prompts(rng, shape)
+
+    @property
+    def wires(self) -> list[Wire]:
+        return [self.events, self.replay, self.requests, self.reports]
+
+    @property
+    def news_blocked(self) -> bool:
+        """What the engine says may not reach the router now."""
+        return self.paused or self.replica is None or any(wire.impaired for wire in self.wires)
+
+    def registration(self) -> dict[str, Any]:
+        """The body of POST /register."""
+        body: dict[str, Any] = {
+            "worker_id": self.name,
+            "model": MODEL,
+            "endpoint": self.events.endpoint,
+            "patch_endpoint": self.requests.endpoint if self.kind is Kind.PATCHED else "off",
+            "catalog": {"offload_blocks_per_chunk": 1},
+        }
+        return body | ({"replay_endpoint": self.replay.endpoint} if self.kind is Kind.STOCK else {})
+
+    async def open(self) -> None:
+        for wire in self.wires:
+            await wire.open()
+        self.start()
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self.stop()
+        for wire in self.wires:
+            await wire.close()
+        if self._failed is not None:
+            raise self._failed
+
+    def start(self, *, patched: bool = True) -> None:
+        """Begin a life with an empty cache, behind the same addresses."""
+        shape = self.shape
+        self.publisher = ChaosPublisher(self._context, replay=self.kind is Kind.STOCK, ring=shape.ring, hwm=shape.hwm)
+        self.replica = Replica(shape.geometry, shape.gpu_blocks, on_step=self._on_step, chunk_tokens=CHUNK_TOKENS)
+        self._tiers = Tiers(shape.cpu_blocks, shape.disk_blocks, self._rng)
+        self._last = {}
+        self._stock_life = self.history.begin("stock")
+        self.events.target = self.publisher.port
+        self.replay.target = self.publisher.replay_port
+        if self.kind is Kind.PATCHED and patched:
+            self._start_reporter()
+
+    def stop(self) -> None:
+        """kill -9: every connection breaks, and nothing is said any more."""
+        self.unpatch()
+        for wire in (self.events, self.replay):
+            wire.target = None
+            wire.cut()
+        if self.publisher is not None:
+            self.publisher.close()
+            self.publisher = None
+        self.replica = None
+        self.history.end(self._clock())
+
+    def unpatch(self) -> None:
+        """The patch alone ends; the engine goes on."""
+        for wire in (self.requests, self.reports):
+            wire.target = None
+            wire.cut()
+        if self.reporter is not None:
+            self.reporter.close()
+            self.reporter = None
+        if self._report_life is not None:
+            self._report_life.ended_s = self._clock()
+            self._report_life = None
+
+    def _start_reporter(self) -> None:
+        self._reported = 0
+        self.reporter = ProxiedReporter(
+            self.reports.endpoint,
+            requests=ANY_PORT,
+            reports=ANY_PORT,
+            settings=ReporterSettings(heartbeat_s=HEARTBEAT_S, max_queue_size=self.shape.report_queue),
+            context=self._context,
+            wall_clock=time.time,
+            clock=time.monotonic,
+            new_epoch=lambda: secrets.token_hex(8),
+            patch_version="chaos",
+        )
+        self.reporter.declare(_catalog(self.shape))
+        self._report_life = self.history.begin("reports")
+        self.requests.target = _port(self.reporter.requests_endpoint)
+        self.reports.target = _port(self.reporter.bound)
+
+    def stall_reporter(self, stall_s: float) -> None:
+        """The reporter's thread does nothing for so long: heartbeats and answers fail, its queue fills."""
+        if self.reporter is not None:
+            self._report(lambda: time.sleep(stall_s) or [])
+
+    def step(self) -> None:
+        """Serve one request, or reset the cache."""
+        assert self.replica is not None
+        self.steps += 1
+        if self._rng.random() < RESET_SHARE:
+            self.replica.reset_prefix_cache()
+        self.replica.run(self._rng.choice(self.prompts), max_tokens=self._rng.randint(1, 3))
+
+    def small_step(self) -> None:
+        """Serve a new prompt of one block: one batch, where the groups allow it."""
+        assert self.replica is not None
+        size = self.shape.geometry.scheduler_block_size
+        self.replica.run([self._rng.randrange(30_000) for _ in range(size + 1)])
+
+    def held(self) -> Held:
+        """What the engine could reuse now, by place."""
+        if self.replica is None:
+            return {}
+        found: dict[Place, set[int]] = {}
+        for key in self.replica.pool.resident():
+            found.setdefault((key.group_idx, "GPU", None), set()).add(short(key.block_hash))
+        found.update(self._tiers.held())
+        # Places that did not change share their sets: a history is long.
+        held: dict[Place, frozenset[int]] = {}
+        for place, blocks in found.items():
+            before = self._last.get(place)
+            held[place] = before if before is not None and before == blocks else frozenset(blocks)
+        self._last = held
+        return held
+
+    async def _run(self) -> None:
+        next_step_s = 0.0
+        try:
+            while True:
+                if self.replica is not None and not self.paused:
+                    assert self.publisher is not None
+                    self.publisher.serve()
+                    now = self._clock()
+                    if self.loaded and now >= next_step_s:
+                        self.step()
+                        next_step_s = now + STEP_S * self._rng.uniform(0.5, 1.5)
+                await asyncio.sleep(TURN_S)
+        except Exception as error:
+            # Told at the end: a schedule without load would prove nothing.
+            self._failed = error
+
+    def _on_step(self, events: list[Event]) -> None:
+        assert self.publisher is not None and self._stock_life is not None
+        wire: list[WireEvent] = []
+        report: list[ReportEvent] = []
+        for event in events:
+            wire.append(to_wire(event, self.shape.geometry))
+            self._translate(event, report)
+            if isinstance(event, Stored):
+                for block_hash in event.hashes:
+                    if self._rng.random() < OFFLOAD_SHARE:
+                        self._tiers.offload(event.group_idx, block_hash)
+            for move in self._tiers.take_moves():
+                wire.append(_wire_move(move))
+                report.append(_report_move(move))
+        held = self.held()
+        self._stock_life.note(self.publisher.publish(encode_batch(time.time(), wire, 0)), held)
+        if self.reporter is not None:
+            self._report(lambda: report)
+
+    def _report(self, make: Callable[[], Any]) -> None:
+        assert self.reporter is not None and self._report_life is not None
+        self._report_life.note(self._reported, self._last)
+        self.reporter.publish(make, self._reported)
+        self._reported += 1
+
+    def _translate(self, event: Event, report: list[ReportEvent]) -> None:
+        if isinstance(event, Cleared):
+            # Stock vLLM does not say which medium it empties, so all of them are; the patch says each.
+            for medium in ("CPU", "STORAGE"):
+                self._tiers.clear(medium)
+            report += [ReportCleared(medium, "reset") for medium in ("GPU", "CPU", "STORAGE")]
+        elif isinstance(event, Stored):
+            size = self.shape.geometry.groups[event.group_idx].block_size
+            report.append(ReportStored(pack_hashes(map(short, event.hashes)), event.group_idx, "GPU", size))
+        elif isinstance(event, Removed):
+            report.append(ReportRemoved(pack_hashes([short(event.key.block_hash)]), event.key.group_idx, "GPU"))
+
+
+def _wire_move(move: Moved) -> WireEvent:
+    if move.stored:
+        return WireStored(
+            [move.block_hash], None, [], 0, None, move.medium, None, group_idx=move.group_idx, ownership=move.owner
+        )
+    return WireRemoved([move.block_hash], move.medium, move.group_idx, ownership=move.owner)
+
+
+def _report_move(move: Moved) -> ReportEvent:
+    packed = pack_hashes([short(move.block_hash)])
+    if move.stored:
+        return ReportStored(packed, move.group_idx, move.medium, 0, ownership=move.owner)
+    return ReportRemoved(packed, move.group_idx, move.medium, ownership=move.owner)
+
+
+def _catalog(shape: Shape) -> DeclaredCatalog:
+    geometry = shape.geometry
+    size = geometry.hash_block_size
+    tokens = list(range(size))
+    example: list[bytes] = []
+    extend_hashes(example, tokens, size, root_hash(DEFAULT_SEED))
+    classes = {group_idx: number for number, ids in enumerate(geometry.classes) for group_idx in ids}
+    return DeclaredCatalog(
+        groups=[
+            DeclaredGroup(i, group.kind, group.block_size, group.sliding_window, spec_class=classes[i])
+            for i, group in enumerate(geometry.groups)
+        ],
+        hash_block_size=size,
+        scheduler_block_size=geometry.scheduler_block_size,
+        align=geometry.scheduler_block_size,
+        partial_hits=False,
+        hash_algo="sha256",
+        none_hash=root_hash(DEFAULT_SEED).hex(),
+        hash_example=HashExample(tokens, short(example[0])),
+        offload_blocks_per_chunk=1,
+    )
+
+
+def _prompts(rng: random.Random, shape: Shape) -> list[list[int]]:
+    size = shape.geometry.scheduler_block_size
+    families = [[rng.randrange(30_000) for _ in range(size * rng.randint(1, 4))] for _ in range(FAMILIES)]
+    return [
+        rng.choice(families) + [rng.randrange(30_000) for _ in range(rng.randint(1, size * 5))] for _ in range(PROMPTS)
+    ]
+
+
+def _port(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine held after each of its messages: the truth that a router's credit is judged by. Pure.
+
+It is read off the engine's own pool, never derived from events, so it shares nothing with the router's counting.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+# (group, medium, owner), as the router names them.
+Place: TypeAlias = tuple[int | None, str, str | None]
+Held: TypeAlias = Mapping[Place, frozenset[int]]
+
+NOTHING: Held = {}
+
+
+@dataclass(slots=True)
+class Life:
+    """One life of one stream. `seqs` grow, with holes where nothing was said; ended_s: None while it lasts."""
+
+    stream: str
+    number: int
+    ended_s: float | None = None
+    seqs: list[int] = field(default_factory=list)
+    states: list[Held] = field(default_factory=list)
+
+    @property
+    def last_seq(self) -> int | None:
+        return self.seqs[-1] if self.seqs else None
+
+    def note(self, seq: int, held: Held) -> None:
+        self.seqs.append(seq)
+        self.states.append(held)
+
+    def at(self, seq: int | None) -> Held | None:
+        """What was held after message `seq`; None when this life never said it."""
+        if seq is None:
+            return NOTHING
+        index = bisect_right(self.seqs, seq) - 1
+        if index < 0 or self.seqs[index] != seq:
+            return None
+        return self.states[index]
+
+    def last_change(self, place: Place, block: int) -> str:
+        """When a block last came and last went, for a trace."""
+        stored = removed = None
+        before = False
+        for seq, held in zip(self.seqs, self.states, strict=True):
+            now = block in held.get(place, ())
+            if now and not before:
+                stored = seq
+            elif before and not now:
+                removed = seq
+            before = now
+        return f"life {self.number} of {self.stream}: last stored at seq {stored}, last removed at {removed}"
+
+
+class History:
+    """All lives of one engine, on each of its streams."""
+
+    def __init__(self) -> None:
+        self.lives: list[Life] = []
+
+    def begin(self, stream: str) -> Life:
+        life = Life(stream, len(self.lives))
+        self.lives.append(life)
+        return life
+
+    def end(self, now_s: float) -> None:
+        for life in self.lives:
+            if life.ended_s is None:
+                life.ended_s = now_s
+
+    @property
+    def current(self) -> list[Life]:
+        return [life for life in self.lives if life.ended_s is None]

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What many schedules found: a table by fault kind, and the same as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from .engines import Kind
+from .schedule import Outcome
+
+HEAD = (
+    "| fault | schedules | faults | samples | ghosts while live | ghosts while marked | ghosts after | lost after: stock | plain | patched "
+    "| recovered p50 | p99 |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+)
+LIVE = frozenset(("live", "unhashable"))
+
+
+def rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """One row a fault kind, and one of all. Times in seconds; blocks during a fault are counted once a sample."""
+    by_fault: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_fault.setdefault(outcome.fault, []).append(outcome)
+    found = [_row(name, those) for name, those in sorted(by_fault.items())]
+    return [*found, _row("all", [one for those in by_fault.values() for one in those])]
+
+
+def table(outcomes: Iterable[Outcome]) -> str:
+    """Markdown."""
+    lines = [HEAD]
+    for row in rows(outcomes):
+        marked = ", ".join(f"{count} {state}" for state, count in sorted(row["ghosts_marked"].items())) or "0"
+        lost = " | ".join(str(row["lost_after"].get(kind.value, 0)) for kind in Kind)
+        times = " | ".join("-" if row[name] is None else f"{row[name]:.2f} s" for name in ("p50_s", "p99_s"))
+        lines.append(
+            f"| {row['fault']} | {row['schedules']} | {row['faults']} | {row['samples']} | {row['ghosts_live']} | {marked} "
+            f"| {row['ghosts_after']} | {lost} | {times} |"
+        )
+    return "\n".join(lines)
+
+
+def _row(name: str, outcomes: list[Outcome]) -> dict[str, Any]:
+    during: Counter[str] = Counter()
+    lost: Counter[str] = Counter()
+    for outcome in outcomes:
+        during += outcome.ghosts_during
+        lost += outcome.lost_after
+    times = sorted(seconds for outcome in outcomes for seconds in outcome.recovered_s)
+    return {
+        "fault": name,
+        "schedules": len(outcomes),
+        "failed": sum(bool(outcome.failures) for outcome in outcomes),
+        "faults": sum(outcome.faults for outcome in outcomes),
+        "samples": sum(outcome.samples for outcome in outcomes),
+        "ghosts_live": sum(count for state, count in during.items() if state in LIVE),
+        "ghosts_marked": {state: count for state, count in during.items() if state not in LIVE},
+        "ghosts_after": sum(outcome.ghosts_after for outcome in outcomes),
+        "lost_after": dict(lost),
+        "p50_s": _at(times, 0.50),
+        "p99_s": _at(times, 0.99),
+    }
+
+
+def _at(ordered: list[float], share: float) -> float | None:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None

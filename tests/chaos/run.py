@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make chaos`: random schedules of faults against the router, judged block by block.
+
+    python tests/chaos/run.py [--seed N] [--schedules N] [--only KIND] [--at-once N] [--json FILE]
+
+Exits 1 when any schedule credited a block wrongly or did not settle; the seed that is printed repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness.faults import FAULTS
+from harness.fleet import run_all
+from harness.report import rows, table
+from harness.schedule import MIXED, Outcome, Schedule
+
+# As many as keep two cores busy while each of them mostly waits.
+AT_ONCE = 8
+SCHEDULES = 240
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, help="the first seed; further schedules count up (default: by the clock)")
+    parser.add_argument("--schedules", type=int, help=f"how many (default: {SCHEDULES}, or 1 with --seed)")
+    parser.add_argument(
+        "--only", choices=[*FAULTS, MIXED], metavar="KIND", help=f"one of {', '.join([*FAULTS, MIXED])}"
+    )
+    parser.add_argument("--at-once", type=int, default=AT_ONCE, help=f"side by side (default: {AT_ONCE})")
+    parser.add_argument("--json", type=Path, help="where to write rows and outcomes")
+    options = parser.parse_args()
+    # What a router logs under faults is what it should; the trace has the states.
+    logging.disable(logging.CRITICAL)
+    first = int(time.time()) if options.seed is None else options.seed
+    count = options.schedules or (SCHEDULES if options.seed is None else 1)
+    begun_s = time.monotonic()
+    done: list[Outcome] = []
+
+    def tell(outcome: Outcome) -> None:
+        done.append(outcome)
+        verdict = "WRONG" if outcome.failures else "right"
+        print(
+            f"{len(done):4}/{count}  seed {outcome.seed}  {outcome.fault:28}  {outcome.faults:2} faults  "
+            f"{outcome.seconds:5.1f} s  {verdict}",
+            flush=True,
+        )
+        if outcome.failures:
+            print("\n".join(["", *outcome.failures, "", *outcome.trace, ""]), flush=True)
+            print(f"repeat: python tests/chaos/run.py --seed {outcome.seed} --only {outcome.fault}\n", flush=True)
+
+    print(f"{count} schedules from seed {first}", flush=True)
+    interrupted = False
+    try:
+        schedules = [Schedule(first + i, options.only) for i in range(count)]
+        asyncio.run(run_all(schedules, at_once=options.at_once, done=tell))
+    except KeyboardInterrupt:
+        interrupted = True
+    print(f"\n{table(done)}\n")
+    wrong = [outcome for outcome in done if outcome.failures]
+    print(
+        f"{len(done)} schedules in {time.monotonic() - begun_s:.0f} s, {len(wrong)} wrong; {os.cpu_count()} cores, "
+        f"{platform.machine()}, Python {platform.python_version()}"
+    )
+    if options.json is not None:
+        found = {"first_seed": first, "rows": rows(done), "outcomes": done}
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    return 130 if interrupted else int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
