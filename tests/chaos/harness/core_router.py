@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router under test without its HTTP: the real Core, over real sockets and a real store, looked into between two turns of its loop."""
+"""The router under test without its HTTP: the real Core over real sockets and a real store, looked into between two turns."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +23,8 @@ from .engines import MODEL, Engine, Kind
 from .history import Place
 
 LEASE_S = 2.0
-REPLAY_TIMEOUT_S = 0.5
+# Shorter than the default, so that a replay that does not come costs a schedule little; longer than our own loop ever stalls.
+REPLAY_TIMEOUT_S = 2.0
 MIRROR_BYTES = 16 << 20
 
 
@@ -40,7 +40,7 @@ class JumpingClock:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a router says of one worker at one moment. credited: what earns credit now, by place; counts is what proofs were heard."""
+    """What a router says of one worker at one moment. credited: what earns credit, by place; proofs: heartbeats heard."""
 
     worker: str
     state: str
@@ -54,9 +54,9 @@ class Sample:
 class CoreRouter:
     """One router in this process."""
 
-    def __init__(self, url: str, rng: random.Random, *, setup: Callable[[Core], None] | None = None) -> None:
+    def __init__(self, url: str, rng: random.Random) -> None:
         self.clock = JumpingClock()
-        self._url, self._rng, self._setup = url, rng, setup
+        self._url, self._rng = url, rng
 
     async def open(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -74,8 +74,6 @@ class CoreRouter:
             clock=self.clock,
             rng=self._rng,
         )
-        if self._setup is not None:
-            self._setup(self.core)
         await self.core.start()
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A simulated engine under load, behind proxies: the simulator's block pool, tiers below it, and one or both event streams.
 
-Three kinds: STOCK has vLLM's event topic and a replay endpoint, PLAIN the topic alone, PATCHED also the engine patch's real reporter.
+Three kinds: STOCK has vLLM's topic and a replay endpoint, PLAIN the topic alone, PATCHED the engine patch's real reporter too.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ class Engine:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
-        self.stop()
+        await self.stop()
         for wire in self.wires:
             await wire.close()
         if self._failed is not None:
@@ -169,10 +169,9 @@ class Engine:
         if self.kind is Kind.PATCHED and patched:
             self._start_reporter()
 
-    def stop(self) -> None:
+    async def stop(self) -> None:
         """kill -9: every connection breaks, and nothing is said any more."""
-        self.unpatch()
-        for wire in (self.events, self.replay):
+        for wire in self.wires:
             wire.target = None
             wire.cut()
         if self.publisher is not None:
@@ -180,18 +179,11 @@ class Engine:
             self.publisher = None
         self.replica = None
         self.history.end(self._clock())
-
-    def unpatch(self) -> None:
-        """The patch alone ends; the engine goes on."""
-        for wire in (self.requests, self.reports):
-            wire.target = None
-            wire.cut()
-        if self.reporter is not None:
-            self.reporter.close()
-            self.reporter = None
-        if self._report_life is not None:
-            self._report_life.ended_s = self._clock()
-            self._report_life = None
+        self._report_life = None
+        reporter, self.reporter = self.reporter, None
+        if reporter is not None:
+            # It waits for its thread, which may be stalled.
+            await asyncio.to_thread(reporter.close)
 
     def _start_reporter(self) -> None:
         self._reported = 0

@@ -178,7 +178,7 @@ async def wire_narrow(scene: Scene, engine: Engine) -> None:
 @_on(ALL)
 async def engine_restart(scene: Scene, engine: Engine) -> None:
     """kill -9, and a new life behind the same addresses."""
-    await _stop(engine)
+    await engine.stop()
     await scene.pause(0.0, 0.8)
     engine.start()
 
@@ -283,10 +283,10 @@ async def heartbeats_lost(scene: Scene, engine: Engine) -> None:
 @_on(frozenset({Kind.PATCHED}))
 async def patch_restart(scene: Scene, engine: Engine) -> None:
     """The patch alone begins anew, as after a failed plugin: the engine's cache is full and the ledger empty."""
-    await _stop(engine)
+    await engine.stop()
     engine.start(patched=False)
     await scene.pause(0.1, 0.6)
-    await _stop(engine)
+    await engine.stop()
     engine.start()
 
 
@@ -362,11 +362,6 @@ def _heal(engine: Engine) -> None:
         wire.heal()
 
 
-async def _stop(engine: Engine) -> None:
-    await asyncio.sleep(0)
-    engine.stop()
-
-
 async def _restart_unheard(scene: Scene, engine: Engine, further: int) -> None:
     """further: batches more than the old life had; of both streams, where there are two, the event topic counts."""
     engine.loaded = False
@@ -376,7 +371,7 @@ async def _restart_unheard(scene: Scene, engine: Engine, further: int) -> None:
     for wire in engine.wires:
         wire.refusing = True
         wire.cut()
-    await _stop(engine)
+    await engine.stop()
     engine.start()
     assert engine.publisher is not None
     while engine.publisher.next_seq < old + further:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from .core_router import Sample
 from .history import NOTHING, Held, History, Life, Place
 
-# From a broken connection, or the last word of a new life, to what the router shows: milliseconds. A machine under load takes longer.
+# From a broken connection, or the first word of a new life, to what the router shows: milliseconds; longer under load.
 NEWS_S = 2.0
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's publisher with every fault on order: batches lost, doubled, swapped; a replay that is short, silent or lies.
 
-Sends in the caller's thread, so that what was said at which seq is certain. `serve` answers replay requests and must be called often,
-as vLLM's publisher does between two batches.
+Sends in the caller's thread, so that what was said at which seq is certain. `serve` answers replay requests and must be called
+often, as vLLM's publisher does between two batches.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from .engines import Kind
 from .schedule import Outcome
 
 HEAD = (
-    "| fault | schedules | faults | samples | ghosts while live | ghosts while marked | ghosts after | lost after: stock | plain | patched "
-    "| recovered p50 | p99 |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| fault | schedules | faults | samples | ghosts while live | ghosts while marked | ghosts after "
+    "| lost after: stock | plain | patched | recovered p50 | p99 |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
 LIVE = frozenset(("live", "unhashable"))
 

@@ -39,6 +39,17 @@ class Valkey:
 
     async def start(self) -> None:
         """Starts on what the disk has."""
+        self._spawn()
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while True:
+                try:
+                    await self.ask("PING")
+                except (redis.RedisError, OSError):
+                    await asyncio.sleep(0.01)
+                else:
+                    return
+
+    def _spawn(self) -> None:
         with (self._folder / "valkey.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [
@@ -51,14 +62,6 @@ class Valkey:
                 stderr=log,
                 start_new_session=True,
             )
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while True:
-                try:
-                    await self.ask("PING")
-                except (redis.RedisError, OSError):
-                    await asyncio.sleep(0.01)
-                else:
-                    return
 
     def kill(self, *, keep_data: bool = True) -> None:
         """kill -9; what was not written out is lost, or everything."""

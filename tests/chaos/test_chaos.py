@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The short part of `make chaos`: fixed seeds, every kind of fault once."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+
+import pytest
+from harness.faults import FAULTS
+from harness.fleet import run_all
+from harness.report import table
+from harness.schedule import MIXED, Schedule
+
+FIRST_SEED = 20_000
+AT_ONCE = 8
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_no_ghosts_through_any_fault(capsys: pytest.CaptureFixture[str]) -> None:
+    schedules = [Schedule(FIRST_SEED + i, name) for i, name in enumerate([*FAULTS, MIXED, MIXED, MIXED])]
+    outcomes = asyncio.run(run_all(schedules, at_once=AT_ONCE))
+    print(table(outcomes))
+    wrong = [outcome for outcome in outcomes if outcome.failures]
+    texts = [
+        "\n".join(
+            [
+                f"seed {o.seed}, {o.fault} (python tests/chaos/run.py --seed {o.seed} --only {o.fault})",
+                *o.failures,
+                *o.trace,
+            ]
+        )
+        for o in wrong
+    ]
+    assert not wrong, "\n\n".join(texts)
+    assert all(outcome.faults and outcome.samples for outcome in outcomes)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The harness sees a router that is wrong: four defects, each put in at the door of the ingest, each found."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from harness.fleet import run_all
+from harness.schedule import Outcome, Schedule
+
+from kvrouter.events.items import Batch, GapLost, Restarted
+from kvrouter.events.report_items import NewEpoch, ReportBatch, ReportGap
+from kvrouter.router.report_ingest import ReportIngest
+
+# A defect need not show in each schedule, but does in one of these.
+SEEDS = range(30_000, 30_004)
+
+# What is wrong stays wrong: no need to wait for long.
+SETTLE_S = 6.0
+
+Apply = Callable[[ReportIngest, Any, float], None]
+honest: Apply = ReportIngest.apply
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def gap_ignored(ingest: ReportIngest, item: Any, now: float) -> None:
+    if not isinstance(item, GapLost | ReportGap):
+        honest(ingest, item, now)
+
+
+def restart_ignored(ingest: ReportIngest, item: Any, now: float) -> None:
+    if not isinstance(item, Restarted | NewEpoch):
+        honest(ingest, item, now)
+
+
+def batch_twice(ingest: ReportIngest, item: Any, now: float) -> None:
+    honest(ingest, item, now)
+    # Each one twice would cancel out: what came twice goes twice.
+    if isinstance(item, Batch | ReportBatch) and item.seq % 3 == 0:
+        honest(ingest, item, now)
+
+
+def removals_lost(ingest: ReportIngest, item: Any, now: float) -> None:
+    before = ingest.blocks.down
+    # The first of each run.
+    ingest.blocks.down = lambda place, hashes: before(place, hashes[1:])  # type: ignore[method-assign]
+    try:
+        honest(ingest, item, now)
+    finally:
+        del ingest.blocks.down
+
+
+def found(fault: str) -> list[Outcome]:
+    schedules = [Schedule(seed, fault, settle_s=SETTLE_S) for seed in SEEDS]
+    outcomes = asyncio.run(run_all(schedules, at_once=len(schedules)))
+    return [outcome for outcome in outcomes if outcome.failures]
+
+
+# A seq that does not continue what is committed is refused by the store, whatever the ingest thinks of it: there a worker never
+# settles in place of ghosts.
+@pytest.mark.parametrize(
+    ("defect", "fault", "seen"),
+    [
+        (gap_ignored, "batches_lost", "not settled"),
+        (restart_ignored, "engine_restart", "not settled"),
+        (batch_twice, "batches_doubled", "ghosts, first"),
+        (removals_lost, "wire_cut", "ghosts, first"),
+    ],
+)
+def test_a_defect_is_found_and_told(defect: Apply, fault: str, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ReportIngest, "apply", defect)
+    wrong = found(fault)
+    assert wrong
+    assert any(seen in text for outcome in wrong for text in outcome.failures)
+    assert all(any("WRONG" in line for line in outcome.trace) for outcome in wrong)
