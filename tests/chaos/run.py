@@ -21,10 +21,9 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from harness.faults import FAULTS
-from harness.fleet import run_all
+from harness.fleet import KINDS, run_all, schedule
 from harness.report import rows, table
-from harness.schedule import MIXED, Outcome, Schedule
+from harness.stage import Outcome
 
 # As many as keep two cores busy while each of them mostly waits.
 AT_ONCE = 8
@@ -35,9 +34,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="the first seed; further schedules count up (default: by the clock)")
     parser.add_argument("--schedules", type=int, help=f"how many (default: {SCHEDULES}, or 1 with --seed)")
-    parser.add_argument(
-        "--only", choices=[*FAULTS, MIXED], metavar="KIND", help=f"one of {', '.join([*FAULTS, MIXED])}"
-    )
+    parser.add_argument("--only", choices=KINDS, metavar="KIND", help=f"one of {', '.join(KINDS)}")
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help=f"side by side (default: {AT_ONCE})")
     parser.add_argument("--json", type=Path, help="where to write rows and outcomes")
     options = parser.parse_args()
@@ -63,7 +60,7 @@ def main() -> int:
     print(f"{count} schedules from seed {first}", flush=True)
     interrupted = False
     try:
-        schedules = [Schedule(first + i, options.only) for i in range(count)]
+        schedules = [schedule(first + i, options.only) for i in range(count)]
         asyncio.run(run_all(schedules, at_once=options.at_once, done=tell))
     except KeyboardInterrupt:
         interrupted = True

@@ -8,10 +8,8 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from harness.faults import FAULTS
-from harness.fleet import run_all
+from harness.fleet import KINDS, run_all, schedule
 from harness.report import table
-from harness.schedule import MIXED, Schedule
 
 FIRST_SEED = 20_000
 AT_ONCE = 8
@@ -25,7 +23,7 @@ def quiet() -> Iterator[None]:
 
 
 def test_no_ghosts_through_any_fault(capsys: pytest.CaptureFixture[str]) -> None:
-    schedules = [Schedule(FIRST_SEED + i, name) for i, name in enumerate([*FAULTS, MIXED, MIXED, MIXED])]
+    schedules = [schedule(FIRST_SEED + i, kind) for i, kind in enumerate(KINDS)]
     outcomes = asyncio.run(run_all(schedules, at_once=AT_ONCE))
     print(table(outcomes))
     wrong = [outcome for outcome in outcomes if outcome.failures]

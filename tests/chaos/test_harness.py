@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 from harness.fleet import run_all
-from harness.schedule import Outcome, Schedule
+from harness.schedule import Schedule
+from harness.stage import Outcome
 
 from kvrouter.events.items import Batch, GapLost, Restarted
 from kvrouter.events.report_items import NewEpoch, ReportBatch, ReportGap

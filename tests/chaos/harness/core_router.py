@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ class CoreRouter:
     async def close(self) -> None:
         await self.core.stop()
         await self._store.close()
-        self._context.destroy(linger=0)
+        # Waits for its sockets, so not in the loop's thread.
+        await asyncio.to_thread(self._context.destroy, linger=0)
 
     async def register(self, engine: Engine) -> None:
         await self.core.register(

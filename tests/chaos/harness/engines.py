@@ -119,6 +119,7 @@ class Engine:
         self._task: asyncio.Task[None] | None = None
         self._failed: BaseException | None = None
         self.prompts = _prompts(rng, shape)
+        self._hashes: dict[tuple[int, ...], list[bytes]] = {}
 
     @property
     def wires(self) -> list[Wire]:
@@ -208,6 +209,12 @@ class Engine:
         if self.reporter is not None:
             self._report(lambda: time.sleep(stall_s) or [])
 
+    def hashes(self, tokens: list[int]) -> list[bytes]:
+        """The block hashes of a prompt, remembered: a judge asks for them again and again."""
+        found = self._hashes.setdefault(tuple(tokens), [])
+        extend_hashes(found, tokens, self.shape.geometry.hash_block_size, root_hash(DEFAULT_SEED))
+        return found
+
     def step(self) -> None:
         """Serve one request, or reset the cache."""
         assert self.replica is not None
@@ -269,13 +276,13 @@ class Engine:
                 wire.append(_wire_move(move))
                 report.append(_report_move(move))
         held = self.held()
-        self._stock_life.note(self.publisher.publish(encode_batch(time.time(), wire, 0)), held)
+        self._stock_life.note(self.publisher.publish(encode_batch(time.time(), wire, 0)), held, self._clock())
         if self.reporter is not None:
             self._report(lambda: report)
 
     def _report(self, make: Callable[[], Any]) -> None:
         assert self.reporter is not None and self._report_life is not None
-        self._report_life.note(self._reported, self._last)
+        self._report_life.note(self._reported, self._last, self._clock())
         self.reporter.publish(make, self._reported)
         self._reported += 1
 

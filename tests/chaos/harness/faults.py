@@ -28,7 +28,8 @@ class Scene:
     rng: random.Random
     engines: list[Engine]
     valkey: Valkey
-    router: CoreRouter
+    # None: processes, whose clock cannot be had.
+    router: CoreRouter | None
     said: Callable[[str], None]
     # Engines whose missed blocks could not be had again, by fault of the fault.
     excused: set[str] = field(default_factory=set)
@@ -79,6 +80,7 @@ async def batches_unsent(scene: Scene, engine: Engine) -> None:
     if engine.publisher is not None:
         engine.publisher.unsent = scene.rng.randint(1, 8)
     await scene.pause(0.1, 0.5)
+    _heal(engine)
 
 
 @_on(TOPIC)
@@ -88,6 +90,7 @@ async def batches_lost(scene: Scene, engine: Engine) -> None:
     if engine.publisher is not None:
         engine.publisher.lost = scene.rng.randint(1, 4)
     await scene.pause(0.1, 0.5)
+    _heal(engine)
 
 
 @_on(TOPIC)
@@ -95,6 +98,7 @@ async def batches_doubled(scene: Scene, engine: Engine) -> None:
     if engine.publisher is not None:
         engine.publisher.doubled = scene.rng.randint(1, 20)
     await scene.pause(0.1, 0.8)
+    _heal(engine)
 
 
 @_on(TOPIC)
@@ -102,6 +106,7 @@ async def batches_swapped(scene: Scene, engine: Engine) -> None:
     if engine.publisher is not None:
         engine.publisher.swapped = scene.rng.randint(1, 4)
     await scene.pause(0.1, 0.8)
+    _heal(engine)
 
 
 @_on(TOPIC, hwm=5)
@@ -253,8 +258,7 @@ async def replay_lies(scene: Scene, engine: Engine) -> None:
         engine.events.cut()
     await _miss_some(scene, engine)
     await scene.pause()
-    if publisher is not None:
-        publisher.replay = Replay.HONEST
+    _heal(engine)
 
 
 # -- reports
@@ -296,6 +300,7 @@ async def patch_restart(scene: Scene, engine: Engine) -> None:
 @_shared
 async def clock_jump(scene: Scene) -> None:
     """The router's clock goes an hour forward or back."""
+    assert scene.router is not None
     scene.router.clock.offset_s += scene.rng.choice((-HOUR_S, HOUR_S))
     await scene.pause()
 
@@ -360,6 +365,8 @@ async def store_connections_killed(scene: Scene) -> None:
 def _heal(engine: Engine) -> None:
     for wire in engine.wires:
         wire.heal()
+    if engine.publisher is not None:
+        engine.publisher.behave()
 
 
 async def _restart_unheard(scene: Scene, engine: Engine, further: int) -> None:

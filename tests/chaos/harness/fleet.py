@@ -10,11 +10,23 @@ from collections.abc import Callable, Iterable
 
 from kvrouter.router.warm import warm
 
-from .schedule import Outcome, Schedule
+from .faults import FAULTS
+from .process_schedule import PROCESS_FAULTS, ProcessSchedule
+from .schedule import MIXED, Schedule
+from .stage import Outcome, Stage
+
+# What a schedule can be about; seeds take them in turn.
+KINDS = (*FAULTS, MIXED, *PROCESS_FAULTS)
+
+
+def schedule(seed: int, kind: str | None = None) -> Stage:
+    """The schedule of a seed; kind None: by the seed."""
+    kind = kind or KINDS[seed % len(KINDS)]
+    return ProcessSchedule(seed, kind) if kind in PROCESS_FAULTS else Schedule(seed, kind)
 
 
 async def run_all(
-    schedules: Iterable[Schedule], *, at_once: int, done: Callable[[Outcome], None] = lambda outcome: None
+    schedules: Iterable[Stage], *, at_once: int, done: Callable[[Outcome], None] = lambda outcome: None
 ) -> list[Outcome]:
     """Runs them all, `at_once` of them side by side; what one raises is its failure. Cancelled, it ends all of them in order."""
     waiting = list(reversed(list(schedules)))
@@ -23,12 +35,12 @@ async def run_all(
 
     async def work() -> None:
         while waiting:
-            schedule = waiting.pop()
+            stage = waiting.pop()
             begun_s = time.monotonic()
             try:
-                outcome = await schedule.run()
+                outcome = await stage.run()
             except Exception:
-                outcome = schedule.outcome
+                outcome = stage.outcome
                 outcome.seconds = time.monotonic() - begun_s
                 outcome.failures.append(traceback.format_exc())
             outcomes.append(outcome)

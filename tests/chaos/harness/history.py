@@ -26,14 +26,16 @@ class Life:
     number: int
     ended_s: float | None = None
     seqs: list[int] = field(default_factory=list)
+    said_s: list[float] = field(default_factory=list)
     states: list[Held] = field(default_factory=list)
 
     @property
     def last_seq(self) -> int | None:
         return self.seqs[-1] if self.seqs else None
 
-    def note(self, seq: int, held: Held) -> None:
+    def note(self, seq: int, held: Held, now_s: float) -> None:
         self.seqs.append(seq)
+        self.said_s.append(now_s)
         self.states.append(held)
 
     def at(self, seq: int | None) -> Held | None:
@@ -44,6 +46,11 @@ class Life:
         if index < 0 or self.seqs[index] != seq:
             return None
         return self.states[index]
+
+    def behind_s(self, seq: int | None, now_s: float) -> float:
+        """How long ago the message after `seq` was said, 0 when there is none."""
+        index = 0 if seq is None else bisect_right(self.seqs, seq)
+        return now_s - self.said_s[index] if index < len(self.seqs) else 0.0
 
     def last_change(self, place: Place, block: int) -> str:
         """When a block last came and last went, for a trace."""

@@ -30,7 +30,7 @@ def judge(sample: Sample, history: History, now_s: float, blocked_until_s: float
     best: Verdict | None = None
     for life in reversed(history.lives):
         held = life.at(sample.seq)
-        if held is None or not _admissible(life, now_s, blocked_until_s):
+        if held is None or not admissible(life, now_s, blocked_until_s):
             continue
         verdict = _compare(sample, held, life)
         if best is None or (len(verdict.ghosts), not verdict.is_current, verdict.lost) < (
@@ -45,7 +45,8 @@ def judge(sample: Sample, history: History, now_s: float, blocked_until_s: float
     return _compare(sample, current[-1].states[-1] if current and current[-1].states else NOTHING, None)
 
 
-def _admissible(life: Life, now_s: float, blocked_until_s: float) -> bool:
+def admissible(life: Life, now_s: float, blocked_until_s: float) -> bool:
+    """Whether the router may still believe in this life."""
     return life.ended_s is None or now_s < max(life.ended_s, blocked_until_s) + NEWS_S
 
 

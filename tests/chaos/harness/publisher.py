@@ -78,6 +78,11 @@ class ChaosPublisher:
                 self._held_back = None
         return seq
 
+    def behave(self) -> None:
+        """From now on without a fault."""
+        self.unsent = self.lost = self.doubled = self.swapped = 0
+        self.replay = Replay.HONEST
+
     def serve(self) -> None:
         """Answers who asks for a replay."""
         while self._router is not None:

@@ -8,13 +8,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from .engines import Kind
-from .schedule import Outcome
+from .stage import LIVE, Outcome
 
 HEAD = (
-    "| fault | schedules | faults | samples | ghosts while live | ghosts while marked | ghosts after "
-    "| lost after: stock | plain | patched | recovered p50 | p99 |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+    "| fault | schedules | faults | samples | live but behind | ghosts while live | ghosts while marked | ghosts after "
+    "| lost after: stock | plain | patched | recovered p50 | p99 |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|"
 )
-LIVE = frozenset(("live", "unhashable"))
 
 
 def rows(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
@@ -30,13 +29,11 @@ def table(outcomes: Iterable[Outcome]) -> str:
     """Markdown."""
     lines = [HEAD]
     for row in rows(outcomes):
-        marked = ", ".join(f"{count} {state}" for state, count in sorted(row["ghosts_marked"].items())) or "0"
-        lost = " | ".join(str(row["lost_after"].get(kind.value, 0)) for kind in Kind)
-        times = " | ".join("-" if row[name] is None else f"{row[name]:.2f} s" for name in ("p50_s", "p99_s"))
-        lines.append(
-            f"| {row['fault']} | {row['schedules']} | {row['faults']} | {row['samples']} | {row['ghosts_live']} | {marked} "
-            f"| {row['ghosts_after']} | {lost} | {times} |"
-        )
+        marked = ", ".join(f"{count} {state}" for state, count in sorted(row["ghosts_marked"].items())) or 0
+        lost = [row["lost_after"].get(kind.value, 0) for kind in Kind]
+        times = ["-" if row[name] is None else f"{row[name]:.2f} s" for name in ("p50_s", "p99_s")]
+        counts = [row[name] for name in ("fault", "schedules", "faults", "samples", "behind", "ghosts_live")]
+        lines.append(f"| {' | '.join(map(str, [*counts, marked, row['ghosts_after'], *lost, *times]))} |")
     return "\n".join(lines)
 
 
@@ -53,6 +50,7 @@ def _row(name: str, outcomes: list[Outcome]) -> dict[str, Any]:
         "failed": sum(bool(outcome.failures) for outcome in outcomes),
         "faults": sum(outcome.faults for outcome in outcomes),
         "samples": sum(outcome.samples for outcome in outcomes),
+        "behind": sum(outcome.behind for outcome in outcomes),
         "ghosts_live": sum(count for state, count in during.items() if state in LIVE),
         "ghosts_marked": {state: count for state, count in during.items() if state not in LIVE},
         "ghosts_after": sum(outcome.ghosts_after for outcome in outcomes),

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One schedule with routers as processes: killed and started again, or stopped past their lease with another one beside them.
+
+A process is seen through its API only: the answers are judged in tokens, and after the last fault the sets in the store block by
+block.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any, cast
+
+import httpx
+
+from kvrouter.router.index import keys
+from kvrouter.router.names import Place as RouterPlace
+from kvrouter.router.names import WorkerKey
+from kvrouter.simulator.hit import find_prefix
+from kvrouter.simulator.pool import Block, BlockPool
+
+from .engines import MODEL, Engine
+from .faults import FAULTS, Scene
+from .history import Held
+from .oracle import admissible
+from .process_router import LEASE_S, ProcessRouter
+from .stage import AFTER_S, BEFORE_S, HOPELESS_S, LIVE, SAMPLE_S, START_S, Stage
+from .tiers import short
+
+ROUTER_KILLED, ROUTER_STOPPED = "router_killed", "router_stopped"
+PROCESS_FAULTS = (ROUTER_KILLED, ROUTER_STOPPED)
+
+# What may happen to the engines while a router does not look.
+MEANWHILE = (
+    "engine_restart",
+    "restart_past_the_old_seq",
+    "restart_at_the_old_seq",
+    "batches_unsent",
+    "batches_lost",
+    "store_restart",
+    "wire_cut",
+)
+
+
+# Of a worker that another router follows, the state is the one in which this router last followed it itself, and its credit may be
+# withheld for good; what it does credit is judged all the same.
+BESIDE = "another router process follows this worker"
+
+
+class _HeldPool:
+    """What an engine held at some moment, to be asked as its pool is."""
+
+    def __init__(self, held: Held) -> None:
+        self.null = Block(0)
+        self._held = held
+
+    def find(self, group_ids: tuple[int, ...], block_hash: bytes) -> list[Block] | None:
+        wanted = short(block_hash)
+        if all(wanted in self._held.get((group_idx, "GPU", None), ()) for group_idx in group_ids):
+            return [Block(1)] * len(group_ids)
+        return None
+
+
+class ProcessSchedule(Stage):
+    """Faults of the router's process."""
+
+    async def _play(self) -> None:
+        count = 1 if self.outcome.fault == ROUTER_KILLED else 2
+        routers = [ProcessRouter(f"router{i}", self._folder, self._valkey.url) for i in range(count)]
+        self._excused: set[str] = set()
+        # When each engine was last seen wrong, or not seen, by any router.
+        self._wrong_s: dict[str, float] = {}
+        self._shown: dict[tuple[str, str], tuple[object, ...]] = {}
+        try:
+            await asyncio.gather(*(router.open() for router in routers))
+            await self._open_engines([FAULTS[name] for name in MEANWHILE])
+            for router in routers:
+                for engine in self._engines:
+                    await router.register(engine)
+            watching = [asyncio.ensure_future(self._watch(router)) for router in routers]
+            try:
+                await self._until_live(routers, START_S)
+                await asyncio.sleep(BEFORE_S)
+                scene = Scene(self._rng, self._engines, self._valkey, None, self._say, self._excused)
+                for _ in range(self._rng.randint(1, 2)):
+                    await (self._kill if count == 1 else self._stop)(scene, routers)
+                ended_s = time.monotonic()
+                self._say("the last fault has ended")
+                await asyncio.sleep(AFTER_S)
+                await self._until_live(routers, self._settle_s / 2)
+                for engine in self._engines:
+                    engine.loaded = False
+                await self._settle(routers)
+                self.outcome.recovered_s += [
+                    max(0.0, self._wrong_s.get(engine.name, 0.0) - ended_s) for engine in self._engines
+                ]
+            finally:
+                for task in watching:
+                    task.cancel()
+                ends = await asyncio.gather(*watching, return_exceptions=True)
+            for end in ends:
+                if not isinstance(end, asyncio.CancelledError):
+                    raise end
+        finally:
+            await asyncio.gather(*(router.close() for router in routers))
+
+    async def _kill(self, scene: Scene, routers: list[ProcessRouter]) -> None:
+        self.outcome.faults += 1
+        (router,) = routers
+        self._say(f"fault {ROUTER_KILLED}")
+        await router.kill()
+        await asyncio.gather(self._meanwhile(scene), asyncio.sleep(self._rng.uniform(0.0, 2 * LEASE_S)))
+        await router.open()
+        self._say("the router is back")
+
+    async def _stop(self, scene: Scene, routers: list[ProcessRouter]) -> None:
+        self.outcome.faults += 1
+        router = self._rng.choice(routers)
+        self._say(f"fault {ROUTER_STOPPED}: {router.name}")
+        router.stop()
+        await asyncio.gather(self._meanwhile(scene), asyncio.sleep(self._rng.uniform(0.5 * LEASE_S, 4 * LEASE_S)))
+        now = time.monotonic()
+        for engine in self._engines:
+            self._blocked_until[engine.name] = now
+        router.go_on()
+        self._say(f"{router.name} goes on")
+
+    async def _meanwhile(self, scene: Scene) -> None:
+        if self._rng.random() < 0.7:
+            await self._hit(scene, FAULTS[self._rng.choice(MEANWHILE)])
+
+    async def _watch(self, router: ProcessRouter) -> None:
+        while True:
+            await asyncio.sleep(SAMPLE_S)
+            self._note_blocked(time.monotonic())
+            if not router.up:
+                continue
+            engine = self._rng_free_choice()
+            tokens = engine.prompts[self.outcome.samples % len(engine.prompts)]
+            try:
+                before = await router.rows()
+                hits = await router.gpu_hits(tokens)
+                after = await router.rows()
+            except (httpx.TransportError, httpx.HTTPStatusError):
+                # Just killed or stopped, or just up and without workers.
+                continue
+            for name in before.keys() & hits.keys() & after.keys():
+                self._look(router, self._engine(name), tokens, before[name], hits[name], after[name])
+
+    def _rng_free_choice(self) -> Engine:
+        # In turn, not by chance: how often we look depends on time, and must not change what the seed draws.
+        return self._engines[self.outcome.samples // 7 % len(self._engines)]
+
+    def _look(
+        self,
+        router: ProcessRouter,
+        engine: Engine,
+        tokens: list[int],
+        before: dict[str, Any],
+        hit: int,
+        after: dict[str, Any],
+    ) -> None:
+        now = time.monotonic()
+        self.outcome.samples += 1
+        shown = (after["state"], after["reason"], after["epoch"])
+        if self._shown.get((router.name, engine.name)) != shown:
+            self._shown[router.name, engine.name] = shown
+            self._say(
+                f"{router.name}: {engine.name} {after['state']} at seq {after['seq']} of {after['epoch']}: {after['reason']}"
+            )
+        if not _settled(after):
+            self._wrong_s[engine.name] = now
+        if (
+            hit == 0
+            or before["seq"] is None
+            or after["seq"] is None
+            or before["epoch"] != after["epoch"]
+            or before["state"] != after["state"]
+        ):
+            return
+        best = 0
+        for life in engine.history.lives:
+            if admissible(life, now, self._blocked_until.get(engine.name, 0.0)):
+                for seq in range(before["seq"], after["seq"] + 1):
+                    held = life.at(seq)
+                    best = max(best, 0 if held is None else _true_hit(engine, held, tokens))
+        if hit > best:
+            self._wrong_s[engine.name] = now
+            size = engine.shape.geometry.hash_block_size
+            self.outcome.ghosts_during[after["state"]] += -(-(hit - best) // size)
+            if after["state"] in LIVE:
+                self._fail(
+                    f"{router.name} promises {hit} tokens of {engine.name} where {best} were held, live at seq {before['seq']} to "
+                    f"{after['seq']}; the engine is at {[(life.stream, life.last_seq) for life in engine.history.current]}",
+                    once=f"{router.name} {engine.name}",
+                )
+
+    async def _until_live(self, routers: list[ProcessRouter], patience_s: float) -> None:
+        give_up_s = time.monotonic() + patience_s
+        while time.monotonic() < give_up_s:
+            try:
+                rows = [await router.rows() for router in routers]
+            except httpx.TransportError:
+                rows = []
+            complete = rows and all(len(those) == len(self._engines) for those in rows)
+            if complete and all(_settled(row) for those in rows for row in those.values()):
+                return
+            await asyncio.sleep(SAMPLE_S)
+
+    async def _settle(self, routers: list[ProcessRouter]) -> None:
+        patience_s = HOPELESS_S if self.outcome.failures else self._settle_s
+        give_up_s = time.monotonic() + patience_s
+        while True:
+            problems = [problem for router in routers for problem in await self._problems(router)]
+            if not problems:
+                break
+            if time.monotonic() > give_up_s:
+                for problem in problems:
+                    self._fail(f"not settled after {patience_s:g} s: {problem}")
+                break
+            await asyncio.sleep(10 * SAMPLE_S)
+        for engine in self._engines:
+            ghosts, lost = await self._compare(engine)
+            self.outcome.ghosts_after += ghosts
+            self.outcome.lost_after[engine.kind.value] += lost
+        for router in routers:
+            if not self.outcome.failures:
+                await self._ask(router)
+
+    async def _problems(self, router: ProcessRouter) -> list[str]:
+        try:
+            rows = await router.rows()
+        except httpx.TransportError as error:
+            return [f"{router.name} does not answer: {error!r}"]
+        problems = []
+        for engine in self._engines:
+            row = rows.get(engine.name)
+            if row is None:
+                problems.append(f"{router.name} does not know {engine.name}")
+                continue
+            ghosts, lost = await self._compare(engine)
+            ends = [life.last_seq for life in engine.history.current]
+            wrong = ghosts or (lost and self._lossless(engine, self._excused))
+            if wrong or not _settled(row) or row["seq"] not in ends:
+                problems.append(
+                    f"{router.name}: {engine.name} is {row['state']} at seq {row['seq']} ({row['reason']}) with {ghosts} ghosts "
+                    f"and {lost} lost blocks; the engine is at {ends}"
+                )
+        return problems
+
+    async def _compare(self, engine: Engine) -> tuple[int, int]:
+        """(ghosts, lost) of the sets in the store against what the engine holds."""
+        worker = WorkerKey(MODEL, engine.name)
+        epoch = await self._valkey.ask("HGET", keys.meta(worker), keys.META_EPOCH)
+        held = engine.held()
+        ghosts = lost = 0
+        named = await self._valkey.ask("HGET", keys.meta(worker), keys.META_PLACES) or b""
+        places = {keys.parse_place(text) for text in named.decode().split()} | {RouterPlace(*place) for place in held}
+        for place in places:
+            members = await self._valkey.ask("SMEMBERS", keys.residents(worker, (epoch or b"").decode(), place))
+            stored = {int.from_bytes(member, "big") for member in members}
+            truth = held.get(tuple(place), frozenset())
+            ghosts += len(stored - truth)
+            lost += len(truth - stored)
+        return ghosts, lost
+
+    async def _ask(self, router: ProcessRouter) -> None:
+        rows = await router.rows()
+        for engine in self._engines:
+            _, lost = await self._compare(engine)
+            lost += rows[engine.name]["reason"].startswith(BESIDE)
+            for tokens in engine.prompts:
+                said = (await router.gpu_hits(tokens))[engine.name]
+                true = _true_hit(engine, engine.held(), tokens)
+                if said > true or (said < true and not lost):
+                    self._fail(
+                        f"{router.name}: {said} tokens of a prompt promised of {engine.name}, {true} would be reused"
+                    )
+
+
+def _settled(row: dict[str, Any]) -> bool:
+    return row["seq"] is not None and (row["state"] in LIVE or row["reason"].startswith(BESIDE))
+
+
+def _true_hit(engine: Engine, held: Held, tokens: list[int]) -> int:
+    pool = cast(BlockPool, _HeldPool(held))
+    return find_prefix(pool, engine.shape.geometry, engine.hashes(tokens), len(tokens) - 1).tokens
