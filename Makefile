@@ -8,13 +8,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-engine fuzz lint format bench audit lock clean
+.PHONY: help demo test test-engine fuzz chaos lint format bench audit lock clean
 
 help:
 	@echo "make demo         install into .venv and watch the router predict what three replicas reuse"
 	@echo "make test         install and run the tests"
 	@echo "make test-engine  the same claims against a real vLLM (its CPU build, 3 GB, cached)"
 	@echo "make fuzz         a million inputs against the decoders and what follows, and the HTTP API's description"
+	@echo "make chaos        random schedules of faults: the index is right, or says that it is not (minutes; make test has a short part)"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        the numbers of docs/benchmarks.md, beside dynamo.indexer"
 	@echo "make audit        known vulnerabilities of the installed packages (needs the public database)"
@@ -46,6 +47,10 @@ fuzz: $(VENV)/installed
 	$(BIN)/python tests/fuzz/run.py
 	KVROUTER_TEST_FUZZ_EXAMPLES=150 KVROUTER_TEST_FUZZ_PHASES=coverage,fuzzing,stateful \
 	    $(BIN)/python -m pytest -s tests/fuzz/test_openapi.py
+
+# ARGS: --seed N, --schedules N, --only KIND, --json FILE.
+chaos: $(VENV)/installed
+	$(BIN)/python tests/chaos/run.py $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import platform
+import signal
 import sys
 import time
 from pathlib import Path
@@ -38,6 +39,8 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help=f"side by side (default: {AT_ONCE})")
     parser.add_argument("--json", type=Path, help="where to write rows and outcomes")
     options = parser.parse_args()
+    # As Ctrl-C does, it ends what was started.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     # What a router logs under faults is what it should; the trace has the states.
     logging.disable(logging.CRITICAL)
     first = int(time.time()) if options.seed is None else options.seed

@@ -8,6 +8,7 @@ import random
 import time
 from dataclasses import dataclass
 
+import aiohttp
 import numpy as np
 import zmq
 from prometheus_client import CollectorRegistry
@@ -27,6 +28,8 @@ LEASE_S = 2.0
 # Shorter than the default, so that a replay that does not come costs a schedule little; longer than our own loop ever stalls.
 REPLAY_TIMEOUT_S = 2.0
 MIRROR_BYTES = 16 << 20
+# More often than by default: a schedule lasts seconds.
+HEALTH_INTERVAL_S = 0.3
 
 
 class JumpingClock:
@@ -61,6 +64,7 @@ class CoreRouter:
 
     async def open(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._http = aiohttp.ClientSession()
         self._store = await IndexStore.open(self._url)
         self.core = Core(
             store=self._store,
@@ -69,17 +73,20 @@ class CoreRouter:
                 replay_timeout_s=REPLAY_TIMEOUT_S,
                 mirror_budget_bytes=MIRROR_BYTES,
                 segment_memory_bytes=0,
+                health_interval_s=HEALTH_INTERVAL_S,
             ),
             metrics=Metrics(CollectorRegistry()),
             zmq_context=self._context,
             clock=self.clock,
             rng=self._rng,
+            http=self._http,
         )
         await self.core.start()
 
     async def close(self) -> None:
         await self.core.stop()
         await self._store.close()
+        await self._http.close()
         # Waits for its sockets, so not in the loop's thread.
         await asyncio.to_thread(self._context.destroy, linger=0)
 
@@ -88,6 +95,7 @@ class CoreRouter:
             Registration(
                 WorkerKey(MODEL, engine.name),
                 events=engine.events.endpoint,
+                url=engine.url,
                 replay=engine.replay.endpoint if engine.kind is Kind.STOCK else None,
                 patch=engine.requests.endpoint if engine.kind is Kind.PATCHED else NO_PATCH,
                 catalog=CatalogSpec(offload_blocks_per_chunk=1),

@@ -39,6 +39,7 @@ from kvrouter.simulator.stream import to_wire
 
 from .history import Held, History, Life, Place
 from .publisher import ANY_PORT, ChaosPublisher
+from .pulse import PulseServer
 from .tiers import Moved, Tiers, short
 from .wire import Wire
 
@@ -76,6 +77,8 @@ class Shape:
     ring: int = 10_000
     hwm: int = 100_000
     report_queue: int = 100_000
+    # Whether its HTTP address is known to the router.
+    http: int = 0
 
 
 class ProxiedReporter(Reporter):
@@ -104,6 +107,8 @@ class Engine:
         self.name, self.kind, self.shape = name, kind, shape
         self.history = History()
         self.events, self.replay, self.requests, self.reports = Wire(), Wire(), Wire(), Wire()
+        self.http = Wire()
+        self._pulse: PulseServer | None = None
         self.loaded = True
         self.paused = False
         self.steps = 0
@@ -123,12 +128,16 @@ class Engine:
 
     @property
     def wires(self) -> list[Wire]:
-        return [self.events, self.replay, self.requests, self.reports]
+        return [self.events, self.replay, self.requests, self.reports, self.http]
 
     @property
     def news_blocked(self) -> bool:
         """What the engine says may not reach the router now."""
         return self.paused or self.replica is None or any(wire.impaired for wire in self.wires)
+
+    @property
+    def url(self) -> str | None:
+        return f"http://127.0.0.1:{self.http.port}" if self.shape.http else None
 
     def registration(self) -> dict[str, Any]:
         """The body of POST /register."""
@@ -139,12 +148,14 @@ class Engine:
             "patch_endpoint": self.requests.endpoint if self.kind is Kind.PATCHED else "off",
             "catalog": {"offload_blocks_per_chunk": 1},
         }
-        return body | ({"replay_endpoint": self.replay.endpoint} if self.kind is Kind.STOCK else {})
+        if self.kind is Kind.STOCK:
+            body["replay_endpoint"] = self.replay.endpoint
+        return body if self.url is None else body | {"url": self.url}
 
     async def open(self) -> None:
         for wire in self.wires:
             await wire.open()
-        self.start()
+        await self.start()
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def close(self) -> None:
@@ -157,9 +168,13 @@ class Engine:
         if self._failed is not None:
             raise self._failed
 
-    def start(self, *, patched: bool = True) -> None:
+    async def start(self, *, patched: bool = True) -> None:
         """Begin a life with an empty cache, behind the same addresses."""
         shape = self.shape
+        # As vLLM, it answers nothing before it can serve; hundredths are all that the kernel says of a start.
+        self._pulse = PulseServer(round(time.time(), 2))
+        await self._pulse.open()
+        self.http.target = self._pulse.port
         self.publisher = ChaosPublisher(self._context, replay=self.kind is Kind.STOCK, ring=shape.ring, hwm=shape.hwm)
         self.replica = Replica(shape.geometry, shape.gpu_blocks, on_step=self._on_step, chunk_tokens=CHUNK_TOKENS)
         self._tiers = Tiers(shape.cpu_blocks, shape.disk_blocks, self._rng)
@@ -175,6 +190,9 @@ class Engine:
         for wire in self.wires:
             wire.target = None
             wire.cut()
+        if self._pulse is not None:
+            self._pulse.close()
+            self._pulse = None
         if self.publisher is not None:
             self.publisher.close()
             self.publisher = None
@@ -203,6 +221,12 @@ class Engine:
         self._report_life = self.history.begin("reports")
         self.requests.target = _port(self.reporter.requests_endpoint)
         self.reports.target = _port(self.reporter.bound)
+
+    def stall(self, stalled: bool) -> None:
+        """The engine's own threads do nothing: no step, no replay, no HTTP."""
+        self.paused = stalled
+        if self._pulse is not None:
+            self._pulse.stalled = stalled
 
     def stall_reporter(self, stall_s: float) -> None:
         """The reporter's thread does nothing for so long: heartbeats and answers fail, its queue fills."""

@@ -185,7 +185,7 @@ async def engine_restart(scene: Scene, engine: Engine) -> None:
     """kill -9, and a new life behind the same addresses."""
     await engine.stop()
     await scene.pause(0.0, 0.8)
-    engine.start()
+    await engine.start()
 
 
 @_on(ALL)
@@ -194,11 +194,11 @@ async def restart_past_the_old_seq(scene: Scene, engine: Engine) -> None:
     await _restart_unheard(scene, engine, scene.rng.randint(1, 6))
 
 
-@_on(frozenset({Kind.STOCK, Kind.PATCHED}))
+@_on(ALL, http=1)
 async def restart_at_the_old_seq(scene: Scene, engine: Engine) -> None:
     """The new life's next batch has just the seq that the old one's would have had.
 
-    Not PLAIN: there the next seq is all the proof that there is, and here it is wrong (docs/reliability.md, what cannot be known).
+    With HTTP: of a PLAIN engine without it, the next seq is all the proof that there is (docs/reliability.md).
     """
     await _restart_unheard(scene, engine, 0)
 
@@ -206,11 +206,11 @@ async def restart_at_the_old_seq(scene: Scene, engine: Engine) -> None:
 @_on(ALL)
 async def engine_stopped(scene: Scene, engine: Engine) -> None:
     """The engine's threads stand still; its sockets do not."""
-    engine.paused = True
+    engine.stall(True)
     stop_s = scene.rng.uniform(0.3, LONG_S)
     engine.stall_reporter(stop_s)
     await asyncio.sleep(stop_s)
-    engine.paused = False
+    engine.stall(False)
 
 
 # -- replay
@@ -288,10 +288,10 @@ async def heartbeats_lost(scene: Scene, engine: Engine) -> None:
 async def patch_restart(scene: Scene, engine: Engine) -> None:
     """The patch alone begins anew, as after a failed plugin: the engine's cache is full and the ledger empty."""
     await engine.stop()
-    engine.start(patched=False)
+    await engine.start(patched=False)
     await scene.pause(0.1, 0.6)
     await engine.stop()
-    engine.start()
+    await engine.start()
 
 
 # -- the router's side
@@ -379,7 +379,7 @@ async def _restart_unheard(scene: Scene, engine: Engine, further: int) -> None:
         wire.refusing = True
         wire.cut()
     await engine.stop()
-    engine.start()
+    await engine.start()
     assert engine.publisher is not None
     while engine.publisher.next_seq < old + further:
         if engine.publisher.next_seq < old + further - 8:

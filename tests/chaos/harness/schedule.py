@@ -108,7 +108,12 @@ class Schedule(Stage):
             self._fail(f"{sample.worker} is credited while {sample.state}", once=f"{sample.worker} {sample.state}")
         blocked_until_s = self._blocked_until.get(sample.worker, 0.0)
         behind_s = 0.0 if verdict.life is None else verdict.life.behind_s(sample.seq, now)
-        if sample.state in LIVE and verdict.is_current and min(behind_s, now - blocked_until_s) > NEWS_S:
+        if (
+            sample.credited
+            and sample.state in LIVE
+            and verdict.is_current
+            and min(behind_s, now - blocked_until_s) > NEWS_S
+        ):
             self.outcome.behind += 1
         right = sample.state in LIVE and verdict.is_current and not verdict.ghosts and behind_s < CAUGHT_UP_S
         right = right and (verdict.lost == 0 or not self._lossless(engine, set()))

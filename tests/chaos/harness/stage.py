@@ -188,7 +188,7 @@ def _engine_kinds(rng: random.Random, plan: list[Fault]) -> list[Kind]:
 
 def _shape(rng: random.Random, geometry: Geometry, plan: list[Fault], kind: Kind) -> Shape:
     """Pools far too small for the prompts, so that evictions never end."""
-    special: dict[str, int] = {}
+    special: dict[str, int] = {"http": rng.randrange(2)}
     for fault in plan:
         if kind in fault.kinds:
             special |= fault.shape
