@@ -115,7 +115,7 @@ class CoreRouter:
                 for place in known.places:
                     held = core._mirror.held(worker, place)
                     if len(held):
-                        credited[tuple(place)] = frozenset(held.tolist())
+                        credited[place.group_idx, place.medium, place.ownership] = frozenset(held.tolist())
             view = stream.view
             samples.append(
                 Sample(

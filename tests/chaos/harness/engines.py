@@ -90,7 +90,7 @@ class ProxiedReporter(Reporter):
         super().__init__(**arguments)
 
     @property
-    def reports_endpoint(self) -> str:  # type: ignore[override]
+    def reports_endpoint(self) -> str:
         return self._public
 
     @reports_endpoint.setter
@@ -230,8 +230,13 @@ class Engine:
 
     def stall_reporter(self, stall_s: float) -> None:
         """The reporter's thread does nothing for so long: heartbeats and answers fail, its queue fills."""
+
+        def slow() -> list[ReportEvent]:
+            time.sleep(stall_s)
+            return []
+
         if self.reporter is not None:
-            self._report(lambda: time.sleep(stall_s) or [])
+            self._report(slow)
 
     def hashes(self, tokens: list[int]) -> list[bytes]:
         """The block hashes of a prompt, remembered: a judge asks for them again and again."""

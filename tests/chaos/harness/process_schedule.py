@@ -99,7 +99,7 @@ class ProcessSchedule(Stage):
                     task.cancel()
                 ends = await asyncio.gather(*watching, return_exceptions=True)
             for end in ends:
-                if not isinstance(end, asyncio.CancelledError):
+                if isinstance(end, Exception):
                     raise end
         finally:
             await asyncio.gather(*(router.close() for router in routers))
@@ -259,7 +259,7 @@ class ProcessSchedule(Stage):
         for place in places:
             members = await self._valkey.ask("SMEMBERS", keys.residents(worker, (epoch or b"").decode(), place))
             stored = {int.from_bytes(member, "big") for member in members}
-            truth = held.get(tuple(place), frozenset())
+            truth = held.get((place.group_idx, place.medium, place.ownership), frozenset())
             ghosts += len(stored - truth)
             lost += len(truth - stored)
         return ghosts, lost

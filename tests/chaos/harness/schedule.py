@@ -69,7 +69,7 @@ class Schedule(Stage):
         finally:
             watching.cancel()
             (ended,) = await asyncio.gather(watching, return_exceptions=True)
-        if not isinstance(ended, asyncio.CancelledError) and ended is not None:
+        if isinstance(ended, Exception):
             raise ended
 
     def _plan(self) -> list[Fault]:

@@ -7,6 +7,8 @@ import random
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from .history import Place
+
 # Who owns the disk, as a secondary tier's events name it.
 OWNER = "chaos-disk"
 
@@ -43,8 +45,8 @@ class Tiers:
         moves, self._moves = self._moves, []
         return moves
 
-    def held(self) -> dict[tuple[int, str, str | None], set[int]]:
-        found: dict[tuple[int, str, str | None], set[int]] = {}
+    def held(self) -> dict[Place, set[int]]:
+        found: dict[Place, set[int]] = {}
         for medium, blocks in self._held.items():
             for group_idx, block_hash in blocks:
                 found.setdefault((group_idx, medium, _owner(medium)), set()).add(short(block_hash))
