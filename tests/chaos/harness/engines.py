@@ -49,6 +49,8 @@ TURN_S = 0.005
 STEP_S = 0.03
 HEARTBEAT_S = 0.1
 CHUNK_TOKENS = 64
+# An engine without load that is asked to prove itself.
+SPEAK_EVERY_S = 1.0
 RESET_SHARE = 0.01
 OFFLOAD_SHARE = 0.5
 # Other prompts share a prefix with their like, so that blocks are reused, doubled and evicted.
@@ -112,6 +114,7 @@ class Engine:
         self.loaded = True
         self.paused = False
         self.steps = 0
+        self._spoke_s = 0.0
         self._context, self._rng, self._clock = context, rng, clock
         self.publisher: ChaosPublisher | None = None
         self.reporter: ProxiedReporter | None = None
@@ -257,6 +260,13 @@ class Engine:
         assert self.replica is not None
         size = self.shape.geometry.scheduler_block_size
         self.replica.run([self._rng.randrange(30_000) for _ in range(size + 1)])
+
+    def say_something(self) -> None:
+        """One more batch now and then: a stream without replay can prove itself with nothing else."""
+        now = self._clock()
+        if self.kind is Kind.PLAIN and self.replica is not None and now - self._spoke_s > SPEAK_EVERY_S:
+            self._spoke_s = now
+            self.small_step()
 
     def held(self) -> Held:
         """What the engine could reuse now, by place."""

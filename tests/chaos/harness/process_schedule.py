@@ -242,6 +242,7 @@ class ProcessSchedule(Stage):
             ends = [life.last_seq for life in engine.history.current]
             wrong = ghosts or (lost and self._lossless(engine, self._excused))
             if wrong or not _settled(row) or row["seq"] not in ends:
+                engine.say_something()
                 problems.append(
                     f"{router.name}: {engine.name} is {row['state']} at seq {row['seq']} ({row['reason']}) with {ghosts} ghosts "
                     f"and {lost} lost blocks; the engine is at {ends}"

@@ -145,6 +145,7 @@ class Schedule(Stage):
                 if problem is None and engine.reporter is not None and sample.proofs == beats[sample.worker]:
                     problem = "no heartbeat has proven it"
                 if problem is not None:
+                    engine.say_something()
                     unsettled.append(
                         f"{sample.worker} is {sample.state} at seq {sample.seq} ({sample.reason}): {problem}"
                     )
