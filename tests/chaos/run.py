@@ -39,7 +39,8 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=AT_ONCE, help=f"side by side (default: {AT_ONCE})")
     parser.add_argument("--json", type=Path, help="where to write rows and outcomes")
     options = parser.parse_args()
-    # As Ctrl-C does, it ends what was started.
+    # Each ends what was started, also where a shell has a background job ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     # What a router logs under faults is what it should; the trace has the states.
     logging.disable(logging.CRITICAL)

@@ -47,6 +47,11 @@ class Life:
             return None
         return self.states[index]
 
+    def held_later(self, seq: int | None, place: Place, block: int) -> bool:
+        """Whether a block was there after any message from `seq` on."""
+        first = 0 if seq is None else bisect_right(self.seqs, seq) - 1
+        return any(block in held.get(place, ()) for held in self.states[max(first, 0) :])
+
     def behind_s(self, seq: int | None, now_s: float) -> float:
         """How long ago the message after `seq` was said, 0 when there is none."""
         index = 0 if seq is None else bisect_right(self.seqs, seq)

@@ -55,6 +55,8 @@ def _compare(sample: Sample, held: Held, life: Life | None) -> Verdict:
         (place, block)
         for place, blocks in sample.credited.items()
         for block in sorted(blocks - held.get(place, frozenset()))
+        # Read from the store while the worker's owner commits, sets may be ahead of the seq for a moment (`IndexStore.load`).
+        if life is None or not life.held_later(sample.seq, place, block)
     ]
     lost = sum(len(blocks - sample.credited.get(place, frozenset())) for place, blocks in held.items())
     return Verdict(ghosts, lost, life, life is not None and life.ended_s is None)
