@@ -66,7 +66,9 @@ class Checkup:
                 self._tell(found)
             pause_s = self._interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
             try:
-                await asyncio.wait_for(self._wanted.wait(), pause_s)
+                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
+                async with asyncio.timeout(pause_s):
+                    await self._wanted.wait()
             except TimeoutError:
                 continue
 

@@ -118,6 +118,7 @@ class WorkerStream:
         self._expire: Callable[[str], None] | None = None
         self._lives = 0
         self._task: asyncio.Task[None] | None = None
+        self._stopping = False
         self._timed: deque[tuple[str, int, float]] = deque(maxlen=MAX_TIMED)
         # (epoch, seq) in Redis that `ingest` was prepared from, None once it goes on from there.
         self._prepared: tuple[str | None, int | None] | None = None
@@ -183,6 +184,7 @@ class WorkerStream:
 
     async def stop(self) -> None:
         """End the task; what was committed stays, the lease is given back."""
+        self._stopping = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -397,6 +399,9 @@ class WorkerStream:
                 ):
                     group.create_task(coroutine)
         except ExceptionGroup as group:
+            if self._stopping:
+                # A failure at the same moment swallows the cancellation, and `stop` would wait for ever.
+                raise asyncio.CancelledError from None
             expected, others = group.split((HoldLost, StoreError, SourceChanged))
             if others is not None or expected is None:
                 raise
@@ -428,7 +433,9 @@ class WorkerStream:
         pause_s = PROBE_PAUSE_FIRST_S
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(connected.wait(), pause_s)
+                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
+                async with asyncio.timeout(pause_s):
+                    await connected.wait()
             pause_s = PROBE_PAUSE_FIRST_S if connected.is_set() else min(2 * pause_s, PROBE_PAUSE_LAST_S)
             connected.clear()
             if await greet(patch, context=self._context, timeout_s=PROBE_S) is not None:

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker's stream ends when it is told to, also when its hold is lost at that very moment."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Coroutine
+
+import zmq
+from prometheus_client import CollectorRegistry
+
+from kvrouter.router.allow_list import AllowList
+from kvrouter.router.config import Config
+from kvrouter.router.index.store import IndexStore
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.registration import Registration
+from kvrouter.router.stream import HoldLost, WorkerStream
+
+
+def test_a_hold_lost_while_stopping_does_not_keep_it_going(embedded_url: str) -> None:
+    async def main() -> None:
+        store = await IndexStore.open(embedded_url)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stream = WorkerStream(
+            Registration(WorkerKey("m", "stopping")), store=store, token="t", config=Config(),
+            metrics=Metrics(CollectorRegistry()), context=context, clock=time.monotonic, rng=random.Random(1), http=None,
+            new_epoch=lambda: "e", allowed=AllowList(), changed=lambda: None,
+        )  # fmt: skip
+        lost = asyncio.Event()
+
+        async def loses() -> None:
+            await lost.wait()
+            raise HoldLost("at the same moment")
+
+        def work(news: asyncio.Event, room: asyncio.Event) -> list[Coroutine[None, None, None]]:
+            return [loses()]
+
+        following = stream._task = asyncio.ensure_future(stream._together(work))
+        await asyncio.sleep(0)
+        lost.set()
+        await stream.stop()
+        (ended,) = await asyncio.gather(following, return_exceptions=True)
+        await store.close()
+        context.destroy(linger=0)
+        assert isinstance(ended, asyncio.CancelledError)
+
+    asyncio.run(main())
