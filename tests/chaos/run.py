@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from harness.fleet import KINDS, run_all, schedule
 from harness.report import rows, table

@@ -16,6 +16,7 @@ from enum import StrEnum
 from typing import Any
 
 import zmq
+from wire import Wire
 
 from kvrouter.engine_patch.reporter import Reporter
 from kvrouter.engine_patch.settings import ReporterSettings
@@ -41,7 +42,6 @@ from .history import Held, History, Life, Place
 from .publisher import ANY_PORT, ChaosPublisher
 from .pulse import PulseServer
 from .tiers import Moved, Tiers, short
-from .wire import Wire
 
 # Between two looks at requests for a replay: vLLM needs up to 100 ms.
 TURN_S = 0.005
