@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import uvicorn
 import zmq
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
@@ -35,6 +36,7 @@ from kvrouter.router.index.embedded import EmbeddedStore, EmbeddedStoreError
 from kvrouter.router.index.store import IndexStore, StoreError
 from kvrouter.router.logs import set_up_logs
 from kvrouter.router.metrics import Metrics
+from kvrouter.router.siblings import Siblings
 from kvrouter.router.version import VERSION
 from kvrouter.router.warm import warm
 from kvrouter.router.worker_spec import parse_worker
@@ -63,15 +65,29 @@ def build_app(core: CorePort, config: Config, metrics: Metrics) -> Outer:
     return build_api(core, config, metrics, time.perf_counter)
 
 
-async def serve(config: Config) -> None:
-    """Runs a router until SIGTERM or SIGINT. Raises SettingError and StartError before it serves."""
+class Part(msgspec.Struct, frozen=True):
+    """Which of several processes behind one port this one is. listener: the descriptor of the listening socket; token: names
+    the process in leases; folder: where the processes' own sockets are."""
+
+    number: int
+    listener: int
+    token: str | None
+    folder: str
+
+
+async def serve(config: Config, part: Part | None = None) -> None:
+    """Runs a router until SIGTERM or SIGINT; one that is a part also until its supervisor is gone. Raises SettingError and
+    StartError before it serves."""
     set_up_logs(config.log_level, config.log_format, sys.stderr)
     allow_descriptors()
     with _stopping_on_signals() as stopping:
+        if part is not None:
+            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stopping.on_supervisor_gone)
         async with AsyncExitStack() as stack:
             # First, as it is what fails most often, and fails fast.
-            listener = stack.enter_context(contextlib.closing(bound_socket(config.host, config.port)))
-            server = await stopping.unless_stopped(_start(config, listener, stack))
+            opened = bound_socket(config.host, config.port) if part is None else socket.socket(fileno=part.listener)
+            listener = stack.enter_context(contextlib.closing(opened))
+            server = await stopping.unless_stopped(_start(config, part, listener, stack))
             if server is not None:
                 stopping.server = server
                 try:
@@ -89,15 +105,22 @@ def allow_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _start(config: Config, listener: socket.socket, stack: AsyncExitStack) -> _Server:
+async def _start(config: Config, part: Part | None, listener: socket.socket, stack: AsyncExitStack) -> _Server:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     metrics = Metrics(registry)
+    token = PRIVATE_TOKEN if config.redis is None else None
+    if part is not None:
+        token = part.token
+        siblings = Siblings(Path(part.folder), part.number, config.processes, metrics.own_page)
+        stack.push_async_callback(siblings.close)
+        await siblings.start()
+        metrics.page = siblings.page
     try:
         url = config.redis
         if url is None:
-            url = await stack.enter_async_context(_private_store(Path(config.data_dir)))
+            url = await stack.enter_async_context(private_store(Path(config.data_dir)))
         store = await IndexStore.open(url)
         stack.push_async_callback(store.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -112,7 +135,7 @@ async def _start(config: Config, listener: socket.socket, stack: AsyncExitStack)
             clock=time.monotonic,
             rng=random.Random(),
             http=http,
-            token=PRIVATE_TOKEN if config.redis is None else None,
+            token=token,
         )
         stack.push_async_callback(core.stop)
         # In a thread, as it takes seconds on the first start of all and a signal must not wait for it.
@@ -138,7 +161,13 @@ async def _start(config: Config, listener: socket.socket, stack: AsyncExitStack)
     # What lives now lives for long: the collector need not walk it again and again between requests.
     gc.collect()
     gc.freeze()
-    return _Server(settings, lambda: print(start_line(config, listener, len(core.registrations())), flush=True))
+
+    def started() -> None:
+        workers = len(core.registrations())
+        # A supervisor reads the number, and prints the line itself when all its processes serve.
+        print(start_line(config, listener, workers) if part is None else workers, flush=True)
+
+    return _Server(settings, started)
 
 
 def _connections_possible(wanted: int) -> int:
@@ -197,7 +226,7 @@ def _port_taken(host: str, port: int, error: OSError) -> SettingError:
 
 
 @asynccontextmanager
-async def _private_store(data_dir: Path) -> AsyncIterator[str]:
+async def private_store(data_dir: Path) -> AsyncIterator[str]:
     """The private Valkey server of `data_dir`, kept running; yields its URL."""
     store = await EmbeddedStore.start(data_dir)
     keeper = asyncio.get_running_loop().create_task(_keep_running(store))
@@ -274,6 +303,12 @@ class _Stopping:
         elif self._starting is not None:
             self._starting.cancel()
         self._stopped = True
+
+    def on_supervisor_gone(self) -> None:
+        """Nothing more comes on stdin, so it was closed."""
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        log.warning("the supervisor is gone")
+        self.on_signal()
 
     async def unless_stopped(self, start: Coroutine[Any, Any, _Server]) -> _Server | None:
         """The started server, or None when a signal came first."""

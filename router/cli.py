@@ -117,8 +117,9 @@ def serve(
     settings = load_config(file, os.environ, flags)
     # The kernels' compiler takes a second to import; the client commands need none of it.
     from kvrouter.router.app import serve as run_router
+    from kvrouter.router.supervise import supervise
 
-    _run(lambda: run_router(settings))
+    _run(lambda: run_router(settings) if settings.processes == 1 else supervise(settings))
 
 
 def _run(start: Callable[[], Coroutine[Any, Any, None]]) -> None:

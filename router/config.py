@@ -71,7 +71,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...], msgspec.Meta(description=f"a list of where workers may be: {FORM}; without it, anywhere")
     ] = ()
     processes: Annotated[
-        int, msgspec.Meta(ge=1, le=1, description="1; for more, start more routers with the same --redis")
+        int,
+        msgspec.Meta(
+            ge=1, le=64, description="1 to 64: router processes behind one port; each keeps the index in memory"
+        ),
     ] = 1
     api_key: Annotated[
         Annotated[str, msgspec.Meta(pattern=r"\A[\x21-\x7e]+\Z")] | None,
@@ -98,11 +101,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: Annotated[
         int, msgspec.Meta(ge=1024, description="bytes, at least 1024: the largest request body")
     ] = 32 * 1024**2
-    # How long a dead router's workers stay without ingest before another takes over. Renewed every third of it, so one
-    # slow renewal does not lose it.
+    # How long a dead router's workers stay without ingest: others see it gone, and its leases free, after this and two looks
+    # (a tenth of it each). 2 s left takeovers on a busy machine too near to 3 s (2.6 to 3.5 s measured). Renewed every quarter,
+    # so that a router must stand still for over a second to lose a worker; then it changes hands, and nothing is lost.
     lease_ttl_s: Annotated[
-        float, msgspec.Meta(ge=0.5, le=300.0, description="seconds, 0.5 to 300: how long a router keeps a worker")
-    ] = 5.0
+        float,
+        msgspec.Meta(ge=0.5, le=300.0, description="seconds, 0.5 to 300: how long a dead router keeps its workers"),
+    ] = 1.5
     # A connection that was cut is back within a second or two, a patched engine heard again within three; an engine that was
     # restarted needs longer than this to load its weights. Until then the last known residency is most likely still true.
     suspect_credit_s: Annotated[

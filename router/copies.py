@@ -61,6 +61,11 @@ class CopyTable:
         """The hashes with two copies or more, in no order."""
         return np.compress(self._counts >= 2, self._keys)
 
+    def copied(self) -> dict[int, int]:
+        """The copies of the hashes that have two or more."""
+        several = self._counts >= 2
+        return dict(zip(self._keys[several].tolist(), self._counts[several].tolist(), strict=True))
+
     def _make_room(self, count: int) -> None:
         wanted = int((self._used + count) / MAX_LOAD) + 1
         if wanted <= len(self._keys):

@@ -7,11 +7,12 @@ Belongs to one asyncio loop. `ask` and `choose` are synchronous and do no I/O; e
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import aiohttp
 import msgspec
@@ -24,11 +25,11 @@ from kvrouter.router.approximate import RoutingHistory, approximate_hit, pieces_
 from kvrouter.router.choose import Choice, choose, route_name
 from kvrouter.router.config import Config
 from kvrouter.router.errors import Conflict, HostNotAllowed, NoWorker, UnknownModel, UnknownWorker
+from kvrouter.router.hold import LOOKS_PER_TTL
 from kvrouter.router.index.follower import FollowerItem, LogFollower, Reload, StoreBack, StoreLost
 from kvrouter.router.index.log import LogEntry
 from kvrouter.router.index.mirror import Mirror, MirrorFull
 from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
-from kvrouter.router.ingest import Tally
 from kvrouter.router.match import Matcher, Plans, WorkerView
 from kvrouter.router.metrics import RESYNCS, Metrics
 from kvrouter.router.names import Place, WorkerKey
@@ -37,6 +38,7 @@ from kvrouter.router.question import Hit, Question
 from kvrouter.router.registration import Registration
 from kvrouter.router.report_ingest import ReportIngest
 from kvrouter.router.segments import SegmentMemory
+from kvrouter.router.shares import Attendance, shares
 from kvrouter.router.states import StreamState
 from kvrouter.router.status import PatchStatus, Recovery, WorkerStatus
 from kvrouter.router.stream import WorkerStream
@@ -50,6 +52,11 @@ BLOCKS_PER_TURN = 32_768
 
 SWEEP_INTERVAL_S = 0.05
 GAUGE_INTERVAL_S = 1.0
+
+# How soon a worker registered elsewhere is known here: a look is one GET. The whole registry is read again now and then all the
+# same, for a process that died between its change and telling of it.
+REGISTRY_LOOK_S = 0.25
+REGISTRY_READ_S = 10.0
 
 
 class Core:
@@ -87,26 +94,30 @@ class Core:
         self._tasks: list[asyncio.Task[None]] = []
         # By model, with the version of the mirror that they were made from; any change of a worker empties it.
         self._plans: dict[str, tuple[int, Plans]] = {}
-        self._tallies: dict[WorkerKey, Tally] = {}
         self._segments_counted = (0, 0)
-        self._store_problem: str | None = None
+        # Why the log of a worker cannot be followed: in a cluster, some can and some cannot.
+        self._unfollowed: dict[WorkerKey, str] = {}
         self._loaded = False
         self._lock = asyncio.Lock()
+        self._attendance = Attendance(self._token)
+        # The workers that this process should follow; none before it attends.
+        self._mine: frozenset[WorkerKey] | None = None
+        self._attends = False
+        # The version of the registry that `_streams` was made from.
+        self._registry = 0
+        # Workers that were not in the registry at the last look, though nobody told of a change.
+        self._missing: set[WorkerKey] = set()
+        self._store_lost_s: float | None = None
 
     async def start(self) -> None:
         """Load what Redis holds, then follow it and the workers. Raises StoreError when Redis cannot be read."""
-        for worker, raw in (await self._store.registrations()).items():
-            try:
-                registration = msgspec.json.decode(raw, type=Registration)
-            except msgspec.MsgspecError as error:
-                log.warning("stored registration not readable", extra={"worker": worker, "error": str(error)})
-                continue
-            if len(self._streams) >= self._config.max_workers:
-                log.warning("stored worker left out: raise max_workers", extra={"worker": worker})
-                continue
-            await self._begin(registration)
+        await self._follow_registry(await self._store.registry_version())
+        # After the loading, which takes its time: from here on others hand workers over to this process.
+        await self._attend()
+        for stream in self._streams.values():
+            stream.start()
         self._loaded = True
-        for task in (self._follow_logs(), self._sweep(), self._gauge()):
+        for task in (self._follow_logs(), self._sweep(), self._gauge(), self._attend_always(), self._watch_registry()):
             self._tasks.append(asyncio.get_running_loop().create_task(task))
 
     async def stop(self) -> None:
@@ -116,6 +127,94 @@ class Core:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(stream.stop() for stream in self._streams.values()))
         await self._follower.close()
+        if self._attends:
+            with contextlib.suppress(StoreError):
+                await self._store.leave(self._token)
+
+    async def _attend(self) -> None:
+        """Count among the routers, and see who else does."""
+        seen = await self._store.attend(self._token, self._config.lease_ttl_s)
+        if self._attendance.look(seen) and self._attends:
+            log.info("routers changed", extra={"routers": len(self._attendance.routers)})
+            self._mine = None
+        self._attends = True
+
+    async def _attend_always(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.lease_ttl_s / LOOKS_PER_TTL)
+            # Without the store nothing can be taken or handed over; its absence is shown where it is followed.
+            with contextlib.suppress(StoreError):
+                await self._attend()
+
+    def _is_mine(self, worker: WorkerKey) -> bool:
+        """Whether this process should follow the worker."""
+        if self._mine is None:
+            found = shares(self._streams, self._attendance.routers)
+            self._mine = frozenset(worker for worker, router in found.items() if router == self._token)
+        return worker in self._mine
+
+    async def _watch_registry(self) -> None:
+        """Follow what other processes register and drop."""
+        read_s = self._clock()
+        while True:
+            await asyncio.sleep(REGISTRY_LOOK_S)
+            try:
+                async with self._lock:
+                    version = await self._store.registry_version()
+                    if version < self._registry:
+                        await self._restore_registry()
+                        version = await self._store.registry_version()
+                    due = version != self._registry or self._clock() > read_s + REGISTRY_READ_S
+                    if due and await self._follow_registry(version):
+                        read_s = self._clock()
+            except StoreError as error:
+                log.debug("registry not read", extra={"error": str(error)})
+            except Exception:
+                # A defect of ours must not end the task unseen: registrations of others would never be known.
+                self._metrics.internal_errors.labels("registry").inc()
+                log.exception("registry not followed")
+
+    async def _restore_registry(self) -> None:
+        """The store lost what was written to it: give it the registrations that are known here."""
+        known = {worker: msgspec.json.encode(stream.registration) for worker, stream in self._streams.items()}
+        log.warning("registry lost, written back", extra={"workers": len(known), "version": self._registry})
+        await self._store.restore_registrations(known, self._registry)
+        self._metrics.registry_repairs.inc()
+
+    async def _follow_registry(self, version: int) -> bool:
+        """Make the workers here those of the registry as it is at `version` or later. False: look again soon."""
+        stored: dict[WorkerKey, Registration] = {}
+        for worker, raw in (await self._store.registrations()).items():
+            try:
+                stored[worker] = msgspec.json.decode(raw, type=Registration)
+            except msgspec.MsgspecError as error:
+                log.warning("stored registration not readable", extra={"worker": worker, "error": str(error)})
+        missing = self._streams.keys() - stored.keys()
+        if missing and version == self._registry:
+            # Nobody told of a change: a node of a cluster lost it, or whoever drops them has not come to telling yet.
+            if missing == self._missing:
+                await self._restore_registry()
+            self._missing = missing
+            return False
+        self._missing = set()
+        for worker in missing:
+            await self._end(worker)
+            log.info("unregistered elsewhere", extra={"worker": worker})
+        for worker, registration in stored.items():
+            known = self._streams.get(worker)
+            if known is not None and known.registration == registration:
+                continue
+            if known is not None and _same_stream(known.registration, registration):
+                known.update(registration)
+                continue
+            if known is not None:
+                await self._end(worker)
+            elif len(self._streams) >= self._config.max_workers:
+                log.warning("registered worker left out: raise max_workers", extra={"worker": worker})
+                continue
+            await self._begin(registration)
+        self._registry = version
+        return True
 
     async def register(self, registration: Registration) -> None:
         """The same again is a no-op; a different one for the same id and rank replaces it. Raises HostNotAllowed."""
@@ -174,27 +273,45 @@ class Core:
             rng=self._rng,
             http=self._http,
             new_epoch=self._new_epoch,
+            mine=self._is_mine,
             allowed=self._allowed,
             changed=self._plans.clear,
         )
         image = await self._store.load(worker)
         stream.prepare(image, await self._store.load_copies(worker))
         self._streams[worker] = stream
+        self._mine = None
         self._take_image(image)
         self._plans.clear()
-        stream.start()
+        if self._attends:
+            stream.start()
 
     async def _drop(self, worker: WorkerKey) -> None:
-        stream = self._streams.pop(worker)
-        self._plans.clear()
+        """Drop it here and for all."""
+        stream = self._part_with(worker)
         await stream.stop()
-        await self._follower.remove(worker)
-        self._mirror.forget(worker)
-        self._metrics.forget_worker(worker)
-        self._tallies.pop(worker, None)
-        self._history.forget(worker)
+        await self._forget(worker)
         await self._store.drop_registration(worker)
         log.info("unregistered", extra={"worker": worker})
+
+    async def _end(self, worker: WorkerKey) -> None:
+        """Another process dropped or replaced it: end it here, with what it has in Redis if it was followed here."""
+        stream = self._part_with(worker)
+        await stream.forget()
+        await self._forget(worker)
+
+    def _part_with(self, worker: WorkerKey) -> WorkerStream:
+        stream = self._streams.pop(worker)
+        self._mine = None
+        self._plans.clear()
+        return stream
+
+    async def _forget(self, worker: WorkerKey) -> None:
+        await self._follower.remove(worker)
+        self._regain_store([worker])
+        self._mirror.forget(worker)
+        self._metrics.forget_worker(worker)
+        self._history.forget(worker)
 
     def _new_epoch(self) -> str:
         return f"{self._rng.getrandbits(64):016x}"
@@ -269,7 +386,7 @@ class Core:
         return [self._status(stream, now) for _, stream in sorted(self._streams.items())]
 
     def _status(self, stream: WorkerStream, now: float) -> WorkerStatus:
-        ingest = stream.ingest
+        ingest = stream.shown_ingest
         catalog = ingest.catalog
         return WorkerStatus(
             worker_id=stream.worker.worker_id,
@@ -280,15 +397,15 @@ class Core:
             state_age_s=round(now - stream.since_s, 3),
             credited=stream.view.credited,
             approximate=stream.approximate,
-            reason="; ".join(filter(None, (stream.view.reason, self._lost_credit(stream.worker)))),
+            reason="; ".join(filter(None, (self._store_problem, stream.view.reason, self._lost_credit(stream.worker)))),
             epoch=stream.visible_epoch,
             seq=stream.visible_seq,
             catalog=catalog.as_dict(),
             catalog_source=catalog.source,
             hash_scheme=ingest.identity.label,
-            residency=ingest.blocks.counts(),
+            residency=stream.counts(),
             lag_ms=None if stream.lag_s is None else round(stream.lag_s * 1000, 3),
-            gaps=ingest.tally.gaps,
+            gaps=stream.gaps,
             recovery=Recovery(**{name: getattr(ingest.tally, name) for name in Recovery.__struct_fields__}),
             last_event_age_s=_age_s(ingest.last_event_s, now),
             patch=_patch_status(ingest, now),
@@ -304,6 +421,9 @@ class Core:
 
     def health(self) -> list[str]:
         problems = [] if self._store_problem is None else [self._store_problem]
+        unwritten = {stream.problem for stream in self._streams.values() if stream.problem}
+        if self._store_problem is None:
+            problems += [f"Redis takes no commits ({problem}); answers grow old" for problem in sorted(unwritten)]
         for stream in self._streams.values():
             view = stream.view
             if lost := self._lost_credit(view.worker):
@@ -322,6 +442,7 @@ class Core:
         for place, hashes in image.places.items():
             self._add(worker, place, hashes)
         self._follower.add_image(image)
+        self._streams[worker].take_image(image)
         self._streams[worker].shown(image.epoch or "", image.seq, self._clock())
 
     def _add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
@@ -367,17 +488,37 @@ class Core:
                 image = await self._store.load(item.worker)
                 if item.worker in self._streams:
                     self._take_image(image)
+                self._regain_store([item.worker])
             except StoreError as error:
-                self._store_problem = f"Redis does not answer ({error}); answers come from memory and may grow old"
+                self._lose_store([item.worker], str(error))
                 await asyncio.sleep(GAUGE_INTERVAL_S)
                 if item.worker in self._streams:
                     self._follower.add(item.worker)
         elif isinstance(item, StoreLost):
-            self._store_problem = f"Redis does not answer ({item.reason}); answers come from memory and may grow old"
-            self._metrics.store_up.set(0)
-            log.warning("store lost", extra={"reason": item.reason})
+            self._lose_store(item.workers, item.reason)
         elif isinstance(item, StoreBack):
-            self._store_problem = None
+            self._regain_store(item.workers)
+
+    @property
+    def _store_problem(self) -> str | None:
+        if not self._unfollowed:
+            return None
+        reason = next(iter(self._unfollowed.values()))
+        return f"Redis does not answer ({reason}); answers come from memory and grow old"
+
+    def _lose_store(self, workers: Iterable[WorkerKey], reason: str) -> None:
+        if not self._unfollowed:
+            self._store_lost_s = self._clock()
+            log.warning("store lost", extra={"reason": reason})
+        self._unfollowed |= dict.fromkeys(workers, reason)
+        self._metrics.store_up.set(0)
+
+    def _regain_store(self, workers: Iterable[WorkerKey]) -> None:
+        was_lost = bool(self._unfollowed)
+        for worker in workers:
+            self._unfollowed.pop(worker, None)
+        if was_lost and not self._unfollowed:
+            self._store_lost_s = None
             self._metrics.store_up.set(1)
             log.info("store back")
 
@@ -392,6 +533,7 @@ class Core:
         for change in entry.changes:
             self._mirror.discard(worker, change.place, change.removed)
             self._add(worker, change.place, change.added)
+        stream.take_entry(entry)
         stream.shown(entry.epoch, entry.last_seq, self._clock())
 
     async def _sweep(self) -> None:
@@ -406,6 +548,10 @@ class Core:
 
     def _measure(self) -> None:
         metrics = self._metrics
+        metrics.leases_held.set(sum(stream.held for stream in self._streams.values()))
+        metrics.routers.set(len(self._attendance.routers))
+        lost_s = self._store_lost_s
+        metrics.store_silent_seconds.set(0 if lost_s is None else self._clock() - lost_s)
         metrics.approximate_pieces.set(len(self._history))
         metrics.approximate_workers.set(sum(stream.approximate for stream in self._streams.values()))
         metrics.mirror_entries.set(self._mirror.entries)
@@ -421,7 +567,7 @@ class Core:
     def _measure_worker(self, worker: WorkerKey, stream: WorkerStream) -> None:
         metrics = self._metrics
         label = metrics.worker_label(worker)
-        now, before = stream.ingest.tally, self._tallies.get(worker, Tally())
+        now, before = stream.ingest.tally, stream.counted
         counters = {
             "batches": metrics.ingest_batches,
             "events": metrics.ingest_events,
@@ -439,13 +585,13 @@ class Core:
             "mismatches": metrics.patch_mismatches,
         }
         for name, counter in counters.items():
-            # A stream that began again counts from zero.
+            # What it refused for want of room counts from zero when it begins again.
             counter.labels(label).inc(max(0, getattr(now, name) - getattr(before, name)))
         for how, name in RESYNCS.items():
             metrics.stream_resyncs.labels(label, how).inc(max(0, getattr(now, name) - getattr(before, name)))
         if stream.lag_s is not None:
             metrics.stream_event_lag_seconds.labels(label).set(stream.lag_s)
-        self._tallies[worker] = msgspec.structs.replace(now)
+        stream.counted = msgspec.structs.replace(now)
         metrics.set_stream_state(worker, stream.view.state.value)
 
 

@@ -227,6 +227,27 @@ class Ingest:
         """(seq, fingerprint) of the last batch applied, None when there is none."""
         return None if self.seq is None else (self.seq, self._fingerprint)
 
+    def continues(self, epoch: str | None, seq: int | None) -> bool:
+        """Whether the next flush, if there is one, follows what (epoch, seq) in Redis stands for."""
+        flushed = self.seq if self._first_seq is None else self._first_seq - 1
+        return not self._opens_epoch and (self.epoch, flushed) == (epoch, seq)
+
+    def pause(self, incident: str) -> None:
+        """Nobody reads the stream for now: what is held stays, until the stream shows whether something was missed."""
+        if self.seq is None:
+            self._set(StreamState.CONNECTING, incident)
+        elif self._state is not StreamState.RESYNCING:
+            self._unproven = True
+            self._set(StreamState.SUSPECT, incident)
+
+    def write_anew(self) -> None:
+        """Let the next flush bring all that is held, as a new epoch: what Redis has of it is lost, or too old to go on from."""
+        self.epoch = self._new_epoch()
+        self._opens_epoch = True
+        self._first_seq = self.seq
+        self._meta_version = None
+        self.blocks.pend_all()
+
     def apply(self, item: StreamItem, now: float) -> None:
         """Take the next item of the stream. now: seconds, monotonic."""
         if isinstance(item, Batch):

@@ -8,8 +8,9 @@ short and at most MAX_WORKER_LABELS many; all further ones share the label `othe
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Awaitable, Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.states import StreamState
@@ -22,6 +23,7 @@ RESYNCS = {"replay": "replays", "snapshot": "snapshots", "relearned": "relearned
 # Why a client's connection was closed: size or time of a head, time of a body, an answer that nobody read, too many connections,
 # no HTTP.
 CUT_REASONS = ("head_size", "head_time", "body_time", "send_time", "connections", "invalid")
+LEASE_LOSSES = ("taken", "handed_over", "data_lost")
 
 COMMIT_OUTCOMES = ("applied", "fenced", "stale", "failed")
 
@@ -40,6 +42,8 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
+        # What `/metrics` answers: this process's numbers, unless there are siblings to be asked.
+        self.page: Callable[[], Awaitable[bytes]] = self._own_page
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"kvrouter_{name}", text, labels, registry=registry)
@@ -102,6 +106,12 @@ class Metrics:
         self.stream_state = gauge("stream_state", "1 for the state that a worker is in, else 0", "worker", "state")
 
         self.index_commits = counter("index_commits_total", "Commits to the store", "outcome")
+        self.leases_lost = counter("leases_lost_total", "Workers that this process ceased to follow", "how")
+        self.leases_held = gauge("leases_held", "Workers that this process follows; the others follow the rest")
+        self.routers = gauge("routers", "Router processes on the store, as this one sees them")
+        self.index_rewrites = counter("index_rewrites_total", "Workers written to the store anew from memory", "worker")
+        self.registry_repairs = counter("registry_repairs_total", "Registrations that were lost and written back")
+        self.store_silent_seconds = gauge("store_silent_seconds", "Age of the answers while the store is away, else 0")
         self.store_up = gauge("store_up", "1 while the store answers")
         self.mirror_entries = gauge("mirror_entries", "(worker, block) entries in memory")
         self.mirror_bytes = gauge("mirror_bytes", "Bytes of the index in memory")
@@ -119,6 +129,8 @@ class Metrics:
             self.index_commits.labels(outcome)
         for reason in CUT_REASONS:
             self.connections_cut.labels(reason)
+        for how in LEASE_LOSSES:
+            self.leases_lost.labels(how)
         self._workers: dict[WorkerKey, str] = {}
         self._request_children: dict[tuple[str, int], Counter] = {}
         # Per-worker metrics, to drop a worker's series when it is unregistered.
@@ -139,7 +151,15 @@ class Metrics:
             self.stream_ghost_blocks,
             self.stream_lost_blocks,
             self.stream_event_lag_seconds,
+            self.index_rewrites,
         )
+
+    def own_page(self) -> bytes:
+        """The numbers of this process, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    async def _own_page(self) -> bytes:
+        return self.own_page()
 
     def worker_label(self, worker: WorkerKey) -> str:
         """`w0`, or `w0@3` for another rank than 0; `other` once MAX_WORKER_LABELS are in use.

@@ -72,6 +72,8 @@ class Residency:
         self._pending: dict[Place, Transitions] = {}
         # New counts of blocks that have, or had, two copies or more.
         self._multiple: dict[tuple[Place, int], int] = {}
+        # The next flush is to bring all that is held, for nothing of it is known to be anywhere else.
+        self._pending_all = False
 
     @property
     def places(self) -> Iterable[Place]:
@@ -178,9 +180,17 @@ class Residency:
     def drop_pending(self) -> None:
         self._pending.clear()
         self._multiple.clear()
+        self._pending_all = False
+
+    def pend_all(self) -> None:
+        """Let the next flush bring all that is held, as into an empty epoch; takes no memory until then."""
+        self.drop_pending()
+        self._pending_all = True
 
     def take_changes(self) -> list[Change]:
         """The net transitions since the last flush, place by place."""
+        if self._pending_all:
+            self._take_all()
         changes = []
         for place, transitions in self._pending.items():
             added, removed = transitions.net()
@@ -189,8 +199,17 @@ class Residency:
         self._pending.clear()
         return changes
 
+    def _take_all(self) -> None:
+        self.drop_pending()
+        for place, held in self._held.items():
+            if len(held.table):
+                pending = self._pending[place] = Transitions()
+                pending.arrived(held.table.hashes())
+                for block_hash, count in held.table.copied().items():
+                    self._multiple[place, block_hash] = count
+
     def take_copies(self) -> list[tuple[Place, int, int]]:
-        """(place, hash, copies) of all whose count of two or more changed; 1 or 0 means that it no longer is one."""
+        """(place, hash, copies) of all whose count of two or more changed; 1 or 0: it no longer is one. After `take_changes`."""
         copies = [(place, block_hash, count) for (place, block_hash), count in self._multiple.items()]
         self._multiple.clear()
         return copies

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker, followed: lease, subscription, ingest and commits. The async shell around `ingest.py`.
+"""One worker, followed: subscription, ingest and commits. The async shell around `ingest.py`; the lease is in `hold.py`.
 
-One task a worker. Whatever breaks its hold (a lost lease, a store that is elsewhere) makes it begin again from what Redis holds.
+One task a worker. Whatever breaks its hold (a lost lease, a store that is elsewhere) makes it begin again: from memory where nobody
+else followed the worker meanwhile, else from what Redis holds. While another process follows it, `told.py` says what it is.
 """
 
 from __future__ import annotations
@@ -26,19 +27,23 @@ from kvrouter.events.subscriber import Subscriber, SubscriberSettings
 from kvrouter.router.allow_list import AllowList
 from kvrouter.router.checkup import Checkup
 from kvrouter.router.config import Config
-from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, StoreError, WorkerImage
-from kvrouter.router.ingest import Flush
+from kvrouter.router.hold import ELSEWHERE, RETRY_FIRST_S, RETRY_LAST_S, HandedOver, Hold, HoldLost
+from kvrouter.router.index.log import LogEntry
+from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
+from kvrouter.router.ingest import Tally
 from kvrouter.router.match import WorkerView
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import Place, WorkerKey
 from kvrouter.router.registration import NO_PATCH, Registration
 from kvrouter.router.report_ingest import ReportIngest
 from kvrouter.router.states import CREDITED, StreamState, credited
+from kvrouter.router.told import Told, state_fields
 from kvrouter.router.vitals import EngineBack, EngineLost, EngineRestarted, VitalSign
 
 log = logging.getLogger("kvrouter.stream")
 
-# Transitions that may wait for the store before the socket is left unread (then ZMQ buffers, and later the publisher drops: a gap).
+# Transitions that may wait for the store. With more, and the store slow, the socket is left unread (ZMQ buffers, and later the
+# publisher drops: a gap); with the store away they are dropped, and all that is held is written when it is back.
 # They are one commit, so also what every router applies at once: some milliseconds. With a million, one worker that published as
 # fast as it could held up everybody's answers for a second.
 MAX_PENDING_BLOCKS = 65_536
@@ -48,10 +53,6 @@ TURN_S = 0.002
 
 # Flushed batches whose way into the mirror is timed.
 MAX_TIMED = 1_024
-
-# Pause between tries while the store does not answer or the lease is held elsewhere: doubled from the first to the last.
-RETRY_FIRST_S = 0.05
-RETRY_LAST_S = 1.0
 
 
 # How long a patched engine may take to say hello before its own topic is followed: some round trips. One whose reports are in Redis
@@ -65,16 +66,15 @@ PROBE_S = 1.0
 PROBE_PAUSE_FIRST_S = 1.0
 PROBE_PAUSE_LAST_S = 30.0
 
+# A worker that is not had within this part of a lease's life is another process's. A first taking is some round trips.
+LOOKS_BEFORE_ELSEWHERE = 10
+
 # A patch silent for so long is given up, and the engine's own topic followed: longer than an engine stalls while it compiles.
 REPORTS_LOST_S = 15.0
 
 
 class SourceChanged(Exception):
     """The other of the worker's two streams is to be followed from now on."""
-
-
-class HoldLost(Exception):
-    """This process must not commit for the worker as it stands: the lease or the continuity with Redis is lost."""
 
 
 class WorkerStream:
@@ -94,12 +94,12 @@ class WorkerStream:
         http: aiohttp.ClientSession | None,
         new_epoch: Callable[[], str],
         allowed: AllowList,
+        mine: Callable[[WorkerKey], bool],
         changed: Callable[[], None],
     ) -> None:
-        """changed: called when `view` did. token: names this process in leases."""
+        """changed: called when `view` did. token: names this process in leases. mine: whether it should have this one."""
         self.registration = registration
         self._store = store
-        self._token = token
         self._config = config
         self._metrics = metrics
         self._context = context
@@ -117,11 +117,34 @@ class WorkerStream:
         self._checkup: Checkup | None = None
         self._expire: Callable[[str], None] | None = None
         self._lives = 0
+        self._hold = Hold(
+            registration.worker,
+            store=store,
+            token=token,
+            ttl_s=config.lease_ttl_s,
+            metrics=metrics,
+            mine=lambda: mine(registration.worker),
+            changed=self._hold_changed,
+        )
+        # Set when the store took what waited for it, or when it went away.
+        self._room = asyncio.Event()
+        self._told = Told(registration, config.none_hash_seed)
+        # Whether what others say of the worker is shown, as they follow it.
+        self._elsewhere = False
+        # Whether the last hold ended because the other of the two streams is to be followed.
+        self._source_changed = False
+        # Whether `ingest` has what this process itself saw, unbroken.
+        self._sound = False
+        # The state as last written for the other processes.
+        self._state_told: dict[str, bytes] = {}
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
         self._timed: deque[tuple[str, int, float]] = deque(maxlen=MAX_TIMED)
         # (epoch, seq) in Redis that `ingest` was prepared from, None once it goes on from there.
         self._prepared: tuple[str | None, int | None] | None = None
+        # Counts over all ingests of this stream, and what of them is in the metrics already.
+        self._tally = Tally()
+        self.counted = Tally()
         self.lag_s: float | None = None
         # Since when the state is what it is; a timer ends the credit of one in doubt.
         self.since_s = clock()
@@ -151,17 +174,53 @@ class WorkerStream:
 
     def _new_ingest(self) -> ReportIngest:
         seed = self._config.none_hash_seed
-        return ReportIngest(self.registration, seed=seed, decoder=self._decoder, new_epoch=self._new_epoch)
+        ingest = ReportIngest(self.registration, seed=seed, decoder=self._decoder, new_epoch=self._new_epoch)
+        ingest.tally = self._tally
+        return ingest
 
     def update(self, registration: Registration) -> None:
         """Take over a registration that differs in nothing that the stream depends on."""
         self.registration = registration
         self._refresh()
 
+    def take_image(self, image: WorkerImage) -> None:
+        """What Redis holds, as it was loaded for the mirror."""
+        self._told.take_image(image)
+        self._refresh()
+
+    def take_entry(self, entry: LogEntry) -> None:
+        """What Redis's log says, as it goes into the mirror."""
+        if self._told.take_entry(entry) and self._elsewhere:
+            self._refresh()
+
+    @property
+    def held(self) -> bool:
+        """Whether this process follows the worker."""
+        return self._hold.held
+
+    @property
+    def problem(self) -> str | None:
+        """Why what this process learns of the worker cannot reach Redis now."""
+        return self._hold_problem or self._hold.problem
+
+    @property
+    def shown_ingest(self) -> ReportIngest:
+        """What explains the worker: our own ingest, or what another process told."""
+        return self._told.ingest if self._elsewhere else self.ingest
+
+    @property
+    def gaps(self) -> int:
+        return self._told.gaps if self._elsewhere else self.ingest.tally.gaps
+
+    def counts(self) -> dict[str, int]:
+        """Blocks by the text of their place."""
+        return self._told.counts() if self._elsewhere else self.ingest.blocks.counts()
+
     def prepare(self, image: WorkerImage, copies: dict[tuple[Place, int], int]) -> None:
         """Begin from what Redis holds, before the stream says anything."""
         self.ingest = self._new_ingest()
         self._prepared = (image.epoch, image.seq)
+        self._sound = False
         if image.epoch is not None and image.seq is not None:
             try:
                 self.ingest.restore(image.epoch, image.seq, image.places, copies, image.meta)
@@ -169,6 +228,8 @@ class WorkerStream:
                 # Written by another version or another program: what it means is not known, so it is not used.
                 log.warning("stored state not readable", extra={"worker": self.worker, "error": str(error)})
                 self.ingest = self._new_ingest()
+            # Gaps of a worker's whole life, most of which others have counted.
+            self.counted.gaps = self._tally.gaps
         self._refresh()
 
     @property
@@ -183,7 +244,7 @@ class WorkerStream:
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"stream {self.worker}")
 
     async def stop(self) -> None:
-        """End the task; what was committed stays, the lease is given back."""
+        """End the task; what was committed stays, the lease is given back to others."""
         self._stopping = True
         if self._task is not None:
             self._task.cancel()
@@ -192,22 +253,35 @@ class WorkerStream:
         if self._credit_end is not None:
             self._credit_end.cancel()
 
+    async def forget(self) -> None:
+        """End the task, and unlink what Redis holds of the worker unless another process follows it."""
+        await self.stop()
+        await self._hold.forget()
+
     def shown(self, epoch: str, seq: int | None, now: float) -> None:
         """The mirror shows everything up to `seq` of `epoch`."""
+        self.visible_seq = seq if seq is not None or epoch != self.visible_epoch else self.visible_seq
         self.visible_epoch = epoch
-        self.visible_seq = seq
         while self._timed and seq is not None and (self._timed[0][0] != epoch or self._timed[0][1] <= seq):
             timed_epoch, _, received_s = self._timed.popleft()
             if timed_epoch == epoch:
                 self.lag_s = now - received_s
 
     def _make_view(self, state: StreamState) -> WorkerView:
-        ingest = self.ingest
+        ingest = self.shown_ingest
         refusal = self._refusal
         if refusal:
             state = StreamState.DOWN
-        credit = credited(state, self._overdue)
-        reason = refusal or self._hold_problem or self._key_problem or ingest.reason
+        credit = self._told.credited if self._elsewhere else credited(state, self._overdue)
+        away = self._hold.problem
+        if refusal:
+            reason = refusal
+        elif away is not None:
+            reason = f"Redis takes no commits ({away}): answers come from memory and grow old"
+        elif self._elsewhere:
+            reason = self._hold_problem or self._told.reason or ELSEWHERE
+        else:
+            reason = self._hold_problem or self._key_problem or ingest.reason
         if state in CREDITED and not credit:
             reason += f"; no credit any more, after {self._config.suspect_credit_s:g} s without proof"
         return WorkerView(
@@ -218,12 +292,18 @@ class WorkerStream:
             reason=reason,
             epoch=ingest.epoch,
             catalog=ingest.catalog,
-            scheme=ingest.identity.scheme if ingest.identity.explained else None,
+            scheme=ingest.identity.scheme
+            if ingest.identity.explained and state is not StreamState.UNHASHABLE
+            else None,
             lora_paths=ingest.spec.lora_paths,
         )
 
+    def _hold_changed(self) -> None:
+        self._room.set()
+        self._refresh()
+
     def _refresh(self) -> None:
-        state = self.ingest.state
+        state = self._told.state if self._elsewhere else self.ingest.state
         old = self.view
         if state is not old.state:
             self.since_s = self._clock()
@@ -255,12 +335,20 @@ class WorkerStream:
                 await self._take_lease()
                 retry_s = RETRY_FIRST_S
                 try:
+                    self._sound = True
                     await self._follow()
                 finally:
-                    await self._release()
+                    self.ingest.pause("followed again in a moment; the last known residency is shown")
+                    await self._hold.release()
             except SourceChanged as change:
+                self._source_changed = True
                 log.info("stream changed", extra={"worker": self.worker, "reason": str(change)})
+            except HandedOver as change:
+                self._source_changed = False
+                self._leave_to_others()
+                log.info("worker handed over", extra={"worker": self.worker, "reason": str(change)})
             except (HoldLost, StoreError) as error:
+                self._source_changed = False
                 self._hold_problem = str(error)
                 self._refresh()
                 log.warning("worker not held", extra={"worker": self.worker, "reason": str(error)})
@@ -272,6 +360,7 @@ class WorkerStream:
                 await asyncio.sleep(RETRY_LAST_S)
             except Exception:
                 # A defect of ours must not end the worker's task unseen; what Redis holds is begun from again.
+                self._sound = False
                 self._hold_problem = (
                     "internal error while following this worker: a bug in the router; its log has the details"
                 )
@@ -281,29 +370,43 @@ class WorkerStream:
                 await asyncio.sleep(RETRY_LAST_S)
 
     async def _take_lease(self) -> None:
-        ttl_s = self._config.lease_ttl_s
-        while not (
-            await self._store.renew_lease(self.worker, self._token, ttl_s)
-            or await self._store.take_lease(self.worker, self._token, ttl_s)
-        ):
-            self._hold_problem = (
-                "another router process follows this worker; its answers are shown as they come from Redis"
-            )
-            self._refresh()
-            await asyncio.sleep(ttl_s / 4)
-        self._hold_problem = None
-        if await self._store.committed(self.worker) != self._prepared:
-            # Others have committed since, or this process lost its hold in the middle.
-            image = await self._store.load(self.worker)
-            self.prepare(image, await self._store.load_copies(self.worker))
+        if not self._hold.wanted:
+            self._leave_to_others()
+        taking = asyncio.ensure_future(self._hold.take())
+        try:
+            done, _ = await asyncio.wait({taking}, timeout=self._config.lease_ttl_s / LOOKS_BEFORE_ELSEWHERE)
+            if not done:
+                self._leave_to_others()
+            alone = await taking
+        finally:
+            taking.cancel()
+        self._elsewhere, self._hold_problem, self._state_told = False, None, {}
+        epoch, seq = self._hold.written
+        if (epoch, seq) != self._prepared:
+            if alone and self._sound:
+                if not self.ingest.continues(epoch, seq):
+                    log.warning("written anew from memory", extra={"worker": self.worker})
+                    self._metrics.index_rewrites.labels(self._metrics.worker_label(self.worker)).inc()
+                    self.ingest.write_anew()
+            else:
+                # Others have committed since, or what was seen here is broken.
+                image = await self._store.load(self.worker)
+                self.prepare(image, await self._store.load_copies(self.worker))
         self._prepared = None
+        log.info("worker held", extra={"worker": self.worker, "epoch": self.ingest.epoch, "seq": self.ingest.seq})
         self._refresh()
 
-    async def _release(self) -> None:
-        try:
-            await asyncio.shield(self._store.release_lease(self.worker, self._token))
-        except StoreError as error:
-            log.warning("lease not released", extra={"worker": self.worker, "reason": str(error)})
+    def _leave_to_others(self) -> None:
+        """Another process follows the worker: show what it tells."""
+        self._elsewhere, self._hold_problem = True, None
+        self.ingest, self._prepared, self._sound = self._new_ingest(), None, False
+        self._refresh()
+
+    @property
+    def _movable(self) -> bool:
+        """Whether another process could make up for what is said while the worker changes hands."""
+        registration = self.registration
+        return registration.events is None or registration.replay is not None or self.ingest.report_epoch is not None
 
     @property
     def _patch_endpoint(self) -> str | None:
@@ -318,7 +421,11 @@ class WorkerStream:
         patch = self._patch_endpoint
         timeout_s = GREET_FIRST_S if self.ingest.report_epoch is None else GREET_KNOWN_S
         key = self.registration.patch_key
-        if (
+        # What was followed on the engine's own topic goes on there at once; the look for the patch goes on beside.
+        stock = self.ingest.resume_point is not None and self.registration.events is not None and key is None
+        if stock and not self._source_changed and self.registration.events is not None:
+            await self._follow_stock(self.registration.events, patch)
+        elif (
             patch is not None
             and await greet(patch, context=self._context, timeout_s=timeout_s, server_key=key) is not None
         ):
@@ -386,13 +493,13 @@ class WorkerStream:
         self, work: Callable[[asyncio.Event, asyncio.Event], list[Coroutine[None, None, None]]]
     ) -> None:
         """Keep the lease and commit while the coroutines of `work(news, room)` run; what ends one ends all."""
-        news, room = asyncio.Event(), asyncio.Event()
+        news, room = asyncio.Event(), self._room
         # A new worker has an empty epoch to announce before its stream says anything.
         news.set()
         try:
             async with asyncio.TaskGroup() as group:
                 for coroutine in (
-                    self._keep_lease(),
+                    self._hold.keep(lambda: self._movable),
                     self._commit(news, room),
                     *self._look_after(news),
                     *work(news, room),
@@ -406,7 +513,7 @@ class WorkerStream:
             if others is not None or expected is None:
                 raise
             first = _first_of(expected)
-            raise first if isinstance(first, SourceChanged) else HoldLost(str(first)) from None
+            raise first if isinstance(first, SourceChanged | HandedOver) else HoldLost(str(first)) from None
 
     def _look_after(self, news: asyncio.Event) -> list[Coroutine[None, None, None]]:
         url, interval_s = self.registration.url, self._config.health_interval_s
@@ -421,8 +528,7 @@ class WorkerStream:
                 self._expire("the engine answers again" if isinstance(sign, EngineBack) else sign.reason)
                 self.ingest.wants_snapshot = None
             self._refresh()
-            if self.ingest.has_news:
-                news.set()
+            news.set()
 
         self._checkup = Checkup(
             url, session=self._http, interval_s=interval_s, clock=self._clock, rng=self._rng, tell=tell
@@ -440,20 +546,6 @@ class WorkerStream:
             connected.clear()
             if await greet(patch, context=self._context, timeout_s=PROBE_S) is not None:
                 raise SourceChanged(f"a patched engine answers at {patch}")
-
-    async def _keep_lease(self) -> None:
-        ttl_s = self._config.lease_ttl_s
-        lost_at = self._clock() + ttl_s
-        while True:
-            await asyncio.sleep(ttl_s / 3)
-            try:
-                if not await self._store.renew_lease(self.worker, self._token, ttl_s):
-                    raise HoldLost("the lease went to another router process")
-                lost_at = self._clock() + ttl_s
-            except StoreError:
-                # The commit task says so; the hold ends only when the lease may have.
-                if self._clock() > lost_at:
-                    raise
 
     async def _receive(
         self, subscriber: Subscriber, news: asyncio.Event, room: asyncio.Event, connected: asyncio.Event
@@ -503,11 +595,18 @@ class WorkerStream:
 
     async def _taken_in(self, news: asyncio.Event, room: asyncio.Event) -> None:
         self._refresh()
-        if self.ingest.has_news:
+        if self.ingest.has_news or self._state_fields() != self._state_told:
             news.set()
         while self.ingest.blocks.pending_blocks > MAX_PENDING_BLOCKS:
+            if self._hold.away:
+                self._metrics.index_rewrites.labels(self._metrics.worker_label(self.worker)).inc()
+                self.ingest.write_anew()
+                return
             room.clear()
             await room.wait()
+
+    def _state_fields(self) -> dict[str, bytes]:
+        return state_fields(self.ingest.state, self.ingest.reason, self.view.credited)
 
     async def _commit(self, news: asyncio.Event, room: asyncio.Event) -> None:
         while True:
@@ -515,58 +614,17 @@ class WorkerStream:
             news.clear()
             received_s = self._clock()
             await asyncio.sleep(self._config.flush_interval_s)
-            flush = self.ingest.take()
+            flush, state = self.ingest.take(), self._state_fields()
             room.set()
             if flush is not None:
                 if flush.seqs is not None:
                     self._timed.append((flush.epoch, flush.seqs[1], received_s))
-                await self._write(flush)
-
-    async def _write(self, flush: Flush) -> None:
-        """Commit until the store has it. Raises HoldLost when it must not."""
-        retry_s = RETRY_FIRST_S
-        while True:
-            try:
-                await self._write_once(flush)
-            except StoreError as error:
-                self._metrics.index_commits.labels("failed").inc()
-                self._metrics.store_up.set(0)
-                log.warning("commit failed", extra={"worker": self.worker, "reason": str(error)})
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, RETRY_LAST_S)
-            else:
-                self._metrics.store_up.set(1)
-                return
-
-    async def _write_once(self, flush: Flush) -> None:
-        if flush.opens_epoch:
-            outcome = await self._store.open_epoch(self.worker, flush.epoch, self._token, flush.meta)
-            self._judge(outcome, stale_is_done=True)
-        if flush.seqs is None:
-            return
-        commit = Commit(
-            worker=self.worker,
-            epoch=flush.epoch,
-            first_seq=flush.seqs[0],
-            last_seq=flush.seqs[1],
-            changes=flush.changes,
-            copies=flush.copies,
-            meta=flush.meta,
-        )
-        outcome = await self._store.commit(commit, self._token)
-        if outcome is CommitOutcome.STALE:
-            # Sent again after a lost connection: the first one may have arrived.
-            done = await self._store.committed(self.worker) == (flush.epoch, flush.seqs[1])
-            self._judge(outcome, stale_is_done=done)
-        else:
-            self._judge(outcome, stale_is_done=False)
-
-    def _judge(self, outcome: CommitOutcome, *, stale_is_done: bool) -> None:
-        self._metrics.index_commits.labels(outcome.value).inc()
-        if outcome is CommitOutcome.FENCED:
-            raise HoldLost("the lease went to another router process")
-        if outcome is CommitOutcome.STALE and not stale_is_done:
-            raise HoldLost("Redis holds another state than this process; beginning again from there")
+                if flush.opens_epoch or state != self._state_told:
+                    flush = msgspec.structs.replace(flush, meta=flush.meta | state)
+                await self._hold.write(flush)
+            elif state != self._state_told:
+                await self._hold.note(self.ingest.epoch, state)
+            self._state_told = state
 
 
 def _first_of(error: BaseException) -> BaseException:

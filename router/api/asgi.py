@@ -325,7 +325,7 @@ def build_api(core: CorePort, config: Config, metrics: Metrics, clock: Callable[
             Exception: _on_bug,
         },
     )
-    watching = watch_routes(core, metrics.registry, app, needs_key=config.api_key is not None)
+    watching = watch_routes(core, metrics, app, needs_key=config.api_key is not None)
     app.state.routes = []
     for router in (worker_routes(core), watching):
         app.include_router(router)

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvrouter.router.api.describe import document, gives, page
 from kvrouter.router.api.ports import CorePort
 from kvrouter.router.api.replies import HealthReply, ReadyReply, VersionReply
 from kvrouter.router.api.workers import respond
 from kvrouter.router.errors import NoWorker
+from kvrouter.router.metrics import Metrics
 from kvrouter.router.version import PACKAGE, VERSION
 
 
-def watch_routes(core: CorePort, registry: CollectorRegistry, app: FastAPI, *, needs_key: bool) -> APIRouter:
-    """The routes, bound to `core` and to the registry that `/metrics` shows."""
+def watch_routes(core: CorePort, shown: Metrics, app: FastAPI, *, needs_key: bool) -> APIRouter:
+    """The routes, bound to `core` and to the metrics that `/metrics` shows."""
     router = APIRouter(tags=["watching"])
 
     @router.get("/health", summary="Does the process serve?", operation_id="health", responses=gives(HealthReply))
@@ -40,7 +41,7 @@ def watch_routes(core: CorePort, registry: CollectorRegistry, app: FastAPI, *, n
         responses={200: {"description": "Done", "content": {"text/plain": {"schema": {"type": "string"}}}}},
     )
     async def metrics() -> Response:
-        return Response(generate_latest(registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(await shown.page(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     @router.get("/version", summary="Name and version", operation_id="version", responses=gives(VersionReply))
     async def version(request: Request) -> Response:

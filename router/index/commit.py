@@ -30,10 +30,26 @@ class Commit(msgspec.Struct, frozen=True):
     meta: dict[str, bytes] = {}
 
 
+class Lease(msgspec.Struct, frozen=True):
+    """One taking of a worker's lease. `number` is a fencing token: no two takings of one process have the same, also
+    when the store lost its data in between, and no later one has a lower."""
+
+    token: str
+    number: int
+
+    @property
+    def value(self) -> bytes:
+        return f"{self.token}:{self.number}".encode()
+
+    @staticmethod
+    def token_of(value: bytes) -> str:
+        return value.decode().rpartition(":")[0]
+
+
 class CommitOutcome(Enum):
     """APPLIED changed the store; the others changed nothing.
 
-    FENCED: the token does not hold the lease. STALE: another epoch is current, or the seqs do not continue the
+    FENCED: the lease ended, or was taken again. STALE: another epoch is current, or the seqs do not continue the
     committed ones: replayed, or the store lost its last second in a crash. `load` tells where the store is. A commit
     that is sent again because its connection was lost is STALE when the first one had been applied."""
 
@@ -63,14 +79,23 @@ class Head(msgspec.Struct, frozen=True):
     seq: int | None
     commits: int
     places: tuple[str, ...]
+    lease: int
 
     @classmethod
-    def of(cls, epoch: bytes | None, seq: bytes | None, commits: bytes | None, places: bytes | None) -> Head:
+    def of(
+        cls,
+        epoch: bytes | None,
+        seq: bytes | None,
+        commits: bytes | None,
+        places: bytes | None,
+        lease: bytes | None,
+    ) -> Head:
         return cls(
             epoch=None if epoch is None else decode_text(epoch),
             seq=None if seq is None else int(seq),
             commits=int(commits or 0),
             places=tuple((places or b"").decode("ascii").split()),
+            lease=int(lease or 0),
         )
 
 

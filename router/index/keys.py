@@ -8,12 +8,14 @@ so that no brace, colon, slash or newline in a name can reach another worker's k
 | key | type | content |
 |---|---|---|
 | `kvr:models` | SET | the quoted names of the models that have workers |
+| `kvr:registrations` | STRING | number of changes ever made to the registry: says whether to read it again |
+| `kvr:routers` | ZSET | token of each router process -> server time in ms until which it counts as alive |
 | `kvr:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |
 | `kvr:{tag}:meta` | HASH | `META_FIELDS` and what the owner adds |
 | `kvr:{tag}:EPOCH:gK:MEDIUM[:OWNER]` | SET | 8-byte big-endian block hashes resident there |
 | `kvr:{tag}:EPOCH:copies` | HASH | place text + 8 bytes -> number of copies, only 2 or more |
 | `kvr:{tag}:log` | STREAM | one entry a commit; trimmed |
-| `kvr:{tag}:lease` | STRING | token of the process that ingests this worker; expires |
+| `kvr:{tag}:lease` | STRING | `token:number` of the process that ingests this worker; expires |
 """
 
 from __future__ import annotations
@@ -23,13 +25,16 @@ from urllib.parse import quote, unquote
 from kvrouter.router.names import Place, WorkerKey
 
 MODELS = "kvr:models"
+REGISTRATIONS = "kvr:registrations"
+ROUTERS = "kvr:routers"
 
 # The fields of `meta` that the store itself writes; a commit's own meta fields must not be named like these.
 META_EPOCH = "epoch"  # the current epoch's name
 META_SEQ = "seq"  # last committed seq of the epoch; absent before its first commit
 META_COMMITS = "commits"  # number of log entries ever written for this worker; each entry carries its number
 META_PLACES = "places"  # the epoch's places, quoted and space-separated: what to UNLINK when it is voided
-META_FIELDS = frozenset({META_EPOCH, META_SEQ, META_COMMITS, META_PLACES})
+META_LEASE = "lease"  # number of the last lease on this worker: each taking has a higher one
+META_FIELDS = frozenset({META_EPOCH, META_SEQ, META_COMMITS, META_PLACES, META_LEASE})
 
 
 def _quoted(name: str) -> str:

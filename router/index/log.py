@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One entry of a worker's log: what one commit changed, so that a mirror can do the same. Pure.
 
-Fields of the stream entry: `kind` (commit, epoch), `commit` (its number, rising by one with each entry of the worker),
-`epoch`, `first`, `last` (seq range; absent for epoch), `changes` and `meta` (msgpack; absent when empty). `changes` is a
+Fields of the stream entry: `kind` (commit, epoch, note), `commit` (its number, rising by one with each entry of the worker),
+`epoch`, `first`, `last` (seq range; of a commit only), `changes` and `meta` (msgpack; absent when empty). `changes` is a
 list of [place text, added hashes, removed hashes], hashes packed as 8 bytes big-endian each.
 """
 
@@ -21,10 +21,11 @@ from kvrouter.router.transitions import Change
 class EntryKind(Enum):
     COMMIT = b"commit"  # changes on top of what was there
     EPOCH = b"epoch"  # a new epoch: drop everything
+    NOTE = b"note"  # only meta changed
 
 
 class LogEntry(msgspec.Struct, frozen=True):
-    """One entry, as read. `id` is the stream's, `commit` its number; seqs are None where an epoch was opened."""
+    """One entry, as read. `id` is the stream's, `commit` its number; seqs are None in all but commits."""
 
     worker: WorkerKey
     id: str

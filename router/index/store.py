@@ -2,13 +2,14 @@
 """The index in Redis: fenced commits, leases, the registry, and loading.
 
 Invariants:
-- A commit is one MULTI/EXEC of native commands on one worker's keys. It applies only if its token holds the worker's
-  lease, its epoch is the current one and its seqs continue the committed ones; else it changes nothing.
+- A commit is one MULTI/EXEC of native commands on one worker's keys. It applies only if its lease is the one that the
+  worker has now, its epoch is the current one and its seqs continue the committed ones; else it changes nothing. The
+  lease is watched, so it cannot end between check and EXEC. (Redis 6.0.9 and later abort for a watched key that expired.)
 - Residency of an epoch that ended leaves no key behind: the epoch's places are kept in `meta`, so voiding is UNLINK
   of a few keys, never a scan.
-- Each commit and each new epoch writes exactly one log entry, numbered without holes per worker.
+- Each commit, note and new epoch writes exactly one log entry, numbered without holes per worker.
 
-Not here: counting copies (ingest), deciding who should own a worker (router.worker), following the log (follower.py).
+Not here: counting copies (ingest), deciding who should own a worker (router.shares), following the log (follower.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvrouter.router.index.commit import (
     Commit,
     CommitOutcome,
     Head,
+    Lease,
     WorkerImage,
     checked_meta,
     continues,
@@ -42,6 +44,7 @@ __all__ = [
     "Commit",
     "CommitOutcome",
     "IndexStore",
+    "Lease",
     "ReplyError",
     "StoreError",
     "StoreUnavailable",
@@ -61,10 +64,10 @@ LOG_BYTES = 64 * 1024**2
 CONFLICTS_MAX = 8
 # SMEMBERS of 10^6 hashes takes about 0.2 s of the server's one thread; several routers may load at once.
 LOAD_TIMEOUT_S = 60.0
-# Times an image is read again when its epoch ended meanwhile. The last one is right too, once the log is followed.
-LOAD_ATTEMPTS = 3
+# Times an image is read again when its epoch ended meanwhile or a place came to it, both of which are rare.
+LOAD_ATTEMPTS = 16
 NO_LOG_ID = "0-0"
-_HEAD_FIELDS = (keys.META_EPOCH, keys.META_SEQ, keys.META_COMMITS, keys.META_PLACES)
+_HEAD_FIELDS = (keys.META_EPOCH, keys.META_SEQ, keys.META_COMMITS, keys.META_PLACES, keys.META_LEASE)
 
 _UNWATCH = command("UNWATCH")
 _MULTI = command("MULTI")
@@ -96,6 +99,27 @@ class IndexStore:
         key = keys.registry(worker.model)
         await self.servers.run(key, command("HSET", key, keys.registry_field(worker), registration))
         await self.servers.run(keys.MODELS, command("SADD", keys.MODELS, keys.model_member(worker.model)))
+        await self._registry_changed()
+
+    async def _registry_changed(self) -> None:
+        """After the change itself: whoever sees the new number sees the change."""
+        await self.servers.run(keys.REGISTRATIONS, command("INCR", keys.REGISTRATIONS))
+
+    async def registry_version(self) -> int:
+        """Rises with each change of the registry. Lower than it was: the store lost what was written meanwhile."""
+        (version,) = await self.servers.run(keys.REGISTRATIONS, command("GET", keys.REGISTRATIONS))
+        return int(version or 0)
+
+    async def restore_registrations(self, known: dict[WorkerKey, bytes], above: int) -> None:
+        """Writes back what the store lost; what is there stays. The version rises over `above`."""
+        for worker, registration in known.items():
+            key = keys.registry(worker.model)
+            await self.servers.run(key, command("HSETNX", key, keys.registry_field(worker), registration))
+            await self.servers.run(keys.MODELS, command("SADD", keys.MODELS, keys.model_member(worker.model)))
+        missing = above + 1 - await self.registry_version()
+        if missing > 0:
+            # Two routers that do this at once raise it twice, which only makes all read once more.
+            await self.servers.run(keys.REGISTRATIONS, command("INCRBY", keys.REGISTRATIONS, missing))
 
     async def registrations(self) -> dict[WorkerKey, bytes]:
         """All registered workers, of all models."""
@@ -124,50 +148,107 @@ class IndexStore:
             if left:
                 await self.servers.run(keys.MODELS, command("SADD", keys.MODELS, member))
 
-        def write(lease: bytes | None, head: Head) -> list[bytes]:
-            own = [keys.meta(worker), keys.log(worker), keys.lease(worker), *epoch_keys(worker, head)]
-            return [command("UNLINK", *own)]
+        await self._registry_changed()
+
+        def write(holder: bytes | None, head: Head) -> list[bytes]:
+            return [_unlink_all(worker, head)]
 
         await self._transact(worker, write)
         return bool(dropped)
 
-    # -- leases
+    async def forget(self, worker: WorkerKey, token: str) -> bool:
+        """Unlinks all that the index holds of `worker`, unless another token has its lease: for every process that learns
+        that its registration is gone, as any of them may have taken the lease meanwhile."""
 
-    async def take_lease(self, worker: WorkerKey, token: str, ttl_s: float) -> bool:
-        """True: `token` holds the lease for ttl_s from now. False: another token does."""
-        key = keys.lease(worker)
-        (taken,) = await self.servers.run(key, command("SET", key, token, "NX", "PX", _milliseconds(ttl_s)))
-        return taken is not None or await self.renew_lease(worker, token, ttl_s)
-
-    async def renew_lease(self, worker: WorkerKey, token: str, ttl_s: float) -> bool:
-        """True: the lease that `token` still held now ends in ttl_s. False: it was lost, and nothing changed."""
-        return await self._if_leased(worker, token, command("PEXPIRE", keys.lease(worker), _milliseconds(ttl_s)))
-
-    async def release_lease(self, worker: WorkerKey, token: str) -> bool:
-        """Gives the lease back, if `token` holds it."""
-        return await self._if_leased(worker, token, command("DEL", keys.lease(worker)))
-
-    async def _if_leased(self, worker: WorkerKey, token: str, order: bytes) -> bool:
-        def write(lease: bytes | None, head: Head) -> list[bytes] | bool:
-            return [order] if lease == token.encode() else False
+        def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
+            free = holder is None or Lease.token_of(holder) == token
+            return [_unlink_all(worker, head)] if free else False
 
         return await self._transact(worker, write) is None
+
+    # -- routers and leases
+
+    async def attend(self, token: str, ttl_s: float) -> frozenset[str]:
+        """Counts this process among the routers for ttl_s from now; returns all that count, itself always."""
+        key = keys.ROUTERS
+
+        async def work(connection: Connection) -> list[bytes]:
+            ((seconds, microseconds),) = await connection.run(command("TIME"), 1)
+            now_ms = int(seconds) * 1_000 + int(microseconds) // 1_000
+            request = (
+                command("ZADD", key, now_ms + _milliseconds(ttl_s), token),
+                command("ZREMRANGEBYSCORE", key, "-inf", now_ms),
+                command("ZRANGE", key, 0, -1),
+            )
+            *_, members = await connection.run(b"".join(request), len(request))
+            found: list[bytes] = members
+            return found
+
+        return frozenset(member.decode() for member in await self.servers.on(key, work)) | {token}
+
+    async def leave(self, token: str) -> None:
+        """This process no longer counts among the routers."""
+        await self.servers.run(keys.ROUTERS, command("ZREM", keys.ROUTERS, token))
+
+    async def take_lease(self, worker: WorkerKey, token: str, ttl_s: float, *, above: int = 0) -> Lease | None:
+        """A new lease for ttl_s from now, in place of an older one of the same token. None: another token has one.
+
+        above: the highest number that this process had. A number of above + 1 says that nobody else had the lease since,
+        or that the store lost who had."""
+        taken: Lease | None = None
+
+        def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
+            nonlocal taken
+            if holder is not None and Lease.token_of(holder) != token:
+                return False
+            taken = Lease(token, max(head.lease, above) + 1)
+            return [
+                command("SET", keys.lease(worker), taken.value, "PX", _milliseconds(ttl_s)),
+                hset(keys.meta(worker), {keys.META_LEASE: b"%d" % taken.number}),
+            ]
+
+        return taken if await self._transact(worker, write) is None else None
+
+    async def renew_lease(self, worker: WorkerKey, lease: Lease, ttl_s: float) -> Head | None:
+        """What the store holds of the worker, and the lease now ends in ttl_s. None: it was lost, and nothing changed."""
+        return await self._if_leased(
+            worker, lease, lambda head: command("PEXPIRE", keys.lease(worker), _milliseconds(ttl_s))
+        )
+
+    async def release_lease(self, worker: WorkerKey, lease: Lease) -> bool:
+        """Gives the lease back, if it still counts."""
+        return await self._if_leased(worker, lease, lambda head: command("DEL", keys.lease(worker))) is not None
+
+    async def _if_leased(self, worker: WorkerKey, lease: Lease, order: Callable[[Head], bytes]) -> Head | None:
+        seen: Head | None = None
+
+        def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
+            nonlocal seen
+            seen = head
+            return [order(head)] if holder == lease.value else False
+
+        return seen if await self._transact(worker, write) is None else None
 
     # -- commits
 
     async def open_epoch(
-        self, worker: WorkerKey, epoch: str, token: str, meta: dict[str, bytes] | None = None
+        self, worker: WorkerKey, epoch: str, lease: Lease, meta: dict[str, bytes] | None = None
     ) -> CommitOutcome:
         """Starts `epoch`: what the old epoch held is unlinked, meta replaced. STALE: it is the current epoch."""
         fields = checked_meta(meta)
 
-        def write(lease: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
-            if lease != token.encode():
+        def write(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
+            if holder != lease.value:
                 return CommitOutcome.FENCED
             if head.epoch == epoch:
                 return CommitOutcome.STALE
             meta_key, commits = keys.meta(worker), head.commits + 1
-            own = {keys.META_EPOCH: encode_text(epoch), keys.META_COMMITS: b"%d" % commits, keys.META_PLACES: b""}
+            own = {
+                keys.META_EPOCH: encode_text(epoch),
+                keys.META_COMMITS: b"%d" % commits,
+                keys.META_PLACES: b"",
+                keys.META_LEASE: b"%d" % lease.number,
+            }
             return [
                 command("UNLINK", meta_key, *epoch_keys(worker, head)),
                 hset(meta_key, own | fields),
@@ -176,8 +257,25 @@ class IndexStore:
 
         return await self._transact(worker, write) or CommitOutcome.APPLIED
 
-    async def commit(self, commit: Commit, token: str) -> CommitOutcome:
-        """Applies `commit` if `token` holds the lease, its epoch is current and first_seq is the committed seq + 1.
+    async def note(self, worker: WorkerKey, epoch: str, lease: Lease, meta: dict[str, bytes]) -> CommitOutcome:
+        """Sets fields of meta while `epoch` is current, without a batch."""
+        fields = checked_meta(meta)
+
+        def write(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
+            if holder != lease.value:
+                return CommitOutcome.FENCED
+            if head.epoch != epoch:
+                return CommitOutcome.STALE
+            commits = head.commits + 1
+            return [
+                hset(keys.meta(worker), {keys.META_COMMITS: b"%d" % commits} | fields),
+                self._xadd(worker, entry_fields(EntryKind.NOTE, commits, epoch, meta=fields)),
+            ]
+
+        return await self._transact(worker, write) or CommitOutcome.APPLIED
+
+    async def commit(self, commit: Commit, lease: Lease) -> CommitOutcome:
+        """Applies `commit` if `lease` counts, its epoch is current and first_seq is the committed seq + 1.
 
         The first commit of an epoch may start at any seq. A commit may be of any size, but its transitions also stay in
         the log: cut snapshots into commits of some 10,000."""
@@ -186,8 +284,8 @@ class IndexStore:
         fields = checked_meta(commit.meta)
         worker, epoch = commit.worker, commit.epoch
 
-        def write(lease: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
-            if lease != token.encode():
+        def write(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
+            if holder != lease.value:
                 return CommitOutcome.FENCED
             if head.epoch != epoch or not continues(commit, head.seq):
                 return CommitOutcome.STALE
@@ -248,35 +346,31 @@ class IndexStore:
     # -- reading
 
     async def load(self, worker: WorkerKey) -> WorkerImage:
-        """What the store holds of `worker`. Exact while nobody commits, so for whoever holds the lease.
-
-        Otherwise the sets may show entries after log_id already; following the log from there makes them exact,
-        because what an entry does may be done twice."""
+        """What the store holds of `worker`, all of one moment; following the log from there goes on from it."""
         meta_key, log_key = keys.meta(worker), keys.log(worker)
-        head_request = b"".join(
-            (_MULTI, command("HGETALL", meta_key), command("XREVRANGE", log_key, "+", "-", "COUNT", 1), _EXEC)
-        )
 
-        async def read(connection: Connection) -> tuple[bool, WorkerImage]:
-            *_, (fields, newest) = await connection.run(head_request, 4, LOAD_TIMEOUT_S)
-            meta = {decode_text(field): value for field, value in _pairs(fields)}
-            head = Head.of(*(meta.pop(name, None) for name in _HEAD_FIELDS))
-            places: dict[Place, Hashes] = {}
-            for text in head.places:
-                place = keys.parse_place(text)
-                key = keys.residents(worker, head.epoch or "", place)
-                (members,) = await connection.run(command("SMEMBERS", key), 1, LOAD_TIMEOUT_S)
-                places[place] = _hashes_of(key, members)
-            (epoch,) = await connection.run(command("HGET", meta_key, keys.META_EPOCH), 1)
-            unchanged = (None if epoch is None else decode_text(epoch)) == head.epoch
-            log_id = newest[0][0].decode("ascii") if newest else NO_LOG_ID
-            return unchanged, WorkerImage(worker, head.epoch, head.seq, meta, log_id, head.commits, places)
+        async def read(connection: Connection) -> WorkerImage:
+            ((epoch, places),) = await connection.run(command("HMGET", meta_key, keys.META_EPOCH, keys.META_PLACES), 1)
+            head = Head.of(epoch, None, None, places, None)
+            for _ in range(LOAD_ATTEMPTS):
+                named = [keys.parse_place(text) for text in head.places]
+                sets = [keys.residents(worker, head.epoch or "", place) for place in named]
+                orders = [
+                    command("HGETALL", meta_key),
+                    command("XREVRANGE", log_key, "+", "-", "COUNT", 1),
+                    *(command("SMEMBERS", key) for key in sets),
+                ]
+                request = b"".join((_MULTI, *orders, _EXEC))
+                *_, (fields, newest, *members) = await connection.run(request, len(orders) + 2, LOAD_TIMEOUT_S)
+                meta = {decode_text(field): value for field, value in _pairs(fields)}
+                asked, head = head, Head.of(*(meta.pop(name, None) for name in _HEAD_FIELDS))
+                if (head.epoch, head.places) == (asked.epoch, asked.places):
+                    found = {place: _hashes_of(key, m) for place, key, m in zip(named, sets, members, strict=True)}
+                    log_id = newest[0][0].decode("ascii") if newest else NO_LOG_ID
+                    return WorkerImage(worker, head.epoch, head.seq, meta, log_id, head.commits, found)
+            raise StoreUnavailable(f"{meta_key} kept changing its epoch or places while it was read")
 
-        for _ in range(LOAD_ATTEMPTS):
-            unchanged, image = await self.servers.on(meta_key, read)
-            if unchanged:
-                break
-        return image
+        return await self.servers.on(meta_key, read)
 
     async def load_copies(self, worker: WorkerKey) -> dict[tuple[Place, int], int]:
         """The copies of the current epoch, where 2 or more, by place and block hash. Exact for the lease holder."""
@@ -301,6 +395,10 @@ class IndexStore:
 
 def _pairs(flat: list[bytes]) -> Iterable[tuple[bytes, bytes]]:
     return zip(flat[::2], flat[1::2], strict=True)
+
+
+def _unlink_all(worker: WorkerKey, head: Head) -> bytes:
+    return command("UNLINK", keys.meta(worker), keys.log(worker), keys.lease(worker), *epoch_keys(worker, head))
 
 
 def _milliseconds(seconds: float) -> int:

@@ -15,6 +15,8 @@ from index_support import (
     APPLIED,
     FENCED,
     GPU,
+    ME,
+    OTHER,
     PLACES,
     STALE,
     WAIT_S,
@@ -60,7 +62,7 @@ class FollowLaws:
     def test_foreign_members_are_refused(self, world: World):
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
-            assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), "me") is APPLIED
+            assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), ME) is APPLIED
             world.raw.sadd(keys.residents(worker, "e1", GPU), "guest")
             with pytest.raises(StoreError, match="not 8 bytes"):
                 await store.load(worker)
@@ -88,7 +90,7 @@ class FollowLaws:
                 changes = [change(place, tuple(added), tuple(removed)) for place, added, removed in parts]
                 if kind == "epoch":
                     epoch, meta = f"e{number}:", {"opened": b"%d" % number}
-                    assert await store.open_epoch(worker, epoch, "me", meta) is APPLIED
+                    assert await store.open_epoch(worker, epoch, ME, meta) is APPLIED
                     residency, copies, seq, entries = {}, {}, -1, entries + 1
                     continue
                 if kind == "clear":
@@ -99,7 +101,7 @@ class FollowLaws:
                 first = {"replay": max(seq - length, 0), "hole": seq + 2}.get(kind, seq + 1)
                 news = {f"n{length}": b"%d" % number} if length else {}
                 commit = Commit(worker, epoch, first, first + length, changes, counts, news)
-                outcome = await store.commit(commit, "other" if kind == "fenced" else "me")
+                outcome = await store.commit(commit, OTHER if kind == "fenced" else ME)
                 if kind == "fenced":
                     assert outcome is FENCED
                     continue
@@ -147,7 +149,7 @@ class FollowLaws:
             async def write(worker: WorkerKey) -> None:
                 for seq in range(30):
                     commit = Commit(worker, "e1", seq, seq, [change(GPU, (seq,))], meta={"n": b"%d" % seq})
-                    assert await store.commit(commit, "me") is APPLIED
+                    assert await store.commit(commit, ME) is APPLIED
 
             writers = asyncio.gather(*map(write, workers))
             for worker in workers[1:]:
@@ -167,7 +169,7 @@ class FollowLaws:
                     await follower.next()
             await follower.remove(workers[0])
             for worker in workers[:2]:
-                assert await store.commit(Commit(worker, "e1", 30, 30), "me") is APPLIED
+                assert await store.commit(Commit(worker, "e1", 30, 30), ME) is APPLIED
             (last,) = await next_items(follower, 1)
             assert last.worker == workers[1]
             await follower.close()
@@ -186,13 +188,13 @@ class FollowLaws:
                 for seq in range(300):
                     if seq % 70 == 69:
                         epoch = f"e{seq}"
-                        assert await store.open_epoch(worker, epoch, "me") is APPLIED
+                        assert await store.open_epoch(worker, epoch, ME) is APPLIED
                         residency.clear()
                     added = set(rng.sample(range(200), 20))
                     removed = set(rng.sample(range(200), 20)) - added
                     place = rng.choice(PLACES)
                     commit = Commit(worker, epoch, seq, seq, [change(place, tuple(added), tuple(removed))])
-                    assert await store.commit(commit, "me") is APPLIED
+                    assert await store.commit(commit, ME) is APPLIED
                     residency[place] = (residency.get(place, set()) | added) - removed
 
             writer = asyncio.create_task(write())
@@ -217,7 +219,7 @@ class FollowLaws:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             for seq in range(40):
-                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), "me") is APPLIED
+                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
             world.raw.xtrim(keys.log(worker), maxlen=5, approximate=False)
             follower = LogFollower(store.servers)
             follower.add(worker)
@@ -225,7 +227,7 @@ class FollowLaws:
             assert isinstance(item, Reload)
             assert item.worker == worker
             follower.add_image(await store.load(worker))
-            assert await store.commit(Commit(worker, "e1", 40, 40), "me") is APPLIED
+            assert await store.commit(Commit(worker, "e1", 40, 40), ME) is APPLIED
             (entry,) = await next_items(follower, 1)
             assert (entry.commit, entry.last_seq) == (42, 40)
             await follower.close()
@@ -236,7 +238,7 @@ class FollowLaws:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             for seq in range(400):
-                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), "me") is APPLIED
+                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
             # A node of a stream holds 100 entries, and MAXLEN ~ drops whole nodes.
             assert 10 <= world.raw.xlen(keys.log(worker)) < 120
 
@@ -249,11 +251,11 @@ class FollowLaws:
             worker = await world.owned(store)
             for seq in range(30):
                 large = Change(GPU, np.arange(2_000 * seq, 2_000 * seq + 2_000, dtype=np.uint64), hashes())
-                assert await store.commit(Commit(worker, "e1", seq, seq, [large]), "me") is APPLIED
+                assert await store.commit(Commit(worker, "e1", seq, seq, [large]), ME) is APPLIED
             # 16 KB each; a stream's node of that size holds one entry.
             assert world.raw.xlen(keys.log(worker)) == 6
             huge = Change(GPU, np.arange(10**6, 10**6 + 20_000, dtype=np.uint64), hashes())
-            assert await store.commit(Commit(worker, "e1", 30, 30, [huge]), "me") is APPLIED
+            assert await store.commit(Commit(worker, "e1", 30, 30, [huge]), ME) is APPLIED
             assert world.raw.xlen(keys.log(worker)) == 1
 
         world.run(body)
@@ -262,13 +264,14 @@ class FollowLaws:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             for seq in range(3):
-                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), "me") is APPLIED
+                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
             follower = LogFollower(store.servers)
             follower.add_image(await store.load(worker))
             await asyncio.sleep(0.01)
             await store.drop_registration(worker)
-            assert await store.take_lease(worker, "you", 60)
-            assert await store.open_epoch(worker, "e1", "you") is APPLIED
+            lease = await store.take_lease(worker, "you", 60)
+            assert lease is not None
+            assert await store.open_epoch(worker, "e1", lease) is APPLIED
             (item,) = await next_items(follower, 1)
             assert isinstance(item, Reload)
             await follower.close()
@@ -285,9 +288,9 @@ class FollowLaws:
             for seq in range(5):
                 commit = Commit(worker, "e1", seq, seq, [change(GPU, (seq,))])
                 try:
-                    assert await store.commit(commit, "me") is APPLIED
+                    assert await store.commit(commit, ME) is APPLIED
                 except StoreUnavailable:
-                    assert await store.commit(commit, "me") in (APPLIED, STALE)
+                    assert await store.commit(commit, ME) in (APPLIED, STALE)
             items += await next_items(follower, 7)
             entries = [item for item in items if isinstance(item, LogEntry)]
             assert [entry.commit for entry in entries] == [1, 2, 3, 4, 5, 6]

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 
 from kvrouter.router.index.follower import LogEntry, LogFollower
-from kvrouter.router.index.store import Change, CommitOutcome, IndexStore
+from kvrouter.router.index.store import Change, CommitOutcome, IndexStore, Lease
 from kvrouter.router.names import Place, WorkerKey
 
 APPLIED, FENCED, STALE = CommitOutcome.APPLIED, CommitOutcome.FENCED, CommitOutcome.STALE
+# What `owned` takes, as the first that ever takes it; and one that nobody has.
+ME, OTHER = Lease("me", 1), Lease("other", 1)
 GPU, CPU, DISK = Place(0, "GPU"), Place(1, "CPU"), Place(None, "STORAGE", "fs:{}\n")
 PLACES = (GPU, CPU, DISK)
 HOSTILE = ["m}{m", "a/b:c\r\nDEL x", "", "{}", "ä\ud800", "x@1", "w" * 300]
@@ -82,11 +84,11 @@ class World:
     def worker(self) -> WorkerKey:
         return WorkerKey("model", f"w{next(_fresh)}")
 
-    async def owned(self, store: IndexStore, epoch: str = "e1", token: str = "me") -> WorkerKey:
-        """A worker with a lease and an epoch."""
+    async def owned(self, store: IndexStore, epoch: str = "e1") -> WorkerKey:
+        """A worker with the lease ME and an epoch."""
         worker = self.worker()
-        assert await store.take_lease(worker, token, 60)
-        assert await store.open_epoch(worker, epoch, token) is APPLIED
+        assert await store.take_lease(worker, "me", 60) == ME
+        assert await store.open_epoch(worker, epoch, ME) is APPLIED
         return worker
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import redis
 
 from kvrouter.router.index import keys
 from kvrouter.router.index.follower import LogEntry, LogFollower, Reload
-from kvrouter.router.index.store import Change, Commit, CommitOutcome, IndexStore, StoreError, StoreUnavailable
+from kvrouter.router.index.resp import command
+from kvrouter.router.index.store import Change, Commit, CommitOutcome, IndexStore, Lease, StoreError, StoreUnavailable
 from kvrouter.router.names import Place, WorkerKey
 
 # pytest's importlib mode leaves sys.path alone.
@@ -32,6 +34,8 @@ from index_support import (  # noqa: E402
     FENCED,
     GPU,
     HOSTILE,
+    ME,
+    OTHER,
     PLACES,
     STALE,
     WAIT_S,
@@ -76,7 +80,7 @@ class IndexContract(FollowLaws):
                 [(GPU, 1, 2), (GPU, 3, 1)],
                 meta={"state": b"live"},
             )
-            assert await store.commit(commit, "me") is APPLIED
+            assert await store.commit(commit, ME) is APPLIED
             tag = f"kvr:{{model/{worker.worker_id}}}"
             assert world.stored_keys() == {
                 f"{tag}:meta",
@@ -100,10 +104,8 @@ class IndexContract(FollowLaws):
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             many = np.arange(20_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-            assert await store.commit(Commit(worker, "e1", 0, 0, [Change(GPU, many, many[:0])]), "me") is APPLIED
-            assert (
-                await store.commit(Commit(worker, "e1", 1, 1, [Change(GPU, many[:0], many[:9_000])]), "me") is APPLIED
-            )
+            assert await store.commit(Commit(worker, "e1", 0, 0, [Change(GPU, many, many[:0])]), ME) is APPLIED
+            assert await store.commit(Commit(worker, "e1", 1, 1, [Change(GPU, many[:0], many[:9_000])]), ME) is APPLIED
             members = world.raw.smembers(keys.residents(worker, "e1", GPU))
             assert {len(member) for member in members} == {8}
             assert {int.from_bytes(member, "big") for member in members} == set(many[9_000:].tolist())
@@ -114,15 +116,13 @@ class IndexContract(FollowLaws):
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             first = Commit(worker, "e1", 0, 2, [change(GPU, (1, 2))], [(GPU, 1, 3)])
-            assert await store.commit(first, "me") is APPLIED
-            assert (
-                await store.commit(Commit(worker, "e1", 3, 3, [change(GPU, (), (1,))], [(GPU, 1, 0)]), "me") is APPLIED
-            )
+            assert await store.commit(first, ME) is APPLIED
+            assert await store.commit(Commit(worker, "e1", 3, 3, [change(GPU, (), (1,))], [(GPU, 1, 0)]), ME) is APPLIED
             before = world.snapshot()
             overlapping = Commit(worker, "e1", 3, 9, [change(GPU, (1,))])
             earlier = Commit(worker, "e1", 2, 9, [change(GPU, (1,))])
             for replayed in (first, overlapping, earlier):
-                assert await store.commit(replayed, "me") is STALE
+                assert await store.commit(replayed, ME) is STALE
             assert world.snapshot() == before
 
         world.run(body)
@@ -130,11 +130,11 @@ class IndexContract(FollowLaws):
     def test_a_hole_in_the_seqs_is_refused(self, world: World):
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
-            assert await store.commit(Commit(worker, "e1", 4, 4, [change(GPU, (1,))]), "me") is APPLIED
+            assert await store.commit(Commit(worker, "e1", 4, 4, [change(GPU, (1,))]), ME) is APPLIED
             before = world.snapshot()
-            assert await store.commit(Commit(worker, "e1", 6, 6, [change(GPU, (2,))]), "me") is STALE
+            assert await store.commit(Commit(worker, "e1", 6, 6, [change(GPU, (2,))]), ME) is STALE
             assert world.snapshot() == before
-            assert await store.commit(Commit(worker, "e1", 5, 6, [change(GPU, (2,))]), "me") is APPLIED
+            assert await store.commit(Commit(worker, "e1", 5, 6, [change(GPU, (2,))]), ME) is APPLIED
             assert held((await store.load(worker)).places) == {GPU: {1, 2}}
 
         world.run(body)
@@ -142,13 +142,13 @@ class IndexContract(FollowLaws):
     def test_a_fenced_commit_changes_nothing(self, world: World):
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
-            assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), "me") is APPLIED
+            assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), ME) is APPLIED
             before = world.snapshot()
-            assert await store.commit(Commit(worker, "e1", 1, 1, [change(GPU, (2,))]), "other") is FENCED
-            assert await store.open_epoch(worker, "e2", "other") is FENCED
+            assert await store.commit(Commit(worker, "e1", 1, 1, [change(GPU, (2,))]), OTHER) is FENCED
+            assert await store.open_epoch(worker, "e2", OTHER) is FENCED
             assert world.snapshot() == before
-            assert await store.release_lease(worker, "me")
-            assert await store.commit(Commit(worker, "e1", 1, 1, [change(GPU, (2,))]), "me") is FENCED
+            assert await store.release_lease(worker, ME)
+            assert await store.commit(Commit(worker, "e1", 1, 1, [change(GPU, (2,))]), ME) is FENCED
 
         world.run(body)
 
@@ -157,9 +157,9 @@ class IndexContract(FollowLaws):
             worker = await world.owned(store)
             seen: list[bytes | None] = []
 
-            def write(lease: bytes | None, head: Any) -> list[bytes] | CommitOutcome:
-                seen.append(lease)
-                if lease != b"me":
+            def write(holder: bytes | None, head: Any) -> list[bytes] | CommitOutcome:
+                seen.append(holder)
+                if holder != ME.value:
                     return FENCED
                 world.raw.set(keys.lease(worker), "thief")
                 return [
@@ -168,7 +168,7 @@ class IndexContract(FollowLaws):
                 ]
 
             assert await store._transact(worker, write) is FENCED
-            assert seen == [b"me", b"thief"]
+            assert seen == [ME.value, b"thief"]
             assert world.raw.get(keys.lease(worker)) == b"thief"
 
         world.run(body)
@@ -176,10 +176,10 @@ class IndexContract(FollowLaws):
     def test_another_epochs_commit_is_stale(self, world: World):
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
-            assert await store.open_epoch(worker, "e2", "me", {"state": b"live"}) is APPLIED
+            assert await store.open_epoch(worker, "e2", ME, {"state": b"live"}) is APPLIED
             before = world.snapshot()
-            assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), "me") is STALE
-            assert await store.open_epoch(worker, "e2", "me") is STALE
+            assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), ME) is STALE
+            assert await store.open_epoch(worker, "e2", ME) is STALE
             assert world.snapshot() == before
 
         world.run(body)
@@ -188,13 +188,13 @@ class IndexContract(FollowLaws):
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             full = [change(place, (1, 2, 3)) for place in PLACES]
-            assert await store.commit(Commit(worker, "e1", 0, 0, full, [(CPU, 1, 2)]), "me") is APPLIED
+            assert await store.commit(Commit(worker, "e1", 0, 0, full, [(CPU, 1, 2)]), ME) is APPLIED
             assert sum(":e1:" in key for key in world.stored_keys()) == 4
-            assert await store.open_epoch(worker, "e2", "me") is APPLIED
+            assert await store.open_epoch(worker, "e2", ME) is APPLIED
             assert not any(":e1:" in key for key in world.stored_keys())
-            assert await store.commit(Commit(worker, "e2", 0, 0, full, [(CPU, 1, 2)]), "me") is APPLIED
+            assert await store.commit(Commit(worker, "e2", 0, 0, full, [(CPU, 1, 2)]), ME) is APPLIED
             emptied = [change(place, (), (1, 2, 3)) for place in PLACES]
-            assert await store.commit(Commit(worker, "e2", 1, 1, emptied, [(CPU, 1, 0)]), "me") is APPLIED
+            assert await store.commit(Commit(worker, "e2", 1, 1, emptied, [(CPU, 1, 0)]), ME) is APPLIED
             assert not any(":e2:" in key for key in world.stored_keys())
             assert (await store.load(worker)).seq == 1
 
@@ -204,10 +204,10 @@ class IndexContract(FollowLaws):
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             counts = [(GPU, 1, 1), (GPU, 2, 2), (CPU, 2, 7), (DISK, 3, 0)]
-            assert await store.commit(Commit(worker, "e1", 0, 0, copies=counts), "me") is APPLIED
+            assert await store.commit(Commit(worker, "e1", 0, 0, copies=counts), ME) is APPLIED
             assert await store.load_copies(worker) == {(GPU, 2): 2, (CPU, 2): 7}
             assert world.raw.hlen(keys.copies(worker, "e1")) == 2
-            assert await store.commit(Commit(worker, "e1", 1, 1, copies=[(CPU, 2, 1), (GPU, 2, 0)]), "me") is APPLIED
+            assert await store.commit(Commit(worker, "e1", 1, 1, copies=[(CPU, 2, 1), (GPU, 2, 0)]), ME) is APPLIED
             assert await store.load_copies(worker) == {}
             assert keys.copies(worker, "e1") not in world.stored_keys()
 
@@ -218,9 +218,9 @@ class IndexContract(FollowLaws):
             worker = await world.owned(store)
             for field in keys.META_FIELDS:
                 with pytest.raises(ValueError, match=field):
-                    await store.commit(Commit(worker, "e1", 0, 0, meta={field: b"9"}), "me")
+                    await store.commit(Commit(worker, "e1", 0, 0, meta={field: b"9"}), ME)
                 with pytest.raises(ValueError, match=field):
-                    await store.open_epoch(worker, "e2", "me", {field: b"9"})
+                    await store.open_epoch(worker, "e2", ME, {field: b"9"})
 
         world.run(body)
 
@@ -229,40 +229,143 @@ class IndexContract(FollowLaws):
     def test_a_lease_has_one_holder_and_ends(self, world: World):
         async def body(store: IndexStore) -> None:
             worker = world.worker()
-            assert await store.take_lease(worker, "a", 60)
-            assert await store.take_lease(worker, "a", 60)
-            assert not await store.take_lease(worker, "b", 60)
-            assert not await store.renew_lease(worker, "b", 60)
-            assert not await store.release_lease(worker, "b")
-            assert await store.renew_lease(worker, "a", 0.05)
+            first = await store.take_lease(worker, "a", 60)
+            assert first == Lease("a", 1)
+            assert await store.take_lease(worker, "b", 60) is None
+            assert await store.renew_lease(worker, Lease("b", 1), 60) is None
+            assert not await store.release_lease(worker, Lease("b", 1))
+            assert await store.renew_lease(worker, first, 0.05) is not None
             async with asyncio.timeout(WAIT_S):
-                while not await store.take_lease(worker, "b", 60):
+                while (second := await store.take_lease(worker, "b", 60)) is None:
                     await asyncio.sleep(0.01)
-            assert not await store.renew_lease(worker, "a", 60)
-            assert await store.release_lease(worker, "b")
-            assert not await store.renew_lease(worker, "b", 60)
+            assert second == Lease("b", 2)
+            assert await store.renew_lease(worker, first, 60) is None
+            assert await store.release_lease(worker, second)
+            assert await store.renew_lease(worker, second, 60) is None
+            assert world.stored_keys() == {keys.meta(worker)}
+
+        world.run(body)
+
+    def test_a_lease_taken_again_is_another_one(self, world: World):
+        """A process that lost its lease and got it back must not finish what it began under the first."""
+
+        async def body(store: IndexStore) -> None:
+            worker = await world.owned(store)
+            for token in ("other", "me"):
+                world.raw.delete(keys.lease(worker))
+                lease = await store.take_lease(worker, token, 60)
+            assert lease == Lease("me", 3)
+            before = world.snapshot()
+            stale = Commit(worker, "e1", 0, 0, [change(GPU, (1,))])
+            assert await store.commit(stale, ME) is FENCED
+            assert await store.open_epoch(worker, "e2", ME) is FENCED
+            assert await store.note(worker, "e1", ME, {"state": b"live"}) is FENCED
+            assert await store.renew_lease(worker, ME, 60) is None
+            assert not await store.forget(worker, "other")
+            assert world.snapshot() == before
+            assert await store.commit(stale, lease) is APPLIED
+            assert await store.forget(worker, "me")
             assert not world.stored_keys()
+
+        world.run(body)
+
+    def test_lease_numbers_of_a_process_grow_also_when_the_store_lost_them(self, world: World):
+        async def body(store: IndexStore) -> None:
+            worker = await world.owned(store)
+            world.raw.flushall()
+            assert await store.take_lease(worker, "me", 60, above=ME.number) == Lease("me", 2)
+            assert await store.open_epoch(worker, "e1", ME) is FENCED
+
+        world.run(body)
+
+    def test_a_lease_that_ends_between_check_and_exec_fences(self, world: World):
+        async def body(store: IndexStore) -> None:
+            worker = await world.owned(store)
+            assert await store.renew_lease(worker, ME, 0.2) is not None
+            seen: list[bytes | None] = []
+
+            def write(holder: bytes | None, head: Any) -> list[bytes] | CommitOutcome:
+                seen.append(holder)
+                if holder != ME.value:
+                    return FENCED
+                time.sleep(0.3)
+                return [command("SADD", keys.residents(worker, "e1", GPU), "12345678")]
+
+            before = world.snapshot()
+            assert await store._transact(worker, write) is FENCED
+            assert seen == [ME.value, None]
+            before.pop(keys.lease(worker), None)
+            assert world.snapshot() == before
+
+        world.run(body)
+
+    def test_a_note_changes_meta_and_the_log_only(self, world: World):
+        async def body(store: IndexStore) -> None:
+            worker = await world.owned(store)
+            assert await store.commit(Commit(worker, "e1", 4, 5, [change(GPU, (1,))]), ME) is APPLIED
+            assert await store.note(worker, "e1", ME, {"state": b"live"}) is APPLIED
+            assert await store.note(worker, "e0", ME, {"state": b"down"}) is STALE
+            image = await store.load(worker)
+            assert (image.epoch, image.seq, image.commits, image.meta) == ("e1", 5, 3, {"state": b"live"})
+            follower = LogFollower(store.servers)
+            follower.add(worker)
+            *_, note = await next_items(follower, 3)
+            await follower.close()
+            assert (note.first_seq, note.last_seq, note.opened_epoch, note.changes) == (None, None, False, [])
+            assert note.meta == {"state": b"live"}
+
+        world.run(body)
+
+    def test_routers_attend_until_they_leave_or_fall_silent(self, world: World):
+        async def body(store: IndexStore) -> None:
+            assert await store.attend("a", 60) == {"a"}
+            assert await store.attend("b", 60) == {"a", "b"}
+            await store.leave("a")
+            assert await store.attend("b", 60) == {"b"}
+            await store.attend("c", 0.05)
+            async with asyncio.timeout(WAIT_S):
+                while await store.attend("b", 60) != {"b"}:
+                    await asyncio.sleep(0.01)
+
+        world.run(body)
+
+    def test_a_lost_registry_is_written_back_beside_what_is_new(self, world: World):
+        async def body(store: IndexStore) -> None:
+            one, two = WorkerKey("m1", "w", 0), WorkerKey("m2", "w", 3)
+            await store.put_registration(one, b"a")
+            await store.put_registration(two, b"b")
+            version = await store.registry_version()
+            world.raw.flushall()
+            assert await store.registry_version() < version
+            await store.put_registration(one, b"newer")
+            await store.restore_registrations({one: b"a", two: b"b"}, version)
+            assert await store.registrations() == {one: b"newer", two: b"b"}
+            assert await store.registry_version() > version
 
         world.run(body)
 
     def test_of_two_racing_owners_only_the_lease_holders_commits_land(self, world: World):
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
-            assert await store.release_lease(worker, "me")
+            assert await store.release_lease(worker, ME)
+            leases: set[Lease] = set()
             landed: dict[int, str] = {}
             refused = 0
 
             async def owner(token: str) -> None:
                 nonlocal refused
                 while len(landed) < 200:
-                    if not await store.take_lease(worker, token, 60):
+                    lease = await store.take_lease(worker, token, 60)
+                    if lease is None:
                         continue
+                    assert lease not in leases
+                    leases.add(lease)
                     seq = (await store.load(worker)).seq
                     for following in itertools.count(0 if seq is None else seq + 1):
                         commit = Commit(worker, "e1", following, following, [change(GPU, (following,))])
                         if len(landed) >= 200:
                             break
-                        if await store.commit(commit, token) is not APPLIED:
+                        if await store.commit(commit, lease) is not APPLIED:
                             refused += 1
                             break
                         assert following not in landed
@@ -296,15 +399,15 @@ class IndexContract(FollowLaws):
             await store.put_registration(two, b"b")
             await store.put_registration(one, b"c")
             assert await store.registrations() == {one: b"c", two: b"b"}
-            assert await store.take_lease(one, "me", 60)
-            assert await store.open_epoch(one, "e", "me") is APPLIED
-            assert await store.commit(Commit(one, "e", 0, 0, [change(GPU, (1,))], [(GPU, 1, 2)]), "me") is APPLIED
+            assert await store.take_lease(one, "me", 60) == ME
+            assert await store.open_epoch(one, "e", ME) is APPLIED
+            assert await store.commit(Commit(one, "e", 0, 0, [change(GPU, (1,))], [(GPU, 1, 2)]), ME) is APPLIED
             assert await store.drop_registration(one)
             assert not await store.drop_registration(one)
-            assert await store.commit(Commit(one, "e", 1, 1), "me") is FENCED
+            assert await store.commit(Commit(one, "e", 1, 1), ME) is FENCED
             assert await store.registrations() == {two: b"b"}
             assert await store.drop_registration(two)
-            assert not world.stored_keys()
+            assert world.stored_keys() == {keys.REGISTRATIONS}
 
         world.run(body)
 
@@ -316,16 +419,16 @@ class IndexContract(FollowLaws):
             assert await store.registrations() == {worker: b"%d" % number for number, worker in enumerate(workers)}
             for number, worker in enumerate(workers[::5]):
                 epoch, place = HOSTILE[number % len(HOSTILE)], Place(number, "A:" + worker.model, worker.worker_id)
-                assert await store.take_lease(worker, "me", 60)
-                assert await store.open_epoch(worker, epoch, "me") is APPLIED
+                assert await store.take_lease(worker, "me", 60) == ME
+                assert await store.open_epoch(worker, epoch, ME) is APPLIED
                 commit = Commit(worker, epoch, 0, 0, [change(place, (number,))], [(place, number, 2)])
-                assert await store.commit(commit, "me") is APPLIED
+                assert await store.commit(commit, ME) is APPLIED
                 image = await store.load(worker)
                 assert (image.epoch, held(image.places)) == (epoch, {place: {number}})
                 assert await store.load_copies(worker) == {(place, number): 2}
             for worker in workers:
                 assert await store.drop_registration(worker)
-            assert not world.stored_keys()
+            assert world.stored_keys() == {keys.REGISTRATIONS}
 
         world.run(body)
 
@@ -440,7 +543,7 @@ class TestCluster(IndexContract):
             await asyncio.sleep(0.01)
             move_slot(world.raw, keys.meta(worker))
             for seq in range(3):
-                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), "me") is APPLIED
+                assert await store.commit(Commit(worker, "e1", seq, seq, [change(GPU, (seq,))]), ME) is APPLIED
             while sum(isinstance(item, LogEntry) for item in items) < 4:
                 items += await next_items(follower, 1)
             assert not any(isinstance(item, Reload) for item in items)

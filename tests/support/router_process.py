@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
+import random
 import shlex
 import socket
 import subprocess
@@ -21,9 +23,11 @@ STOP_TIMEOUT_S = 15.0
 # From "published" to "the answers show it"; the router flushes every few milliseconds, a machine under load may not.
 VISIBLE_TIMEOUT_S = 30.0
 _POLL_S = 0.002
+# Linux gives connections ports from 32,768 on, by default.
+PORTS = (10_240, 32_000)
 METRICS_AGE_S = 1.2
 
-# Another command to start, for example a router under a debugger; `--port` and `--data-dir` are appended.
+# Another command to start, for example a router under a debugger; `--port` and the rest are appended.
 COMMAND_VARIABLE = "KVROUTER_TEST_COMMAND"
 
 
@@ -32,9 +36,12 @@ class RouterError(AssertionError):
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port below those that connections take: they could take one of theirs before the router listens on it."""
+    while True:
+        port = random.randrange(*PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 class RouterProcess:
@@ -44,8 +51,9 @@ class RouterProcess:
         self, folder: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> None:
         """arguments: further flags. environment: added to our own. Where either names a Redis there is no embedded store."""
+        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        shared = "--redis" in arguments or "KVROUTER_REDIS" in (environment or {})
+        shared = "--data-dir" in arguments or "--redis" in arguments or "KVROUTER_REDIS" in (environment or {})
         self._arguments = [*arguments] if shared else ["--data-dir", str(folder / "data"), *arguments]
         self._environment = {**os.environ, **(environment or {})}
         self.port = free_port()
@@ -94,6 +102,24 @@ class RouterProcess:
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
+
+    def wait(self) -> int:
+        """The exit code, once it ended."""
+        assert self._process is not None
+        return self._process.wait(STOP_TIMEOUT_S)
+
+    def reconnect(self) -> None:
+        """Ask over a new connection from now on."""
+        self._connection.close()
+
+    def text(self, path: str) -> str:
+        """An answer that is no JSON."""
+        return self._exchange("GET", path, None)[1].decode()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, which goes on being ours."""
+        assert self._process is not None
+        self._process.send_signal(number)
 
     def log_tail(self) -> str:
         return self._log.read_text(errors="replace")[-4000:]

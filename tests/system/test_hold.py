@@ -14,7 +14,7 @@ from router_process import RouterProcess
 
 TOKENS = prompt(1)
 MODEL = "m"
-# The default lease (5 s) is renewed every third of it.
+# Several times the default lease (1.5 s).
 WAIT_S = 15.0
 
 

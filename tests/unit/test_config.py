@@ -95,7 +95,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         ("redis", "http://h:1"),
         ("redis", "redis://"),
         ("data_dir", ""),
-        ("processes", "2"),
+        ("processes", "0"),
         ("api_key", "two words"),
         ("api_key", "schlüssel"),
         ("log_level", "loud"),

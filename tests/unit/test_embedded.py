@@ -180,10 +180,11 @@ def test_a_killed_server_comes_back_with_its_data(tmp_path: Path):
 def test_a_follower_is_told_when_the_server_came_back_without_its_last_entries(tmp_path: Path):
     async def body(server: EmbeddedStore) -> None:
         store = await IndexStore.open(server.url)
-        assert await store.take_lease(WORKER, "me", 60)
-        assert await store.open_epoch(WORKER, "e", "me") is CommitOutcome.APPLIED
+        lease = await store.take_lease(WORKER, "me", 60)
+        assert lease is not None
+        assert await store.open_epoch(WORKER, "e", lease) is CommitOutcome.APPLIED
         commit = Commit(WORKER, "e", 0, 0, [Change(GPU, np.arange(3, dtype=np.uint64), np.empty(0, np.uint64))])
-        assert await store.commit(commit, "me") is CommitOutcome.APPLIED
+        assert await store.commit(commit, lease) is CommitOutcome.APPLIED
         follower = LogFollower(store.servers, rng=random.Random(1))
         follower.add(WORKER)
         items: list[object] = []
@@ -203,7 +204,7 @@ def test_a_follower_is_told_when_the_server_came_back_without_its_last_entries(t
             while len(items) < 2:
                 items += await follower.next()
         assert {type(item) for item in items} == {StoreBack, Reload}
-        assert await store.commit(commit, "me") is CommitOutcome.FENCED
+        assert await store.commit(commit, lease) is CommitOutcome.FENCED
         await follower.close()
         await store.close()
 

@@ -26,7 +26,7 @@ ROUTER_LAYERS = (
     {"names", "states", "jit", "errors", "version", "printable"},
     {"registration", "question", "probing", "status", "vitals"},
     {"worker_spec", "hashing", "copy_kernels", "allow_list"},
-    {"config", "metrics", "logs", "discover", "checkup"},
+    {"config", "metrics", "logs", "discover", "checkup", "siblings"},
     {"segments", "approximate", "copies", "transitions", "catalog", "identity", "declared"},
     {"geometry", "residency"},
     {"ingest"},
@@ -39,11 +39,13 @@ ROUTER_LAYERS = (
     {"hit_rule"},
     {"match"},
     {"choose"},
+    {"hold", "told", "shares"},
     {"stream"},
     {"core"},
     {"api"},
     {"warm"},
     {"app", "client", "tables"},
+    {"supervise"},
     {"cli"},
 )
 

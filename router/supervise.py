@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several router processes behind one port on one host: `kvrouter serve --processes N`.
+
+The supervisor binds the port and runs the private store; each process accepts from the same listening socket, so a connection that
+waits is lost with no process. They share the store like routers on several hosts do. One that ends is started again. A process
+ends when the supervisor does, however that comes: it sees its stdin closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import sys
+import tempfile
+from asyncio.subprocess import PIPE, Process
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+
+from kvrouter.router.app import DRAIN_S, PRIVATE_TOKEN, Part, bound_socket, private_store, serve, start_line
+from kvrouter.router.config import Config
+from kvrouter.router.errors import RouterError, StartError
+from kvrouter.router.index.embedded import EmbeddedStoreError
+from kvrouter.router.logs import set_up_logs
+
+log = logging.getLogger(__name__)
+
+# Pause before a process that ended is started again: doubled from the first to the last, so that one that cannot live does not
+# take the machine; forgotten by one that lived for STEADY_S.
+RESTART_FIRST_S = 0.1
+RESTART_LAST_S = 5.0
+STEADY_S = 30.0
+
+# A process drains its requests, then gives its leases back and closes; after this it is killed.
+STOP_TIMEOUT_S = DRAIN_S + 10.0
+
+
+class Order(msgspec.Struct, frozen=True):
+    """What a process is told, as one line on its stdin."""
+
+    config: Config
+    part: Part
+
+
+async def supervise(config: Config) -> None:
+    """Runs config.processes routers until SIGTERM or SIGINT. Raises SettingError and StartError before they serve."""
+    set_up_logs(config.log_level, config.log_format, sys.stderr)
+    loop = asyncio.get_running_loop()
+    stopped = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stopped.set)
+    work = loop.create_task(_run(config))
+    waiting = loop.create_task(stopped.wait())
+    await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    waiting.cancel()
+    if stopped.is_set():
+        work.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await work
+    log.info("stopped")
+
+
+async def _run(config: Config) -> None:
+    async with AsyncExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(bound_socket(config.host, config.port)))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrouter-"))
+        url = config.redis
+        if url is None:
+            try:
+                url = await stack.enter_async_context(private_store(Path(config.data_dir)))
+            except EmbeddedStoreError as error:
+                raise StartError(str(error)) from None
+        children = [_Child(_order(config, url, number, folder, listener)) for number in range(config.processes)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                # The first alone: it compiles what the others then load, and registers the configured workers.
+                for child in children:
+                    group.create_task(child.keep())
+                    if child is children[0]:
+                        await child.ready.wait()
+                for child in children:
+                    await child.ready.wait()
+                print(start_line(config, listener, children[0].workers), flush=True)
+        except* RouterError as errors:
+            raise errors.exceptions[0] from None
+
+
+def _order(config: Config, url: str, number: int, folder: str, listener: socket.socket) -> Order:
+    own = msgspec.structs.replace(config, redis=url, workers=config.workers if number == 0 else ())
+    # The data directory admits one supervisor, so names can outlive a process: its next life has its leases at once.
+    token = f"{PRIVATE_TOKEN}-{number}" if config.redis is None else None
+    return Order(own, Part(number=number, listener=listener.fileno(), token=token, folder=folder))
+
+
+class _Child:
+    """One process, started again whenever it ends."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self.ready = asyncio.Event()
+        self.workers = 0
+
+    async def keep(self) -> None:
+        """Until cancelled. Raises StartError when its first life does not come to serve."""
+        loop = asyncio.get_running_loop()
+        pause_s = RESTART_FIRST_S
+        while True:
+            began_s = loop.time()
+            code = await self._live()
+            number = self._order.part.number
+            if not self.ready.is_set():
+                raise StartError(f"process {number} of the router did not start; the line before this one says why")
+            log.error("a process ended and is started again", extra={"number": number, "code": code})
+            if loop.time() - began_s > STEADY_S:
+                pause_s = RESTART_FIRST_S
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RESTART_LAST_S)
+
+    async def _live(self) -> int:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            __spec__.name,
+            stdin=PIPE,
+            stdout=PIPE,
+            pass_fds=(self._order.part.listener,),
+            # A Ctrl-C in the terminal is the supervisor's.
+            start_new_session=True,
+        )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(msgspec.json.encode(self._order) + b"\n")
+            line = await process.stdout.readline()
+            if line:
+                self.workers = int(line)
+                self.ready.set()
+            return await process.wait()
+        finally:
+            await _end(process)
+
+
+async def _end(process: Process) -> None:
+    if process.returncode is not None:
+        return
+    process.terminate()
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await process.wait()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+
+
+def main() -> int:
+    """One process; its order is on stdin."""
+    import uvloop
+
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(order.config, order.part))
+    except RouterError as error:
+        print(f"kvrouter: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Redis tells of a worker that another router process follows: catalog, hash scheme, state, block counts. Pure.
+
+The follower of a worker writes its state into `meta` with its commits; here it is read back, so that all routers answer alike.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+
+from kvrouter.events.codec import BatchDecoder
+from kvrouter.router.index.log import LogEntry
+from kvrouter.router.index.store import WorkerImage
+from kvrouter.router.ingest import META_GAPS, META_LEARNED, META_SCHEME
+from kvrouter.router.names import Place
+from kvrouter.router.registration import Registration
+from kvrouter.router.report_ingest import META_DECLARED, ReportIngest
+from kvrouter.router.states import StreamState
+
+log = logging.getLogger("kvrouter.told")
+
+META_STATE = "state"
+META_REASON = "reason"
+META_CREDITED = "credited"
+
+# Fields of meta that say what the catalog and the hash scheme are; they come with few commits.
+_SHAPING = frozenset({META_LEARNED, META_SCHEME, META_DECLARED})
+
+
+def state_fields(state: StreamState, reason: str, credited: bool) -> dict[str, bytes]:
+    """The state as it is written into meta."""
+    return {
+        META_STATE: state.value.encode(),
+        META_REASON: reason.encode("utf-8", "surrogatepass"),
+        META_CREDITED: b"%d" % credited,
+    }
+
+
+class Told:
+    """One worker as its log tells of it. `ingest` is never fed: it only explains catalog and scheme."""
+
+    def __init__(self, registration: Registration, seed: str | None) -> None:
+        self._registration = registration
+        self._seed = seed
+        self._meta: dict[str, bytes] = {}
+        self._counts: dict[Place, int] = {}
+        self.ingest = self._explain("")
+
+    def _explain(self, epoch: str) -> ReportIngest:
+        def ingest() -> ReportIngest:
+            return ReportIngest(self._registration, seed=self._seed, decoder=BatchDecoder(), new_epoch=lambda: epoch)
+
+        found = ingest()
+        try:
+            found.restore(epoch, 0, {}, {}, self._meta)
+        except (msgspec.MsgspecError, ValueError) as error:
+            # Written by another version or another program: what it means is not known, so it is not used.
+            log.warning("stored state not readable", extra={"worker": self._registration.worker, "error": str(error)})
+            found = ingest()
+        return found
+
+    def take_image(self, image: WorkerImage) -> None:
+        self._meta = dict(image.meta)
+        self._counts = {place: len(hashes) for place, hashes in image.places.items()}
+        self.ingest = self._explain(image.epoch or "")
+
+    def take_entry(self, entry: LogEntry) -> bool:
+        """Take what one log entry says; whether anything but counts may have changed."""
+        if entry.opened_epoch:
+            self._meta, self._counts = {}, {}
+        self._meta |= entry.meta
+        for change in entry.changes:
+            self._counts[change.place] = self._counts.get(change.place, 0) + len(change.added) - len(change.removed)
+        if entry.opened_epoch or entry.meta.keys() & _SHAPING:
+            self.ingest = self._explain(entry.epoch)
+            return True
+        return META_STATE in entry.meta
+
+    @property
+    def state(self) -> StreamState:
+        try:
+            return StreamState(self._meta.get(META_STATE, b"").decode())
+        except ValueError:
+            return StreamState.CONNECTING
+
+    @property
+    def credited(self) -> bool:
+        """Whether the process that follows the worker credits it with what is known of it."""
+        return self._meta.get(META_CREDITED, b"0") == b"1"
+
+    @property
+    def reason(self) -> str:
+        return self._meta.get(META_REASON, b"").decode("utf-8", "surrogatepass")
+
+    @property
+    def gaps(self) -> int:
+        return int(self._meta.get(META_GAPS, b"0"))
+
+    def counts(self) -> dict[str, int]:
+        """Blocks by the text of their place."""
+        return {place.text: count for place, count in sorted(self._counts.items(), key=lambda item: item[0].text)}

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that store and evict at a given rate, in a process of their own, and know exactly what they hold.
+
+Two KV cache groups: full attention, and a sliding window whose blocks go sooner. Blocks get second copies now and then. Commands
+on stdin, answered by one line of JSON: `go`; `pause`, after which nothing more is published: the last seq of each engine; `dump`
+while paused: the true resident sets, and what a set of prompts would reuse, by the plain definition. No code is shared with the
+router but the wire.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, Self
+
+import zmq
+
+from kvrouter.events.codec import encode_batch
+from kvrouter.events.publisher import EventPublisher
+from kvrouter.events.wire import WireEvent, WireRemoved, WireStored
+
+BLOCK = 16
+WINDOW = 64
+WINDOW_BLOCKS = 4
+CHAIN_BLOCKS = 24
+CHAINS = 160
+BLOCKS_A_BATCH = 64
+# Blocks of a group that an engine holds before it evicts.
+CAPACITY = (1_800, 500)
+KINDS: tuple[dict[str, Any], ...] = (
+    {"kv_cache_spec_kind": "full_attention"},
+    {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": WINDOW},
+)
+MASK = (1 << 64) - 1
+
+
+def block_hash(chain: int, index: int) -> int:
+    """A hash that looks like one: splitmix64 of the number of the block."""
+    value = (chain * CHAIN_BLOCKS + index + 1) * 0x9E3779B97F4A7C15 & MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & MASK
+    return value ^ value >> 31
+
+
+HASHES = [[block_hash(chain, index) for index in range(CHAIN_BLOCKS)] for chain in range(CHAINS)]
+
+
+class Engine:
+    """One engine: the copies it holds by group, and its publisher."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], rng: random.Random) -> None:
+        self._rng = rng
+        self.held: tuple[Counter[int], ...] = tuple(Counter() for _ in KINDS)
+        # One entry a copy, oldest first.
+        self._order: tuple[list[int], ...] = tuple([] for _ in KINDS)
+        self.publisher = EventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0", context=context)
+
+    def step(self) -> int:
+        """Publish one batch; returns the blocks in it."""
+        events: list[WireEvent] = []
+        blocks = 0
+        while blocks < BLOCKS_A_BATCH:
+            chain = HASHES[min(int(self._rng.expovariate(0.02)), CHAINS - 1)]
+            end = self._rng.randint(1, CHAIN_BLOCKS)
+            for group, kind in enumerate(KINDS):
+                blocks += self._store(events, group, chain, end, kind)
+                blocks += self._evict(events, group)
+        self.publisher.publish(encode_batch(time.time(), events, 0))
+        return blocks
+
+    def _store(self, events: list[WireEvent], group: int, chain: list[int], end: int, kind: dict[str, Any]) -> int:
+        held = self.held[group]
+        # Rarely a copy of what is there, mostly what is missing.
+        again = self._rng.random() < 0.05
+        start = 0 if again else next((i for i in range(end) if chain[i] not in held), end)
+        new = chain[start:end]
+        if not new:
+            return 0
+        events.append(
+            WireStored(
+                block_hashes=list(new),
+                parent_block_hash=chain[start - 1] if start else None,
+                token_ids=[],
+                block_size=BLOCK,
+                lora_id=None,
+                medium="GPU",
+                lora_name=None,
+                group_idx=group,
+                **kind,
+            )
+        )
+        held.update(new)
+        self._order[group].extend(new)
+        return len(new)
+
+    def _evict(self, events: list[WireEvent], group: int) -> int:
+        order, held = self._order[group], self.held[group]
+        excess = max(0, len(order) - CAPACITY[group])
+        for _ in range(excess):
+            # Not strictly the oldest, so that holes appear in the middle of prompts.
+            gone = order.pop(self._rng.randrange(min(len(order), 64)))
+            events.append(WireRemoved(block_hashes=[gone], medium="GPU", group_idx=group))
+            held[gone] -= 1
+            if not held[gone]:
+                del held[gone]
+        return excess
+
+    def reuse(self, chain: list[int]) -> int:
+        """Tokens of a prompt with these blocks that this engine would reuse; there is one token more than its blocks."""
+        full, sliding = self.held
+        best = 0
+        for end in range(1, len(chain) + 1):
+            if chain[end - 1] not in full:
+                break
+            window = chain[max(0, end - WINDOW_BLOCKS) : end]
+            if all(one in sliding for one in window):
+                best = end
+        return best * BLOCK
+
+
+def publish(engines: list[Engine], rate: float, go: threading.Event, idle: threading.Event) -> None:
+    """Step the engines in turn at `rate` blocks/s in all while `go` is set; `idle` says that none is being stepped."""
+    sent, started_s, turn = 0, time.monotonic(), 0
+    while True:
+        if not go.is_set():
+            idle.set()
+            go.wait()
+            idle.clear()
+            sent, started_s = 0, time.monotonic()
+        ahead_s = sent / rate - (time.monotonic() - started_s)
+        if ahead_s > 0:
+            time.sleep(ahead_s)
+        sent += engines[turn % len(engines)].step()
+        turn += 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engines", type=int, required=True)
+    parser.add_argument("--rate", type=float, required=True, help="blocks/s in all, stored and removed")
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    rng = random.Random(arguments.seed)
+    engines = [Engine(context, random.Random(rng.random())) for _ in range(arguments.engines)]
+    go, idle = threading.Event(), threading.Event()
+    threading.Thread(target=publish, args=(engines, arguments.rate, go, idle), daemon=True).start()
+
+    def tell(answer: Any) -> None:
+        print(json.dumps(answer), flush=True)
+
+    tell([[engine.publisher.endpoint, engine.publisher.replay_endpoint] for engine in engines])
+    for line in sys.stdin:
+        match line.strip():
+            case "go":
+                go.set()
+                tell({})
+            case "pause":
+                go.clear()
+                idle.wait()
+                for engine in engines:
+                    engine.publisher.flush(10.0)
+                tell([engine.publisher.next_seq - 1 for engine in engines])
+            case "seqs":
+                tell([engine.publisher.next_seq - 1 for engine in engines])
+            case "dump":
+                tell(
+                    {
+                        "held": [[sorted(group) for group in engine.held] for engine in engines],
+                        "reuse": [[engine.reuse(chain) for engine in engines] for chain in HASHES],
+                    }
+                )
+            case _:
+                break
+    go.clear()
+    idle.wait()
+    for engine in engines:
+        engine.publisher.close()
+    context.destroy(linger=0)
+
+
+class Churn:
+    """The process, as tests drive it. Engine i is worker `w{i}`."""
+
+    def __init__(self, engines: int, rate: float, seed: int = 1) -> None:
+        command = [sys.executable, str(Path(__file__).resolve()), "--engines", str(engines)]
+        command += ["--rate", str(rate), "--seed", str(seed)]
+        self.workers = [f"w{number}" for number in range(engines)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self.endpoints: list[tuple[str, str]] = [(events, replay) for events, replay in self._answer()]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+    def ask(self, word: str) -> Any:
+        """The answer to one command."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(word.encode() + b"\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise AssertionError("the engines' process ended")
+        return json.loads(line)
+
+
+if __name__ == "__main__":
+    main()

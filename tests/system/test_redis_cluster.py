@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two routers on a cluster of three: slots move under them, a node is lost and comes back, with or without its data."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from churn import Churn
+from fleet import MODEL, check, register, rows, until, wait_shared, wait_well
+from router_process import RouterProcess
+from store_server import StoreCluster
+
+ENGINES = 6
+RATE = 3_000.0
+
+Pair = tuple[RouterProcess, RouterProcess]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[StoreCluster]:
+    with StoreCluster(tmp_path / "cluster") as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def churn() -> Iterator[Churn]:
+    with Churn(ENGINES, RATE) as churn:
+        yield churn
+
+
+@pytest.fixture
+def pair(tmp_path: Path, cluster: StoreCluster, churn: Churn) -> Iterator[Pair]:
+    with (
+        RouterProcess(tmp_path / "a", ["--redis", cluster.url]) as one,
+        RouterProcess(tmp_path / "b", ["--redis", cluster.url]) as two,
+    ):
+        register(one, churn)
+        churn.ask("go")
+        wait_shared((one, two), ENGINES)
+        check((one, two), cluster.client, churn)
+        churn.ask("go")
+        yield one, two
+        for router in (one, two):
+            assert "Traceback" not in router.log_tail()
+
+
+def test_slots_that_move_are_followed(pair: Pair, cluster: StoreCluster, churn: Churn) -> None:
+    for worker in churn.workers:
+        cluster.move_slot(f"kvr:{{{MODEL}/{worker}}}:meta")
+    cluster.move_slot("kvr:routers")
+    for router in pair:
+        wait_well(router, ENGINES)
+    assert check(pair, cluster.client, churn) > 100
+    assert all(row["gaps"] == 0 for row in rows(pair[0]).values())
+
+
+@pytest.mark.parametrize("data", ["kept", "lost"])
+def test_a_node_that_is_lost_and_comes_back(
+    data: str, pair: Pair, cluster: StoreCluster, churn: Churn, tmp_path: Path
+) -> None:
+    lost = cluster.nodes[1]
+    lost.kill()
+    for router in pair:
+        until(lambda router=router: router.request("GET", "/health")["reasons"], "the loss of a node is not named")
+    time.sleep(5.0)
+    for router in pair:
+        assert sum(sum(row["residency"].values()) for row in rows(router).values()) > 1_000
+    if data == "lost":
+        # Its place in the cluster is in nodes.conf.
+        shutil.rmtree(tmp_path / "cluster" / "1" / "appendonlydir")
+    lost.start()
+    cluster.wait_well()
+    for router in pair:
+        wait_well(router, ENGINES)
+    assert check(pair, cluster.client, churn) > 100

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two routers on one Redis: the same answers, even shares, takeovers without loss, and a stopped one that changes nothing."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from churn import Churn
+from fleet import MODEL, check, held, register, rows, until, wait_seqs, wait_shared
+from router_process import RouterProcess
+from store_server import StoreServer
+
+ENGINES = 5
+RATE = 5_000.0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StoreServer]:
+    with StoreServer(tmp_path / "store") as server:
+        yield server
+
+
+@pytest.fixture
+def churn() -> Iterator[Churn]:
+    with Churn(ENGINES, RATE) as churn:
+        yield churn
+
+
+@pytest.fixture
+def pair(tmp_path: Path, server: StoreServer) -> Iterator[tuple[RouterProcess, RouterProcess]]:
+    with (
+        RouterProcess(tmp_path / "a", ["--redis", server.url]) as one,
+        RouterProcess(tmp_path / "b", ["--redis", server.url]) as two,
+    ):
+        yield one, two
+
+
+def test_a_router_killed_is_taken_over_and_comes_back(
+    tmp_path: Path, server: StoreServer, churn: Churn, pair: tuple[RouterProcess, RouterProcess]
+) -> None:
+    one, two = pair
+    register(one, churn)
+    churn.ask("go")
+    wait_shared(pair, ENGINES)
+    assert check(pair, server.client, churn) > 100
+    churn.ask("go")
+    one.kill()
+    killed = time.monotonic()
+    seqs = dict(zip(churn.workers, churn.ask("seqs"), strict=True))
+    wait_seqs(two, {worker: seq + 1 for worker, seq in seqs.items()})
+    print(f"taken over after {time.monotonic() - killed:.2f} s")
+    check([two], server.client, churn)
+    churn.ask("go")
+    with RouterProcess(tmp_path / "c", ["--redis", server.url]) as three:
+        wait_shared([two, three], ENGINES)
+        check([two, three], server.client, churn)
+        for router in (two, three):
+            assert router.metric("kvrouter_stream_gaps_total") == 0
+            assert "Traceback" not in router.log_tail()
+
+
+def test_a_router_stopped_for_longer_than_its_leases_changes_nothing_when_it_goes_on(
+    server: StoreServer, churn: Churn, pair: tuple[RouterProcess, RouterProcess]
+) -> None:
+    one, two = pair
+    register(one, churn)
+    churn.ask("go")
+    wait_shared(pair, ENGINES)
+    check(pair, server.client, churn)
+    churn.ask("go")
+    one.signal(signal.SIGSTOP)
+    until(lambda: held(two) == ENGINES, "the stopped router's workers are not taken over")
+    time.sleep(1.0)
+    one.signal(signal.SIGCONT)
+    lost = until(
+        lambda: (
+            one.metric("kvrouter_index_commits_total", outcome="fenced")
+            + one.metric("kvrouter_leases_lost_total", how="taken")
+        ),
+        "the stopped router did not notice that it lost its leases",
+    )
+    print(f"fenced commits and lost leases: {lost:.0f}")
+    wait_shared(pair, ENGINES)
+    check(pair, server.client, churn)
+    assert one.metric("kvrouter_stream_gaps_total") + two.metric("kvrouter_stream_gaps_total") == 0
+
+
+def test_registrations_are_known_to_all(
+    server: StoreServer, churn: Churn, pair: tuple[RouterProcess, RouterProcess]
+) -> None:
+    one, two = pair
+    register(one, churn)
+    until(lambda: len(rows(two)) == ENGINES, "workers registered at the other router are not known", 5.0)
+    two.request("POST", "/unregister", {"worker_id": "w0"})
+    until(lambda: "w0" not in rows(one), "a worker unregistered at the other router is still there", 5.0)
+    until(lambda: not list(server.client.scan_iter(f"kvr:{{{MODEL}/w0}}*")), "keys of a dropped worker stay")
+    # Another address for the same worker: an update.
+    events, replay = churn.endpoints[0]
+    two.register("w1", MODEL, events, replay, patch_endpoint="off")
+    churn.ask("go")
+    time.sleep(0.5)
+    seqs = dict(zip(churn.workers, churn.ask("pause"), strict=True))
+    seqs["w1"] = seqs["w0"]
+    for router in pair:
+        wait_seqs(router, {worker: seqs[worker] for worker in ("w1", "w2", "w3", "w4")})
+
+    def told(router: RouterProcess) -> list[dict[str, Any]]:
+        # The rest only the router that follows a worker can know: lag, age of the last event, what resyncs found.
+        shared = (
+            "worker_id",
+            "model",
+            "state",
+            "credited",
+            "epoch",
+            "seq",
+            "catalog",
+            "hash_scheme",
+            "residency",
+            "gaps",
+        )
+        return [{name: row[name] for name in shared} for row in rows(router).values()]
+
+    until(lambda: told(one) == told(two), "the routers show different things", 5.0)
+    assert {row["state"] for row in told(one)} == {"live"} and all(row["catalog"]["groups"] for row in told(one))
