@@ -113,6 +113,9 @@ def only(items: list[ReportItem], *wanted: type[ReportItem]) -> list[str]:
     return [type(item).__name__ for item in items if isinstance(item, wanted)]
 
 
+MOVED = ["Disconnected", "Connected"]
+
+
 def seqs(items: list[ReportItem]) -> list[int]:
     return [item.seq for item in items if isinstance(item, ReportBatch)]
 
@@ -314,10 +317,11 @@ def test_silent_publisher_is_found_where_it_went(context: Context, run: Any) -> 
         async with reporter, elsewhere:
             reporter.heartbeat_s = 0.02
             async with read(reporter, context) as stream:
-                await stream.until_kind(Loaded)
+                # On a busy machine the silence may be told while the snapshot is on its way.
+                items = await stream.until_kind(Loaded)
                 reporter.reports_said = elsewhere.reports_endpoint
-                items = await stream.until_kind(Connected)
-                assert only(items, Silent, Disconnected, Connected) == ["Silent", "Disconnected", "Connected"]
+                items += await stream.until(lambda came: only(came, Disconnected, Connected)[-2:] == MOVED)
+                assert "Silent" in only(items, Silent)
                 assert only(await stream.until_proven(elsewhere), Heard) == ["Heard"]
 
     run(test())
