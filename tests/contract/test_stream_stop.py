@@ -27,7 +27,7 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(embedded_url: str) ->
         stream = WorkerStream(
             Registration(WorkerKey("m", "stopping")), store=store, token="t", config=Config(),
             metrics=Metrics(CollectorRegistry()), context=context, clock=time.monotonic, rng=random.Random(1), http=None,
-            new_epoch=lambda: "e", allowed=AllowList(), changed=lambda: None,
+            new_epoch=lambda: "e", allowed=AllowList(), mine=lambda worker: True, changed=lambda: None,
         )  # fmt: skip
         lost = asyncio.Event()
 
