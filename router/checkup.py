@@ -39,7 +39,9 @@ class Checkup:
         clock: Callable[[], float],
         rng: random.Random,
         tell: Callable[[VitalSign], None],
+        start_s: float | None = None,
     ) -> None:
+        """start_s: when its process started, as another process of the router was told."""
         self._url = url.rstrip("/")
         self._session = session
         self._interval_s = interval_s
@@ -47,7 +49,7 @@ class Checkup:
         self._rng = rng
         self._tell = tell
         self._wanted = asyncio.Event()
-        self.vitals = Vitals()
+        self.vitals = Vitals(start_s)
 
     def ask_now(self) -> None:
         """Since when it lives is wanted at once: its stream was connected again."""

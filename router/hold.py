@@ -68,6 +68,8 @@ class Hold:
         # The highest number that this process had; what the store has as far as we wrote it; what it may have instead, because the
         # connection was lost in the middle.
         self._number = 0
+        # Whether another process had the lease before our last number.
+        self._interrupted = False
         self._written: Written = (None, None)
         self._unsure: Written | None = None
         # A write and a renewal would each see what the other half did.
@@ -97,8 +99,8 @@ class Hold:
                 if lease is not None:
                     break
             await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
-        alone = 0 < self._number == lease.number - 1
-        self._lease, self._number = lease, lease.number
+        alone = 0 < self._number == lease.number - 1 and not self._interrupted
+        self._lease, self._number, self._interrupted = lease, lease.number, False
         self._say(None)
         self._written, self._unsure = await self._store.committed(self._worker), None
         return alone
@@ -153,6 +155,7 @@ class Hold:
         alone = lease.number == self._number + 1
         self._lease, self._number = lease, lease.number
         if not alone:
+            self._interrupted = True
             self._lose("taken", "another router process followed this worker meanwhile; beginning again from Redis")
         if await self._store.committed(self._worker) not in (self._written, self._unsure):
             self._lose("data_lost", "Redis lost commits of this worker")

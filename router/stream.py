@@ -37,7 +37,7 @@ from kvrouter.router.names import Place, WorkerKey
 from kvrouter.router.registration import NO_PATCH, Registration
 from kvrouter.router.report_ingest import ReportIngest
 from kvrouter.router.states import CREDITED, StreamState, credited
-from kvrouter.router.told import Told, state_fields
+from kvrouter.router.told import Told, engine_start_s, state_fields
 from kvrouter.router.vitals import EngineBack, EngineLost, EngineRestarted, VitalSign
 
 log = logging.getLogger("kvrouter.stream")
@@ -133,6 +133,8 @@ class WorkerStream:
         self._elsewhere = False
         # Whether the last hold ended because the other of the two streams is to be followed.
         self._source_changed = False
+        # When the engine's process started, as far as any router knows.
+        self._engine_start_s: float | None = None
         # Whether `ingest` has what this process itself saw, unbroken.
         self._sound = False
         # The state as last written for the other processes.
@@ -220,6 +222,7 @@ class WorkerStream:
         """Begin from what Redis holds, before the stream says anything."""
         self.ingest = self._new_ingest()
         self._prepared = (image.epoch, image.seq)
+        self._engine_start_s = engine_start_s(image.meta)
         self._sound = False
         if image.epoch is not None and image.seq is not None:
             try:
@@ -531,7 +534,13 @@ class WorkerStream:
             news.set()
 
         self._checkup = Checkup(
-            url, session=self._http, interval_s=interval_s, clock=self._clock, rng=self._rng, tell=tell
+            url,
+            session=self._http,
+            interval_s=interval_s,
+            clock=self._clock,
+            rng=self._rng,
+            tell=tell,
+            start_s=self._engine_start_s,
         )
         return [self._checkup.run()]
 
@@ -606,7 +615,9 @@ class WorkerStream:
             await room.wait()
 
     def _state_fields(self) -> dict[str, bytes]:
-        return state_fields(self.ingest.state, self.ingest.reason, self.view.credited)
+        if self._checkup is not None and self._checkup.vitals.start_s is not None:
+            self._engine_start_s = self._checkup.vitals.start_s
+        return state_fields(self.ingest.state, self.ingest.reason, self.view.credited, self._engine_start_s)
 
     async def _commit(self, news: asyncio.Event, room: asyncio.Event) -> None:
         while True:

@@ -24,14 +24,25 @@ log = logging.getLogger("kvrouter.told")
 META_STATE = "state"
 META_REASON = "reason"
 META_CREDITED = "credited"
+# When the engine's process started, as its HTTP told: a router that takes the worker over sees that it is another one.
+META_ENGINE_START = "engine_start"
 
 # Fields of meta that say what the catalog and the hash scheme are; they come with few commits.
 _SHAPING = frozenset({META_LEARNED, META_SCHEME, META_DECLARED})
 
 
-def state_fields(state: StreamState, reason: str, credited: bool) -> dict[str, bytes]:
-    """The state as it is written into meta."""
+def engine_start_s(meta: dict[str, bytes]) -> float | None:
+    """What META_ENGINE_START says, None where it says nothing."""
+    try:
+        return float(meta.get(META_ENGINE_START, b""))
+    except ValueError:
+        return None
+
+
+def state_fields(state: StreamState, reason: str, credited: bool, start_s: float | None) -> dict[str, bytes]:
+    """The state as it is written into meta. start_s: when the engine's process started."""
     return {
+        META_ENGINE_START: b"" if start_s is None else repr(start_s).encode(),
         META_STATE: state.value.encode(),
         META_REASON: reason.encode("utf-8", "surrogatepass"),
         META_CREDITED: b"%d" % credited,

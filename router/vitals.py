@@ -56,8 +56,9 @@ VitalSign: TypeAlias = EngineLost | EngineBack | EngineRestarted | EngineSame
 class Vitals:
     """One engine's. Judges nothing before the first answer: where there never was one, there may be none to be had."""
 
-    def __init__(self) -> None:
-        self.start_s: float | None = None
+    def __init__(self, start_s: float | None = None) -> None:
+        """start_s: when its process started, as whoever asked before was told."""
+        self.start_s = start_s
         self._answered = False
         self._lost = False
         self._misses = 0

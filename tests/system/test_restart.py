@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import zmq
+from engine_http import EngineHttp
 from fake_engine import FakeEngine, hashes, prompt, removed, stored
 from router_process import RouterProcess
 
@@ -136,3 +137,39 @@ def test_an_engine_that_restarted_meanwhile_is_void_before_it_speaks(
             time.sleep(0.01)
         print(row, router.request("POST", "/query", {"model": MODEL, "token_ids": OTHER, "explain": True}))
         assert ask(router) == {"w0": 0} and ask(router, OTHER) == {"w0": 96}
+
+
+def test_a_new_life_at_the_old_seq_is_told_by_the_start_time_that_another_router_knew(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
+) -> None:
+    """No replay to ask, and the next seq is the one that is waited for."""
+    engine = FakeEngine(context, replay=False)
+    engines.append(engine)
+    http = EngineHttp()
+    try:
+        with RouterProcess(tmp_path) as router:
+            router.request("POST", "/register", engine.registration("w0", MODEL, url=http.url))
+            router.wait_connected("w0")
+            while not http.asked.count("/metrics"):
+                time.sleep(0.05)
+            # The second batch carries what the answer to the first question was.
+            engine.publish(stored(TOKENS, 0, 12))
+            time.sleep(0.5)
+            before = router.wait_seen("w0", engine.publish(stored(OTHER, 0, 2)))
+            assert ask(router) == {"w0": 192}
+            router.kill()
+        engine.restart()
+        http.start_s = 2_000.5
+        for _ in range(before["seq"] + 1):
+            engine.publish(stored(OTHER, 2, 3))
+        with RouterProcess(tmp_path) as router:
+            router.wait_connected("w0")
+            time.sleep(0.7)
+            engine.publish(stored(OTHER, 3, 4))
+            deadline = time.monotonic() + 10
+            while (row := router.worker("w0"))["epoch"] == before["epoch"] or row["state"] != "live":
+                assert time.monotonic() < deadline, row
+                time.sleep(0.05)
+            assert ask(router) == {"w0": 0}
+    finally:
+        http.stop()
