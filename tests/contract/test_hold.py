@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a holder does when Redis is not where it left it. A real store, with a raw client that plays what is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from prometheus_client import CollectorRegistry
+
+from kvrouter.router.hold import HandedOver, Hold, HoldLost
+from kvrouter.router.index import keys
+from kvrouter.router.index.store import Change, IndexStore
+from kvrouter.router.ingest import Flush
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import Place, WorkerKey
+
+WORKER = WorkerKey("m", "held")
+WAIT_S = 15.0
+TTL_S = 0.4
+
+Body = Callable[[Hold, Hold, Any], Awaitable[None]]
+
+
+def flush(epoch: str, seq: int, *, opens: bool = False) -> Flush:
+    added = np.array([seq + 1], np.uint64)
+    changes = [Change(Place(0, "GPU"), added, added[:0])]
+    return Flush(epoch=epoch, opens_epoch=opens, seqs=(seq, seq), changes=changes, copies=[], meta={})
+
+
+def run(url: str, body: Body) -> None:
+    """`body` with two processes' holds on one worker, the first of which has it and wrote batch 0, and a raw client."""
+
+    async def main() -> None:
+        raw = redis.Redis.from_url(url)
+        raw.flushall()
+        store = await IndexStore.open(url)
+
+        def hold(token: str) -> Hold:
+            metrics = Metrics(CollectorRegistry())
+            return Hold(
+                WORKER, store=store, token=token, ttl_s=TTL_S, metrics=metrics, mine=lambda: True, changed=lambda: None
+            )
+
+        try:
+            async with asyncio.timeout(WAIT_S):
+                one, two = hold("one"), hold("two")
+                assert not await one.take()
+                await one.write(flush("e", 0, opens=True))
+                await body(one, two, raw)
+        finally:
+            await store.close()
+            raw.close()
+
+    asyncio.run(main())
+
+
+def test_writes_that_the_store_lost_are_noticed_while_nothing_is_written(embedded_url: str) -> None:
+    async def body(one: Hold, two: Hold, raw: Any) -> None:
+        await one.write(flush("e", 1))
+        # What a promoted replica may look like: the lease is there, the last commit is not.
+        raw.hset(keys.meta(WORKER), "seq", 0)
+        with pytest.raises(HoldLost, match="lost commits"):
+            await one.keep(lambda: True)
+
+    run(embedded_url, body)
+
+
+def test_a_lease_that_ended_is_taken_again_in_place(embedded_url: str) -> None:
+    async def body(one: Hold, two: Hold, raw: Any) -> None:
+        raw.delete(keys.lease(WORKER))
+        await one.write(flush("e", 1))
+        assert raw.hget(keys.meta(WORKER), "seq") == b"1"
+        assert raw.get(keys.lease(WORKER)) == b"one:2"
+
+    run(embedded_url, body)
+
+
+def test_a_lease_that_another_had_meanwhile_is_not(embedded_url: str) -> None:
+    async def body(one: Hold, two: Hold, raw: Any) -> None:
+        raw.delete(keys.lease(WORKER))
+        assert not await two.take()
+        await two.release()
+        with pytest.raises(HoldLost, match="meanwhile"):
+            await one.write(flush("e", 1))
+        assert raw.hget(keys.meta(WORKER), "seq") == b"0"
+        await one.release()
+        # So what this process remembers is not what Redis goes on from.
+        assert not await one.take()
+        await one.release()
+        assert await one.take()
+
+    run(embedded_url, body)
+
+
+def test_a_share_of_another_is_handed_over_where_that_loses_nothing(embedded_url: str) -> None:
+    async def body(one: Hold, two: Hold, raw: Any) -> None:
+        one._mine = lambda: False
+        kept = asyncio.ensure_future(one.keep(lambda: False))
+        await asyncio.sleep(TTL_S)
+        assert not kept.done()
+        kept.cancel()
+        with pytest.raises(HandedOver):
+            await one.keep(lambda: True)
+
+    run(embedded_url, body)
