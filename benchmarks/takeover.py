@@ -72,6 +72,7 @@ class Rounds:
         if signalled == signal.SIGKILL:
             victim.kill()
         else:
+            fenced, lost = self._noticed(victim)
             victim.signal(signal.SIGSTOP)
         begun = time.monotonic()
         at_signal = dict(zip(self.churn.workers, self.churn.ask("seqs"), strict=True))
@@ -87,10 +88,19 @@ class Rounds:
             time.sleep(1.0)
             self.hits += check(self.routers, self.server.client, self.churn)
             self.churn.ask("go")
-            self.fenced += victim.metric("kvrouter_index_commits_total", outcome="fenced")
-            self.lost += victim.metric("kvrouter_leases_lost_total", how="taken")
+            fenced_now, lost_now = self._noticed(victim)
+            self.fenced += fenced_now - fenced
+            self.lost += lost_now - lost
         self.gaps += sum(survivor.metric("kvrouter_stream_gaps_total", worker=worker) for worker in ("w0", "w7"))
         return took_s
+
+    @staticmethod
+    def _noticed(router: RouterProcess) -> tuple[float, float]:
+        """Commits of a router that were fenced, and leases that it found taken, since it began."""
+        return (
+            router.metric("kvrouter_index_commits_total", outcome="fenced"),
+            router.metric("kvrouter_leases_lost_total", how="taken"),
+        )
 
     def run(self, kills: int, stops: int) -> tuple[list[float], list[float]]:
         killed = []
