@@ -114,7 +114,7 @@ class RouterProcess:
 
     def text(self, path: str) -> str:
         """An answer that is no JSON."""
-        return self._exchange("GET", path, None)[1].decode()
+        return self._ask("GET", path, None)[1].decode()
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, which goes on being ours."""
@@ -126,18 +126,20 @@ class RouterProcess:
 
     def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         """The decoded JSON answer. Raises RouterError for a status above 299, OSError when nobody answers."""
-        payload = None if body is None else json.dumps(body)
-        try:
-            status, answer = self._exchange(method, path, payload)
-        except (OSError, http.client.HTTPException):
-            # A server closes a connection that was idle for some seconds; all our requests may be sent twice.
-            try:
-                status, answer = self._exchange(method, path, payload)
-            except (OSError, http.client.HTTPException) as error:
-                raise OSError(f"{method} {path}: {error!r}") from error
+        status, answer = self._ask(method, path, None if body is None else json.dumps(body))
         if status > 299:
             raise RouterError(f"{method} {path} gave {status}: {answer[:500]!r}")
         return json.loads(answer)
+
+    def _ask(self, method: str, path: str, payload: str | None) -> tuple[int, bytes]:
+        try:
+            return self._exchange(method, path, payload)
+        except (OSError, http.client.HTTPException):
+            # A server closes a connection that was idle for some seconds, or was killed; all our requests may be sent twice.
+            try:
+                return self._exchange(method, path, payload)
+            except (OSError, http.client.HTTPException) as error:
+                raise OSError(f"{method} {path}: {error!r}") from error
 
     def _exchange(self, method: str, path: str, payload: str | None) -> tuple[int, bytes]:
         """Status and body. A failure closes the connection, and the next exchange opens a new one."""
@@ -152,7 +154,7 @@ class RouterProcess:
     def metric(self, name: str, **labels: str) -> float:
         """One sample of `/metrics`, 0 when there is none. The gauges and counters of workers are a second old at most."""
         time.sleep(METRICS_AGE_S)
-        _, text = self._exchange("GET", "/metrics", None)
+        _, text = self._ask("GET", "/metrics", None)
         wanted = {f'{label}="{value}"' for label, value in labels.items()}
         for line in text.decode().splitlines():
             sample, _, value = line.rpartition(" ")
