@@ -343,8 +343,10 @@ class Core:
 
     def ask(self, question: Question) -> list[Hit]:
         """One hit for each worker of the model that the question does not leave out, in no particular order."""
-        hits = self._matcher.match(question, self._current_plans(question.model))
-        hits = self._guessed(question, hits)
+        plans = self._current_plans(question.model)
+        hits = self._matcher.match(question, plans)
+        if plans.has_approximate and question.token_ids is not None:
+            hits = self._guessed(question, hits)
         if question.worker_ids is not None:
             missing = question.worker_ids - {hit.worker.worker_id for hit in hits}
             if missing:
@@ -363,23 +365,21 @@ class Core:
             raise NoWorker(f"no worker of model {question.model!r} can take it: all are down or excluded")
         urls = {route_name(hit): self._streams[hit.worker].registration.url for hit in hits}
         choice = choose(hits, question.num_tokens, urls, self._rng)
-        if self._streams[choice.hit.worker].approximate:
-            self._history.sent(self._streams[choice.hit.worker].life, pieces_of(question), self._clock())
+        stream = self._streams[choice.hit.worker]
+        if stream.view.approximate:
+            self._history.sent(stream.life, pieces_of(question), self._clock())
         return choice
 
     def _guessed(self, question: Question, hits: list[Hit]) -> list[Hit]:
         """The hits, those of workers without usable events guessed from what was sent there."""
-        if question.token_ids is None or not any(self._streams[hit.worker].approximate for hit in hits):
-            return hits
         pieces, now = pieces_of(question), self._clock()
-        return [
-            approximate_hit(
-                hit, self._history.hit_tokens(self._streams[hit.worker].life, pieces, question.num_tokens, now)
-            )
-            if self._streams[hit.worker].approximate
-            else hit
-            for hit in hits
-        ]
+        found = []
+        for hit in hits:
+            stream = self._streams[hit.worker]
+            if stream.view.approximate:
+                hit = approximate_hit(hit, self._history.hit_tokens(stream.life, pieces, question.num_tokens, now))
+            found.append(hit)
+        return found
 
     def statuses(self) -> list[WorkerStatus]:
         now = self._clock()
@@ -396,7 +396,7 @@ class Core:
             state=stream.view.state.value,
             state_age_s=round(now - stream.since_s, 3),
             credited=stream.view.credited,
-            approximate=stream.approximate,
+            approximate=stream.view.approximate,
             reason="; ".join(filter(None, (self._store_problem, stream.view.reason, self._lost_credit(stream.worker)))),
             epoch=stream.visible_epoch,
             seq=stream.visible_seq,
@@ -553,7 +553,7 @@ class Core:
         lost_s = self._store_lost_s
         metrics.store_silent_seconds.set(0 if lost_s is None else self._clock() - lost_s)
         metrics.approximate_pieces.set(len(self._history))
-        metrics.approximate_workers.set(sum(stream.approximate for stream in self._streams.values()))
+        metrics.approximate_workers.set(sum(stream.view.approximate for stream in self._streams.values()))
         metrics.mirror_entries.set(self._mirror.entries)
         metrics.mirror_bytes.set(self._mirror.bytes)
         metrics.segment_memory_bytes.set(self._memory.bytes)

@@ -43,6 +43,8 @@ class WorkerView(msgspec.Struct, frozen=True, eq=False):
     catalog: Catalog
     scheme: HashScheme | None
     lora_paths: dict[str, str]
+    # It has no events that could be used: all that is known is what was sent there.
+    approximate: bool = False
 
 
 @kernel
@@ -132,6 +134,7 @@ class Plans(msgspec.Struct, frozen=True, eq=False):
     hash_block_size: int
     withheld: tuple[tuple[WorkerView, str], ...]
     unhashable: tuple[tuple[WorkerView, str], ...]
+    has_approximate: bool
 
     @classmethod
     def build(cls, mirror: Mirror, views: Iterable[WorkerView]) -> Plans:
@@ -139,7 +142,9 @@ class Plans(msgspec.Struct, frozen=True, eq=False):
         judged: list[WorkerView] = []
         withheld: list[tuple[WorkerView, str]] = []
         unhashable: list[tuple[WorkerView, str]] = []
+        has_approximate = False
         for view in views:
+            has_approximate = has_approximate or view.approximate
             reason = _withheld(mirror, view)
             if reason is not None:
                 withheld.append((view, reason))
@@ -155,6 +160,7 @@ class Plans(msgspec.Struct, frozen=True, eq=False):
             max((view.catalog.hash_block_size for view in judged), default=0),
             tuple(withheld),
             tuple(unhashable),
+            has_approximate,
         )
 
 

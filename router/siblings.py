@@ -48,6 +48,7 @@ class Siblings:
             writer.write(self._own())
             await writer.drain()
         except ConnectionError:
+            # Whoever asked has gone, or gave up waiting.
             pass
         finally:
             writer.close()

@@ -161,13 +161,10 @@ class WorkerStream:
     def worker(self) -> WorkerKey:
         return self.registration.worker
 
-    @property
-    def approximate(self) -> bool:
-        """Whether it has no events that could be used, so that all that is known is what was sent there."""
-        registration = self.registration
-        silent = registration.events is None and self._patch_endpoint is None
-        usable = not silent and self.view.state is not StreamState.UNHASHABLE
-        return bool(self._config.approximate_ttl_s) and not usable and self.view.state is not StreamState.DOWN
+    def _is_approximate(self, state: StreamState) -> bool:
+        silent = self.registration.events is None and self._patch_endpoint is None
+        usable = not silent and state is not StreamState.UNHASHABLE
+        return bool(self._config.approximate_ttl_s) and not usable and state is not StreamState.DOWN
 
     @property
     def life(self) -> tuple[WorkerKey, int]:
@@ -299,6 +296,7 @@ class WorkerStream:
             if ingest.identity.explained and state is not StreamState.UNHASHABLE
             else None,
             lora_paths=ingest.spec.lora_paths,
+            approximate=self._is_approximate(state),
         )
 
     def _hold_changed(self) -> None:
