@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-engine fuzz chaos takeover lint format bench audit lock clean
+.PHONY: help demo test test-engine fuzz chaos takeover soak lint format bench audit lock clean
 
 help:
 	@echo "make demo         install into .venv and watch the router predict what three replicas reuse"
@@ -17,6 +17,7 @@ help:
 	@echo "make fuzz         a million inputs against the decoders and what follows, and the HTTP API's description"
 	@echo "make chaos        random schedules of faults: the index is right, or says that it is not (minutes; make test has a short part)"
 	@echo "make takeover     two routers, one killed again and again: how long until the other has its workers, and is it right"
+	@echo "make soak         an hour under load: does its memory stay flat, and are its answers right at the end"
 	@echo "make lint         ruff and mypy"
 	@echo "make bench        the numbers of docs/benchmarks.md, beside dynamo.indexer"
 	@echo "make audit        known vulnerabilities of the installed packages (needs the public database)"
@@ -56,6 +57,10 @@ chaos: $(VENV)/installed
 # ARGS: --kills N, --stops N, --seed N.
 takeover: $(VENV)/installed
 	$(BIN)/python benchmarks/takeover.py $(ARGS)
+
+# ARGS: --minutes N, --blocks N, --questions N, --seed N.
+soak: $(VENV)/installed
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a subscriber hands out: batches in order, and every fact about what is missing or proven. Values only.
 
-For the consumer: `GapLost` and `Restarted` void what it knows; whatever is missing is announced by one of the two
+For the consumer: `GapLost`, `ReadAnew` and `Restarted` void what it knows; whatever is missing is announced by one of them
 before the next `Batch`. All seqs are of the life that the surrounding items speak of.
 """
 
@@ -72,6 +72,10 @@ class GapLost(msgspec.Struct, frozen=True):
     reason: str
 
 
+class ReadAnew(msgspec.Struct, frozen=True):
+    """A replay endpoint that did not answer when something was lost answers now: all that it still has follows, from its start."""
+
+
 class Restarted(msgspec.Struct, frozen=True):
     """Another life of the publisher, as far as anybody can tell. last_seq is the last of the old life, seq the first seen of the
     new one, or the next expected where that is not known."""
@@ -117,6 +121,7 @@ StreamItem: TypeAlias = (
     | GapOpened
     | GapClosed
     | GapLost
+    | ReadAnew
     | Restarted
     | Proven
     | ReplayFinished

@@ -22,6 +22,7 @@ import zmq
 from kvrouter.events.greeting import greet, reachable
 from kvrouter.events.link import Link, LinkSettings
 from kvrouter.events.outbox import Outbox
+from kvrouter.events.permits import Permits
 from kvrouter.events.report import REPORT_TOPIC, Events, Heartbeat, Hello, HelloRequest
 from kvrouter.events.report_cursor import ReportCursor
 from kvrouter.events.report_decode import MAX_ERROR_CHARS, Unreadable, read_answer, read_report, read_seq
@@ -59,11 +60,12 @@ class ReportSubscriber:
         settings: ReportSettings | None = None,
         refusal: Callable[[str], str | None] = lambda endpoint: None,
         server_key: str | None = None,
+        permits: Permits | None = None,
     ) -> None:
         """Opens nothing yet. resume: go on from there without a snapshot, unless something was missed.
 
         refusal: why the endpoint that a `Hello` names must not be connected to, or None. server_key: as
-        LinkSettings has it."""
+        LinkSettings has it. permits: shared with others, to have few snapshots under way at once."""
         self._endpoint = requests_endpoint
         self._context = context
         self._refusal = refusal
@@ -79,7 +81,11 @@ class ReportSubscriber:
         self._requests: Link | None = None
         self._live: Link | None = None
         self._asker = SnapshotAsker(
-            self._cursor, lambda: self._connect(requests_endpoint, settings.snapshot_receive_hwm), settings
+            self._cursor,
+            lambda: self._connect(requests_endpoint, settings.snapshot_receive_hwm),
+            settings,
+            permits,
+            self._schedule,
         )
         self._requests_up = False
         # The greeting that counts, when it was sent, and when it is sent again by itself.

@@ -24,6 +24,7 @@ from kvrouter.events.items import (
     GapOpened,
     Malformed,
     Proven,
+    ReadAnew,
     ReplayFailed,
     ReplayFinished,
     Restarted,
@@ -43,6 +44,7 @@ __all__ = [
     "GapOpened",
     "Malformed",
     "Proven",
+    "ReadAnew",
     "ReplayFailed",
     "ReplayFinished",
     "Request",
@@ -95,6 +97,10 @@ class Cursor:
         self._held_old = 0
         self._gap: tuple[int, int] | None = None
         self._requests = 0
+        # What came before was given up because the replay endpoint did not answer; it is asked for once a connection, so that an
+        # endpoint that answers little and never all does not void the index again and again.
+        self._owed = False
+        self._asked_anew = False
         if resume is not None:
             self._expected = resume.seq + 1
             self._remember(resume.seq, resume.fingerprint)
@@ -136,6 +142,7 @@ class Cursor:
         self.request = None
         self._to_prove = True
         self._replay_works = self._replay
+        self._asked_anew = False
         self._held_old = len(self._held)
 
     def live(self, seq: int, payload: bytes) -> None:
@@ -155,6 +162,8 @@ class Cursor:
         if request is None or seq < request.start:
             return
         self._replay_works = True
+        if self._pay(request):
+            return
         print_ = fingerprint(payload)
         if not request.judged:
             request.judged = True
@@ -184,6 +193,8 @@ class Cursor:
         if request is None:
             return
         self._replay_works = True
+        if self._pay(request):
+            return
         if not request.judged and request.purpose is Purpose.PROVE:
             self._restart(0, f"the publisher has nothing from seq {request.start} on")
             return
@@ -223,6 +234,7 @@ class Cursor:
             self._to_prove = True
             self._lose_unless_contradicted(reason)
         self._lose_gap(reason)
+        self._owe()
         self._held_old = 0
         self._drain()
 
@@ -316,6 +328,7 @@ class Cursor:
                 self._begin(Purpose.FILL)
                 return False
             self._lose(expected, seq, "no replay to ask")
+            self._owe()
             self._hand(seq, payload, print_, replayed=False)
             return True
         if self._seen(seq, print_):
@@ -352,6 +365,20 @@ class Cursor:
         self._last_seq = None
         self._to_prove = False
 
+    def _owe(self) -> None:
+        """Where nothing is known now, the replay endpoint's silence is why."""
+        self._owed |= self._replay and self._last_seq is None and not self._asked_anew
+
+    def _pay(self, request: Request) -> bool:
+        """The replay endpoint answers. Whether what was given up is asked for now, in place of `request`."""
+        owed, self._owed = self._owed, False
+        if not owed or request.purpose is Purpose.START:
+            return False
+        self._asked_anew = True
+        self.items.append(ReadAnew())
+        self._begin_anew()
+        return True
+
     def _lose_gap(self, reason: str) -> None:
         if self._gap is None or self._expected is None:
             return
@@ -376,6 +403,13 @@ class Cursor:
         last_seq = -1 if self._expected is None else self._expected - 1
         replaying = ask and self._replay_works
         self.items.append(Restarted(last_seq, seq, reason, replaying))
+        if replaying:
+            # Of what is held, the new life's part comes again with its replay; the old life's must not pass for it.
+            self._begin_anew()
+        else:
+            self._forget()
+
+    def _forget(self) -> None:
         self._gap = None
         self._expected = None
         self._last_seq = None
@@ -383,11 +417,14 @@ class Cursor:
         self._seen_seqs = [-1] * REMEMBERED_BATCHES
         self._drop_old()
         self.request = None
-        if replaying:
-            # Of what is held, the new life's part comes again with its replay; the old life's must not pass for it.
-            self._held.clear()
-            self._held_bytes = 0
-            self._begin(Purpose.START)
+
+    def _begin_anew(self) -> None:
+        """Replay all that there is; what is held comes again with it."""
+        self._forget()
+        self._held.clear()
+        self._held_bytes = 0
+        self._owed = False
+        self._begin(Purpose.START)
 
     def _remember(self, seq: int, print_: int) -> None:
         self._last_seq = seq

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from kvrouter.events.link import Link
+from kvrouter.events.permits import Permit, Permits
 from kvrouter.events.report import Refused, SnapshotPart, SnapshotRequest
 from kvrouter.events.report_cursor import ReportCursor
 from kvrouter.events.report_decode import MAX_ERROR_CHARS, Unreadable, read_answer
@@ -25,11 +26,22 @@ _MAX_DOUBLINGS = 16
 class SnapshotAsker:
     """The socket of the snapshot on its way, if any."""
 
-    def __init__(self, cursor: ReportCursor, connect: Callable[[], Link], settings: ReportSettings) -> None:
-        """connect: a new socket to the publisher's requests endpoint; may raise zmq.ZMQError, which is passed on."""
+    def __init__(
+        self,
+        cursor: ReportCursor,
+        connect: Callable[[], Link],
+        settings: ReportSettings,
+        permits: Permits | None,
+        wake: Callable[[], None],
+    ) -> None:
+        """connect: a new socket to the publisher's requests endpoint; may raise zmq.ZMQError, which is passed on. wake: called
+        when `permits` lets it ask."""
         self._cursor = cursor
         self._connect = connect
         self._settings = settings
+        self._permits = permits
+        self._wake = wake
+        self._permit: Permit | None = None
         self._link: Link | None = None
         self._id = 0
         self._asked_s = -math.inf
@@ -84,11 +96,16 @@ class SnapshotAsker:
                 return self._due_s
             self.close()
         if cursor.request is None or settled_s is None:
+            self._end_permit()
             return math.inf
         doubled_s = settings.snapshot_pause_s * float(1 << min(cursor.failures, _MAX_DOUBLINGS))
         due_s = max(settled_s, self._asked_s + min(doubled_s, settings.max_snapshot_pause_s), self._retry_s)
         if now < due_s:
             return due_s
+        if self._permit is None and self._permits is not None:
+            self._permit = self._permits.ask(self._wake)
+        if self._permit is not None and not self._permit.granted:
+            return math.inf
         self._link = self._connect()
         self._id = cursor.request
         self._asked_s = now
@@ -103,9 +120,15 @@ class SnapshotAsker:
 
     def close(self) -> None:
         """Closes the socket at once, which also tells the publisher."""
+        self._end_permit()
         if self._link is not None:
             self._link.close()
             self._link = None
+
+    def _end_permit(self) -> None:
+        if self._permit is not None:
+            self._permit.end()
+            self._permit = None
 
     def _refuse(self, refused: Refused, now: float) -> None:
         self._cursor.snapshot_failed(f"refused: {refused.reason[:MAX_ERROR_CHARS]}")

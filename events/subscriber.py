@@ -19,6 +19,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvrouter.events.items import ResumePoint, StreamItem
+from kvrouter.events.permits import Permit, Permits
 from kvrouter.events.sequence import Cursor
 from kvrouter.events.settings import SubscriberSettings
 from kvrouter.events.wire import END_SEQ, MAX_SEQ, SEQ_BYTES
@@ -45,13 +46,17 @@ class Subscriber:
         topic: bytes = b"",
         resume: ResumePoint | None = None,
         settings: SubscriberSettings | None = None,
+        permits: Permits | None = None,
     ) -> None:
-        """Opens nothing yet. topic: prefix, as ZMQ matches it. resume: go on from there, if it can be proven."""
+        """Opens nothing yet. topic: prefix, as ZMQ matches it. resume: go on from there, if it can be proven. permits: shared
+        with others, to have few replays under way at once."""
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._context = context
         self._topic = topic
         self._settings = settings or SubscriberSettings()
+        self._permits = permits
+        self._permit: Permit | None = None
         self._cursor = Cursor(
             replay=replay_endpoint is not None,
             resume=resume,
@@ -144,10 +149,7 @@ class Subscriber:
             self._turn.cancel()
             self._turn = None
         self._close_live()
-        if self._replay is not None:
-            self._unwatch(self._replay)
-            self._replay.close(linger=0)
-            self._replay = None
+        self._close_replay()
         self._wake()
 
     def _open_live(self) -> None:
@@ -340,20 +342,28 @@ class Subscriber:
         assert self._loop is not None
         request = self._cursor.request
         number = 0 if request is None else request.number
-        if number == self._replay_number:
-            return
-        self._replay_number = number
-        if self._replay is not None:
-            self._unwatch(self._replay)
-            self._replay.close(linger=0)
-            self._replay = None
-        if request is None:
+        if number != self._replay_number:
+            self._replay_number = number
+            self._close_replay()
+            if request is not None and self._permits is not None:
+                self._permit = self._permits.ask(self._schedule)
+        waits = self._permit is not None and not self._permit.granted
+        if request is None or self._replay is not None or waits:
             return
         self._replay = self._open_replay()
         self._watch(self._replay)
         self._replay.send_multipart((b"", request.start.to_bytes(SEQ_BYTES, "big")), zmq.NOBLOCK)
         self._last_reply_s = self._loop.time()
         self._arm("reply", self._settings.replay_timeout_s, self._reply_due)
+
+    def _close_replay(self) -> None:
+        if self._permit is not None:
+            self._permit.end()
+            self._permit = None
+        if self._replay is not None:
+            self._unwatch(self._replay)
+            self._replay.close(linger=0)
+            self._replay = None
 
     def _publish_items(self) -> None:
         items = self._cursor.take()

@@ -20,6 +20,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
+from kvrouter.events.permits import Permits
 from kvrouter.router.allow_list import AllowList
 from kvrouter.router.approximate import RoutingHistory, approximate_hit, pieces_of
 from kvrouter.router.choose import Choice, choose, route_name
@@ -86,6 +87,7 @@ class Core:
         self._token = token or secrets.token_hex(8)
         self._mirror = Mirror(config.mirror_budget_bytes)
         self._allowed = AllowList(config.allow_hosts)
+        self._permits = Permits(rng=rng)
         self._memory = SegmentMemory(config.segment_memory_bytes)
         self._matcher = Matcher(self._mirror, self._memory)
         self._history = RoutingHistory(config.approximate_ttl_s)
@@ -275,6 +277,7 @@ class Core:
             new_epoch=self._new_epoch,
             mine=self._is_mine,
             allowed=self._allowed,
+            permits=self._permits,
             changed=self._plans.clear,
         )
         image = await self._store.load(worker)
@@ -549,6 +552,7 @@ class Core:
     def _measure(self) -> None:
         metrics = self._metrics
         metrics.leases_held.set(sum(stream.held for stream in self._streams.values()))
+        metrics.recoveries_waiting.set(self._permits.waiting)
         metrics.routers.set(len(self._attendance.routers))
         lost_s = self._store_lost_s
         metrics.store_silent_seconds.set(0 if lost_s is None else self._clock() - lost_s)

@@ -23,6 +23,7 @@ from kvrouter.events.items import (
     GapOpened,
     Malformed,
     Proven,
+    ReadAnew,
     ReplayFailed,
     ReplayFinished,
     Restarted,
@@ -282,6 +283,10 @@ class Ingest:
             if item.first_seq == item.next_seq:
                 lost = f"it cannot be proven that nothing was missed before seq {item.next_seq}"
             self._void(f"{lost} ({item.reason}); residency before seq {item.next_seq} was dropped and is learned anew")
+        elif isinstance(item, ReadAnew):
+            self._void("the replay endpoint answers again: all that it still has is read anew, with what was given up")
+            self.seq = None
+            self._state = StreamState.CATCHING_UP
         elif isinstance(item, Restarted):
             self._gap_open = False
             self.tally.restarts += 1

@@ -109,6 +109,9 @@ class Metrics:
         self.leases_lost = counter("leases_lost_total", "Workers that this process ceased to follow", "how")
         self.leases_held = gauge("leases_held", "Workers that this process follows; the others follow the rest")
         self.routers = gauge("routers", "Router processes on the store, as this one sees them")
+        self.recoveries_waiting = gauge(
+            "recoveries_waiting", "Replays and snapshots that wait until fewer are under way"
+        )
         self.index_rewrites = counter("index_rewrites_total", "Workers written to the store anew from memory", "worker")
         self.registry_repairs = counter("registry_repairs_total", "Registrations that were lost and written back")
         self.store_silent_seconds = gauge("store_silent_seconds", "Age of the answers while the store is away, else 0")

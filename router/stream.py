@@ -20,6 +20,7 @@ import zmq
 
 from kvrouter.events.codec import BatchDecoder
 from kvrouter.events.items import Connected, ResumePoint
+from kvrouter.events.permits import Permits
 from kvrouter.events.report import requests_endpoint
 from kvrouter.events.report_items import Heard, Silent
 from kvrouter.events.report_subscriber import ReportSubscriber, greet
@@ -94,6 +95,7 @@ class WorkerStream:
         http: aiohttp.ClientSession | None,
         new_epoch: Callable[[], str],
         allowed: AllowList,
+        permits: Permits,
         mine: Callable[[WorkerKey], bool],
         changed: Callable[[], None],
     ) -> None:
@@ -108,6 +110,7 @@ class WorkerStream:
         self._http = http
         self._new_epoch = new_epoch
         self._allowed = allowed
+        self._permits = permits
         self._changed = changed
         self._decoder = BatchDecoder()
         self._hold_problem: str | None = None
@@ -455,6 +458,7 @@ class WorkerStream:
             resume=self.ingest.report_resume,
             refusal=self._allowed.problem,
             server_key=self.registration.patch_key,
+            permits=self._permits,
         )
         self._expire = reports.ask_snapshot
         try:
@@ -476,6 +480,7 @@ class WorkerStream:
             context=self._context,
             resume=None if resume is None else ResumePoint(*resume),
             settings=SubscriberSettings(replay_timeout_s=self._config.replay_timeout_s),
+            permits=self._permits,
         )
         self._expire = subscriber.expire
         connected = asyncio.Event()

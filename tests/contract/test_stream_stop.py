@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 import zmq
 from prometheus_client import CollectorRegistry
 
+from kvrouter.events.permits import Permits
 from kvrouter.router.allow_list import AllowList
 from kvrouter.router.config import Config
 from kvrouter.router.index.store import IndexStore
@@ -27,7 +28,8 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(embedded_url: str) ->
         stream = WorkerStream(
             Registration(WorkerKey("m", "stopping")), store=store, token="t", config=Config(),
             metrics=Metrics(CollectorRegistry()), context=context, clock=time.monotonic, rng=random.Random(1), http=None,
-            new_epoch=lambda: "e", allowed=AllowList(), mine=lambda worker: True, changed=lambda: None,
+            new_epoch=lambda: "e", allowed=AllowList(), permits=Permits(rng=random.Random(1)),
+            mine=lambda worker: True, changed=lambda: None,
         )  # fmt: skip
         lost = asyncio.Event()
 

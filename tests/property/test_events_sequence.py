@@ -19,6 +19,7 @@ from kvrouter.events.items import (
     GapLost,
     GapOpened,
     Proven,
+    ReadAnew,
     ReplayFinished,
     Restarted,
     ResumePoint,
@@ -69,7 +70,7 @@ class Consumer:
                 self.last = self.gap = None
                 # An empty range says only that nothing could be proven.
                 self.lost_next = following if first < following else None
-            case Restarted(_, _):
+            case Restarted() | ReadAnew():
                 self.last = self.gap = self.lost_next = None
                 self.handed.clear()
             case Proven(seq):

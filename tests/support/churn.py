@@ -2,9 +2,9 @@
 """Engines that store and evict at a given rate, in a process of their own, and know exactly what they hold.
 
 Two KV cache groups: full attention, and a sliding window whose blocks go sooner. Blocks get second copies now and then. Commands
-on stdin, answered by one line of JSON: `go`; `pause`, after which nothing more is published: the last seq of each engine; `dump`
-while paused: the true resident sets, and what a set of prompts would reuse, by the plain definition. No code is shared with the
-router but the wire.
+on stdin, answered by one line of JSON: `go`; `drop`: two batches of one engine come by replay only; `pause`, after which nothing
+more is published: the last seq of each engine; `dump` while paused: the true resident sets, and what a set of prompts would reuse,
+by the plain definition. No code is shared with the router but the wire.
 """
 
 from __future__ import annotations
@@ -168,6 +168,9 @@ def main() -> None:
                 for engine in engines:
                     engine.publisher.flush(10.0)
                 tell([engine.publisher.next_seq - 1 for engine in engines])
+            case "drop":
+                rng.choice(engines).publisher.drop_next(2)
+                tell({})
             case "seqs":
                 tell([engine.publisher.next_seq - 1 for engine in engines])
             case "dump":

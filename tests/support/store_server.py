@@ -52,6 +52,11 @@ class StoreServer:
                 raise AssertionError((self._folder / "server.log").read_text()[-2000:])
             time.sleep(0.02)
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """kill -9."""
         process, self._process = self._process, None

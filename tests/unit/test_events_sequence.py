@@ -12,6 +12,7 @@ from kvrouter.events.items import (
     GapOpened,
     Malformed,
     Proven,
+    ReadAnew,
     ReplayFailed,
     ReplayFinished,
     Restarted,
@@ -257,6 +258,50 @@ class TestGap:
         assert isinstance(lost, GapLost)
         assert (lost.first_seq, lost.next_seq) == (1, 3)
         assert rest == [batch(3), batch(4)]
+
+    def test_what_no_answer_lost_is_had_when_the_endpoint_answers_again(self) -> None:
+        cursor = following(0)
+        live(cursor, 3)
+        cursor.replay_overdue()
+        assert cursor.take()[-1] == batch(3)
+        cursor.check()
+        assert asked(cursor) == 3
+        assert replay(cursor, 3, end=False) == [ReadAnew()]
+        assert asked(cursor) == 0
+        assert live(cursor, 4) == []
+        assert replay(cursor, 0, 1, 2, 3, 4) == [*again(0, 1, 2, 3, 4), ReplayFinished(0, 4, 5)]
+        assert live(cursor, 5) == [batch(5)]
+
+    def test_also_after_another_connection_and_when_nothing_was_known(self) -> None:
+        cursor = Cursor(replay=True)
+        cursor.connected()
+        cursor.replay_overdue()
+        live(cursor, 3)
+        cursor.disconnected()
+        cursor.connected()
+        cursor.take()
+        assert replay(cursor, end=True) == [ReadAnew()]
+        assert replay(cursor, 1, 2, 3) == [*again(1, 2, 3), ReplayFinished(1, 3, 3)]
+
+    def test_an_endpoint_that_never_gives_all_is_asked_for_it_once_a_connection(self) -> None:
+        cursor = following(0)
+        live(cursor, 3)
+        cursor.replay_overdue()
+        cursor.check()
+        replay(cursor, 3, end=False)
+        cursor.replay_overdue()
+        live(cursor, 4)
+        cursor.check()
+        assert replay(cursor, 4) == [ReplayFinished(None, None, 0)]
+        assert live(cursor, 5) == [batch(5)]
+
+    def test_what_the_publisher_no_longer_has_is_not_asked_for_again(self) -> None:
+        cursor = following(0)
+        live(cursor, 3)
+        replay(cursor, 0, 2)
+        replay(cursor, 0, 2)
+        cursor.check()
+        assert not any(isinstance(item, ReadAnew) for item in replay(cursor, 3))
 
     def test_an_answer_that_breaks_off_is_asked_again_from_where_it_was(self) -> None:
         cursor = following(0)

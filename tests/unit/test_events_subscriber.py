@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AsyncExitStack
+from random import Random
 from typing import Any
 
 import pytest
@@ -26,6 +28,7 @@ from kvrouter.events.items import (
     StreamItem,
     fingerprint,
 )
+from kvrouter.events.permits import Permits
 from kvrouter.events.publisher import EventPublisher
 from kvrouter.events.subscriber import Subscriber, SubscriberClosed, SubscriberSettings
 
@@ -302,6 +305,28 @@ def test_a_dead_replay_endpoint_holds_the_stream_only_for_a_while(context: Conte
             async with Stream(subscriber) as stream:
                 assert kinds(await stream.until_kind(ReplayFailed)) == ["Connected", "ReplayFailed"]
                 await stream.until_live(publisher)
+
+    run(test())
+
+
+def test_no_more_replays_at_once_than_are_permitted(context: Context, run: Any) -> None:
+    async def test() -> None:
+        permits = Permits(rng=Random(1), at_once=1, longest_s=PATIENCE_S)
+        async with AsyncExitStack() as stack:
+            left: dict[zmq.Socket[bytes], Stream] = {}
+            for _ in range(3):
+                publisher = stack.enter_context(EventPublisher(ANY, context=context))
+                router = stack.enter_context(context.socket(zmq.ROUTER))
+                replay = f"tcp://127.0.0.1:{router.bind_to_random_port('tcp://127.0.0.1')}"
+                subscriber = Subscriber(publisher.endpoint, replay, context=context, settings=QUIET, permits=permits)
+                left[router] = await stack.enter_async_context(Stream(subscriber))
+            while left:
+                while permits.waiting < len(left) - 1 or not any(router.poll(0) for router in left):
+                    await asyncio.sleep(0.005)
+                (asked,) = (router for router in left if router.poll(0))
+                await answer(asked, [(0, b"only")])
+                assert seqs(await left.pop(asked).until_kind(ReplayFinished)) == [0]
+            assert permits.waiting == 0
 
     run(test())
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from fake_reporter import HOST, Context, FakeReporter, Ledger, apply, refused, stored
 
+from kvrouter.events.permits import Permits
 from kvrouter.events.report import REPORT_TOPIC, DeclaredCatalog, HelloRequest, Refused, SnapshotPart, SnapshotRequest
 from kvrouter.events.report_items import (
     Beat,
@@ -121,11 +123,16 @@ def seqs(items: list[ReportItem]) -> list[int]:
 
 
 def read(
-    reporter: FakeReporter | str, context: Context, *, resume: ReportResume | None = None, **options: Any
+    reporter: FakeReporter | str,
+    context: Context,
+    *,
+    resume: ReportResume | None = None,
+    permits: Permits | None = None,
+    **options: Any,
 ) -> Stream:
     endpoint = reporter if isinstance(reporter, str) else reporter.requests_endpoint
     settings = ReportSettings(**(QUICK | options))
-    return Stream(ReportSubscriber(endpoint, context=context, resume=resume, settings=settings))
+    return Stream(ReportSubscriber(endpoint, context=context, resume=resume, settings=settings, permits=permits))
 
 
 async def eventually(holds: Callable[[], object]) -> None:
@@ -148,6 +155,23 @@ def test_joins_late_and_follows(context: Context, run: Any) -> None:
                 assert seqs(items) == [last]
                 await stream.until_proven(reporter)
                 assert reporter.asked(SnapshotRequest) == 1
+
+    run(test())
+
+
+def test_no_more_snapshots_at_once_than_are_permitted(context: Context, run: Any) -> None:
+    async def test() -> None:
+        permits = Permits(rng=Random(1), at_once=1)
+        first = permits.ask(lambda: None)
+        async with FakeReporter(context) as reporter:
+            reporter.publish(stored(1))
+            async with read(reporter, context, permits=permits) as stream:
+                await eventually(lambda: permits.waiting)
+                assert reporter.asked(SnapshotRequest) == 0
+                first.end()
+                await stream.until_kind(Loaded)
+                # The answer ended its permit: another is granted at once.
+                await eventually(lambda: permits.ask(lambda: None).granted)
 
     run(test())
 

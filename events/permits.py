@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many replays and snapshots one process has under way at once, so that a fleet that is lost and back is no storm.
+
+Who waits is not served in the order of asking but at random: no worker is always the last, and several routers that lost the same
+fleet do not ask its engines in step. Belongs to one asyncio loop; sends and receives nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from random import Random
+
+# A ring of 10,000 batches or a snapshot of 200,000 blocks is some 20 MB and a tenth of a second of this process; with more at once
+# each of them only waits longer, and what is held back meanwhile piles up.
+DEFAULT_AT_ONCE = 4
+# Whoever is not done by then is slow at the other end and costs little here: an endpoint that never answers must not keep others
+# waiting.
+DEFAULT_LONGEST_S = 1.0
+
+
+class Permits:
+    """`ask` for one each time; `end` it when the answer is there."""
+
+    def __init__(self, *, rng: Random, at_once: int = DEFAULT_AT_ONCE, longest_s: float = DEFAULT_LONGEST_S) -> None:
+        """longest_s: after so long a permit counts no more, though what it was for may go on."""
+        self._rng = rng
+        self._at_once = at_once
+        self._longest_s = longest_s
+        self._taken: dict[Permit, asyncio.TimerHandle] = {}
+        self._waiting: list[Permit] = []
+
+    @property
+    def waiting(self) -> int:
+        """Asked for and not granted yet."""
+        return len(self._waiting)
+
+    def ask(self, wake: Callable[[], None]) -> Permit:
+        """A permit, granted already where there is room; else `wake` is called when it is."""
+        permit = Permit(self, wake)
+        if len(self._taken) < self._at_once:
+            self._grant(permit)
+        else:
+            self._waiting.append(permit)
+        return permit
+
+    def give_back(self, permit: Permit) -> None:
+        """Safe to call twice, and for one that was never granted."""
+        if (timer := self._taken.pop(permit, None)) is not None:
+            timer.cancel()
+            self._fill()
+        elif permit in self._waiting:
+            self._waiting.remove(permit)
+
+    def _grant(self, permit: Permit) -> None:
+        permit.granted = True
+        self._taken[permit] = asyncio.get_running_loop().call_later(self._longest_s, self.give_back, permit)
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._taken) < self._at_once:
+            permit = self._waiting.pop(self._rng.randrange(len(self._waiting)))
+            self._grant(permit)
+            permit.wake()
+
+
+class Permit:
+    """For one replay or snapshot."""
+
+    __slots__ = ("_permits", "granted", "wake")
+
+    def __init__(self, permits: Permits, wake: Callable[[], None]) -> None:
+        self._permits = permits
+        self.wake = wake
+        self.granted = False
+
+    def end(self) -> None:
+        """Not needed any more, granted or not. Safe to call twice."""
+        self._permits.give_back(self)
