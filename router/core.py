@@ -513,13 +513,18 @@ class Core:
         if not self._unfollowed:
             self._store_lost_s = self._clock()
             log.warning("store lost", extra={"reason": reason})
-        self._unfollowed |= dict.fromkeys(workers, reason)
+        for worker in workers:
+            self._unfollowed[worker] = reason
+            if (stream := self._streams.get(worker)) is not None:
+                stream.log_heard(False)
         self._metrics.store_up.set(0)
 
     def _regain_store(self, workers: Iterable[WorkerKey]) -> None:
         was_lost = bool(self._unfollowed)
         for worker in workers:
             self._unfollowed.pop(worker, None)
+            if (stream := self._streams.get(worker)) is not None:
+                stream.log_heard(True)
         if was_lost and not self._unfollowed:
             self._store_lost_s = None
             self._metrics.store_up.set(1)

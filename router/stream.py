@@ -134,6 +134,8 @@ class WorkerStream:
         self._told = Told(registration, config.none_hash_seed)
         # Whether what others say of the worker is shown, as they follow it.
         self._elsewhere = False
+        # The log of the worker is not heard, so what others tell of it is old.
+        self._unheard = False
         # Whether the last hold ended because the other of the two streams is to be followed.
         self._source_changed = False
         # When the engine's process started, as far as any router knows.
@@ -194,6 +196,11 @@ class WorkerStream:
         """What Redis's log says, as it goes into the mirror."""
         if self._told.take_entry(entry) and self._elsewhere:
             self._refresh()
+
+    def log_heard(self, heard: bool) -> None:
+        """Whether the worker's log in the store can be followed: it is how others tell."""
+        self._unheard = not heard
+        self._refresh()
 
     @property
     def held(self) -> bool:
@@ -275,12 +282,14 @@ class WorkerStream:
         refusal = self._refusal
         if refusal:
             state = StreamState.DOWN
-        credit = self._told.credited if self._elsewhere else credited(state, self._overdue)
+        credit = credited(state, self._overdue) and (self._told.credited or not self._elsewhere)
         away = self._hold.problem
         if refusal:
             reason = refusal
         elif away is not None:
             reason = f"Redis takes no commits ({away}): answers come from memory and grow old"
+        elif self._elsewhere and self._unheard:
+            reason = "another router process follows this worker, and the store tells nothing of what it learns"
         elif self._elsewhere:
             reason = self._hold_problem or self._told.reason or ELSEWHERE
         else:
@@ -308,6 +317,8 @@ class WorkerStream:
 
     def _refresh(self) -> None:
         state = self._told.state if self._elsewhere else self.ingest.state
+        if self._elsewhere and self._unheard and state in CREDITED:
+            state = StreamState.SUSPECT
         old = self.view
         if state is not old.state:
             self.since_s = self._clock()

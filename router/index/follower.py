@@ -17,7 +17,6 @@ import msgspec
 
 from kvrouter.router.index import keys
 from kvrouter.router.index.connection import (
-    RESPONSE_TIMEOUT_S,
     Connection,
     ReplyError,
     StoreError,
@@ -30,6 +29,9 @@ from kvrouter.router.names import WorkerKey
 
 # How long one XREAD waits for news. Only a bound on how long a dead connection can look idle; news arrives at once.
 BLOCK_S = 1.0
+# So much later there is no store to be heard: what other routers learned meanwhile is not known here, and must be said within
+# seconds. A command that is under way for longer than this, with all others waiting behind it, is as good as silence.
+SILENT_S = 1.5
 # Entries of one log a read: bounds the memory of one reply (2,048 transitions are 16 KiB, 65,536 are 512 KiB), not the rate.
 ENTRIES_PER_READ = 16
 # Replies read ahead of the consumer; then the follower waits, and the log is the queue. A reply is no larger than the logs that it
@@ -161,7 +163,7 @@ class _Reader:
         )
         self._blocked = True
         try:
-            (streams,) = await self._connection.run(request, 1, BLOCK_S + RESPONSE_TIMEOUT_S)
+            (streams,) = await self._connection.run(request, 1, BLOCK_S + SILENT_S)
         except ReplyError as error:
             # UNBLOCKED: the slot went to another node while we waited; the next read is told where.
             if error.code != "UNBLOCKED":

@@ -16,6 +16,8 @@ from .valkey import Valkey
 
 # Longer than a dead connection takes to be noticed where the kernel says so, and than the router's replay timeout.
 SHORT_S, LONG_S = 0.2, 1.5
+# Far longer than leases, than any timeout, and than doubt is credited.
+SILENT_S = 30.0
 # Longer than ZMQ's longest pause between two connections.
 RECONNECTED_S = 2.5
 HOUR_S = 3_600.0
@@ -218,7 +220,6 @@ async def engine_stopped(scene: Scene, engine: Engine) -> None:
 
 @_on(frozenset({Kind.STOCK}))
 async def replay_gone(scene: Scene, engine: Engine) -> None:
-    scene.excused.add(engine.name)
     engine.replay.refusing = True
     engine.replay.cut()
     await _miss_some(scene, engine)
@@ -331,6 +332,14 @@ async def store_stopped(scene: Scene) -> None:
     """SIGSTOP for seconds, past the lease half of the time."""
     scene.valkey.stop()
     await scene.pause(0.3, 4.0)
+    scene.valkey.go_on()
+
+
+@_shared
+async def store_silent(scene: Scene) -> None:
+    """SIGSTOP for half a minute."""
+    scene.valkey.stop()
+    await scene.pause(SILENT_S, SILENT_S)
     scene.valkey.go_on()
 
 

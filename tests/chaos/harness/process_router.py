@@ -91,7 +91,8 @@ class ProcessRouter:
         await self._client.aclose()
 
     async def register(self, engine: Engine) -> None:
-        (await self._client.post("/register", json=engine.registration())).raise_for_status()
+        answer = await self._client.post("/register", json=engine.registration(), timeout=START_TIMEOUT_S)
+        answer.raise_for_status()
 
     async def rows(self) -> dict[str, dict[str, Any]]:
         """`GET /workers`, by worker. Raises httpx.TransportError when nobody answers."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One schedule with routers as processes: killed and started again, or stopped past their lease with another one beside them.
+"""One schedule with routers as processes: killed and started again; or one of two stopped, or cut off from the store.
 
 A process is seen through its API only: the answers are judged in tokens, and after the last fault the sets in the store block by
 block.
@@ -12,8 +12,10 @@ import time
 from typing import Any, cast
 
 import httpx
+from wire import Wire
 
 from kvrouter.router.index import keys
+from kvrouter.router.index.follower import BLOCK_S, SILENT_S
 from kvrouter.router.names import Place as RouterPlace
 from kvrouter.router.names import WorkerKey
 from kvrouter.simulator.hit import find_prefix
@@ -27,8 +29,8 @@ from .process_router import LEASE_S, ProcessRouter
 from .stage import AFTER_S, BEFORE_S, HOPELESS_S, LIVE, SAMPLE_S, START_S, Stage
 from .tiers import short
 
-ROUTER_KILLED, ROUTER_STOPPED = "router_killed", "router_stopped"
-PROCESS_FAULTS = (ROUTER_KILLED, ROUTER_STOPPED)
+ROUTER_KILLED, ROUTER_STOPPED, ROUTER_CUT_OFF = "router_killed", "router_stopped", "router_cut_off"
+PROCESS_FAULTS = (ROUTER_KILLED, ROUTER_STOPPED, ROUTER_CUT_OFF)
 
 # What may happen to the engines while a router does not look.
 MEANWHILE = (
@@ -42,9 +44,8 @@ MEANWHILE = (
 )
 
 
-# Of a worker that another router follows, the state is the one in which this router last followed it itself, and its credit may be
-# withheld for good; what it does credit is judged all the same.
-BESIDE = "another router process follows this worker"
+# How long a router may take to notice that the store tells it nothing: one read that waits, and what is allowed beyond.
+UNHEARD_S = BLOCK_S + SILENT_S
 
 
 class _HeldPool:
@@ -66,7 +67,14 @@ class ProcessSchedule(Stage):
 
     async def _play(self) -> None:
         count = 1 if self.outcome.fault == ROUTER_KILLED else 2
-        routers = [ProcessRouter(f"router{i}", self._folder, self._valkey.url) for i in range(count)]
+        self._wires = [Wire() for _ in range(count)]
+        for wire in self._wires:
+            wire.target = self._valkey.port
+            await wire.open()
+        routers = [
+            ProcessRouter(f"router{i}", self._folder, f"redis://127.0.0.1:{wire.port}/0")
+            for i, wire in enumerate(self._wires)
+        ]
         self._excused: set[str] = set()
         # When each engine was last seen wrong, or not seen, by any router.
         self._wrong_s: dict[str, float] = {}
@@ -83,7 +91,7 @@ class ProcessSchedule(Stage):
                 await asyncio.sleep(BEFORE_S)
                 scene = Scene(self._rng, self._engines, self._valkey, None, self._say, self._excused)
                 for _ in range(self._rng.randint(1, 2)):
-                    await (self._kill if count == 1 else self._stop)(scene, routers)
+                    await self._act(scene, routers)
                 ended_s = time.monotonic()
                 self._say("the last fault has ended")
                 await asyncio.sleep(AFTER_S)
@@ -103,6 +111,11 @@ class ProcessSchedule(Stage):
                     raise end
         finally:
             await asyncio.gather(*(router.close() for router in routers))
+            await asyncio.gather(*(wire.close() for wire in self._wires))
+
+    async def _act(self, scene: Scene, routers: list[ProcessRouter]) -> None:
+        acts = {ROUTER_KILLED: self._kill, ROUTER_STOPPED: self._stop, ROUTER_CUT_OFF: self._cut_off}
+        await acts[self.outcome.fault](scene, routers)
 
     async def _kill(self, scene: Scene, routers: list[ProcessRouter]) -> None:
         self.outcome.faults += 1
@@ -124,6 +137,19 @@ class ProcessSchedule(Stage):
             self._blocked_until[engine.name] = now
         router.go_on()
         self._say(f"{router.name} goes on")
+
+    async def _cut_off(self, scene: Scene, routers: list[ProcessRouter]) -> None:
+        """Between one router and the store all bytes vanish; both go on reading the engines, and the other takes over."""
+        self.outcome.faults += 1
+        number = self._rng.randrange(len(routers))
+        self._say(f"fault {ROUTER_CUT_OFF}: {routers[number].name}")
+        self._wires[number].swallowing = True
+        noticed_s = time.monotonic() + UNHEARD_S
+        for engine in self._engines:
+            self._blocked_until[engine.name] = noticed_s
+        await asyncio.gather(self._meanwhile(scene), asyncio.sleep(self._rng.uniform(0.5 * LEASE_S, 12 * LEASE_S)))
+        self._wires[number].heal()
+        self._say(f"{routers[number].name} reaches the store again")
 
     async def _meanwhile(self, scene: Scene) -> None:
         if self._rng.random() < 0.7:
@@ -266,10 +292,8 @@ class ProcessSchedule(Stage):
         return ghosts, lost
 
     async def _ask(self, router: ProcessRouter) -> None:
-        rows = await router.rows()
         for engine in self._engines:
             _, lost = await self._compare(engine)
-            lost += rows[engine.name]["reason"].startswith(BESIDE)
             for tokens in engine.prompts:
                 said = (await router.gpu_hits(tokens))[engine.name]
                 true = _true_hit(engine, engine.held(), tokens)
@@ -280,7 +304,7 @@ class ProcessSchedule(Stage):
 
 
 def _settled(row: dict[str, Any]) -> bool:
-    return row["seq"] is not None and (row["state"] in LIVE or row["reason"].startswith(BESIDE))
+    return row["seq"] is not None and row["state"] in LIVE
 
 
 def _true_hit(engine: Engine, held: Held, tokens: list[int]) -> int:

@@ -28,6 +28,10 @@ class Valkey:
         self._port = 0
 
     @property
+    def port(self) -> int:
+        return self._port
+
+    @property
     def url(self) -> str:
         return f"redis://127.0.0.1:{self._port}/0"
 
