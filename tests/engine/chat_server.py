@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real `vllm serve` on the CPU with the tiny model that chats (`chat_model.py`): OpenAI HTTP, real events, random weights."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from engine_process import MAX_MODEL_LEN
+from router_process import free_port
+
+START_TIMEOUT_S = 300.0
+ANSWER_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 30.0
+# Some prompts of a thousand tokens in six groups of 32-token blocks.
+NUM_BLOCKS = 400
+
+
+class ChatServer:
+    """Starts on entry, stops on exit. `url` is its HTTP address, `endpoint` and `replay_endpoint` its events."""
+
+    def __init__(self, folder: Path, model: Path, arguments: Sequence[str] = (), name: str = "chat-tiny") -> None:
+        """model: what `write_chat_model` wrote; several servers may share it. arguments: further flags of `vllm serve`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.name = name
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        events, replay = free_port(), free_port()
+        self.endpoint, self.replay_endpoint = f"tcp://127.0.0.1:{events}", f"tcp://127.0.0.1:{replay}"
+        self._log = folder / f"serve-{self.port}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        stream = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": f"tcp://*:{events}",
+            "replay_endpoint": f"tcp://*:{replay}",
+        }
+        self._command = [
+            # Not `vllm serve`: it asks for the version of a package that the CPU build names otherwise.
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
+            *("--served-model-name", name, "--host", "127.0.0.1", "--port", str(self.port)),
+            *("--load-format", "dummy", "--enforce-eager", "--dtype", "bfloat16"),
+            *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "512", "--max-num-seqs", "16"),
+            *("--num-gpu-blocks-override", str(NUM_BLOCKS), "--enable-prefix-caching"),
+            *("--enable-prompt-tokens-details", "--kv-events-config", json.dumps(stream)),
+            *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+            *arguments,
+        ]
+
+    def __enter__(self) -> Self:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=dict(os.environ)
+            )
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _wait_ready(self) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise AssertionError(f"vllm serve ended\n{self.log_tail()}")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
+                return
+            time.sleep(0.2)
+        raise AssertionError(f"vllm serve is not ready after {START_TIMEOUT_S} s\n{self.log_tail()}")
+
+    def __exit__(self, *_: object) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def log_tail(self) -> str:
+        return self._log.read_text(errors="replace")[-6000:]
+
+    def post(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        """Status and decoded answer."""
+        data = json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"content-type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read())
