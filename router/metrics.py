@@ -36,6 +36,9 @@ OTHER_WORKER = "other"
 # A decision takes 10 us (hashes, warm) to some ms (32 k fresh tokens to hash); Prometheus' own buckets begin at 5 ms.
 DECIDE_BUCKETS_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1, 1.0)
 
+# A tokenizer here takes 100 us to some tens of ms, an engine some ms to its deadline.
+PROMPT_BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 1.0, 2.5)
+
 
 class Metrics:
     """The metrics as attributes. Two instances on two registries live side by side in one process."""
@@ -124,6 +127,23 @@ class Metrics:
         )
         self.approximate_pieces = gauge("approximate_pieces", "Pieces of prompts remembered for those")
 
+        self.prompts = counter("prompts_total", "Texts whose tokens were looked for", "source")
+        self.prompts_unknown = counter(
+            "prompts_unknown_total", "Texts whose tokens were not found, so that they were placed by load", "reason"
+        )
+        self.prompt_seconds = Histogram(
+            "kvrouter_prompt_seconds",
+            "Time to find the tokens of a text",
+            ("source",),
+            buckets=PROMPT_BUCKETS_S,
+            registry=registry,
+        )
+        self.prompt_memory_hits = counter("prompt_memory_hits_total", "Texts whose tokens were remembered")
+        self.prompt_memory_bytes = gauge("prompt_memory_bytes", "Bytes of remembered tokens of texts")
+        self.token_mismatches = gauge(
+            "token_mismatches", "Engines of which a tokenizer here, their /tokenize or their peers make other tokens"
+        )
+
         self.segment_memory_bytes = gauge("segment_memory_bytes", "Bytes of remembered prompt segments")
         self.segment_hits = counter("segment_hits_total", "Prompt segments whose hashes were remembered")
         self.segment_misses = counter("segment_misses_total", "Prompt segments that were hashed")
@@ -197,6 +217,13 @@ class Metrics:
             for value in values:
                 with contextlib.suppress(KeyError):
                     gauge.remove(label, value)
+
+    def count_prompt(self, source: str, reason: str | None, seconds: float) -> None:
+        """Counts one text by where its tokens came from, and by why they are not (all) known."""
+        self.prompts.labels(source).inc()
+        self.prompt_seconds.labels(source).observe(seconds)
+        if reason is not None:
+            self.prompts_unknown.labels(reason).inc()
 
     def count_request(self, path: str, code: int) -> None:
         """Counts one answer; `path` is a route's template, never the path as the client sent it."""

@@ -32,6 +32,13 @@ class Recovery(msgspec.Struct, frozen=True):
     lost_blocks: int = 0
 
 
+class TokensStatus(msgspec.Struct, frozen=True):
+    """How the tokens of texts are found for a worker (local, render, tokenize, none), and what is wrong with that."""
+
+    way: str
+    problem: str = ""
+
+
 class WorkerStatus(msgspec.Struct, frozen=True):
     """Shapes as in api.md.
 
@@ -63,3 +70,4 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     patch: PatchStatus | None = None
     # Blocks that it holds and that found no room here, so that they earn no credit: `reason` says why.
     refused_blocks: int = 0
+    tokens: TokensStatus | None = None

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvrouter.router.api.numbers import integers_of
 from kvrouter.router.catalog import Group, build_catalog
 from kvrouter.router.copies import CopyTable
 from kvrouter.router.hashing import HashScheme
 from kvrouter.router.index.mirror import Mirror
 from kvrouter.router.match import Matcher, Plans, WorkerView
 from kvrouter.router.names import GPU, Place, WorkerKey
+from kvrouter.router.numbers import integers_of
 from kvrouter.router.question import Question
 from kvrouter.router.registration import CatalogSpec
 from kvrouter.router.segments import SegmentMemory

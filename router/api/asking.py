@@ -15,7 +15,6 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.api.arrays import hash_array, token_array
 from kvrouter.router.api.bodies import (
     NULLS,
     BodyReader,
@@ -28,6 +27,7 @@ from kvrouter.router.api.bodies import (
 )
 from kvrouter.router.api.ports import CorePort
 from kvrouter.router.api.replies import CandidateReply, QueryReply, SelectReply, overlap_of, query_reply
+from kvrouter.router.arrays import hash_array, token_array
 from kvrouter.router.errors import BadQuestion
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.question import Question

@@ -11,8 +11,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.api.numbers import integers_of
 from kvrouter.router.errors import BadQuestion
+from kvrouter.router.numbers import integers_of
 
 # Engines keep token ids in 32-bit signed integers.
 MAX_TOKEN_ID = 2**31 - 1

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of one request as far as they are known, and the error that says why they are not."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+# Where the ids come from: the client, an engine's render endpoint, an engine's /tokenize, a tokenizer here, or nowhere.
+Source = Literal["given", "render", "tokenize", "local", "none"]
+SOURCES: tuple[Source, ...] = ("given", "render", "tokenize", "local", "none")
+
+# Why tokens are not known; labels of a metric.
+Reason = Literal[
+    "timeout",  # not found before the deadline
+    "busy",  # too many requests wait for tokens
+    "no_engine",  # no engine can be asked, and there is no tokenizer here
+    "unreachable",  # the engine did not answer, or not with tokens
+    "refused",  # the engine says that the request is wrong
+    "unverified",  # nothing that answers is known to answer as the engine would
+    "unsupported",  # a path, or a field of the request, that only the engine itself can turn into tokens
+    "media",  # images, audio or video: known up to the first of them at most
+    "embeds",  # prompt_embeds have no token ids
+]
+REASONS: tuple[Reason, ...] = (
+    *("timeout", "busy", "no_engine", "unreachable", "refused", "unverified", "unsupported", "media", "embeds"),
+)
+
+# English text has some four characters a token, and so have JSON and code; an estimate for load, never for credit.
+BYTES_PER_TOKEN = 4
+
+
+class Prompt(msgspec.Struct, frozen=True, eq=False):
+    """num_tokens: its length, an estimate where not all ids are known. token_ids: int64, as the engine will have them.
+
+    known_tokens: where only so many ids are known, from the beginning; token_ids then has these alone. problem: why not all are
+    known, with the fix. refused: the engine says that the request itself is wrong, in `problem`."""
+
+    num_tokens: int
+    token_ids: NDArray[np.int64] | None
+    source: Source
+    problem: str = ""
+    known_tokens: int | None = None
+    reason: Reason | None = None
+    refused: bool = False
+
+
+class Unknown(Exception):
+    """The tokens cannot be had, at least not this way."""
+
+    def __init__(self, reason: Reason, problem: str) -> None:
+        super().__init__(problem)
+        self.reason: Reason = reason
+        self.problem = problem
+
+
+def estimated_tokens(size_bytes: int) -> int:
+    """Tokens of so many bytes of text; at least one."""
+    return max(1, size_bytes // BYTES_PER_TOKEN)
