@@ -76,11 +76,14 @@ class AdapterWatch:
 
     async def _ask(self, url: str) -> None:
         try:
-            async with self._slots, asyncio.timeout(TIMEOUT_S):
-                async with self._session.get(f"{url.rstrip('/')}/v1/models", allow_redirects=False) as answer:
-                    if answer.status != HTTPStatus.OK:
-                        return
-                    found = adapters_in(await answer.content.read(MAX_ANSWER_BYTES))
+            async with (
+                self._slots,
+                asyncio.timeout(TIMEOUT_S),
+                self._session.get(f"{url.rstrip('/')}/v1/models", allow_redirects=False) as answer,
+            ):
+                if answer.status != HTTPStatus.OK:
+                    return
+                found = adapters_in(await _bounded(answer))
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
             # Whether it lives is asked and told elsewhere.
             return
@@ -88,3 +91,12 @@ class AdapterWatch:
             self.listed[url] = found
         elif found is not None:
             self.listed.pop(url, None)
+
+
+async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
+    content = b""
+    async for part in answer.content.iter_any():
+        content += part
+        if len(content) > MAX_ANSWER_BYTES:
+            raise ValueError("the answer is too long for a list of models")
+    return content

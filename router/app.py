@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from prometheus_client import CollectorRegistry, PlatformCollector, ProcessColle
 from kvrouter.router.api.asgi import Outer, build_api
 from kvrouter.router.api.hot_http import hot_protocol
 from kvrouter.router.api.http_limits import HttpLimits
-from kvrouter.router.api.ports import CorePort
+from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.config import Config, without_password
 from kvrouter.router.core import Core
 from kvrouter.router.discover import register_when_known
@@ -36,7 +37,11 @@ from kvrouter.router.index.embedded import EmbeddedStore, EmbeddedStoreError
 from kvrouter.router.index.store import IndexStore, StoreError
 from kvrouter.router.logs import set_up_logs
 from kvrouter.router.metrics import Metrics
+from kvrouter.router.model_names import parse_tokenizers
 from kvrouter.router.siblings import Siblings
+from kvrouter.router.tokens.engine_client import Engine
+from kvrouter.router.tokens.judging import LocalMaker
+from kvrouter.router.tokens.tokenizing import Tokenizing
 from kvrouter.router.version import VERSION
 from kvrouter.router.warm import warm
 from kvrouter.router.worker_spec import parse_worker
@@ -60,9 +65,9 @@ STORE_CHECK_S = 1.0
 PRIVATE_TOKEN = "private"
 
 
-def build_app(core: CorePort, config: Config, metrics: Metrics) -> Outer:
+def build_app(core: CorePort, config: Config, metrics: Metrics, tokens: TokensPort | None = None) -> Outer:
     """The HTTP API on any object with the core's interface."""
-    return build_api(core, config, metrics, time.perf_counter)
+    return build_api(core, config, metrics, time.perf_counter, tokens)
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -144,7 +149,19 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
         await stack.enter_async_context(_configured_workers(config, core))
     except (StoreError, EmbeddedStoreError) as error:
         raise StartError(str(error)) from None
-    outer = build_app(core, config, metrics)
+    tokens = Tokenizing(
+        models=core.models,
+        engines=lambda model: [Engine(*known) for known in core.engine_urls(model).items()],
+        session=await stack.enter_async_context(aiohttp.ClientSession()),
+        local=await asyncio.to_thread(local_tokenizers, config),
+        timeout_s=config.tokenize_timeout_s,
+        metrics=metrics,
+        clock=time.monotonic,
+        rng=random.Random(),
+    )
+    stack.push_async_callback(tokens.stop)
+    tokens.start()
+    outer = build_app(core, config, metrics, tokens)
     settings = uvicorn.Config(
         outer,
         loop="none",
@@ -168,6 +185,26 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
         print(start_line(config, listener, workers) if part is None else workers, flush=True)
 
     return _Server(settings, started)
+
+
+def local_tokenizers(config: Config) -> dict[str, LocalMaker]:
+    """Those of the settings, by model. Raises SettingError."""
+    if not config.tokenizers:
+        return {}
+    try:
+        # An extra, of which most routers have no need.
+        from kvrouter.router.tokens.local import LocalTokenizer
+    except ImportError as error:
+        raise SettingError(
+            f"tokenizers need a package that is not installed ({error.name}): pip install 'hybrid-kv-router[tokenizer]'"
+        ) from None
+    found: dict[str, LocalMaker] = {}
+    for model, folder in parse_tokenizers(config.tokenizers).items():
+        try:
+            found[model] = LocalTokenizer(Path(folder), datetime.now)
+        except SettingError as error:
+            raise SettingError(f"--tokenizer {model}: {error.message}") from None
+    return found
 
 
 def _connections_possible(wanted: int) -> int:

@@ -64,6 +64,8 @@ def serve(
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="settings as YAML [env: KVROUTER_CONFIG]")] = None,
     worker: Annotated[list[str] | None, _setting("workers", "SPEC", "--worker")] = None,
     allow_host: Annotated[list[str] | None, _setting("allow_hosts", "HOST", "--allow-host")] = None,
+    tokenizer: Annotated[list[str] | None, _setting("tokenizers", "MODEL=FOLDER", "--tokenizer")] = None,
+    model_alias: Annotated[list[str] | None, _setting("model_aliases", "NAME=MODEL", "--model-alias")] = None,
     redis: Annotated[Text, _setting("redis", "URL")] = None,
     data_dir: Annotated[Text, _setting("data_dir", "DIR")] = None,
     host: Annotated[Text, _setting("host", "HOST")] = None,
@@ -82,6 +84,7 @@ def serve(
     max_body_bytes: Annotated[Text, _setting("max_body_bytes", "N")] = None,
     lease_ttl_s: Annotated[Text, _setting("lease_ttl_s", "S")] = None,
     replay_timeout_s: Annotated[Text, _setting("replay_timeout_s", "S")] = None,
+    tokenize_timeout_s: Annotated[Text, _setting("tokenize_timeout_s", "S")] = None,
     none_hash_seed: Annotated[Text, _setting("none_hash_seed", "SEED")] = None,
 ) -> None:
     """Run the router.
@@ -92,6 +95,8 @@ def serve(
     flags = {
         "workers": worker,
         "allow_hosts": allow_host,
+        "tokenizers": tokenizer,
+        "model_aliases": model_alias,
         "redis": redis,
         "data_dir": data_dir,
         "host": host,
@@ -110,6 +115,7 @@ def serve(
         "max_body_bytes": max_body_bytes,
         "lease_ttl_s": lease_ttl_s,
         "replay_timeout_s": replay_timeout_s,
+        "tokenize_timeout_s": tokenize_timeout_s,
         "none_hash_seed": none_hash_seed,
     }
     named = os.environ.get("KVROUTER_CONFIG")

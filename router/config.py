@@ -18,6 +18,7 @@ import yaml
 
 from kvrouter.router.allow_list import FORM, AllowList
 from kvrouter.router.errors import SettingError
+from kvrouter.router.model_names import parse_aliases, parse_tokenizers
 from kvrouter.router.worker_spec import parse_worker
 
 ENV_PREFIX = "KVROUTER_"
@@ -40,7 +41,15 @@ TEXT_SETTINGS = ("host", "redis", "data_dir", "api_key", "none_hash_seed")
 
 # Settings that are lists, and the flag that gives one of each. In the environment the values stand apart by white space: none of
 # theirs has any.
-LISTS = {"workers": "--worker", "allow_hosts": "--allow-host"}
+LISTS = {
+    "workers": "--worker",
+    "allow_hosts": "--allow-host",
+    "tokenizers": "--tokenizer",
+    "model_aliases": "--model-alias",
+}
+
+# Lists whose entries are pairs, and what reads them.
+PAIRS = {"tokenizers": parse_tokenizers, "model_aliases": parse_aliases}
 
 # Stands for a secret wherever settings are shown.
 HIDDEN = "***"
@@ -143,6 +152,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_workers: Annotated[
         int, msgspec.Meta(ge=1, le=6_000, description="1 to 6000: how many workers (ranks) this router follows")
     ] = 1_024
+    # Without one, engines are asked: exact whatever they are, for a round trip and some work of theirs.
+    tokenizers: Annotated[
+        tuple[str, ...],
+        msgspec.Meta(
+            description="a list of MODEL=FOLDER with its tokenizer.json; without one, the model's engines are asked for tokens"
+        ),
+    ] = ()
+    # A request waits for its tokens at most this long, as it then can only be placed by load. An engine renders a chat in some
+    # milliseconds, and some tens of thousands of tokens in some tens; beyond a second it is overloaded itself.
+    tokenize_timeout_s: Annotated[
+        float,
+        msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: how long to look for the tokens of a text"),
+    ] = 1.0
+    model_aliases: Annotated[
+        tuple[str, ...], msgspec.Meta(description="a list of NAME=MODEL: other names for models and LoRA adapters")
+    ] = ()
     # None: the engines run without PYTHONHASHSEED, as they do by default.
     none_hash_seed: Annotated[
         str | None, msgspec.Meta(description="the engines' PYTHONHASHSEED; leave it out where they have none")
@@ -261,6 +286,11 @@ def _converted(name: str, value: Any, where: str) -> Any:
         raise SettingError(f"{where} is {shown}: write {describe(name)}")
     if name == "workers":
         _check_workers(converted, where)
+    if name in PAIRS:
+        try:
+            PAIRS[name](converted)
+        except SettingError as error:
+            raise SettingError(f"{where}: {error.message}") from None
     if name == "allow_hosts":
         try:
             AllowList(converted)

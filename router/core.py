@@ -12,7 +12,7 @@ import logging
 import random
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import aiohttp
 import msgspec
@@ -21,6 +21,7 @@ import zmq
 from numpy.typing import NDArray
 
 from kvrouter.events.permits import Permits
+from kvrouter.router.adapters import AdapterWatch
 from kvrouter.router.allow_list import AllowList
 from kvrouter.router.approximate import RoutingHistory, approximate_hit, pieces_of
 from kvrouter.router.choose import Choice, choose, route_name
@@ -33,6 +34,7 @@ from kvrouter.router.index.mirror import Mirror, MirrorFull
 from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
 from kvrouter.router.match import Matcher, Plans, WorkerView
 from kvrouter.router.metrics import RESYNCS, Metrics
+from kvrouter.router.model_names import ModelNames, Served, parse_aliases
 from kvrouter.router.names import Place, WorkerKey
 from kvrouter.router.printable import printable
 from kvrouter.router.question import Hit, Question
@@ -92,6 +94,9 @@ class Core:
         self._matcher = Matcher(self._mirror, self._memory)
         self._history = RoutingHistory(config.approximate_ttl_s)
         self._streams: dict[WorkerKey, WorkerStream] = {}
+        self._names = ModelNames(parse_aliases(config.model_aliases))
+        self._names_known = False
+        self._adapters = None if http is None else AdapterWatch(http, self._urls, self._on_adapters)
         self._follower = LogFollower(store.servers, rng=rng)
         self._tasks: list[asyncio.Task[None]] = []
         # By model, with the version of the mirror that they were made from; any change of a worker empties it.
@@ -121,6 +126,8 @@ class Core:
         self._loaded = True
         for task in (self._follow_logs(), self._sweep(), self._gauge(), self._attend_always(), self._watch_registry()):
             self._tasks.append(asyncio.get_running_loop().create_task(task))
+        if self._adapters is not None:
+            self._tasks.append(asyncio.get_running_loop().create_task(self._adapters.run()))
 
     async def stop(self) -> None:
         """End all tasks; what was committed stays in Redis."""
@@ -208,6 +215,7 @@ class Core:
                 continue
             if known is not None and _same_stream(known.registration, registration):
                 known.update(registration)
+                self._names_known = False
                 continue
             if known is not None:
                 await self._end(worker)
@@ -232,6 +240,7 @@ class Core:
             if known is not None and _same_stream(known.registration, registration):
                 await self._store.put_registration(worker, raw)
                 known.update(registration)
+                self._names_known = False
                 return
             self._check_room(registration)
             for other in list(self._streams):
@@ -283,6 +292,7 @@ class Core:
         image = await self._store.load(worker)
         stream.prepare(image, await self._store.load_copies(worker))
         self._streams[worker] = stream
+        self._names_known = False
         self._mine = None
         self._take_image(image)
         self._plans.clear()
@@ -305,6 +315,7 @@ class Core:
 
     def _part_with(self, worker: WorkerKey) -> WorkerStream:
         stream = self._streams.pop(worker)
+        self._names_known = False
         self._mine = None
         self._plans.clear()
         return stream
@@ -330,7 +341,42 @@ class Core:
         if not views:
             known = ", ".join(map(printable, self.models())) or "none yet"
             raise UnknownModel(f"no worker is registered for model {model!r}; registered models: {known}")
-        return views
+        listed = {} if self._adapters is None else self._adapters.listed
+        return [_with_adapters(view, listed.get(view.url or "", {})) for view in views]
+
+    def resolve(self, name: str) -> Served:
+        """What a request's `model` means. Raises UnknownModel."""
+        return self._known_names().resolve(name)
+
+    def names(self) -> list[str]:
+        """All that a request's `model` may be: models, their adapters, and aliases."""
+        return self._known_names().names()
+
+    def _known_names(self) -> ModelNames:
+        if not self._names_known:
+            self._names.learn(self.registrations(), {} if self._adapters is None else self._adapters.listed)
+            self._names_known = True
+        return self._names
+
+    def _urls(self) -> set[str]:
+        """Of all engines that may be asked something."""
+        urls = {stream.registration.url for stream in self._streams.values()}
+        return {url for url in urls if url is not None and not self._allowed.problem(url)}
+
+    def _on_adapters(self) -> None:
+        self._names_known = False
+        self._plans.clear()
+
+    def engine_urls(self, model: str) -> dict[str, str]:
+        """The engines of a model that live, as far as is known: by URL, the epoch of a stream of theirs."""
+        found: dict[str, str] = {}
+        for worker, stream in self._streams.items():
+            url = stream.registration.url
+            if worker.model != model or url is None or url in found:
+                continue
+            if stream.view.state is not StreamState.DOWN and not self._allowed.problem(url):
+                found[url] = stream.visible_epoch or ""
+        return found
 
     def hash_block_size(self, model: str) -> int:
         """Tokens that one block hash covers, 1 while no catalog of the model is whole."""
@@ -357,6 +403,8 @@ class Core:
                     f"not registered for model {question.model!r}: {', '.join(map(printable, sorted(missing)))}"
                 )
             hits = [hit for hit in hits if hit.worker.worker_id in question.worker_ids]
+        if question.dp_rank is not None:
+            hits = [hit for hit in hits if hit.worker.dp_rank == question.dp_rank]
         if question.exclude_worker_ids:
             hits = [hit for hit in hits if hit.worker.worker_id not in question.exclude_worker_ids]
         return hits
@@ -639,6 +687,11 @@ def _patch_status(ingest: ReportIngest, now: float) -> PatchStatus | None:
         snapshots=ingest.tally.snapshots,
         features=hello.features,
     )
+
+
+def _with_adapters(view: WorkerView, listed: Mapping[str, str]) -> WorkerView:
+    """The view with the paths that its engine lists; what was declared or registered wins."""
+    return msgspec.structs.replace(view, lora_paths={**listed, **view.lora_paths}) if listed else view
 
 
 def _same_stream(old: Registration, new: Registration) -> bool:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which model a request's `model` means: a registered one, another name for it, or a LoRA adapter and who has it. Pure.
 
-Adapters are known from registrations (`lora_name`, `catalog.lora_paths`) and from what engines list. An adapter that an engine lists
-with its path is hashed with that path, as the engine does.
+Adapters are known from registrations (`lora_name`, `catalog.lora_paths`) and from what engines list.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from kvrouter.router.names import WorkerKey
 class Question(msgspec.Struct, frozen=True):
     """How many tokens of this prompt would each worker of `model` reuse?
 
-    Exactly one of `token_ids` (int64, shape (num_tokens,)) and `block_hashes` (uint64, at the hash block size, from block 0)
-    is given. num_tokens is the prompt's length, also when only its hashes are known.
+    Exactly one of `token_ids` (int64, from the first on) and `block_hashes` (uint64, at the hash block size, from block 0) is
+    given. num_tokens is the prompt's length, also when only its hashes or its first tokens are known.
     """
 
     model: str
@@ -25,6 +25,8 @@ class Question(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     worker_ids: frozenset[str] | None = None
     exclude_worker_ids: frozenset[str] = frozenset()
+    # Only this data-parallel rank of each worker.
+    dp_rank: int | None = None
     explain: bool = False
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
+from types import CoroutineType
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -20,7 +21,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrouter.router.api.asking import Asking
-from kvrouter.router.api.ports import CorePort
+from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.api.replies import encode
 from kvrouter.router.api.watching import watch_routes
 from kvrouter.router.api.workers import worker_routes
@@ -48,6 +49,7 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 # The label of all paths that we do not serve: a client must not be able to make series.
 OTHER_PATH = "other"
 
+# Of (raw body, content type): the reply, or a coroutine that returns it.
 HotHandler = Callable[[bytes, str], Any]
 
 # Status, headers, content.
@@ -59,7 +61,7 @@ class ClientGone(Exception):
 
 
 class Outer:
-    """The ASGI application. `hot` maps POST paths to synchronous handlers of (raw body, content type)."""
+    """The ASGI application. `hot` maps POST paths to handlers of (raw body, content type)."""
 
     def __init__(self, hot: Mapping[str, HotHandler], cold: ASGIApp, config: Config, metrics: Metrics) -> None:
         self._hot = hot
@@ -85,7 +87,8 @@ class Outer:
                 self._check_key(headers.authorization)
             raw = await self._read(receive, headers.length)
             if path in self._hot:
-                await sender.answer(self.hot_answer(path, scope["method"], scope["headers"], raw))
+                answer = self.hot_answer(path, scope["method"], scope["headers"], raw)
+                await sender.answer(answer if isinstance(answer, tuple) else await answer)
                 return
             await self._cold(scope, _already_read(raw, receive), sender.send)
             label = _label_of(scope)
@@ -106,17 +109,33 @@ class Outer:
     def hot_paths(self) -> Container[str]:
         return self._hot
 
-    def hot_answer(self, path: str, method: str, given: Iterable[tuple[bytes, bytes]], raw: bytes) -> Answer:
-        """The answer of a hot path to a whole body of an admitted client, errors included; counted."""
+    def hot_answer(
+        self, path: str, method: str, given: Iterable[tuple[bytes, bytes]], raw: bytes
+    ) -> Answer | Coroutine[Any, Any, Answer]:
+        """The answer of a hot path to a whole body of an admitted client, errors included; counted. To be awaited where the
+        handler has to wait for something."""
         headers = _Headers(given)
         try:
             if method != "POST":
                 raise MethodNotAllowed(f"{path} takes POST, not {method}")
-            content, media_type = encode(self._hot[path](raw, headers.content_type), headers.accept)
+            reply = self._hot[path](raw, headers.content_type)
+            if isinstance(reply, CoroutineType):
+                return self._awaited(reply, path, headers.accept)
+            content, media_type = encode(reply, headers.accept)
         except RouterError as error:
             return self.error_answer(error, path, headers.accept)
         except Exception:
             return self._bug(path, headers.accept)
+        self._metrics.count_request(path, 200)
+        return _answered(200, content, media_type)
+
+    async def _awaited(self, reply: Coroutine[Any, Any, Any], path: str, accept: str) -> Answer:
+        try:
+            content, media_type = encode(await reply, accept)
+        except RouterError as error:
+            return self.error_answer(error, path, accept)
+        except Exception:
+            return self._bug(path, accept)
         self._metrics.count_request(path, 200)
         return _answered(200, content, media_type)
 
@@ -305,10 +324,16 @@ async def _on_bug(request: Request, error: Exception) -> Response:
     return Response(content, 500, media_type=media_type)
 
 
-def build_api(core: CorePort, config: Config, metrics: Metrics, clock: Callable[[], float]) -> Outer:
+def build_api(
+    core: CorePort,
+    config: Config,
+    metrics: Metrics,
+    clock: Callable[[], float],
+    tokens: TokensPort | None = None,
+) -> Outer:
     """The whole HTTP API on `core`. Holds no global state: several live side by side in one process.
 
-    clock: seconds, monotonic; measures decisions."""
+    tokens: finds those of texts; without it texts are refused. clock: seconds, monotonic; measures decisions."""
     app = FastAPI(
         title=PACKAGE,
         version=VERSION,
@@ -325,12 +350,12 @@ def build_api(core: CorePort, config: Config, metrics: Metrics, clock: Callable[
             Exception: _on_bug,
         },
     )
-    watching = watch_routes(core, metrics, app, needs_key=config.api_key is not None)
+    watching = watch_routes(core, tokens, metrics, app, needs_key=config.api_key is not None)
     app.state.routes = []
-    for router in (worker_routes(core), watching):
+    for router in (worker_routes(core, tokens), watching):
         app.include_router(router)
         app.state.routes += router.routes
-    asking = Asking(core, metrics, clock)
+    asking = Asking(core, tokens, metrics, clock)
     hot: dict[str, HotHandler] = {
         "/query": asking.query,
         "/query_by_hash": asking.query_by_hash,

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hot endpoints: `/query`, `/query_by_hash`, `/select`. From the raw body to the reply, synchronous, no I/O.
+"""The hot endpoints: `/query`, `/query_by_hash`, `/select`. From the raw body to the reply, synchronous, no I/O; but for a
+`/select` with text, whose tokens have to be found first.
 
 They run outside FastAPI, whose parameters and pydantic cost three times the whole rest (215 against 65 us for 512
 hashes).
@@ -8,7 +9,7 @@ hashes).
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -25,21 +26,32 @@ from kvrouter.router.api.bodies import (
     model_of,
     worker_ids_of,
 )
-from kvrouter.router.api.ports import CorePort
-from kvrouter.router.api.replies import CandidateReply, QueryReply, SelectReply, overlap_of, query_reply
+from kvrouter.router.api.ports import CorePort, TokensPort
+from kvrouter.router.api.replies import (
+    CandidateReply,
+    QueryReply,
+    SelectReply,
+    TokensReply,
+    overlap_of,
+    query_reply,
+)
 from kvrouter.router.arrays import hash_array, token_array
 from kvrouter.router.errors import BadQuestion
 from kvrouter.router.metrics import Metrics
+from kvrouter.router.model_names import Served
 from kvrouter.router.question import Question
+from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH
 
 
 class Asking:
     """Turns bodies into questions to the core and its answers into replies.
 
-    clock: seconds, for `kvrouter_decide_seconds`, which covers the core alone."""
+    tokens: finds those of texts; None: texts are refused. clock: seconds, for `kvrouter_decide_seconds`, which covers the core
+    alone."""
 
-    def __init__(self, core: CorePort, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, core: CorePort, tokens: TokensPort | None, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._core = core
+        self._tokens = tokens
         self._observe = metrics.decide_seconds.observe
         self._clock = clock
         self._query_reader = BodyReader(QueryBody, arrays=False)
@@ -56,7 +68,7 @@ class Asking:
         hashes = hash_array(body.block_hashes, is_msgpack=is_msgpack(content_type))
         return self._ask(self._question(body, None, hashes, body.num_tokens))
 
-    def select(self, raw: bytes, content_type: str) -> SelectReply:
+    def select(self, raw: bytes, content_type: str) -> SelectReply | Coroutine[Any, Any, SelectReply]:
         body = self._select_reader.read(raw, content_type)
         packed = is_msgpack(content_type)
         tokens = hashes = None
@@ -69,12 +81,42 @@ class Asking:
         if given != 1:
             raise BadQuestion("give one of token_ids, block_hashes, prompt and messages: that is the prompt to place")
         if has_text:
+            return self._select_text(body, raw, packed)
+        return self._choose(self._question(body, tokens, hashes, body.num_tokens, body.exclude_workers, body.dp_rank))
+
+    async def _select_text(self, body: Any, raw: bytes, packed: bool) -> SelectReply:
+        if self._tokens is None:
             raise BadQuestion(
                 "this router does not tokenize prompt or messages; send token_ids or block_hashes "
                 "(an engine's /tokenize gives the ids)",
                 code="tokens_required",
             )
-        question = self._question(body, tokens, hashes, body.num_tokens, body.exclude_workers)
+        served = self._served(body)
+        if packed:
+            try:
+                raw = msgspec.json.encode(msgspec.msgpack.decode(raw))
+            except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+                raise BadQuestion(f"the body has what JSON has no form for: {error}") from None
+        path = TEXT_PATH if bytes(body.messages) in NULLS else CHAT_PATH
+        prompt = await self._tokens.prompt(path, served.model, raw)
+        if prompt.refused:
+            raise BadQuestion(f"the prompt is refused: {prompt.problem}", code="prompt_refused")
+        reply = self._choose(
+            prompt.question(
+                served.model,
+                lora_name=body.lora_name or served.lora_name,
+                cache_salt=body.cache_salt or None,
+                worker_ids=_both(worker_ids_of(body.workers), served.worker_ids),
+                exclude_worker_ids=worker_ids_of(body.exclude_workers) or frozenset(),
+                dp_rank=body.dp_rank,
+                explain=body.explain,
+            )
+        )
+        known = 0 if prompt.token_ids is None else len(prompt.token_ids)
+        reply.tokens = TokensReply(prompt.source, prompt.num_tokens, known, prompt.problem)
+        return reply
+
+    def _choose(self, question: Question) -> SelectReply:
         start = self._clock()
         choice = self._core.choose(question)
         self._observe(self._clock() - start)
@@ -118,10 +160,10 @@ class Asking:
         hashes: NDArray[np.uint64] | None,
         num_tokens: int | None,
         exclude_workers: list[str | int] | None = None,
+        dp_rank: int | None = None,
     ) -> Question:
-        model = model_of(body)
-        if not model:
-            raise BadQuestion("model is missing: name the model that the workers were registered with")
+        served = self._served(body)
+        model = served.model
         if tokens is not None:
             if not len(tokens):
                 raise BadQuestion("token_ids is empty: send the ids of the whole prompt")
@@ -135,9 +177,23 @@ class Asking:
             token_ids=tokens,
             block_hashes=hashes,
             # The engines read an empty name and an empty salt as none.
-            lora_name=body.lora_name or None,
+            lora_name=body.lora_name or served.lora_name,
             cache_salt=body.cache_salt or None,
-            worker_ids=worker_ids_of(body.workers),
+            worker_ids=_both(worker_ids_of(body.workers), served.worker_ids),
             exclude_worker_ids=worker_ids_of(exclude_workers) or frozenset(),
+            dp_rank=dp_rank,
             explain=body.explain,
         )
+
+    def _served(self, body: Any) -> Served:
+        model = model_of(body)
+        if not model:
+            raise BadQuestion("model is missing: name the model that the workers were registered with")
+        return self._core.resolve(model)
+
+
+def _both(some: frozenset[str] | None, others: frozenset[str] | None) -> frozenset[str] | None:
+    """What is in both; None stands for all."""
+    if some is None or others is None:
+        return others if some is None else some
+    return some & others

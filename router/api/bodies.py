@@ -59,7 +59,10 @@ class QueryByHashBody(_Asked, kw_only=True):
 
 
 class SelectBody(_Asked, kw_only=True):
-    """`POST /select`: one of token_ids and block_hashes. prompt, messages and tools are seen, and not read."""
+    """`POST /select`: one of token_ids, block_hashes, prompt and messages.
+
+    prompt and messages are those of OpenAI's completions and chats; what stands beside them (tools, chat_template_kwargs, ...)
+    counts as it would there."""
 
     token_ids: TokenIds | None = None
     block_hashes: BlockHashes | None = None
@@ -70,6 +73,7 @@ class SelectBody(_Asked, kw_only=True):
     session_id: str | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     exclude_workers: WorkerIds | None = None
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, description="only this data-parallel rank")] | None = None
 
 
 class GroupBody(msgspec.Struct, kw_only=True):
@@ -146,7 +150,7 @@ class UnregisterBody(msgspec.Struct, kw_only=True):
     dp_rank: int | None = None
 
 
-# Fields that `arrays.py` decodes, from the bytes as they came.
+# Fields that `router/arrays.py` decodes, from the bytes as they came.
 RAW_FIELDS = frozenset({"token_ids", "block_hashes"})
 
 

@@ -9,6 +9,9 @@ What is sent is what `Outer` would send. Uses these parts of uvicorn's HttpTools
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
+from typing import Any
+
 from kvrouter.router.api.asgi import Answer, Outer, too_large
 from kvrouter.router.api.http_limits import HttpLimits, LimitedProtocol
 
@@ -77,12 +80,26 @@ def hot_protocol(outer: Outer, limits: HttpLimits | None = None) -> type[Limited
                 super().on_message_complete()
                 return
             self.end_message()
-            if not cycle.response_complete:
-                self._answer(cycle, of_outer.hot_answer(cycle.path, "POST", self.headers, bytes(cycle.body)))
+            if cycle.response_complete:
+                return
+            answer = of_outer.hot_answer(cycle.path, "POST", self.headers, bytes(cycle.body))
+            if isinstance(answer, tuple):
+                self._answer(cycle, answer)
+            else:
+                # uvicorn keeps the next request waiting until this one is answered, and waits for the task when it stops.
+                task = self.loop.create_task(self._answer_later(cycle, answer))
+                self.tasks.add(task)
+                task.add_done_callback(self.tasks.discard)
 
         def _is_http_1_1(self) -> bool:
             version: str = self.parser.get_http_version()
             return version == "1.1"
+
+        async def _answer_later(self, cycle: HotCycle, answer: Coroutine[Any, Any, Answer]) -> None:
+            found = await answer
+            if cycle.disconnected or self.transport.is_closing():
+                return
+            self._answer(cycle, found)
 
         def _answer(self, cycle: HotCycle, answer: Answer) -> None:
             if (b"connection", b"close") in answer[1]:

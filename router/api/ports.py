@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvrouter.router.choose import Choice
+from kvrouter.router.model_names import Served
 from kvrouter.router.question import Hit, Question
 from kvrouter.router.registration import Registration
-from kvrouter.router.status import WorkerStatus
+from kvrouter.router.status import TokensStatus, WorkerStatus
+from kvrouter.router.tokens.prompt import Prompt
 
 
 class CorePort(Protocol):
@@ -42,6 +44,10 @@ class CorePort(Protocol):
 
     def models(self) -> Sequence[str]: ...
 
+    def resolve(self, name: str) -> Served:
+        """What a request's `model` means: a model, another name of one, or an adapter. Raises UnknownModel."""
+        ...
+
     def hash_block_size(self, model: str) -> int:
         """Tokens that one block hash covers. Raises UnknownModel."""
         ...
@@ -52,4 +58,18 @@ class CorePort(Protocol):
 
     def health(self) -> Sequence[str]:
         """Why the process is degraded; empty when it is not."""
+        ...
+
+
+class TokensPort(Protocol):
+    """Tokens from text as the API sees them; `router.tokens.Tokenizing` satisfies it."""
+
+    async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt:
+        """The tokens of a JSON body that was sent to `path`. Raises BadQuestion where it cannot be read."""
+        ...
+
+    def status(self, model: str, url: str | None) -> TokensStatus: ...
+
+    def health(self) -> Sequence[str]:
+        """Which tokens are not what the engines make; empty where all are."""
         ...

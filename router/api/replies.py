@@ -61,6 +61,16 @@ class CandidateReply(msgspec.Struct, kw_only=True):
     approximate: bool | msgspec.UnsetType = msgspec.UNSET
 
 
+class TokensReply(msgspec.Struct):
+    """Where the tokens of a text came from (`given`, `render`, `tokenize`, `local`, `none`), how many of them are known, and why
+    not all are."""
+
+    source: str
+    num_tokens: int
+    known_tokens: int
+    problem: str
+
+
 class SelectReply(msgspec.Struct, kw_only=True):
     """Of `/select`. `endpoint` is the engine's URL, null for a worker that was registered without one."""
 
@@ -72,6 +82,8 @@ class SelectReply(msgspec.Struct, kw_only=True):
     overlap: Overlap
     effective_prefill_tokens: int
     reason: str
+    # Only where a text was asked.
+    tokens: TokensReply | msgspec.UnsetType = msgspec.UNSET
     candidates: list[CandidateReply] | msgspec.UnsetType = msgspec.UNSET
 
 

@@ -7,7 +7,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvrouter.router.api.describe import document, gives, page
-from kvrouter.router.api.ports import CorePort
+from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.api.replies import HealthReply, ReadyReply, VersionReply
 from kvrouter.router.api.workers import respond
 from kvrouter.router.errors import NoWorker
@@ -15,14 +15,16 @@ from kvrouter.router.metrics import Metrics
 from kvrouter.router.version import PACKAGE, VERSION
 
 
-def watch_routes(core: CorePort, shown: Metrics, app: FastAPI, *, needs_key: bool) -> APIRouter:
+def watch_routes(
+    core: CorePort, tokens: TokensPort | None, shown: Metrics, app: FastAPI, *, needs_key: bool
+) -> APIRouter:
     """The routes, bound to `core` and to the metrics that `/metrics` shows."""
     router = APIRouter(tags=["watching"])
 
     @router.get("/health", summary="Does the process serve?", operation_id="health", responses=gives(HealthReply))
     async def health(request: Request) -> Response:
         """200 as long as the process serves; `degraded` has its reasons beside it."""
-        reasons = list(core.health())
+        reasons = [*core.health(), *(() if tokens is None else tokens.health())]
         return respond(request, HealthReply("degraded" if reasons else "ok", reasons))
 
     @router.get("/ready", summary="Can a worker be chosen?", operation_id="ready", responses=gives(ReadyReply, 503))

@@ -11,7 +11,7 @@ from starlette.convertors import Convertor, register_url_convertor
 
 from kvrouter.router.api.bodies import BodyReader, RegisterBody, UnregisterBody, WorkerPatch, model_of
 from kvrouter.router.api.describe import gives, takes
-from kvrouter.router.api.ports import CorePort
+from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.api.registering import dp_rank_of, patched, registration_of, worker_id_of
 from kvrouter.router.api.replies import RegisteredReply, WorkersReply, encode
 from kvrouter.router.errors import Conflict, UnknownWorker
@@ -42,8 +42,8 @@ def respond(request: Request, reply: Any) -> Response:
     return Response(content, media_type=media_type)
 
 
-def worker_routes(core: CorePort) -> APIRouter:
-    """The routes, bound to `core`."""
+def worker_routes(core: CorePort, tokens: TokensPort | None) -> APIRouter:
+    """The routes, bound to `core`; `tokens` says how those of texts are found for each worker."""
     router = APIRouter(tags=["workers"])
     register_reader = BodyReader(RegisterBody)
     unregister_reader = BodyReader(UnregisterBody)
@@ -88,7 +88,12 @@ def worker_routes(core: CorePort) -> APIRouter:
 
     @router.get("/workers", summary="All workers", operation_id="workers", responses=gives(WorkersReply))
     async def workers(request: Request) -> Response:
-        return respond(request, WorkersReply(list(core.statuses())))
+        statuses = list(core.statuses())
+        if tokens is not None:
+            statuses = [
+                msgspec.structs.replace(status, tokens=tokens.status(status.model, status.url)) for status in statuses
+            ]
+        return respond(request, WorkersReply(statuses))
 
     @router.patch(
         "/workers/{worker_id:name}",

@@ -11,7 +11,7 @@ import copy
 import json
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import Extension, loopcontrols
@@ -32,7 +32,7 @@ OWN_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_pro
 class _Generation(Extension):
     """`{% generation %}` marks what an assistant wrote, for training; the text in it is text as any other."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: Parser) -> Node:
         line = next(parser.stream).lineno

@@ -157,7 +157,7 @@ class Tokenizing:
                 if asked.media_at is not None:
                     return await self._before_media(model, asked, asked.media_at, authorization)
                 ids, source = await self._ids(model, asked, authorization)
-                return Prompt(len(ids), ids, source)
+                return Prompt(len(ids), ids, source, replaces=self._all_alike(model))
         except Unknown as unknown:
             return _unknown(unknown, size_bytes)
         except TimeoutError:
@@ -352,6 +352,12 @@ class Tokenizing:
         self._metrics.token_mismatches.set(
             sum(bool(self._problems(*key, judged.verdict)) for key, judged in self._judged.items() if judged.verdict)
         )
+
+    def _all_alike(self, model: str) -> bool:
+        """Whether every engine of the model has been judged, and makes the same of the probes."""
+        known = [self._judged.get((model, engine.url)) for engine in self._engines(model)]
+        verdicts = [judged.verdict for judged in known if judged is not None and judged.verdict is not None]
+        return 0 < len(verdicts) == len(known) and all(same_truths(verdicts[0], other) for other in verdicts[1:])
 
     def _why_none(self, model: str, asked: Asked, verdicts: Mapping[str, Verdict]) -> Unknown:
         if not verdicts:

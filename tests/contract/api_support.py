@@ -17,6 +17,7 @@ from kvrouter.router.choose import Candidate, Choice
 from kvrouter.router.config import Config
 from kvrouter.router.errors import NoWorker, UnknownModel
 from kvrouter.router.metrics import Metrics
+from kvrouter.router.model_names import Served
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.question import GroupCover, Hit, Limit, Question
 from kvrouter.router.registration import Registration
@@ -103,6 +104,9 @@ class TinyCore:
 
     def models(self) -> list[str]:
         return ["m"]
+
+    def resolve(self, name: str) -> Served:
+        return Served(name)
 
     def hash_block_size(self, model: str) -> int:
         if model not in self.models():

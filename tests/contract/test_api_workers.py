@@ -240,6 +240,7 @@ def test_workers_lists_every_field(core: TinyCore) -> None:
         "last_event_age_s": 1.5,
         "patch": None,
         "refused_blocks": 0,
+        "tokens": None,
     }
     assert call(app, "GET", "/workers").json() == {"workers": [row]}
     packed = call(app, "GET", "/workers", headers={"accept": "application/msgpack"})

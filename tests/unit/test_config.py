@@ -28,7 +28,7 @@ def wrong(file: Path | None = None, environ: dict[str, str] | None = None, flags
 
 def test_the_settings_are_few_and_each_says_what_it_takes() -> None:
     # Each is one more thing that an operator must understand: a constant does where nobody would turn it.
-    assert len(FIELDS) <= 22
+    assert len(FIELDS) <= 25
     assert all(describe(name) for name in FIELDS)
 
 
@@ -71,11 +71,14 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "approximate_ttl_s": 0.5,
         "replay_timeout_s": 1.5,
         "none_hash_seed": "0",
+        "tokenizers": ["m=folder"],
+        "tokenize_timeout_s": 1.5,
+        "model_aliases": ["a=m", "b=m"],
     }
     assert set(values) == set(FIELDS)
     file = tmp_path / "k.yaml"
     file.write_bytes(msgspec.yaml.encode(values))
-    expected = Config(**{**values, "workers": ("a=http://h:1",), "allow_hosts": ("h",)})
+    expected = Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
     assert load_config(file, {}, {}) == expected
     texts = {name: " ".join(value) if isinstance(value, list) else str(value) for name, value in values.items()}
     assert load_config(None, {f"KVROUTER_{name.upper()}": text for name, text in texts.items()}, {}) == expected
@@ -110,6 +113,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         ("lease_ttl_s", "0"),
         ("replay_timeout_s", "inf"),
         ("workers", "a=http://h:1"),
+        ("tokenize_timeout_s", "0"),
         ("host", ["a"]),
         ("allow_hosts", "h"),
     ],
@@ -259,3 +263,16 @@ def test_logs_as_json_are_one_object_a_line() -> None:
     assert "\n" not in line
     found = msgspec.json.decode(line)
     assert (found["level"], found["message"], found["worker"], found["path"]) == ("warning", "resync", "m/w0", "/d")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("tokenizers", ["folder"], "write MODEL=FOLDER"),
+        ("tokenizers", ["m=a", "m=b"], "given twice"),
+        ("model_aliases", ["=m"], "write NAME=MODEL"),
+        ("model_aliases", ["a=b", "b=m"], "name the model itself"),
+    ],
+)
+def test_a_wrong_pair_says_what_is_wrong(name: str, value: list[str], said: str) -> None:
+    assert said in wrong(flags={name: value})
