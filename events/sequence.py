@@ -11,6 +11,7 @@ and no clock here; the shell says when an answer is overdue.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 
 import msgspec
@@ -87,8 +88,8 @@ class Cursor:
         self._to_prove = True
         self._expected: int | None = None
         self._last_seq: int | None = None
-        self._seen_seqs = [-1] * REMEMBERED_BATCHES
-        self._seen_prints = [0] * REMEMBERED_BATCHES
+        self._seen_seqs = array("q", [-1]) * REMEMBERED_BATCHES
+        self._seen_prints = array("Q", [0]) * REMEMBERED_BATCHES
         self._held: deque[tuple[int, bytes, int]] = deque()
         self._held_bytes = 0
         # Held batches were dropped since the last drain.
@@ -414,7 +415,7 @@ class Cursor:
         self._expected = None
         self._last_seq = None
         self._to_prove = False
-        self._seen_seqs = [-1] * REMEMBERED_BATCHES
+        self._seen_seqs = array("q", [-1]) * REMEMBERED_BATCHES
         self._drop_old()
         self.request = None
 

@@ -77,6 +77,10 @@ class Hold:
         # Why nothing can be written now, None while it can.
         self.problem: str | None = None
 
+    def unheard(self) -> None:
+        """Nobody wants to hear of changes any more."""
+        self._changed = lambda: None
+
     @property
     def held(self) -> bool:
         return self._lease is not None

@@ -260,6 +260,7 @@ class WorkerStream:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        self._hold.unheard()
         if self._credit_end is not None:
             self._credit_end.cancel()
 
@@ -344,6 +345,14 @@ class WorkerStream:
         self._refresh()
 
     async def _run(self) -> None:
+        try:
+            await self._follow_always()
+        except asyncio.CancelledError as error:
+            # A frame of TaskGroup's holds the error and its traceback the frame: all that the worker had would stay until a full
+            # collection, for which a router seldom has reason.
+            raise error.with_traceback(None) from None
+
+    async def _follow_always(self) -> None:
         retry_s = RETRY_FIRST_S
         while True:
             try:
@@ -479,6 +488,7 @@ class WorkerStream:
                 lambda news, room: [self._receive_reports(reports, news, room, lost), self._give_up(lost)]
             )
         finally:
+            self._expire = None
             await reports.close()
 
     async def _follow_stock(self, events: str, patch: str | None) -> None:
@@ -504,6 +514,7 @@ class WorkerStream:
             await subscriber.start()
             await self._together(work)
         finally:
+            self._expire = None
             await subscriber.close()
 
     async def _together(
@@ -531,6 +542,8 @@ class WorkerStream:
                 raise
             first = _first_of(expected)
             raise first if isinstance(first, SourceChanged | HandedOver) else HoldLost(str(first)) from None
+        finally:
+            self._checkup = None
 
     def _look_after(self, news: asyncio.Event) -> list[Coroutine[None, None, None]]:
         url, interval_s = self.registration.url, self._config.health_interval_s

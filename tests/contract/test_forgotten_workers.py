@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A worker that is unregistered leaves nothing behind, also where no full collection comes for hours."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import sys
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from engine_http import EngineHttp
+from fake_reporter import FakeReporter
+
+from kvrouter.events.publisher import EventPublisher
+from kvrouter.router.config import Config
+from kvrouter.router.core import Core
+from kvrouter.router.index.store import IndexStore
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.registration import NO_PATCH, Registration
+
+Context = zmq.Context[zmq.Socket[bytes]]
+ANY = "tcp://127.0.0.1:0"
+TIMEOUT_S = 30.0
+
+
+@asynccontextmanager
+async def stock(context: Context, http: EngineHttp) -> AsyncIterator[Registration]:
+    with EventPublisher(ANY, ANY, context=context) as publisher:
+        publisher.publish(b"\x93\xcb?\xf0\x00\x00\x00\x00\x00\x00\x90\x00")
+        yield Registration(
+            WorkerKey("m", "gone"),
+            events=publisher.endpoint,
+            replay=publisher.replay_endpoint,
+            url=http.url,
+            patch=NO_PATCH,
+        )
+
+
+@asynccontextmanager
+async def patched(context: Context, http: EngineHttp) -> AsyncIterator[Registration]:
+    async with FakeReporter(context) as reporter:
+        yield Registration(WorkerKey("m", "gone"), patch=reporter.requests_endpoint, url=http.url)
+
+
+@pytest.mark.parametrize("engine", [stock, patched])
+def test_nothing_is_left_of_a_worker(engine: Callable[..., AsyncExitStack], embedded_url: str) -> None:
+    async def until_live(core: Core) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while core.statuses()[0].state != "live":
+                await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        context: Context = zmq.Context()
+        http = EngineHttp()
+        store = await IndexStore.open(embedded_url)
+        async with aiohttp.ClientSession() as session, engine(context, http) as registration:
+            core = Core(
+                store=store,
+                config=Config(health_interval_s=0.05),
+                metrics=Metrics(CollectorRegistry()),
+                zmq_context=context,
+                clock=time.monotonic,
+                rng=random.Random(1),
+                http=session,
+            )
+            await core.start()
+            await core.register(registration)
+            await until_live(core)
+            (stream,) = core._streams.values()
+            left = [weakref.ref(stream), weakref.ref(stream.ingest)]
+            del stream
+            await core.unregister("gone")
+            # What waits in the loop refers to it a moment longer.
+            async with asyncio.timeout(TIMEOUT_S):
+                while any(one() for one in left):
+                    await asyncio.sleep(0.01)
+            await core.stop()
+        await store.close()
+        http.stop()
+        context.destroy(linger=0)
+
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(main())
+    finally:
+        gc.enable()
