@@ -144,34 +144,39 @@ class EngineProcess:
         return self._read(ANSWER_TIMEOUT_S)
 
     def last_published(self, context: zmq.Context[zmq.Socket[bytes]], known: int) -> int:
-        """Sequence number of the last batch the engine will publish until its next step; -1 for none.
+        """Sequence number of the last batch the engine will publish until its next step; -1 for none."""
+        return last_published(context, self.replay_endpoint, known)
 
-        The publisher's thread serves one replay request, then takes at most one batch from its queue, in turns. So when
-        two replays in a row end at the same batch, the queue was empty between them and nothing is left to come.
-        """
-        socket = context.socket(zmq.DEALER)
-        try:
-            socket.connect(self.replay_endpoint)
-            last = None
-            while True:
-                newest = self._replay(socket, known)
-                if newest == last:
-                    return newest
-                last = known = newest
-        finally:
-            socket.close(linger=0)
 
-    @staticmethod
-    def _replay(socket: zmq.Socket[bytes], known: int) -> int:
-        """The last seq that a replay from `known` on shows, `known` when it shows none."""
-        socket.send_multipart([b"", max(known, 0).to_bytes(8, "big")])
-        newest = known
-        while socket.poll(REPLAY_TIMEOUT_MS):
-            _, _, seq, _ = socket.recv_multipart()
-            if seq == _END_OF_REPLAY:
+def last_published(context: zmq.Context[zmq.Socket[bytes]], replay_endpoint: str, known: int) -> int:
+    """Sequence number of the last batch an idle engine will publish until its next step; -1 for none.
+
+    The publisher's thread serves one replay request, then takes at most one batch from its queue, in turns. So when
+    two replays in a row end at the same batch, the queue was empty between them and nothing is left to come.
+    """
+    socket = context.socket(zmq.DEALER)
+    try:
+        socket.connect(replay_endpoint)
+        last = None
+        while True:
+            newest = _replay(socket, known)
+            if newest == last:
                 return newest
-            newest = int.from_bytes(seq, "big")
-        raise AssertionError("the engine's replay endpoint does not answer")
+            last = known = newest
+    finally:
+        socket.close(linger=0)
+
+
+def _replay(socket: zmq.Socket[bytes], known: int) -> int:
+    """The last seq that a replay from `known` on shows, `known` when it shows none."""
+    socket.send_multipart([b"", max(known, 0).to_bytes(8, "big")])
+    newest = known
+    while socket.poll(REPLAY_TIMEOUT_MS):
+        _, _, seq, _ = socket.recv_multipart()
+        if seq == _END_OF_REPLAY:
+            return newest
+        newest = int.from_bytes(seq, "big")
+    raise AssertionError("the engine's replay endpoint does not answer")
 
 
 def _serve(options: dict[str, Any]) -> None:

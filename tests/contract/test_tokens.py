@@ -1,0 +1,504 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens from text against a real HTTP server that answers as vLLM does, or slowly, wrongly, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+from token_engine import TokenEngine, tokens_of
+
+from kvrouter.router.errors import BadQuestion
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.tokens import tokenizing as module
+from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH, Asked
+from kvrouter.router.tokens.engine_client import ASKS_PER_ENGINE, Engine
+from kvrouter.router.tokens.engine_forms import Habits
+from kvrouter.router.tokens.judging import LocalMaker
+from kvrouter.router.tokens.prompt import Prompt, Unknown
+from kvrouter.router.tokens.tokenizing import Tokenizing
+
+MODEL = "m"
+# Nothing here waits this long unless it fails.
+PATIENCE_S = 20.0
+CHAT = {"messages": [{"role": "user", "content": "Hi 🙂"}]}
+RENDER_CHAT = "/v1/chat/completions/render"
+RENDER_TEXT = "/v1/completions/render"
+NO_RENDER = {RENDER_CHAT: 403, RENDER_TEXT: 403}
+
+
+class Here:
+    """A tokenizer that makes what the scripted engine makes; `wrong` of these features not."""
+
+    held_bytes = 0
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+        self.made = 0
+
+    def ids(self, asked: Asked, habits: Habits) -> NDArray[np.int64]:
+        self.made += 1
+        if asked.has("chat_template"):
+            raise Unknown("unsupported", "chat_template is not read here")
+        body = {name: asked.value(name) for name in asked.fields}
+        found = tokens_of(body, drop_tools=not habits.keeps_unused_tools)
+        return np.array([7, *found] if self.wrong in asked.features else found, np.int64)
+
+    def likely_habits(self) -> tuple[Habits, ...]:
+        return (Habits(), Habits(keeps_unused_tools=False))
+
+
+class Case:
+    """Engines, a Tokenizing over them, and what it counted."""
+
+    def __init__(self, tokenizing: Tokenizing, engines: list[TokenEngine], metrics: Metrics) -> None:
+        self.tokenizing = tokenizing
+        self.engines = engines
+        self.metrics = metrics
+        self.lives = ["1"] * len(engines)
+
+    async def chat(self, **changes: Any) -> Prompt:
+        return await self.tokenizing.prompt(CHAT_PATH, MODEL, msgspec.json.encode(CHAT | changes))
+
+    async def text(self, prompt: Any, **more: Any) -> Prompt:
+        return await self.tokenizing.prompt(TEXT_PATH, MODEL, msgspec.json.encode({"prompt": prompt} | more))
+
+    def asked(self, *paths: str) -> int:
+        return sum(engine.paths().count(path) for engine in self.engines for path in paths)
+
+    def counted(self, reason: str) -> float:
+        return self.metrics.prompts_unknown.labels(reason)._value.get()
+
+
+@asynccontextmanager
+async def case(
+    engines: int = 1, local: LocalMaker | None = None, timeout_s: float = PATIENCE_S, **settings: Any
+) -> AsyncIterator[Case]:
+    """settings: attributes of each engine."""
+    metrics = Metrics(CollectorRegistry())
+    running = [TokenEngine() for _ in range(engines)]
+    async with aiohttp.ClientSession() as session:
+        for engine in running:
+            await engine.__aenter__()
+            for name, value in settings.items():
+                setattr(engine, name, value)
+        local_makers: Mapping[str, LocalMaker] = {} if local is None else {MODEL: local}
+        found: Case
+        tokenizing = Tokenizing(
+            models=lambda: [MODEL],
+            engines=lambda _: [Engine(e.url, life) for e, life in zip(found.engines, found.lives, strict=True)],
+            session=session,
+            local=local_makers,
+            timeout_s=timeout_s,
+            metrics=metrics,
+            clock=time.monotonic,
+            rng=random.Random(1),
+        )
+        found = Case(tokenizing, running, metrics)
+        tokenizing.start()
+        try:
+            yield found
+        finally:
+            await tokenizing.stop()
+            for engine in running:
+                await engine.__aexit__()
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 2 * PATIENCE_S))
+
+
+async def until(holds: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        await asyncio.sleep(0.01)
+
+
+def ids(prompt: Prompt) -> list[int] | None:
+    return None if prompt.token_ids is None else prompt.token_ids.tolist()
+
+
+def test_an_engine_renders_a_chat_and_a_text() -> None:
+    async def test() -> None:
+        async with case() as it:
+            prompt = await it.chat(temperature=0.5, stream=True, cache_salt="s", model="alias", max_tokens=3)
+            assert (ids(prompt), prompt.source, prompt.problem) == (tokens_of(CHAT), "render", "")
+            assert prompt.num_tokens == len(tokens_of(CHAT))
+            # What the engine was asked with decides about tokens; not who asks nor how it is sampled.
+            assert it.engines[0].asked[-1] == (RENDER_CHAT, {**CHAT, "mm_payload": "none"})
+            prompt = await it.text("Hallo")
+            assert (ids(prompt), prompt.source) == ([1, *b"Hallo"], "render")
+            assert it.asked("/tokenize", CHAT_PATH, TEXT_PATH) == 0
+
+    run(test())
+
+
+def test_without_a_render_endpoint_tokenize_is_asked_and_held_against_the_engine() -> None:
+    async def test() -> None:
+        async with case(statuses=NO_RENDER) as it:
+            prompt = await it.chat()
+            assert (ids(prompt), prompt.source) == (tokens_of(CHAT), "tokenize")
+            assert it.tokenizing.status(MODEL, it.engines[0].url).way == "tokenize"
+            assert it.tokenizing.health() == []
+            # One run of each probe, for one token.
+            runs = [body for path, body in it.engines[0].asked if path in (CHAT_PATH, TEXT_PATH)]
+            assert len(runs) == 4 and all(body["max_tokens"] == 1 for body in runs)
+
+    run(test())
+
+
+def test_tokenize_that_is_not_what_the_engine_makes_is_not_believed() -> None:
+    async def test() -> None:
+        def harmony(body: dict[str, Any]) -> list[int]:
+            return tokens_of(body) if "prompt" in body else [5, *tokens_of(body)]
+
+        async with case(statuses=NO_RENDER, tokenize=harmony) as it:
+            prompt = await it.chat()
+            assert (ids(prompt), prompt.source, prompt.reason) == (None, "none", "unverified")
+            assert "equal up to token 0" in prompt.problem
+            assert ids(await it.text("x")) == [1, *b"x"]
+            assert (
+                "its /tokenize makes other tokens of a chat" in it.tokenizing.status(MODEL, it.engines[0].url).problem
+            )
+            assert any("other tokens" in problem for problem in it.tokenizing.health())
+            await until(lambda: it.metrics.token_mismatches._value.get() == 1)
+
+    run(test())
+
+
+def test_an_engine_that_tells_no_ids_is_held_by_length() -> None:
+    async def test() -> None:
+        async with case(statuses=NO_RENDER, tells_ids=False) as it:
+            assert (await it.chat()).source == "tokenize"
+        async with case(statuses=NO_RENDER, tells_ids=False, tokenize=lambda body: [5, *tokens_of(body)]) as it:
+            assert (await it.chat()).reason == "unverified"
+
+    run(test())
+
+
+def test_tools_that_an_engine_leaves_out_are_left_out() -> None:
+    async def test() -> None:
+        def drops(body: dict[str, Any]) -> list[int]:
+            return tokens_of(body, drop_tools=True)
+
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        async with case(statuses=NO_RENDER, tokens=drops, tokenize=tokens_of) as it:
+            body = CHAT | {"tools": tools, "tool_choice": "none"}
+            assert ids(await it.chat(tools=tools, tool_choice="none")) == drops(body) == tokens_of(CHAT)
+            assert ids(await it.chat(tools=tools)) == tokens_of(CHAT | {"tools": tools})
+        async with case(tokens=drops, local=Here()) as it:
+            prompt = await it.chat(tools=tools, tool_choice="none")
+            assert (ids(prompt), prompt.source) == (tokens_of(CHAT), "local")
+
+    run(test())
+
+
+def test_a_tokenizer_here_is_used_where_it_makes_what_the_engine_makes() -> None:
+    async def test() -> None:
+        async with case(local=Here()) as it:
+            prompt = await it.chat()
+            assert (ids(prompt), prompt.source) == (tokens_of(CHAT), "local")
+            assert it.tokenizing.status(MODEL, it.engines[0].url).way == "local"
+            # What it does not read goes to the engine.
+            assert (await it.chat(chat_template="x")).source == "render"
+
+    run(test())
+
+
+@pytest.mark.parametrize(("wrong", "way"), [("chat", "chat"), ("tools", "chat with tools"), ("text", "text")])
+def test_a_tokenizer_here_that_differs_is_named_and_not_used(wrong: str, way: str) -> None:
+    async def test() -> None:
+        async with case(local=Here(wrong)) as it:
+            # Judged when it is known, not when it is first asked.
+            await until(it.tokenizing.health)
+            assert [
+                f"the tokenizer here makes other tokens of a {way}" in problem for problem in it.tokenizing.health()
+            ] == [True] * len(it.tokenizing.health())
+            await until(lambda: it.metrics.token_mismatches._value.get() == 1)
+            assert (await it.text("a")).source == ("render" if wrong == "text" else "local")
+            prompt = await it.chat(tools=[{"type": "function", "function": {"name": "f"}}])
+            assert prompt.source == ("local" if wrong == "text" else "render")
+
+    run(test())
+
+
+def test_an_engine_that_starts_anew_is_judged_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MIN_JUDGE_INTERVAL_S", 0.0)
+
+    async def test() -> None:
+        async with case(local=Here()) as it:
+            assert (await it.chat()).source == "local"
+            it.engines[0].tokens = lambda body: [9, *tokens_of(body)]
+            it.lives[0] = "2"
+            await until(it.tokenizing.health)
+            prompt = await it.chat()
+            assert (ids(prompt), prompt.source) == ([9, *tokens_of(CHAT)], "render")
+
+    run(test())
+
+
+def test_what_was_asked_is_remembered_and_asked_once() -> None:
+    async def test() -> None:
+        async with case(delay_s=0.05) as it:
+            prompts = await asyncio.gather(*(it.chat(seed=number) for number in range(20)))
+            assert all(ids(prompt) == tokens_of(CHAT) for prompt in prompts)
+            assert ids(await it.chat(user="another")) == tokens_of(CHAT)
+            probes = sum(
+                path == RENDER_CHAT and body["messages"] != CHAT["messages"] for path, body in it.engines[0].asked
+            )
+            assert it.asked(RENDER_CHAT) - probes == 1
+            assert it.metrics.prompt_memory_hits._value.get() == 1
+            # What decides about tokens is not shared.
+            assert (await it.chat(add_generation_prompt=False)).source == "render"
+            assert it.asked(RENDER_CHAT) - probes == 2
+
+    run(test())
+
+
+def test_a_slow_engine_costs_the_deadline_and_no_more() -> None:
+    async def test() -> None:
+        async with case(timeout_s=0.3) as it:
+            await it.chat()
+            it.engines[0].delay_s = PATIENCE_S
+            prompt = await it.text("a" * 400)
+            assert (prompt.source, prompt.reason, prompt.token_ids) == ("none", "timeout", None)
+            assert prompt.num_tokens == pytest.approx(100, abs=20)
+            assert "tokenize_timeout_s" in prompt.problem
+            assert it.counted("timeout") == 1
+
+    run(test())
+
+
+def test_few_ask_one_engine_at_once() -> None:
+    async def test() -> None:
+        async with case() as it:
+            await it.text("first")
+            it.engines[0].delay_s = 0.02
+            it.engines[0].most_at_once = 0
+            prompts = await asyncio.gather(*(it.text(f"prompt {number}") for number in range(5 * ASKS_PER_ENGINE)))
+            assert all(prompt.source == "render" for prompt in prompts)
+            assert it.engines[0].most_at_once == ASKS_PER_ENGINE
+
+    run(test())
+
+
+def test_more_than_can_wait_are_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 3)
+
+    async def test() -> None:
+        async with case() as it:
+            await it.text("first")
+            it.engines[0].delay_s = 0.2
+            prompts = await asyncio.gather(*(it.text(f"prompt {number}") for number in range(8)))
+            assert [prompt.reason for prompt in prompts] == [None] * 3 + ["busy"] * 5
+
+    run(test())
+
+
+def test_another_engine_is_asked_where_one_fails() -> None:
+    async def test() -> None:
+        async with case(engines=2) as it:
+            await it.chat()
+            await until(lambda: all(it.tokenizing.status(MODEL, engine.url).way == "render" for engine in it.engines))
+            it.engines[0].statuses = {RENDER_TEXT: 500}
+            for number in range(8):
+                assert (await it.text(f"prompt {number}")).source == "render"
+            it.engines[1].statuses = {RENDER_TEXT: 503}
+            prompt = await it.text("both")
+            assert (prompt.source, prompt.reason) == ("none", "unreachable")
+
+    run(test())
+
+
+def test_engines_that_make_different_tokens_are_named() -> None:
+    async def test() -> None:
+        async with case(engines=2) as it:
+            it.engines[1].tokens = lambda body: [4, *tokens_of(body)]
+            await it.chat()
+            await until(it.tokenizing.health)
+            assert "different tokens of one text" in it.tokenizing.health()[0]
+            assert not (await it.chat()).replaces
+        async with case(engines=2) as it:
+            await it.chat()
+            await until(lambda: all(it.tokenizing.status(MODEL, engine.url).way == "render" for engine in it.engines))
+            assert it.tokenizing.health() == []
+            assert (await it.chat()).replaces
+
+    run(test())
+
+
+def test_what_the_engine_refuses_is_refused() -> None:
+    async def test() -> None:
+        async with case() as it:
+            await it.chat()
+            it.engines[0].statuses = {RENDER_CHAT: 400}
+            prompt = await it.chat(tools=[])
+            assert (prompt.refused, prompt.reason, prompt.problem) == (True, "refused", f"{RENDER_CHAT} says no")
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"nonsense",
+        b"[]",
+        b"{}",
+        b'{"token_ids": []}',
+        b'{"token_ids": [-1]}',
+        b'{"token_ids": ["a"]}',
+        b"[" * 9999,
+    ],
+)
+def test_an_answer_without_tokens_is_no_tokens(answer: bytes) -> None:
+    async def test() -> None:
+        async with case() as it:
+            await it.text("first")
+            it.engines[0].answers = {RENDER_CHAT: answer, RENDER_TEXT: answer}
+            for prompt in (await it.chat(), await it.text("a")):
+                assert (prompt.source, prompt.reason) == ("none", "unreachable")
+
+    run(test())
+
+
+def test_an_answer_too_long_to_be_tokens_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrouter.router.tokens.engine_client.ANSWER_BYTES", 10_000)
+
+    async def test() -> None:
+        async with case() as it:
+            await it.text("first")
+            it.engines[0].tokens = lambda _: [1] * 100_000
+            prompt = await it.text("a")
+            assert (prompt.source, prompt.reason) == ("none", "unreachable")
+            assert "more than" in prompt.problem
+
+    run(test())
+
+
+def test_an_engine_with_nothing_to_ask_is_told_so() -> None:
+    async def test() -> None:
+        everything = {RENDER_CHAT: 404, RENDER_TEXT: 404, "/tokenize": 404, CHAT_PATH: 404, TEXT_PATH: 404}
+        async with case(statuses=everything) as it:
+            prompt = await it.chat()
+            assert (prompt.source, prompt.reason) == ("none", "unverified")
+            assert it.tokenizing.health() == []
+        async with case(engines=0) as it:
+            prompt = await it.chat()
+            assert (prompt.source, prompt.reason) == ("none", "no_engine")
+        async with case(engines=0, local=Here()) as it:
+            assert (await it.chat()).source == "local"
+            assert "not held against any engine" in it.tokenizing.health()[0]
+
+    run(test())
+
+
+def test_an_engine_that_wants_a_key_gets_the_clients() -> None:
+    async def test() -> None:
+        async with case() as it:
+            await it.tokenizing.prompt(CHAT_PATH, MODEL, msgspec.json.encode(CHAT), authorization="Bearer k")
+            assert it.engines[0].headers[-1]["authorization"] == "Bearer k"
+
+    run(test())
+
+
+def test_images_are_known_up_to_the_first() -> None:
+    async def test() -> None:
+        before = [{"role": "system", "content": "long ago " * 9}, {"role": "user", "content": "look:"}]
+        picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}
+        async with case() as it:
+            prompt = await it.chat(messages=[*before, picture, {"role": "user", "content": "what?"}])
+            whole = tokens_of({"messages": before, "continue_final_message": True})
+            known = ids(prompt)
+            assert known is not None and prompt.known_tokens == len(known)
+            assert (prompt.reason, prompt.source) == ("media", "render")
+            # The next message's role is known too, less one token.
+            assert known == [*whole, *b"user"]
+            assert prompt.num_tokens > len(known)
+            # No picture went anywhere.
+            assert not any("image_url" in str(body) for _, body in it.engines[0].asked)
+
+    run(test())
+
+
+def test_ids_of_the_client_are_taken_as_they_are() -> None:
+    async def test() -> None:
+        async with case() as it:
+            assert ids(await it.text([3, 4, 5])) == [3, 4, 5]
+            assert ids(await it.text([[3, 4], [5]])) == [3, 4]
+            assert ids(await it.text(["a", "b"])) == [1, *b"a"]
+            given = await it.chat(kv_transfer_params={"prompt_token_ids": [8, 9]})
+            assert (ids(given), given.source) == ([8, 9], "given")
+            assert it.asked(RENDER_CHAT, "/tokenize") == 3  # probes
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        (TEXT_PATH, {"prompt": "a", "prompt_embeds": "AAAA"}, "embeds"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "unsupported"),
+        ("/v1/embeddings", {"input": "a"}, "unsupported"),
+        ("/v1/audio/speech", {"input": "a"}, "unsupported"),
+    ],
+)
+def test_what_has_no_tokens_to_be_found_says_why(path: str, body: dict[str, Any], reason: str) -> None:
+    async def test() -> None:
+        async with case() as it:
+            prompt = await it.tokenizing.prompt(path, MODEL, msgspec.json.encode(body))
+            assert (prompt.source, prompt.reason, prompt.token_ids) == ("none", reason, None)
+            assert prompt.problem and it.counted(reason) == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("path", "raw"),
+    [
+        (CHAT_PATH, b"x"),
+        (CHAT_PATH, b"[]"),
+        (CHAT_PATH, b"{}"),
+        (CHAT_PATH, b'{"messages": []}'),
+        (CHAT_PATH, b'{"messages": ["a"]}'),
+        (CHAT_PATH, b'{"messages": {"role": "user"}}'),
+        (TEXT_PATH, b"{}"),
+        (TEXT_PATH, b'{"prompt": null}'),
+        (TEXT_PATH, b'{"prompt": []}'),
+        (TEXT_PATH, b'{"prompt": 3}'),
+        (TEXT_PATH, b'{"prompt": [[["a"]]]}'),
+        (TEXT_PATH, b'{"prompt": [-3]}'),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_the_clients_fault(path: str, raw: bytes) -> None:
+    async def test() -> None:
+        async with case() as it:
+            with pytest.raises(BadQuestion):
+                await it.tokenizing.prompt(path, MODEL, raw)
+
+    run(test())
+
+
+def test_long_bodies_do_not_hold_the_loop_and_are_the_same() -> None:
+    async def test() -> None:
+        async with case(local=Here()) as it:
+            long = "word " * 40_000
+            prompt = await it.chat(messages=[{"role": "user", "content": long}])
+            assert ids(prompt) == tokens_of({"messages": [{"role": "user", "content": long}]})
+
+    run(test())

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's tokens of a text are those of a real vLLM, asked or made here; and what it predicts from them is what is reused."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+pytest.importorskip("vllm")
+
+import aiohttp
+from chat_model import write_chat_model
+from chat_server import ChatServer
+from chats import chat, requests
+from engine_process import MAX_MODEL_LEN, last_published
+from prometheus_client import CollectorRegistry
+from router_process import RouterProcess
+
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.tokens.engine_client import Engine
+from kvrouter.router.tokens.local import LocalTokenizer
+from kvrouter.router.tokens.prompt import Prompt
+from kvrouter.router.tokens.tokenizing import Tokenizing
+
+pytestmark = pytest.mark.engine
+
+REQUESTS = 280
+CONVERSATIONS = 12
+TURNS = 4
+MODEL = "chat-tiny"
+WORKER = "real"
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_model(tmp_path_factory.mktemp("chat") / "model")
+
+
+@pytest.fixture(scope="module", params=[(), ("--enable-scale-out",)], ids=["tokenize", "render"])
+def server(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ChatServer]:
+    with ChatServer(tmp_path_factory.mktemp("serve"), model, request.param) as running:
+        yield running
+
+
+def truths(server: ChatServer, asked: list[tuple[str, dict[str, Any]]]) -> list[list[int] | None]:
+    """What the engine made of each, None where it refuses it."""
+
+    def ask(request: tuple[str, dict[str, Any]]) -> list[int] | None:
+        path, body = request
+        status, answer = server.post(path, body | {"max_tokens": 1, "return_token_ids": True})
+        if status != 200:
+            assert status == 400, answer
+            return None
+        ids = answer["prompt_token_ids"] if "prompt_token_ids" in answer else answer["choices"][0]["prompt_token_ids"]
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+        return list(ids)
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(ask, asked))
+
+
+async def prompts(server: ChatServer, asked: list[tuple[str, dict[str, Any]]], local: Path | None) -> list[Prompt]:
+    async with aiohttp.ClientSession() as session:
+        tokenizing = Tokenizing(
+            models=lambda: [MODEL],
+            engines=lambda _: [Engine(server.url, "1")],
+            session=session,
+            local={} if local is None else {MODEL: LocalTokenizer(local, datetime.now)},
+            timeout_s=TIMEOUT_S,
+            metrics=Metrics(CollectorRegistry()),
+            clock=time.monotonic,
+            rng=random.Random(1),
+        )
+        tokenizing.start()
+        try:
+            found = [await tokenizing.prompt(path, MODEL, msgspec.json.encode(body)) for path, body in asked]
+            assert tokenizing.health() == []
+            return found
+        finally:
+            await tokenizing.stop()
+
+
+@pytest.mark.parametrize("here", [False, True], ids=["asked", "made here"])
+def test_tokens_are_the_engines(
+    server: ChatServer, model: Path, here: bool, seed: int, table: Callable[..., None], request: pytest.FixtureRequest
+) -> None:
+    asked = list(requests(random.Random(seed), REQUESTS))
+    expected = truths(server, asked)
+    found = asyncio.run(prompts(server, asked, model if here else None))
+    wrong = []
+    sources: Counter[str] = Counter()
+    equal = 0
+    for (path, body), truth, prompt in zip(asked, expected, found, strict=True):
+        sources[prompt.source] += 1
+        if truth is None:
+            # Where the engine refuses a request, no tokens are claimed; but for its limits, which need not be known here.
+            continue
+        if prompt.token_ids is None or prompt.token_ids.tolist() != truth:
+            wrong.append(f"seed {seed}, {path} {body}\n  engine {truth}\n  router {prompt}")
+        equal += not wrong
+    known = [truth for truth in expected if truth is not None]
+    table(
+        "Tokens from text (vllm serve, tiny hybrid model, its own tokenizer and template)",
+        ("ways", "requests", "served", "equal", "tokens", "given by"),
+        (
+            request.node.callspec.id,
+            str(REQUESTS),
+            str(len(known)),
+            str(len(known) - len(wrong)),
+            str(sum(map(len, known))),
+            ", ".join(f"{name} {count}" for name, count in sorted(sources.items())),
+        ),
+    )
+    assert not wrong, "\n".join(wrong[:3])
+    assert len(known) >= 200
+    if here:
+        assert sources["local"] >= 0.9 * REQUESTS
+
+
+@pytest.mark.parametrize("here", [False, True], ids=["asked", "made here"])
+def test_conversations_reuse_what_the_router_said(
+    server: ChatServer,
+    model: Path,
+    here: bool,
+    seed: int,
+    tmp_path: Path,
+    table: Callable[..., None],
+    request: pytest.FixtureRequest,
+) -> None:
+    rng = random.Random(seed + 1)
+    arguments = ["--tokenizer", f"{MODEL}={model}"] if here else []
+    arguments += ["--model-alias", f"assistant={MODEL}", "--tokenize-timeout-s", str(TIMEOUT_S)]
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    wrong, hits, reused, total, seq = [], 0, 0, 0, -1
+    conversations = [chat(rng)["messages"][:4] for _ in range(CONVERSATIONS)]
+    with RouterProcess(tmp_path / "router", arguments) as router:
+        try:
+            registration = {
+                "worker_id": WORKER,
+                "model": MODEL,
+                "url": server.url,
+                "endpoint": server.endpoint,
+                "replay_endpoint": server.replay_endpoint,
+            }
+            router.request("POST", "/register", registration)
+            router.wait_connected(WORKER)
+            for _ in range(TURNS):
+                for messages in conversations:
+                    messages.append(
+                        {"role": "user", "content": " ".join(rng.choice(("alpha", "beta")) for _ in range(40))}
+                    )
+                    seq = last_published(context, server.replay_endpoint, seq)
+                    if seq >= 0:
+                        router.wait_seen(WORKER, seq)
+                    body: dict[str, Any] = {"messages": messages}
+                    said = router.request("POST", "/select", body | {"model": "assistant"})
+                    status, answer = server.post(
+                        "/v1/chat/completions", body | {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+                    )
+                    assert status == 200, answer
+                    usage = answer["usage"]
+                    cached = usage["prompt_tokens_details"]["cached_tokens"]
+                    if (said["overlap"]["gpu"], said["tokens"]["num_tokens"]) != (cached, usage["prompt_tokens"]):
+                        wrong.append(f"seed {seed}: said {said}, the engine {usage}")
+                    hits += cached > 0
+                    reused += cached
+                    total += usage["prompt_tokens"]
+                    assert usage["prompt_tokens"] < MAX_MODEL_LEN
+                    messages.append(
+                        {"role": "assistant", "content": answer["choices"][0]["message"]["content"] or "ok"}
+                    )
+            way = router.worker(WORKER)["tokens"]
+        finally:
+            context.destroy(linger=0)
+    count = TURNS * CONVERSATIONS
+    table(
+        "Conversations by text through /select, one at a time (same engine)",
+        ("ways", "requests", "predicted = delivered", "with a hit", "tokens reused"),
+        (request.node.callspec.id, str(count), str(count - len(wrong)), str(hits), f"{reused / total:.0%}"),
+    )
+    assert not wrong, "\n".join(wrong[:3])
+    assert way == {
+        "way": "local" if here else (request.node.callspec.params["server"] and "render") or "tokenize",
+        "problem": "",
+    }
+    assert hits >= count // 3

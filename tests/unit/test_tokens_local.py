@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A tokenizer from a folder: what it reads, what it leaves to the engine, what a wrong folder says. Against the engine: tests/engine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+from tiny_tokenizer import BOS, write_tokenizer
+from tokenizers import Tokenizer
+
+from kvrouter.router.errors import SettingError
+from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH, Asked, read
+from kvrouter.router.tokens.engine_forms import Habits
+from kvrouter.router.tokens.local import LocalTokenizer
+from kvrouter.router.tokens.prompt import Unknown
+
+USER = {"role": "user", "content": "Hi there, Größe 12"}
+
+
+def now() -> datetime:
+    return datetime(2026, 3, 9, 12, 0)
+
+
+def asked(body: dict[str, Any], path: str = CHAT_PATH) -> Asked:
+    found = read(path, msgspec.json.encode(body))
+    assert isinstance(found, Asked)
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tokenizer(tmp_path)
+
+
+def text_of(folder: Path, body: dict[str, Any], habits: Habits = Habits(content_parts=True)) -> str:  # noqa: B008
+    """The text that the ids stand for."""
+    ids = LocalTokenizer(folder, now).ids(asked(body), habits)
+    text: str = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(ids.tolist(), skip_special_tokens=False)
+    return text
+
+
+def with_template(folder: Path, template: str) -> Path:
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def test_a_chat_becomes_what_its_template_writes(folder: Path) -> None:
+    assert text_of(folder, {"messages": [{"role": "system", "content": " Be brief "}, USER]}) == (
+        f"{BOS}<|im_start|>system\nBe brief<|im_end|>\n<|im_start|>user\n{USER['content']}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_message_to_be_continued_ends_where_it_ends(folder: Path) -> None:
+    for said, kept in (("It is ", "It is"), ("It is", "It is"), ("a\n", "a")):
+        body = {"messages": [USER, {"role": "assistant", "content": said}], "continue_final_message": True}
+        text = text_of(folder, body | {"add_generation_prompt": False})
+        # This template trims, so the engine goes on from the trimmed text.
+        assert text.endswith(f"<|im_start|>assistant\n{kept}")
+        with pytest.raises(Unknown, match="add_generation_prompt") as caught:
+            text_of(folder, body)
+        assert caught.value.reason == "refused"
+
+
+def test_the_space_at_a_messages_end_is_kept_where_the_template_keeps_it(folder: Path) -> None:
+    with_template(folder, "{% for m in messages %}{{ m.role + ':' + m.content + '|' }}{% endfor %}")
+    body = {"messages": [USER, {"role": "assistant", "content": "It is "}], "continue_final_message": True}
+    assert text_of(folder, body | {"add_generation_prompt": False}, Habits()).endswith("assistant:It is ")
+
+
+def test_parts_are_one_text_or_stay_parts(folder: Path) -> None:
+    with_template(
+        folder,
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}",
+    )
+    body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]}
+    assert text_of(folder, body, Habits(content_parts=True)) == "[a][b]"
+    assert text_of(folder, body, Habits(content_parts=False)) == "a\nb"
+    assert LocalTokenizer(folder, now).likely_habits()[0] == Habits(content_parts=True)
+
+
+def test_a_template_has_what_transformers_gives_it(folder: Path) -> None:
+    with_template(
+        folder,
+        "{{ strftime_now('%Y-%m-%d') }} {{ {'a': '<é>'} | tojson }} {{ bos_token }}"
+        "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{% generation %}{{ m.content }}{% endgeneration %}"
+        "{% endfor %} {{ documents }} {{ tools }} {{ custom }}",
+    )
+    body = {"messages": [USER, USER], "chat_template_kwargs": {"custom": 7}}
+    assert text_of(folder, body, Habits()) == f'2026-03-09 {{"a": "<é>"}} {BOS}{USER["content"]} None None 7'
+
+
+def test_a_template_that_refuses_refuses_the_request(folder: Path) -> None:
+    for template in ("{{ raise_exception('only two messages') }}", "{{ messages[9].content }}", "{{ 1 / 0 }}"):
+        with_template(folder, template)
+        with pytest.raises(Unknown) as caught:
+            text_of(folder, {"messages": [USER]})
+        assert caught.value.reason == "refused"
+
+
+def test_a_template_reaches_nothing_of_the_process(folder: Path) -> None:
+    for template in (
+        "{{ messages.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+    ):
+        with_template(folder, template)
+        with pytest.raises(Unknown):
+            text_of(folder, {"messages": [USER]})
+
+
+def test_a_model_may_have_a_template_of_its_own_for_tools(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["chat_template"] = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": "{{ tools | tojson }}"},
+    ]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"b": 1, "a": 2}}}
+    assert text_of(folder, {"messages": [USER]}) == "plain"
+    written = '[{"type": "function", "function": {"name": "f", "description": null, "parameters": {"b": 1, "a": 2}}}]'
+    assert text_of(folder, {"messages": [USER], "tools": [tool]}) == written
+    unused = {"messages": [USER], "tools": [tool], "tool_choice": "none"}
+    assert text_of(folder, unused, Habits(keeps_unused_tools=False)) == "plain"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": [USER | {"role": "critic"}]},
+        {"messages": [USER | {"role": "developer"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {}}]}]},
+        {"messages": [{"role": "user", "content": 3}]},
+        {"messages": [{"role": "system", "content": "x-anthropic-billing-header: 1\nBe brief"}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "type": "custom", "custom": {}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": {}}, USER]},
+        {"messages": [USER], "tools": [{"type": "web_search"}]},
+        {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "examples": []}}]},
+        {"messages": [USER], "chat_template": "x"},
+        {"messages": [USER], "truncate_prompt_tokens": 3},
+        {"messages": [USER], "chat_template_kwargs": {"messages": []}},
+        {"messages": [USER], "chat_template_kwargs": {"chat_template": "x"}},
+    ],
+)
+def test_what_is_not_surely_read_alike_is_left_to_the_engine(folder: Path, body: dict[str, Any]) -> None:
+    with pytest.raises(Unknown) as caught:
+        LocalTokenizer(folder, now).ids(asked(body), Habits())
+    assert caught.value.reason == "unsupported"
+
+
+def test_a_text_has_its_special_tokens_unless_they_are_not_wanted(folder: Path) -> None:
+    local = LocalTokenizer(folder, now)
+    plain = local.ids(asked({"prompt": "Paris", "add_special_tokens": False}, TEXT_PATH), Habits())
+    assert local.ids(asked({"prompt": "Paris"}, TEXT_PATH), Habits()).tolist() == [1, *plain.tolist()]
+    chat = local.ids(asked({"messages": [USER]}), Habits())
+    twice = local.ids(asked({"messages": [USER], "add_special_tokens": True}), Habits())
+    assert np.array_equal(twice, [1, *chat.tolist()])
+
+
+def test_tokens_that_only_the_settings_name_are_tokens(folder: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["added_tokens_decoder"] = {"1024": {"content": "<|new|>", "special": True, "normalized": False}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    body = {"prompt": "<|new|>", "add_special_tokens": False}
+    assert LocalTokenizer(folder, now).ids(asked(body, TEXT_PATH), Habits()).tolist() == [
+        Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
+    ]
+
+
+def test_a_wrong_folder_says_what_is_wrong(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match="name a folder with one"):
+        LocalTokenizer(tmp_path / "nothing", now)
+    with_template(folder, "{% if %}")
+    with pytest.raises(SettingError, match="no Jinja"):
+        LocalTokenizer(folder, now)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(SettingError, match="cannot read"):
+        LocalTokenizer(folder, now)
+
+
+def test_a_model_without_a_template_has_no_chats(folder: Path) -> None:
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(Unknown, match="chat template"):
+        LocalTokenizer(folder, now).ids(asked({"messages": [USER]}), Habits())
