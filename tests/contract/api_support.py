@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 from prometheus_client import CollectorRegistry
 
 from kvrouter.router.api.asgi import Outer, build_api
@@ -21,7 +22,8 @@ from kvrouter.router.model_names import Served
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.question import GroupCover, Hit, Limit, Question
 from kvrouter.router.registration import Registration
-from kvrouter.router.status import Recovery, WorkerStatus
+from kvrouter.router.status import Recovery, TokensStatus, WorkerStatus
+from kvrouter.router.tokens.prompt import Prompt
 
 HASH_BLOCK_SIZE = 16
 
@@ -106,7 +108,7 @@ class TinyCore:
         return ["m"]
 
     def resolve(self, name: str) -> Served:
-        return Served(name)
+        return Served("m", "style", frozenset({"w0"})) if name == "adapter" else Served(name)
 
     def hash_block_size(self, model: str) -> int:
         if model not in self.models():
@@ -118,6 +120,32 @@ class TinyCore:
 
     def health(self) -> list[str]:
         return self.degraded
+
+
+class TinyTokens:
+    """Satisfies TokensPort: a token a byte of the prompt, after a moment; some prompts have their own fate."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, str, Any]] = []
+
+    async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt:
+        body = json.loads(raw)
+        self.asked.append((path, model, body))
+        await asyncio.sleep(0.02)
+        text = body.get("prompt") or "chat"
+        if text == "refused":
+            return Prompt(1, None, "none", "the template says no", reason="refused", refused=True)
+        if text == "unknown":
+            return Prompt(1000, None, "none", "no engine to ask", reason="no_engine")
+        if text == "bug":
+            raise RuntimeError("a bug")
+        return Prompt(len(text), np.frombuffer(text.encode(), np.uint8).astype(np.int64), "render")
+
+    def status(self, model: str, url: str | None) -> TokensStatus:
+        return TokensStatus("render" if url else "none", "" if url else "it has no url")
+
+    def health(self) -> list[str]:
+        return ["tokens differ"]
 
 
 def hit(worker_id: str, gpu: int, cpu: int, disk: int, rank: int = 0, reason: str = "") -> Hit:
@@ -154,9 +182,11 @@ class Answer(msgspec.Struct):
         return error
 
 
-def build(core: TinyCore, clock: Callable[[], float] = lambda: 0.0, **settings: Any) -> tuple[Outer, Metrics]:
+def build(
+    core: TinyCore, clock: Callable[[], float] = lambda: 0.0, tokens: TinyTokens | None = None, **settings: Any
+) -> tuple[Outer, Metrics]:
     metrics = Metrics(CollectorRegistry())
-    return build_api(core, Config(**settings), metrics, clock), metrics
+    return build_api(core, Config(**settings), metrics, clock, tokens), metrics
 
 
 async def ask_app(

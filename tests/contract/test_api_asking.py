@@ -13,7 +13,7 @@ import pytest
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))
-from api_support import TinyCore, build, call, hit
+from api_support import TinyCore, TinyTokens, build, call, hit
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_select_explains_every_candidate(core: TinyCore) -> None:
 
 
 @pytest.mark.parametrize("text", [{"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}])
-def test_text_is_refused_honestly(core: TinyCore, text: dict[str, Any]) -> None:
+def test_text_without_anybody_to_read_it_is_refused_honestly(core: TinyCore, text: dict[str, Any]) -> None:
     answer = call(build(core)[0], "POST", "/select", {"model": "m", **text})
     assert (answer.status, answer.error["code"]) == (400, "tokens_required")
     assert "token_ids" in answer.error["message"]
@@ -266,3 +266,68 @@ def test_decisions_are_timed_by_the_clock_that_was_given(core: TinyCore) -> None
     call(app, "POST", "/select", {"model": "m", "token_ids": [1]})
     assert metrics.registry.get_sample_value("kvrouter_decide_seconds_count") == 2
     assert metrics.registry.get_sample_value("kvrouter_decide_seconds_sum") == pytest.approx(0.75)
+
+
+def test_a_text_is_asked_as_its_tokens(core: TinyCore) -> None:
+    tokens = TinyTokens()
+    body = {"model": "m", "prompt": "Paris", "cache_salt": "s", "dp_rank": 1, "add_special_tokens": False}
+    answer = call(build(core, tokens=tokens)[0], "POST", "/select", body)
+    assert answer.status == 200
+    assert answer.json()["tokens"] == {"source": "render", "num_tokens": 5, "known_tokens": 5, "problem": ""}
+    question = core.asked[-1]
+    assert question.token_ids is not None and question.token_ids.tolist() == list(b"Paris")
+    assert (question.num_tokens, question.cache_salt, question.dp_rank) == (5, "s", 1)
+    # The whole body decides, not only what is known here.
+    assert tokens.asked == [("/v1/completions", "m", body)]
+
+
+def test_a_chat_and_its_tools_are_asked_as_they_came(core: TinyCore) -> None:
+    tokens = TinyTokens()
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}
+    for given in (body, {**body, "prompt": None}):
+        assert call(build(core, tokens=tokens)[0], "POST", "/select", given).status == 200
+    assert tokens.asked[0] == ("/v1/chat/completions", "m", body)
+    packed = msgspec.msgpack.encode(body)
+    headers = {"content-type": "application/msgpack"}
+    assert call(build(core, tokens=tokens)[0], "POST", "/select", packed, headers=headers).status == 200
+    assert tokens.asked[-1] == tokens.asked[0]
+
+
+def test_a_text_without_known_tokens_is_placed_all_the_same(core: TinyCore) -> None:
+    answer = call(build(core, tokens=TinyTokens())[0], "POST", "/select", {"model": "m", "prompt": "unknown"})
+    assert answer.status == 200
+    expected = {"source": "none", "num_tokens": 1000, "known_tokens": 0, "problem": "no engine to ask"}
+    assert answer.json()["tokens"] == expected
+    question = core.asked[-1]
+    assert question.token_ids is None and question.block_hashes is not None and not len(question.block_hashes)
+
+
+def test_a_text_that_the_engine_refuses_is_the_clients_fault(core: TinyCore) -> None:
+    answer = call(build(core, tokens=TinyTokens())[0], "POST", "/select", {"model": "m", "prompt": "refused"})
+    assert (answer.status, answer.error["code"]) == (400, "prompt_refused")
+    assert "the template says no" in answer.error["message"]
+
+
+def test_a_bug_on_the_way_to_tokens_is_ours(core: TinyCore) -> None:
+    answer = call(build(core, tokens=TinyTokens())[0], "POST", "/select", {"model": "m", "prompt": "bug"})
+    assert (answer.status, answer.error["code"]) == (500, "internal_error")
+
+
+@pytest.mark.parametrize("path", ["/query", "/select"])
+def test_an_adapter_is_a_model_of_those_who_have_it(core: TinyCore, path: str) -> None:
+    app = build(core, tokens=TinyTokens())[0]
+    assert call(app, "POST", path, {"model": "adapter", "token_ids": [1, 2]}).status == 200
+    question = core.asked[-1]
+    assert (question.model, question.lora_name, question.worker_ids) == ("m", "style", frozenset({"w0"}))
+    call(app, "POST", path, {"model": "adapter", "token_ids": [1, 2], "workers": ["w0", "w1"], "lora_name": "own"})
+    question = core.asked[-1]
+    assert (question.lora_name, question.worker_ids) == ("own", frozenset({"w0"}))
+
+
+def test_workers_and_health_say_how_tokens_are_found(core: TinyCore) -> None:
+    app = build(core, tokens=TinyTokens())[0]
+    for worker_id, url in (("w0", "http://h:1"), ("w1", None)):
+        call(app, "POST", "/register", {"worker_id": worker_id, "model": "m", "endpoint": "tcp://h:5557", "url": url})
+    rows = call(app, "GET", "/workers").json()["workers"]
+    assert [row["tokens"]["way"] for row in rows] == ["render", "none"]
+    assert call(app, "GET", "/health").json() == {"status": "degraded", "reasons": ["tokens differ"]}

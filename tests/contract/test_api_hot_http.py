@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import sys
 import threading
@@ -16,7 +17,7 @@ import uvicorn
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))
-from api_support import TinyCore, build, hit
+from api_support import TinyCore, TinyTokens, build, hit
 
 from kvrouter.router.api.hot_http import hot_protocol
 
@@ -29,7 +30,7 @@ class Server:
 
     def __init__(self, *, short: bool, api_key: str | None = None) -> None:
         self.core = TinyCore([hit("w0", 16, 32, 48)])
-        app, _ = build(self.core, max_body_bytes=LIMIT_BYTES, api_key=api_key)
+        app, _ = build(self.core, tokens=TinyTokens(), max_body_bytes=LIMIT_BYTES, api_key=api_key)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.port = self._socket.getsockname()[1]
         http = hot_protocol(app) if short else "httptools"
@@ -75,6 +76,11 @@ def servers() -> Iterator[tuple[Server, Server]]:
 
 ASKED = request("/query_by_hash", GOOD)
 
+
+def text(prompt: str, *, close: bool = True) -> bytes:
+    return request("/select", json.dumps({"model": "m", "prompt": prompt}).encode(), close=close)
+
+
 CASES = {
     "an answer": (ASKED,),
     "msgpack wanted": (request("/query_by_hash", GOOD, "accept: application/msgpack"),),
@@ -91,12 +97,20 @@ CASES = {
     ),
     "HTTP/1.0": (ASKED.replace(b"HTTP/1.1", b"HTTP/1.0"),),
     "expecting 100": (request("/query_by_hash", GOOD, "expect: 100-continue"),),
+    "a text": (text("Paris"),),
+    "a text that is refused": (text("refused"),),
+    "a text that meets a bug": (text("bug"),),
+    "texts and hashes pipelined": (
+        text("Paris", close=False) + request("/query_by_hash", GOOD, close=False) + text("x", close=False) + ASKED,
+    ),
+    "a text in HTTP/1.0": (text("Paris").replace(b"HTTP/1.1", b"HTTP/1.0"),),
     "a query string": (request("/query_by_hash?x=1", GOOD),),
 }  # fmt: skip
 
 
 def canonical(answer: bytes) -> list[bytes]:
-    """Lines of heads and bodies; uvicorn orders its own headers as it likes."""
+    """Lines of heads and bodies; uvicorn orders its own headers as it likes, and each selection has an id of its own."""
+    answer = re.sub(rb'"selection_id":"[0-9a-f]{32}"', b"", answer)
     return sorted(answer.replace(b"\r\n", b"\n").split(b"\n"))
 
 
@@ -132,3 +146,15 @@ def test_the_key_is_asked_for_on_both_ways(header: str, status: bytes) -> None:
             server.close()
     assert answers[0].startswith(b"HTTP/1.1 " + status)
     assert canonical(answers[0]) == canonical(answers[1])
+
+
+def test_pipelined_texts_are_answered_in_order(servers: tuple[Server, Server]) -> None:
+    answer = servers[0].exchange(text("Paris", close=False) + request("/version", b"", method="GET"))
+    assert [b"selection_id" in part for part in answer.split(b"HTTP/1.1 ")[1:]] == [True, False]
+
+
+def test_a_client_that_hangs_up_while_its_text_is_read_leaves_nothing(servers: tuple[Server, Server]) -> None:
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", servers[0].port), timeout=10) as client:
+            client.sendall(text("Paris", close=False))
+    assert servers[0].exchange(text("Paris")).startswith(b"HTTP/1.1 200 ")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tokenizer from a folder: what it reads, what it leaves to the engine, what a wrong folder says. Against the engine: tests/engine."""
+"""A tokenizer from a folder: what it reads, what it leaves to the engine, and what a wrong folder says."""
 
 from __future__ import annotations
 

@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request's `model` means: models, aliases, adapters and who has them."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.router.adapters import adapters_in
+from kvrouter.router.errors import UnknownModel
+from kvrouter.router.model_names import ModelNames, Served
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.registration import CatalogSpec, Registration
+
+BASE, OTHER = "base", "other"
+
+
+def worker(
+    worker_id: str, model: str = BASE, rank: int = 0, lora: str | None = None, paths: dict[str, str] | None = None
+) -> Registration:
+    return Registration(
+        worker=WorkerKey(model, worker_id, rank),
+        url=f"http://{worker_id}:1",
+        lora_name=lora,
+        catalog=None if paths is None else CatalogSpec(lora_paths=paths),
+    )
+
+
+def names(*registrations: Registration, listed: dict[str, dict[str, str]] | None = None, **aliases: str) -> ModelNames:
+    found = ModelNames(aliases)
+    found.learn(registrations, listed or {})
+    return found
+
+
+def test_a_registered_model_is_itself() -> None:
+    assert names(worker("w0")).resolve(BASE) == Served(BASE)
+
+
+def test_an_alias_stands_for_a_model_or_an_adapter_and_wins_over_a_model_of_its_name() -> None:
+    found = names(worker("w0", lora="style"), worker("w1", OTHER), gpt=BASE, nice="style", other=BASE)
+    assert found.resolve("gpt") == Served(BASE)
+    assert found.resolve("nice") == Served(BASE, "style", frozenset({"w0"}))
+    assert found.resolve(OTHER) == Served(BASE)
+
+
+def test_an_adapter_is_of_those_who_have_it_however_that_is_known() -> None:
+    found = names(
+        worker("w0", lora="style"),
+        worker("w1", paths={"style": "/a"}),
+        worker("w2"),
+        worker("w3"),
+        worker("w2", rank=1),
+        listed={"http://w2:1": {"style": "/a", "tone": "/b"}},
+    )
+    assert found.resolve("style") == Served(BASE, "style", frozenset({"w0", "w1", "w2"}))
+    assert found.resolve("tone") == Served(BASE, "tone", frozenset({"w2"}))
+
+
+def test_a_name_of_nobody_is_unknown_and_the_error_lists_what_there_is() -> None:
+    with pytest.raises(UnknownModel, match="base, gpt, style"):
+        names(worker("w0", lora="style"), gpt=BASE, gone="nobody").resolve("x")
+    with pytest.raises(UnknownModel, match="none yet"):
+        ModelNames({}).resolve("x")
+
+
+def test_an_adapter_of_two_models_is_neither_ones() -> None:
+    found = names(worker("w0", lora="style"), worker("w1", OTHER, lora="style"))
+    with pytest.raises(UnknownModel) as caught:
+        found.resolve("style")
+    assert caught.value.code == "ambiguous_model"
+
+
+def test_what_is_gone_is_forgotten() -> None:
+    found = names(worker("w0", lora="style"))
+    found.learn([worker("w1", OTHER)], {})
+    assert found.names() == [OTHER]
+    with pytest.raises(UnknownModel):
+        found.resolve("style")
+
+
+def test_names_are_all_that_a_request_may_say() -> None:
+    assert names(worker("w0", lora="style"), gpt=BASE, gone="nobody").names() == [BASE, "gpt", "style"]
+
+
+def test_an_engines_list_names_its_adapters_and_their_paths() -> None:
+    answer = b"""{"object": "list", "data": [
+        {"id": "base", "root": "/models/base", "parent": null, "max_model_len": 9},
+        {"id": "style", "root": "/adapters/style", "parent": "base"}]}"""
+    assert adapters_in(answer) == {"style": "/adapters/style"}
+    assert adapters_in(b'{"data": []}') == {}
+
+
+@pytest.mark.parametrize("answer", [b"", b"{}", b"[]", b'{"data": [{}]}', b'{"data": 3}', b"[" * 5000])
+def test_what_is_no_list_of_models_is_none(answer: bytes) -> None:
+    assert adapters_in(answer) is None

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a body decides its tokens, and the body that goes on with ids in place of text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvrouter.router.errors import BadQuestion
+from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH, WITHOUT_TOKENS, Asked, read
+from kvrouter.router.tokens.engine_forms import Habits, refusal_of, tokenize_body
+from kvrouter.router.tokens.forwarding import MIN_TOKENS, forwarded_body
+from kvrouter.router.tokens.prompt import Prompt, Unknown, estimated_tokens
+
+USER = {"role": "user", "content": "Hi"}
+CHAT = {"messages": [USER]}
+
+
+def asked(body: dict[str, Any], path: str = CHAT_PATH) -> Asked:
+    found = read(path, msgspec.json.encode(body))
+    assert isinstance(found, Asked)
+    return found
+
+
+def test_names_are_whole_words() -> None:
+    assert {"model", "prediction", "return_mm_kwargs", "cache_salt"} <= WITHOUT_TOKENS
+    assert all(len(name) > 1 or name == "n" for name in WITHOUT_TOKENS)
+    # These do decide.
+    assert WITHOUT_TOKENS.isdisjoint(
+        {"messages", "prompt", "tools", "tool_choice", "documents", "reasoning_effort", "suffix", "response_format"}
+    )
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_TOKENS - {"kv_transfer_params"}))
+def test_what_decides_nothing_makes_no_other_prompt(name: str) -> None:
+    assert asked(CHAT | {name: 3}).key == asked(CHAT).key
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tools": [{}]},
+        {"add_generation_prompt": False},
+        {"chat_template_kwargs": {"a": 1}},
+        {"field_of_tomorrow": 1},
+        {"truncate_prompt_tokens": 5},
+        {"tool_choice": "none"},
+        {"messages": [USER, USER]},
+    ],
+)
+def test_what_may_decide_makes_another_prompt(more: dict[str, Any]) -> None:
+    assert asked(CHAT | more).key != asked(CHAT).key
+
+
+def test_limits_of_the_answer_decide_where_the_prompt_is_cut() -> None:
+    cut = CHAT | {"truncate_prompt_tokens": -1}
+    assert asked(cut | {"max_tokens": 5}).key != asked(cut | {"max_tokens": 6}).key
+
+
+def test_a_field_cannot_pass_for_two() -> None:
+    one = Asked("chat", {"a": msgspec.Raw(b'"1b=3:222"')})
+    two = Asked("chat", {"a": msgspec.Raw(b'"1'), "b": msgspec.Raw(b'222"')})
+    assert one.key != two.key
+
+
+@pytest.mark.parametrize(
+    ("part", "media"),
+    [
+        ({"type": "text", "text": "a"}, False),
+        ("a", False),
+        ({"text": "a"}, False),
+        ({"type": "image_url", "image_url": {"url": "x"}}, True),
+        ({"image_url": "x"}, True),
+        ({"type": "text", "text": "a", "image_url": "x"}, True),
+        ({"type": "input_audio", "input_audio": {}}, True),
+        ({"type": "prompt_embeds", "data": "x"}, True),
+        ({"type": ["text"]}, True),
+        ({"type": "something new"}, True),
+    ],
+)
+def test_a_message_with_more_than_text_is_seen(part: Any, media: bool) -> None:
+    found = asked({"messages": [USER, {"role": "user", "content": ["x", part]}]})
+    assert found.media_at == (1 if media else None)
+
+
+def test_features_are_those_that_the_probes_prove() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert asked(CHAT).features == ("chat",)
+    assert asked(CHAT | {"tools": [tool]}).features == ("chat", "tools")
+    assert asked({"messages": [USER, {"role": "tool", "content": "1"}]}).features == ("chat", "tools")
+    assert asked(CHAT | {"continue_final_message": True}).features == ("chat", "continued")
+    assert asked({"prompt": "a"}, TEXT_PATH).features == ("text",)
+
+
+def test_tokenize_is_told_what_the_chat_endpoint_would_make_of_its_own_fields() -> None:
+    message = {"role": "assistant", "content": "a", "reasoning_content": "r"}
+    body = {
+        "messages": [message],
+        "tools": [{}],
+        "tool_choice": "none",
+        "documents": [{"text": "d"}],
+        "reasoning_effort": "none",
+        "chat_template_kwargs": {"own": 1},
+        "add_special_tokens": True,
+        "unheard_of": 1,
+    }
+    told = msgspec.json.decode(tokenize_body(asked(body), Habits()))
+    arguments = {"own": 1, "documents": [{"text": "d"}], "reasoning_effort": "none", "enable_thinking": False}
+    assert told == {
+        "messages": [{"role": "assistant", "content": "a", "reasoning": "r"}],
+        "tools": [{}],
+        "chat_template_kwargs": arguments,
+        "add_special_tokens": True,
+    }
+    assert "tools" not in msgspec.json.decode(tokenize_body(asked(body), Habits(keeps_unused_tools=False)))
+    for name in ("truncate_prompt_tokens", "suffix"):
+        with pytest.raises(Unknown):
+            tokenize_body(asked(CHAT | {name: 1}), Habits())
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (b'{"error": {"message": "too long", "type": "x"}}', "too long"),
+        (b'{"object": "error", "message": "old form"}', "old form"),
+        (b'{"detail": "x"}', ""),
+        (b"<html>", ""),
+        (b'{"error": {"message": "' + b"x" * 9999 + b'"}}', "x" * 500),
+    ],
+)
+def test_an_engines_refusal_is_told_in_its_own_words(answer: bytes, said: str) -> None:
+    assert refusal_of(answer) == said
+
+
+def test_a_prompt_is_a_question_for_what_is_known_of_it() -> None:
+    ids = np.arange(5, dtype=np.int64)
+    whole = Prompt(5, ids, "local").question("m", cache_salt="s")
+    assert whole.token_ids is ids and (whole.num_tokens, whole.cache_salt) == (5, "s")
+    partly = Prompt(900, ids, "local", known_tokens=5).question("m")
+    assert partly.token_ids is ids and partly.num_tokens == 900
+    nothing = Prompt(900, None, "none").question("m")
+    assert nothing.token_ids is None and nothing.block_hashes is not None and nothing.num_tokens == 900
+    assert estimated_tokens(0) == 1
+
+
+IDS = np.arange(MIN_TOKENS, dtype=np.int64)
+FOUND = Prompt(len(IDS), IDS, "render", replaces=True)
+
+
+def body(**fields: Any) -> bytes:
+    return msgspec.json.encode({"model": "m", "prompt": "text", "temperature": 0.1} | fields)
+
+
+def test_a_completion_goes_on_with_its_ids() -> None:
+    sent = msgspec.json.decode(forwarded_body(TEXT_PATH, body(stream=True, echo=False), FOUND))
+    expected = {"model": "m", "prompt": IDS.tolist(), "temperature": 0.1, "stream": True, "echo": False}
+    assert sent == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "raw", "prompt"),
+    [
+        (CHAT_PATH, body(), FOUND),
+        (TEXT_PATH, body(prompt=["text"]), FOUND),
+        (TEXT_PATH, body(prompt=[1, 2]), FOUND),
+        (TEXT_PATH, body(echo=True), FOUND),
+        (TEXT_PATH, body(suffix="x"), FOUND),
+        (TEXT_PATH, body(prompt_logprobs=1), FOUND),
+        (TEXT_PATH, body(truncate_prompt_tokens=1), FOUND),
+        (TEXT_PATH, b"{", FOUND),
+        (TEXT_PATH, body(), Prompt(len(IDS), IDS, "render")),
+        (TEXT_PATH, body(), Prompt(9, IDS[:9], "render", replaces=True)),
+        (TEXT_PATH, body(), Prompt(9, None, "none", replaces=True)),
+    ],
+)
+def test_in_doubt_the_clients_own_body_goes_on(path: str, raw: bytes, prompt: Prompt) -> None:
+    assert forwarded_body(path, raw, prompt) is raw
+
+
+def test_a_nested_prompt_is_refused_and_not_descended() -> None:
+    with pytest.raises(BadQuestion, match="nested"):
+        read(TEXT_PATH, b'{"prompt": [[["a"]]]}')
+    with pytest.raises(BadQuestion):
+        read(TEXT_PATH, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
