@@ -115,6 +115,8 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     metrics = Metrics(registry)
+    # First, as a wrong folder ends the start. In a thread, as a large vocabulary takes a second to load.
+    local = await asyncio.to_thread(local_tokenizers, config) if config.tokenizers else {}
     token = PRIVATE_TOKEN if config.redis is None else None
     if part is not None:
         token = part.token
@@ -153,7 +155,7 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
         models=core.models,
         engines=lambda model: [Engine(*known) for known in core.engine_urls(model).items()],
         session=await stack.enter_async_context(aiohttp.ClientSession()),
-        local=await asyncio.to_thread(local_tokenizers, config),
+        local=local,
         timeout_s=config.tokenize_timeout_s,
         metrics=metrics,
         clock=time.monotonic,
@@ -189,8 +191,6 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
 
 def local_tokenizers(config: Config) -> dict[str, LocalMaker]:
     """Those of the settings, by model. Raises SettingError."""
-    if not config.tokenizers:
-        return {}
     try:
         # An extra, of which most routers have no need.
         from kvrouter.router.tokens.local import LocalTokenizer

@@ -19,6 +19,8 @@ class EngineHttp:
         self.status = 200
         # Seconds until an answer.
         self.delay_s = 0.0
+        # Answers of other paths, empty by default.
+        self.pages: dict[str, bytes] = {}
         self.asked: list[str] = []
         self._connections: list[socket.socket] = []
         self._server: ThreadingHTTPServer | None = None
@@ -38,7 +40,7 @@ class EngineHttp:
             def do_GET(self) -> None:
                 engine.asked.append(self.path)
                 time.sleep(engine.delay_s)
-                body = b""
+                body = engine.pages.get(self.path, b"")
                 if self.path == "/metrics":
                     body = b"# HELP process_start_time_seconds Start time\n# TYPE process_start_time_seconds gauge\n"
                     if engine.start_s is not None:
