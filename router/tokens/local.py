@@ -52,9 +52,10 @@ class LocalTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         tokenizer.add_tokens(_further_tokens(tokenizer, config))
-        self._pieces = Pieces(tokenizer)
+        texts = _templates(folder, config)
         self._special = {name: _content(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
-        self._templates = {name: ChatTemplate(text, now) for name, text in _templates(folder, config).items()}
+        self._templates = {name: ChatTemplate(text, now) for name, text in texts.items()}
+        self._pieces = Pieces(tokenizer, "".join([*texts.values(), *self._special.values()]))
 
     @property
     def held_bytes(self) -> int:

@@ -4,7 +4,7 @@
 A conversation that goes on repeats what was said, and what a template makes of it is cut by special tokens at every message. A
 tokenizer cuts text at those first and treats each piece alone, so a piece has the same ids wherever it stands and however it came
 there. That is a fact of the tokenizer and not of the template (which may rewrite earlier turns at will), and is checked when it is
-loaded: where it does not hold, nothing is remembered and every text is encoded whole.
+loaded: a token for which it does not hold is no cut, and without any cut every text is encoded whole.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tokenizers import Tokenizer
 
 # Eight bytes an id and the text itself; some thousand long messages.
 MEMORY_BYTES = 64 * 1024**2
-# A shorter piece is encoded faster than it is kept in order.
-MIN_PIECE_CHARS = 32
+# Up to this a text is encoded at once; more goes to the library's own threads, without Python's lock, for some 100 us.
+ALONE_CHARS = 2_048
 # What a piece costs beside its text and ids.
 OVERHEAD_BYTES = 200
 
@@ -31,9 +31,9 @@ _TRIAL = (" a b", "b a ", "\n\nGröße", "x", "  ", "日本 go", "1.5")
 
 
 class Pieces:
-    """May be used by several threads."""
+    """May be used by several threads. templates: where texts come from; only tokens that they write are worth cutting at."""
 
-    def __init__(self, tokenizer: Tokenizer, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(self, tokenizer: Tokenizer, templates: str, memory_bytes: int = MEMORY_BYTES) -> None:
         self._tokenizer = tokenizer
         self._memory: OrderedDict[str, NDArray[np.int64]] = OrderedDict()
         self._memory_bytes = memory_bytes
@@ -41,11 +41,10 @@ class Pieces:
         self.held_bytes = 0
         self._cuts: dict[str, int] = {}
         self._at = re.compile(r"(?!)")
-        cuts = _cuts(tokenizer)
+        cuts = _cuts(tokenizer, templates)
         if cuts:
             self._cuts = cuts
-            # The longest first: of two that begin alike, the tokenizer takes the longer.
-            self._at = re.compile("(" + "|".join(map(re.escape, sorted(cuts, key=len, reverse=True))) + ")")
+            self._at = re.compile("(" + "|".join(map(re.escape, cuts)) + ")")
             if not self._holds():
                 self._cuts = {}
 
@@ -72,21 +71,25 @@ class Pieces:
                 else:
                     missing.append(index)
         if missing:
-            # One call, which lets other threads run meanwhile.
-            encoded = self._tokenizer.encode_batch_fast([parts[index] for index in missing], add_special_tokens=False)
-            for index, encoding in zip(missing, encoded, strict=True):
-                ids = np.array(encoding.ids, np.int64)
+            new = self._encoded([parts[index] for index in missing], add_special_tokens=False)
+            for index, ids in zip(missing, new, strict=True):
                 found[index] = ids
                 self._keep(parts[index], ids)
         return np.concatenate([ids for ids in found if ids is not None])
 
     def _whole(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int64]:
-        encoded = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return np.array(encoded[0].ids, np.int64)
+        return self._encoded([text], add_special_tokens=add_special_tokens)[0]
+
+    def _encoded(self, texts: list[str], *, add_special_tokens: bool) -> list[NDArray[np.int64]]:
+        if sum(map(len, texts)) <= ALONE_CHARS:
+            encoded = [self._tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        else:
+            encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [np.array(encoding.ids, np.int64) for encoding in encoded]
 
     def _keep(self, piece: str, ids: NDArray[np.int64]) -> None:
         size = _size_bytes(piece, ids)
-        if len(piece) < MIN_PIECE_CHARS or size > self._memory_bytes // 4:
+        if size > self._memory_bytes // 4:
             return
         ids.setflags(write=False)
         with self._lock:
@@ -114,18 +117,31 @@ def _size_bytes(piece: str, ids: NDArray[np.int64]) -> int:
     return 4 * len(piece) + ids.nbytes + OVERHEAD_BYTES
 
 
-def _cuts(tokenizer: Tokenizer) -> dict[str, int]:
-    """The tokens at which this tokenizer cuts a text before all else, with their ids; none where a piece's ids could depend on
-    what is beside it."""
-    added = tokenizer.get_added_tokens_decoder()
-    # Those that are found in the normalized text are found within a piece, as ever.
-    cuts = {str(token.content): number for number, token in added.items() if not token.normalized}
-    for token in added.values():
-        # These take spaces of their neighbours, or look at them.
-        if token.lstrip or token.rstrip or token.single_word:
-            return {}
-    # A pre-tokenizer that treats the first piece of a text otherwise than all others.
-    return {} if _names_first(json.loads(tokenizer.to_str()).get("pre_tokenizer")) else cuts
+def _cuts(tokenizer: Tokenizer, templates: str) -> dict[str, int]:
+    """Tokens at which this tokenizer cuts a text before all else and whatever is beside them, with their ids."""
+    added = list(tokenizer.get_added_tokens_decoder().items())
+    # One that must be a word of its own looks at its neighbours. And some pre-tokenizers treat a text's first piece otherwise.
+    if any(token.single_word for _, token in added):
+        return {}
+    if _names_first(json.loads(tokenizer.to_str()).get("pre_tokenizer")):
+        return {}
+    # The others are looked for after a text was normalized, that is within a piece.
+    contents = [str(token.content) for _, token in added if not token.normalized]
+    ends = {text[at:] for text in contents for at in range(1, len(text))}
+    return {
+        token.content: number
+        for number, token in added
+        # Those that strip take spaces of their neighbours.
+        if not (token.normalized or token.lstrip or token.rstrip)
+        and token.content in templates
+        and not _overlapped(token.content, contents, ends)
+    }
+
+
+def _overlapped(cut: str, contents: list[str], ends: set[str]) -> bool:
+    """Whether another token may be found in place of this one: one that has it within, or that ends with its beginning."""
+    within = any(cut in text for text in contents if text != cut)
+    return within or any(cut[:length] in ends for length in range(1, len(cut)))
 
 
 def _names_first(part: Any) -> bool:

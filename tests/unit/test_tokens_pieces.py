@@ -19,7 +19,20 @@ from tiny_tokenizer import END, START, build_tokenizer
 from kvrouter.router.tokens.pieces import Pieces
 
 # A character in four texts is one that special tokens are made of, so that halves of them occur too.
-NOISE = (START, END, "<|im_", "end|>", "<bos>", "<", "|>", "\u2581", "</s>", "<think>")
+NOISE = (
+    "the<|im_start|>",
+    "<assistant>  x",
+    START,
+    END,
+    "<|im_",
+    "end|>",
+    "<bos>",
+    "<",
+    "|>",
+    "\u2581",
+    "</s>",
+    "<think>",
+)
 
 
 def texts(rng: Random, count: int) -> list[str]:
@@ -54,13 +67,30 @@ def greedy() -> Tokenizer:
     return tokenizer
 
 
+def whole_words() -> Tokenizer:
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens([AddedToken("weather", normalized=False, single_word=True)])
+    return tokenizer
+
+
+def overlapping() -> Tokenizer:
+    """With tokens that have one of the template's within, or end as it begins."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in ("<|im_end|><", "the<", "|>\n")])
+    return tokenizer
+
+
+TEMPLATE = f"{START}{END}<bos></s><assistant><think>"
+
 KINDS: dict[str, tuple[Callable[[], Tokenizer], bool]] = {
     "bytes": (build_tokenizer, True),
     "always": (lambda: words("always"), True),
     "never": (lambda: words("never"), True),
     "first": (lambda: words("first"), False),
     "normalizing": (normalizing, True),
-    "greedy": (greedy, False),
+    "greedy": (greedy, True),
+    "whole words": (whole_words, False),
+    "overlapping": (overlapping, False),
 }
 
 
@@ -68,7 +98,7 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], bool]] = {
 def test_pieces_make_the_whole(kind: str) -> None:
     make, remembers = KINDS[kind]
     tokenizer = make()
-    pieces = Pieces(tokenizer)
+    pieces = Pieces(tokenizer, TEMPLATE)
     assert pieces.remembers is remembers
     for sample in texts(Random(5), 150) * 2:
         whole = tokenizer.encode(sample, add_special_tokens=False).ids
@@ -84,6 +114,10 @@ class Counting:
         self._tokenizer = tokenizer
         self.chars = 0
 
+    def encode(self, given: str, add_special_tokens: bool) -> object:
+        self.chars += len(given)
+        return self._tokenizer.encode(given, add_special_tokens=add_special_tokens)
+
     def encode_batch_fast(self, given: list[str], add_special_tokens: bool) -> object:
         self.chars += sum(map(len, given))
         return self._tokenizer.encode_batch_fast(given, add_special_tokens=add_special_tokens)
@@ -94,7 +128,7 @@ class Counting:
 
 def test_a_conversation_that_goes_on_is_not_encoded_again() -> None:
     counting = Counting(build_tokenizer())
-    pieces = Pieces(counting)  # type: ignore[arg-type]
+    pieces = Pieces(counting, TEMPLATE)  # type: ignore[arg-type]
     rng = Random(3)
     said = ""
     for _ in range(20):
@@ -106,7 +140,7 @@ def test_a_conversation_that_goes_on_is_not_encoded_again() -> None:
 
 
 def test_memory_is_bounded_and_what_it_gives_cannot_be_changed() -> None:
-    pieces = Pieces(build_tokenizer(), memory_bytes=20_000)
+    pieces = Pieces(build_tokenizer(), TEMPLATE, memory_bytes=20_000)
     for number in range(200):
         pieces.encode(f"{START}{number} " + "word " * 40 + END, add_special_tokens=False)
         assert pieces.held_bytes <= 20_000
