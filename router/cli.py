@@ -23,7 +23,7 @@ from kvrouter.router.client import Client, ClientError
 from kvrouter.router.config import FIELDS, describe, load_config
 from kvrouter.router.errors import RouterError, SettingError, StartError
 from kvrouter.router.printable import printable_json
-from kvrouter.router.tables import candidates_table, text, worker_name, workers_table
+from kvrouter.router.tables import candidates_table, text, tokens_line, worker_name, workers_table
 from kvrouter.router.version import VERSION
 
 EXIT_FAILED = 1
@@ -163,6 +163,10 @@ def explain(
         str | None, typer.Option(metavar="FILE", help="token ids, apart by spaces, commas or lines; - for stdin")
     ] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="the prompt as text")] = None,
+    messages: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="a chat as JSON: its messages, or a chat completion's body; - for stdin"),
+    ] = None,
     lora_name: Annotated[str | None, typer.Option(metavar="NAME", help="the LoRA adapter of the request")] = None,
     cache_salt: Annotated[str | None, typer.Option(metavar="SALT", help="the cache salt of the request")] = None,
     url: Url = DEFAULT_URL,
@@ -170,13 +174,16 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Show which worker would get a prompt, and why: hits by tier, what limits them, load and cost, in tokens."""
-    if (tokens is None) == (prompt is None):
-        raise SettingError("explain needs the prompt: give one of --tokens FILE and --prompt TEXT")
-    body: dict[str, Any] = {"model": model, "explain": True}
+    if (tokens is not None) + (prompt is not None) + (messages is not None) != 1:
+        raise SettingError("explain needs the prompt: give one of --tokens FILE, --prompt TEXT and --messages FILE")
+    body: dict[str, Any] = {}
     if tokens is not None:
         body["token_ids"] = read_tokens(tokens)
+    elif messages is not None:
+        body = read_chat(messages)
     else:
         body["prompt"] = prompt
+    body |= {"model": model, "explain": True}
     if lora_name:
         body["lora_name"] = lora_name
     if cache_salt:
@@ -187,6 +194,8 @@ def explain(
         return
     num_tokens = _shaped(lambda: answer["effective_prefill_tokens"] + answer["overlap"]["disk"])
     console = _console()
+    if "tokens" in answer:
+        console.print(_shaped(lambda: tokens_line(answer["tokens"])), highlight=False)
     console.print(_shaped(lambda: candidates_table(answer, num_tokens)))
     console.print()
     to = text(answer["endpoint"])
@@ -199,16 +208,34 @@ def version() -> None:
     print(f"kvrouter {VERSION}")
 
 
+def _content(flag: str, source: str, form: str) -> str:
+    """The text of a file or, for `-`, of stdin. form: what it should have. Raises SettingError."""
+    try:
+        return sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise SettingError(f"{flag} {source} is no text; write {form}") from None
+    except OSError as error:
+        raise SettingError(f"cannot read {flag} {source}: {error.strerror}; name a readable file") from None
+
+
+def read_chat(source: str) -> dict[str, Any]:
+    """The body of a chat completion from a file or stdin, or its messages alone. Raises SettingError."""
+    form = 'messages like [{"role": "user", "content": "Hi"}]'
+    try:
+        found = msgspec.json.decode(_content("--messages", source, form).encode())
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise SettingError(f"--messages {source} is no JSON; write {form}") from None
+    body = {"messages": found} if isinstance(found, list) else found
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+        raise SettingError(f"--messages {source} has no messages; write {form}")
+    return body
+
+
 def read_tokens(source: str) -> list[int]:
     """Token ids from a file or, for `-`, from stdin: numbers apart by white space or commas, brackets allowed.
 
     Raises SettingError."""
-    try:
-        content = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise SettingError(f"--tokens {source} is no text; write token ids like [1, 2, 3]") from None
-    except OSError as error:
-        raise SettingError(f"cannot read --tokens {source}: {error.strerror}; name a readable file") from None
+    content = _content("--tokens", source, "token ids like [1, 2, 3]")
     words = re.split(r"[\s,]+", content.strip().removeprefix("[").removesuffix("]").strip())
     found = [word for word in words if word]
     for word in found:

@@ -21,7 +21,20 @@ def text(value: Any) -> str:
 def workers_table(workers: list[dict[str, Any]]) -> Table:
     """One row a worker. `blocks` are those of all groups, by medium."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("WORKER", "MODEL", "STATE", "SEQ", "BLOCKS", "CATALOG", "HASHES", "LAG", "GAPS", "URL", "REASON"):
+    for name in (
+        "WORKER",
+        "MODEL",
+        "STATE",
+        "SEQ",
+        "BLOCKS",
+        "CATALOG",
+        "HASHES",
+        "LAG",
+        "GAPS",
+        "TOKENS",
+        "URL",
+        "REASON",
+    ):
         table.add_column(name, justify="right" if name in ("SEQ", "LAG", "GAPS") else "left", overflow="fold")
     for worker in workers:
         lag = worker["lag_ms"]
@@ -35,6 +48,7 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
             text(worker["hash_scheme"]),
             UNKNOWN if lag is None else f"{lag:.1f} ms",
             text(worker["gaps"]),
+            text((worker.get("tokens") or {}).get("way")),
             text(worker["url"]),
             text(worker["reason"]),
         )
@@ -63,6 +77,14 @@ def candidates_table(answer: dict[str, Any], num_tokens: int) -> Table:
             text(_limit(candidate)),
         )
     return table
+
+
+def tokens_line(tokens: dict[str, Any]) -> str:
+    """How many tokens a text has, how that was found, and what is not known of it."""
+    known, whole = tokens["known_tokens"], tokens["num_tokens"]
+    count = f"{whole} tokens" if known == whole else f"about {whole} tokens, {known} of them known"
+    problem = f": {text(tokens['problem'])}" if tokens["problem"] else ""
+    return f"{count} (source: {text(tokens['source'])}){problem}"
 
 
 def worker_name(worker: dict[str, Any]) -> str:

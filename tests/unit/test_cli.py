@@ -169,6 +169,36 @@ def test_explain_as_json_and_from_a_file(stub: Any, capsys: pytest.CaptureFixtur
     assert json.loads(handler.asked[0][2])["token_ids"] == [7, 8]
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["messages", "a body"])
+def test_explain_asks_a_chat_and_says_where_its_tokens_are_from(
+    stub: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, whole: bool
+) -> None:
+    url, handler = stub
+    tokens = {"source": "render", "num_tokens": 3, "known_tokens": 3, "problem": ""}
+    handler.answers["/select"] = (200, json.dumps(SELECTED | {"tokens": tokens}).encode())
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "tools": []}
+    (tmp_path / "c").write_text(json.dumps(chat | {"model": "theirs"} if whole else chat["messages"]))
+    assert run(["explain", "--url", url, "-m", "m", "--messages", str(tmp_path / "c")]) == 0
+    sent = json.loads(handler.asked[0][2])
+    assert sent == (chat if whole else {"messages": chat["messages"]}) | {"model": "m", "explain": True}
+    assert capsys.readouterr().out.startswith("3 tokens (source: render)\n")
+
+
+def test_explain_says_what_is_not_known_of_a_text(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    url, handler = stub
+    tokens = {"source": "none", "num_tokens": 9, "known_tokens": 0, "problem": "no engine [x] to ask"}
+    handler.answers["/select"] = (200, json.dumps(SELECTED | {"tokens": tokens}).encode())
+    assert run(["explain", "--url", url, "-m", "m", "--prompt", "hi"]) == 0
+    assert "about 9 tokens, 0 of them known (source: none): no engine [x] to ask" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", ["", "{", "3", "{}", '{"messages": "x"}'])
+def test_a_file_without_a_chat(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str) -> None:
+    (tmp_path / "c").write_text(content)
+    code, line = failing(capsys, "explain", "-m", "m", "--messages", str(tmp_path / "c"))
+    assert code == 2 and '"role": "user"' in line
+
+
 def test_the_routers_own_words_are_shown(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
     url, handler = stub
     error = {"error": {"message": "send\n token_ids", "type": "t", "code": "tokens_required"}}
@@ -211,8 +241,9 @@ def test_no_router_at_all(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--worker", "w0"], "--worker 'w0'"),
         (["serve", "--redis", "redis://h", "--data-dir", "d"], "--redis and --data-dir"),
         (["serve", "--config", "/nope.yaml"], "/nope.yaml"),
-        (["explain", "--model", "m"], "--tokens FILE and --prompt TEXT"),
-        (["explain", "--model", "m", "--tokens", "f", "--prompt", "x"], "--tokens FILE and --prompt TEXT"),
+        (["explain", "--model", "m"], "--tokens FILE, --prompt TEXT and --messages FILE"),
+        (["explain", "--model", "m", "--tokens", "f", "--prompt", "x"], "give one of --tokens FILE"),
+        (["explain", "--model", "m", "--messages", "/nope"], "/nope"),
         (["explain", "--prompt", "x"], "--model"),
         (["explain", "--model", "m", "--tokens", "/nope"], "/nope"),
         (["nonsense"], "nonsense"),
