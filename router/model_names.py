@@ -34,48 +34,59 @@ class ModelNames:
 
     def __init__(self, aliases: Mapping[str, str]) -> None:
         self.aliases = dict(aliases)
-        self._models: frozenset[str] = frozenset()
-        # By name, then by model: the workers that have the adapter.
-        self._adapters: dict[str, dict[str, set[str]]] = {}
+        # All names that a request may use; an adapter of several models is Ambiguous.
+        self._served: dict[str, Served | Ambiguous] = {}
 
     def learn(self, registrations: Iterable[Registration], listed: Mapping[str, Adapters]) -> None:
         """What is registered now, and what the engines list, by their URL."""
-        models = set()
+        models: set[str] = set()
+        # By name, then by model: the workers that have the adapter.
         adapters: dict[str, dict[str, set[str]]] = {}
         for registration in registrations:
             worker = registration.worker
             models.add(worker.model)
-            named = {registration.lora_name} if registration.lora_name else set()
-            if registration.catalog is not None:
-                named |= registration.catalog.lora_paths.keys()
-            if registration.url is not None:
-                named |= listed.get(registration.url, {}).keys()
-            for name in named:
+            for name in _adapters_of(registration, listed):
                 adapters.setdefault(name, {}).setdefault(worker.model, set()).add(worker.worker_id)
-        self._models, self._adapters = frozenset(models), adapters
+        served: dict[str, Served | Ambiguous] = {}
+        for name, having in adapters.items():
+            (model, worker_ids), *others = having.items()
+            served[name] = Ambiguous(sorted(having)) if others else Served(model, name, frozenset(worker_ids))
+        served |= {model: Served(model) for model in models}
+        served |= {alias: served[target] for alias, target in self.aliases.items() if target in served}
+        self._served = served
 
     def resolve(self, name: str) -> Served:
         """Raises UnknownModel."""
-        wanted = self.aliases.get(name, name)
-        if wanted in self._models:
-            return Served(wanted)
-        having = self._adapters.get(wanted)
-        if having is None:
+        found = self._served.get(name)
+        if isinstance(found, Served):
+            return found
+        if found is None:
             known = ", ".join(map(printable, self.names()[:MAX_LISTED])) or "none yet"
             raise UnknownModel(f"no worker is registered for model {name!r}; registered models: {known}")
-        if len(having) > 1:
-            bases = ", ".join(map(printable, sorted(having)))
-            raise UnknownModel(
-                f"{name!r} is an adapter of several models ({bases}); give it another name in one of them",
-                code="ambiguous_model",
-            )
-        [(model, worker_ids)] = having.items()
-        return Served(model, wanted, frozenset(worker_ids))
+        raise UnknownModel(
+            f"{name!r} is an adapter of several models ({', '.join(map(printable, found.models))}); "
+            "give it another name in one of them",
+            code="ambiguous_model",
+        )
 
     def names(self) -> list[str]:
         """All names that a request may use: models, adapters, and aliases of what is there."""
-        there = self._models | self._adapters.keys()
-        return sorted(there | {alias for alias, target in self.aliases.items() if target in there})
+        return sorted(self._served)
+
+
+class Ambiguous(NamedTuple):
+    """An adapter's name that several models have."""
+
+    models: list[str]
+
+
+def _adapters_of(registration: Registration, listed: Mapping[str, Adapters]) -> set[str]:
+    found = {registration.lora_name} if registration.lora_name else set()
+    if registration.catalog is not None:
+        found |= registration.catalog.lora_paths.keys()
+    if registration.url is not None:
+        found |= listed.get(registration.url, {}).keys()
+    return found
 
 
 def parse_aliases(given: Iterable[str]) -> dict[str, str]:

@@ -194,6 +194,6 @@ class Asking:
 
 def _both(some: frozenset[str] | None, others: frozenset[str] | None) -> frozenset[str] | None:
     """What is in both; None stands for all."""
-    if some is None or others is None:
-        return others if some is None else some
-    return some & others
+    if others is None:
+        return some
+    return others if some is None else some & others
