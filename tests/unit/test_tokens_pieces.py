@@ -20,6 +20,7 @@ from kvrouter.router.tokens.pieces import Pieces
 
 # A character in four texts is one that special tokens are made of, so that halves of them occur too.
 NOISE = (
+    START + "user",
     "the<|im_start|>",
     "<assistant>  x",
     START,
