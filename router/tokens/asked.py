@@ -117,9 +117,18 @@ class Asked:
             return None
         return next((index for index, message in enumerate(self.messages) if _has_media(message)), None)
 
+    @property
+    def text_bytes(self) -> int:
+        """How much of the messages is text; of pictures there may be megabytes."""
+        contents = [message.get("content") for message in self.messages]
+        texts = [content for content in contents if isinstance(content, str)]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
+        texts += [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+        return sum(map(len, texts))
+
     @cached_property
     def features(self) -> tuple[Feature, ...]:
-        if self.kind == "text":
+        if self.kind != "chat":
             return ("text",)
         found: list[Feature] = ["chat"]
         if self.has("tools") or any(m.get("role") == "tool" or m.get("tool_calls") for m in self.messages):

@@ -24,6 +24,7 @@ from token_engine import TokenEngine, tokens_of
 
 from kvrouter.router.errors import BadQuestion
 from kvrouter.router.metrics import Metrics
+from kvrouter.router.tokens import engines as judged_engines
 from kvrouter.router.tokens import tokenizing as module
 from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH, Asked
 from kvrouter.router.tokens.engine_client import ASKS_PER_ENGINE, Engine
@@ -52,7 +53,7 @@ class Here:
 
     def ids(self, asked: Asked, habits: Habits) -> NDArray[np.int64]:
         self.made += 1
-        if asked.has("chat_template"):
+        if asked.kind == "responses" or asked.has("chat_template"):
             raise Unknown("unsupported", "chat_template is not read here")
         body = {name: asked.value(name) for name in asked.fields}
         found = tokens_of(body, drop_tools=not habits.keeps_unused_tools)
@@ -238,7 +239,7 @@ def test_a_tokenizer_here_that_differs_is_named_and_not_used(wrong: str, way: st
 
 
 def test_an_engine_that_starts_anew_is_judged_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_JUDGE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(judged_engines, "MIN_JUDGE_INTERVAL_S", 0.0)
 
     async def test() -> None:
         async with case(local=Here()) as it:
@@ -432,6 +433,30 @@ def test_images_are_known_up_to_the_first() -> None:
             assert prompt.num_tokens > len(known)
             # No picture went anywhere.
             assert not any("image_url" in str(body) for _, body in it.engines[0].asked)
+
+    run(test())
+
+
+def test_a_picture_is_not_counted_by_its_bytes_nor_its_stand_in_held_against_the_client() -> None:
+    async def test() -> None:
+        part = {"type": "image_url", "image_url": {"url": "data:," + "x" * 500_000}}
+        body = [{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}]
+        async with case() as it:
+            assert (await it.chat(messages=body)).num_tokens < 5_000
+            it.engines[0].statuses = {RENDER_CHAT: 400}
+            prompt = await it.chat(messages=[{"role": "system", "content": "a"}, *body])
+            assert (prompt.reason, prompt.refused, prompt.source) == ("media", False, "none")
+            assert prompt.num_tokens < 5_000
+
+    run(test())
+
+
+def test_responses_are_rendered_whatever_is_here() -> None:
+    async def test() -> None:
+        async with case(local=Here()) as it:
+            it.engines[0].tokens = lambda body: [6] if "input" in body else tokens_of(body)
+            prompt = await it.tokenizing.prompt("/v1/responses", MODEL, msgspec.json.encode({"input": "Hi"}))
+            assert (ids(prompt), prompt.source) == ([6], "render")
 
     run(test())
 

@@ -21,3 +21,23 @@ def write_chat_model(folder: Path) -> Path:
     write_tokenizer(folder)
     (folder / "config.json").write_text(json.dumps(chat_config()))
     return folder
+
+
+def write_adapter(folder: Path) -> Path:
+    """A LoRA adapter with random weights for this model's query projections: `--enable-lora --lora-modules NAME=FOLDER`."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config, rank = chat_config(), 8
+    generator = torch.Generator().manual_seed(1)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        queries = config["num_attention_heads"] * config["head_dim"]
+        weights[f"{name}.lora_A.weight"] = torch.randn(rank, config["hidden_size"], generator=generator)
+        weights[f"{name}.lora_B.weight"] = torch.randn(queries, rank, generator=generator)
+    save_file(weights, str(folder / "adapter_model.safetensors"))
+    described = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    return folder

@@ -20,12 +20,12 @@ import zmq
 pytest.importorskip("vllm")
 
 import aiohttp
-from chat_model import write_chat_model
+from chat_model import write_adapter, write_chat_model
 from chat_server import ChatServer
 from chats import chat, requests
-from engine_process import MAX_MODEL_LEN, last_published
+from engine_process import last_published
 from prometheus_client import CollectorRegistry
-from router_process import RouterProcess
+from router_process import RouterError, RouterProcess
 
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.tokens.engine_client import Engine
@@ -40,6 +40,7 @@ CONVERSATIONS = 12
 TURNS = 4
 MODEL = "chat-tiny"
 WORKER = "real"
+ADAPTER = "style"
 TIMEOUT_S = 60.0
 
 
@@ -52,13 +53,28 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(
     request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[ChatServer]:
-    with ChatServer(tmp_path_factory.mktemp("serve"), model, request.param) as running:
+    folder = tmp_path_factory.mktemp("serve")
+    adapter = write_adapter(folder / "adapter")
+    lora = ("--enable-lora", "--max-lora-rank", "8", "--lora-modules", f"{ADAPTER}={adapter}")
+    with ChatServer(folder, model, (*request.param, *lora)) as running:
         yield running
 
 
-def truths(server: ChatServer, asked: list[tuple[str, dict[str, Any]]]) -> list[list[int] | None]:
-    """What the engine made of each, None where it refuses it."""
+Asked = list[tuple[str, dict[str, Any]]]
 
+
+@pytest.fixture(scope="module")
+def asked(seed: int) -> Asked:
+    return list(requests(random.Random(seed), REQUESTS))
+
+
+@pytest.fixture(scope="module")
+def expected(server: ChatServer, asked: Asked) -> list[list[int] | None]:
+    """What the engine made of each, None where it refuses it."""
+    return truths(server, asked)
+
+
+def truths(server: ChatServer, asked: Asked) -> list[list[int] | None]:
     def ask(request: tuple[str, dict[str, Any]]) -> list[int] | None:
         path, body = request
         status, answer = server.post(path, body | {"max_tokens": 1, "return_token_ids": True})
@@ -73,7 +89,7 @@ def truths(server: ChatServer, asked: list[tuple[str, dict[str, Any]]]) -> list[
         return list(pool.map(ask, asked))
 
 
-async def prompts(server: ChatServer, asked: list[tuple[str, dict[str, Any]]], local: Path | None) -> list[Prompt]:
+async def prompts(server: ChatServer, asked: Asked, local: Path | None) -> list[Prompt]:
     async with aiohttp.ClientSession() as session:
         tokenizing = Tokenizing(
             models=lambda: [MODEL],
@@ -96,14 +112,18 @@ async def prompts(server: ChatServer, asked: list[tuple[str, dict[str, Any]]], l
 
 @pytest.mark.parametrize("here", [False, True], ids=["asked", "made here"])
 def test_tokens_are_the_engines(
-    server: ChatServer, model: Path, here: bool, seed: int, table: Callable[..., None], request: pytest.FixtureRequest
+    server: ChatServer,
+    model: Path,
+    asked: Asked,
+    expected: list[list[int] | None],
+    here: bool,
+    seed: int,
+    table: Callable[..., None],
+    request: pytest.FixtureRequest,
 ) -> None:
-    asked = list(requests(random.Random(seed), REQUESTS))
-    expected = truths(server, asked)
     found = asyncio.run(prompts(server, asked, model if here else None))
     wrong = []
     sources: Counter[str] = Counter()
-    equal = 0
     for (path, body), truth, prompt in zip(asked, expected, found, strict=True):
         sources[prompt.source] += 1
         if truth is None:
@@ -111,7 +131,6 @@ def test_tokens_are_the_engines(
             continue
         if prompt.token_ids is None or prompt.token_ids.tolist() != truth:
             wrong.append(f"seed {seed}, {path} {body}\n  engine {truth}\n  router {prompt}")
-        equal += not wrong
     known = [truth for truth in expected if truth is not None]
     table(
         "Tokens from text (vllm serve, tiny hybrid model, its own tokenizer and template)",
@@ -131,6 +150,18 @@ def test_tokens_are_the_engines(
         assert sources["local"] >= 0.9 * REQUESTS
 
 
+def wait_for_adapter(router: RouterProcess) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            router.request("POST", "/query", {"model": ADAPTER, "token_ids": [1]})
+        except RouterError:
+            assert time.monotonic() < deadline, "the router does not see the engine's adapter"
+            time.sleep(0.1)
+        else:
+            return
+
+
 @pytest.mark.parametrize("here", [False, True], ids=["asked", "made here"])
 def test_conversations_reuse_what_the_router_said(
     server: ChatServer,
@@ -141,60 +172,64 @@ def test_conversations_reuse_what_the_router_said(
     table: Callable[..., None],
     request: pytest.FixtureRequest,
 ) -> None:
-    rng = random.Random(seed + 1)
+    rng = random.Random(seed + 1 + here)
     arguments = ["--tokenizer", f"{MODEL}={model}"] if here else []
     arguments += ["--model-alias", f"assistant={MODEL}", "--tokenize-timeout-s", str(TIMEOUT_S)]
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    wrong, hits, reused, total, seq = [], 0, 0, 0, -1
-    conversations = [chat(rng)["messages"][:4] for _ in range(CONVERSATIONS)]
+    seq = -1
+    wrong: list[str] = []
+    hits: Counter[str] = Counter()
+    reused = total = 0
+    # The name that the router is asked by, and the engine's own.
+    names = [("assistant", MODEL), ("assistant", MODEL), (ADAPTER, ADAPTER)]
+    conversations = [(names[n % len(names)], chat(rng)["messages"][:4]) for n in range(CONVERSATIONS)]
+    # One that both the model and its adapter are told: neither may be credited with the other's blocks.
+    conversations += [(name, list(conversations[0][1])) for name in names[1:]]
     with RouterProcess(tmp_path / "router", arguments) as router:
         try:
-            registration = {
-                "worker_id": WORKER,
-                "model": MODEL,
-                "url": server.url,
-                "endpoint": server.endpoint,
-                "replay_endpoint": server.replay_endpoint,
-            }
-            router.request("POST", "/register", registration)
+            registration = {"worker_id": WORKER, "model": MODEL, "url": server.url, "endpoint": server.endpoint}
+            router.request("POST", "/register", registration | {"replay_endpoint": server.replay_endpoint})
             router.wait_connected(WORKER)
+            wait_for_adapter(router)
             for _ in range(TURNS):
-                for messages in conversations:
-                    messages.append(
-                        {"role": "user", "content": " ".join(rng.choice(("alpha", "beta")) for _ in range(40))}
-                    )
+                question = " ".join(rng.choice(("alpha", "beta")) for _ in range(40))
+                for (name, served), messages in conversations:
+                    messages.append({"role": "user", "content": question})
                     seq = last_published(context, server.replay_endpoint, seq)
                     if seq >= 0:
                         router.wait_seen(WORKER, seq)
                     body: dict[str, Any] = {"messages": messages}
-                    said = router.request("POST", "/select", body | {"model": "assistant"})
-                    status, answer = server.post(
-                        "/v1/chat/completions", body | {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
-                    )
+                    said = router.request("POST", "/select", body | {"model": name})
+                    sampling = {"max_tokens": 4, "temperature": 0, "ignore_eos": True}
+                    status, answer = server.post("/v1/chat/completions", body | sampling | {"model": served})
                     assert status == 200, answer
                     usage = answer["usage"]
                     cached = usage["prompt_tokens_details"]["cached_tokens"]
                     if (said["overlap"]["gpu"], said["tokens"]["num_tokens"]) != (cached, usage["prompt_tokens"]):
-                        wrong.append(f"seed {seed}: said {said}, the engine {usage}")
-                    hits += cached > 0
+                        wrong.append(f"seed {seed}, {served}: said {said}, the engine {usage}")
+                    hits[served] += cached > 0
                     reused += cached
                     total += usage["prompt_tokens"]
-                    assert usage["prompt_tokens"] < MAX_MODEL_LEN
                     messages.append(
                         {"role": "assistant", "content": answer["choices"][0]["message"]["content"] or "ok"}
                     )
             way = router.worker(WORKER)["tokens"]
         finally:
             context.destroy(linger=0)
-    count = TURNS * CONVERSATIONS
+    count = TURNS * len(conversations)
     table(
-        "Conversations by text through /select, one at a time (same engine)",
-        ("ways", "requests", "predicted = delivered", "with a hit", "tokens reused"),
-        (request.node.callspec.id, str(count), str(count - len(wrong)), str(hits), f"{reused / total:.0%}"),
+        "Conversations by text through /select, one at a time (same engine; a third asks its LoRA adapter)",
+        ("ways", "requests", "predicted = delivered", "with a hit", "the adapter's", "tokens reused"),
+        (
+            request.node.callspec.id,
+            str(count),
+            str(count - len(wrong)),
+            str(hits.total()),
+            str(hits[ADAPTER]),
+            f"{reused / total:.0%}",
+        ),
     )
     assert not wrong, "\n".join(wrong[:3])
-    assert way == {
-        "way": "local" if here else (request.node.callspec.params["server"] and "render") or "tokenize",
-        "problem": "",
-    }
-    assert hits >= count // 3
+    asked_way = "render" if request.node.callspec.params["server"] else "tokenize"
+    assert way == {"way": "local" if here else asked_way, "problem": ""}
+    assert hits.total() >= count // 3 and hits[ADAPTER] >= CONVERSATIONS // 3

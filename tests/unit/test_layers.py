@@ -45,6 +45,7 @@ ROUTER_LAYERS = (
     {"tokens.engine_forms", "tokens.memory", "tokens.forwarding"},
     {"tokens.probes", "tokens.conversation", "tokens.engine_client"},
     {"tokens.judging", "tokens.local"},
+    {"tokens.engines"},
     {"tokens.tokenizing"},
     {"hold", "told", "shares"},
     {"stream"},
