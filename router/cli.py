@@ -281,8 +281,8 @@ def demo(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def sim(context: typer.Context) -> None:
-    """Run one simulated engine replica: vLLM's cache and event stream without a model. `kvrouter sim --help` for more."""
-    from kvrouter.simulator.server import main as run_replica
+    """Run simulated engine replicas: vLLM's scheduler and cache without a model. `kvrouter sim --help` for more."""
+    from kvrouter.simulator.command import main as run_replica
 
     raise typer.Exit(run_replica(context.args))
 

@@ -35,7 +35,7 @@ from kvrouter.simulator.demo_trace import (
     working_set_blocks,
 )
 from kvrouter.simulator.demo_view import View
-from kvrouter.simulator.server import ReplicaServer
+from kvrouter.simulator.server import ReplicaServer, ServerThread
 
 # One prompt in so many goes round robin before the router takes over, as traffic did before there was one: so prefixes
 # lie on several replicas, which is when a choice matters.
@@ -305,9 +305,11 @@ def _start(
         server = ReplicaServer(
             scene.geometry, scene.num_blocks, context=context, model=f"sim-{shape}", chunk_tokens=scene.chunk_tokens
         )
-        stack.callback(server.stop)
-        server.start()
+        stack.callback(server.release)
         fleet.append(server)
+    thread = ServerThread(fleet)
+    stack.callback(thread.stop)
+    thread.start()
     demo = Demo(fleet, router, http, warmup)
     demo.register()
     return demo

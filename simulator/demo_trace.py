@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from kvrouter.simulator.hit import group_hashes
 from kvrouter.simulator.pool import Key
-from kvrouter.simulator.replica import VOCABULARY, Replica, next_token
+from kvrouter.simulator.replica import Replica
 from kvrouter.simulator.shapes import Geometry, gemma3, gpt_oss, llama, qwen3_next
+from kvrouter.simulator.text import next_token
+from kvrouter.simulator.tokenizer import VOCABULARY
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def full_attention_hit(replica: Replica, tokens: Sequence[int]) -> int:
     geometry = replica.geometry
     ids = [i for i, group in enumerate(geometry.groups) if group.kind == "full_attention"]
     size = geometry.groups[ids[0]].block_size
-    hashes = group_hashes(replica.hashes(tokens), geometry.hash_block_size, size)
+    hashes = group_hashes(replica.text(tokens).hashes, geometry.hash_block_size, size)
     covered = 0
     for block_hash in hashes[: (len(tokens) - 1) // size]:
         if not all(replica.pool.copies(Key(i, block_hash)) for i in ids):

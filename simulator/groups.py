@@ -8,37 +8,10 @@ Source: vLLM 0.32.0 single_type_kv_cache_manager.py, the manager of each kind.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from kvrouter.simulator.hit import group_hashes
+from kvrouter.simulator.job import Job, Table
 from kvrouter.simulator.pool import Block, BlockPool, Key, Stored
 from kvrouter.simulator.shapes import Geometry, GroupShape
-
-
-@dataclass(slots=True)
-class Table:
-    """One request's blocks in one group, by position; the null block where none is kept.
-
-    cached_blocks: positions that were offered to the cache already. retired_blocks and last_state: Mamba only.
-    """
-
-    blocks: list[Block] = field(default_factory=list)
-    cached_blocks: int = 0
-    retired_blocks: int = 0
-    last_state: int | None = None
-
-
-@dataclass(slots=True)
-class Job:
-    """A request on its way: prompt and sampled tokens, their hashes, and its tables, one a group."""
-
-    prompt_tokens: int
-    tokens: list[int]
-    hashes: list[bytes]
-    tables: list[Table]
-    cache_salt: str | None = None
-    computed: int = 0
-    junction: int = 0
 
 
 class Group:
@@ -49,10 +22,10 @@ class Group:
         self.shape = shape
         self.geometry = geometry
         self.pool = pool
+        self.block_size = shape.block_size
 
-    @property
-    def block_size(self) -> int:
-        return self.shape.block_size
+    def step_starts(self) -> None:
+        """Called before each step is planned."""
 
     def skipped_tokens(self, computed: int) -> int:
         """How many leading tokens the next token no longer needs, `computed` tokens being done."""
@@ -69,13 +42,58 @@ class Group:
             table.blocks[i] = self.pool.null
         self.pool.release(dropped)
 
-    def adopt(self, table: Table, found: Sequence[Block], hit_tokens: int) -> None:
-        """Start a request on the blocks of its hit, holding those that it still needs."""
-        skipped = self.skipped_tokens(hit_tokens) // self.block_size
+    def adopt(self, table: Table, found: Sequence[Block], reached_tokens: int) -> None:
+        """Start a request on the blocks of its hit, holding those that it still needs.
+
+        reached_tokens: where it goes on, behind the hit and what is loaded beyond it.
+        """
+        skipped = self.skipped_tokens(reached_tokens) // self.block_size
         kept = found[skipped:]
         self.pool.touch(kept)
         table.blocks = [self.pool.null] * skipped + list(kept)
         table.cached_blocks = len(table.blocks)
+
+    def receive(self, table: Table, reached_tokens: int, loaded_tokens: int) -> None:
+        """Add the blocks that a load of the last `loaded_tokens` of `reached_tokens` writes, where they are needed."""
+        if min(reached_tokens - self.skipped_tokens(reached_tokens), loaded_tokens) > 0:
+            table.blocks += self.pool.take(max(0, -(-reached_tokens // self.block_size) - len(table.blocks)))
+
+    def needed_blocks(
+        self, table: Table, tokens: int, found: Sequence[Block], reached_tokens: int, cap: int | None = None
+    ) -> int:
+        """Free blocks that a text of `tokens` tokens takes from the pool, unheld ones among its hit counted in.
+
+        cap: the most that are held at once, where the whole text is asked about. Source: get_num_blocks_to_allocate.
+        """
+        required = -(-tokens // self.block_size)
+        if cap is not None:
+            required = min(required, cap)
+        held = len(table.blocks)
+        if held:
+            return max(required - held, 0)
+        skipped = self.skipped_tokens(reached_tokens) // self.block_size
+        return max(required - max(skipped, len(found)), 0) + self._unheld(found[skipped:])
+
+    def _unheld(self, blocks: Sequence[Block]) -> int:
+        null = self.pool.null
+        return sum(block.refs == 0 and block is not null for block in blocks)
+
+    def admission_cap(self, chunk_tokens: int, max_text_tokens: int) -> int | None:
+        """The most blocks that admission counts for one request; None: all of its text."""
+        return None
+
+    def drops_at(self, computed: int) -> int | None:
+        """The least length above `computed` at which `drop_skipped` has something new to let go; None: never."""
+        return None
+
+    def quiet_until(self, table: Table, computed: int) -> int:
+        """The length that steps of one token may reach without dropping, adding or committing a block.
+
+        computed: what `drop_skipped` was last told.
+        """
+        quiet = min(len(table.blocks) * self.block_size, (table.cached_blocks + 1) * self.block_size - 1)
+        drops = self.drops_at(computed)
+        return quiet if drops is None else min(quiet, drops)
 
     def grow(self, table: Table, tokens: int) -> None:
         """Add blocks until `tokens` tokens have a slot."""
@@ -100,27 +118,32 @@ class Group:
         start, end = table.cached_blocks, tokens // size
         if start >= end:
             return
-        hashes = group_hashes(request.hashes, self.geometry.hash_block_size, size)
+        hashes, units = request.text.hashes, size // self.geometry.hash_block_size
         boundaries = [request.prompt_tokens - 1]
         if request.junction:
             boundaries.append(request.junction)
         mask = self.mask(start, end, boundaries)
-        cached: list[int] = []
+        cached: list[bytes] = []
+        first_cached = False
         for i in range(start, end):
             block = table.blocks[i]
             if block is self.pool.null or (mask is not None and not mask[i - start]):
                 continue
-            self.pool.cache(block, Key(self.group_idx, hashes[i]))
-            cached.append(i)
-        salt = request.cache_salt
+            block_hash = hashes[(i + 1) * units - 1]
+            self.pool.cache(block, Key(self.group_idx, block_hash))
+            cached.append(block_hash)
+            first_cached |= i == 0
+        extra_keys: list[tuple[str, ...] | None] = [None] * len(cached)
+        if first_cached and request.text.cache_salt:
+            extra_keys[0] = (request.text.cache_salt,)
         self.pool.tell(
             Stored(
                 group_idx=self.group_idx,
-                hashes=tuple(hashes[i] for i in cached),
-                parent=hashes[start - 1] if start else None,
-                tokens=tuple(request.tokens[start * size : end * size]),
+                hashes=tuple(cached),
+                parent=hashes[start * units - 1] if start else None,
+                tokens=request.text.tokens(start * size, end * size),
                 block_size=size,
-                extra_keys=tuple((salt,) if salt and i == 0 else None for i in cached),
+                extra_keys=tuple(extra_keys),
             )
         )
         table.cached_blocks = end
@@ -137,15 +160,16 @@ class FullGroup(Group):
             return
         block = request.tables[self.group_idx].blocks[boundary // size]
         n = boundary // unit - 1
-        if not self.pool.cache(block, Key(self.group_idx, request.hashes[n])):
+        text = request.text
+        if not self.pool.cache(block, Key(self.group_idx, text.hashes[n])):
             return
-        salt = request.cache_salt
+        salt = text.cache_salt
         self.pool.tell(
             Stored(
                 group_idx=self.group_idx,
-                hashes=(request.hashes[n],),
-                parent=request.hashes[n - 1] if n else None,
-                tokens=tuple(request.tokens[boundary - unit : boundary]),
+                hashes=(text.hashes[n],),
+                parent=text.hashes[n - 1] if n else None,
+                tokens=text.tokens(boundary - unit, boundary),
                 block_size=unit,
                 extra_keys=((salt,) if salt and n == 0 else None,),
             )
@@ -162,6 +186,13 @@ class WindowGroup(Group):
 
     def skipped_tokens(self, computed: int) -> int:
         return max(0, computed - self.window + 1)
+
+    def drops_at(self, computed: int) -> int | None:
+        return self.window - 1 + (self.skipped_tokens(computed) // self.block_size + 1) * self.block_size
+
+    def admission_cap(self, chunk_tokens: int, max_text_tokens: int) -> int | None:
+        # One more, as the window may begin inside a block. Source: SlidingWindowSpec.max_admission_blocks_per_request.
+        return -(-min(self.window - 1 + chunk_tokens, max_text_tokens) // self.block_size) + 1
 
     def peak_blocks(self, tokens: int, chunk_tokens: int) -> int:
         held = -(-(self.window - 1 + chunk_tokens) // self.block_size) + 1
@@ -186,8 +217,59 @@ class WindowGroup(Group):
         return mask
 
 
+class ChunkedGroup(Group):
+    """Chunked local attention: a token sees its own chunk of the text and nothing before it."""
+
+    @property
+    def chunk(self) -> int:
+        assert self.shape.attention_chunk is not None
+        return self.shape.attention_chunk
+
+    def skipped_tokens(self, computed: int) -> int:
+        return computed // self.chunk * self.chunk
+
+    def drops_at(self, computed: int) -> int | None:
+        return (computed // self.chunk + 1) * self.chunk
+
+    def admission_cap(self, chunk_tokens: int, max_text_tokens: int) -> int | None:
+        # Source: ChunkedLocalAttentionSpec.max_admission_blocks_per_request.
+        return -(-min(self.chunk + chunk_tokens, max_text_tokens) // self.block_size)
+
+    def peak_blocks(self, tokens: int, chunk_tokens: int) -> int:
+        # One more than admission counts, as a chunk that is no multiple of the block begins inside one.
+        held = -(-(self.chunk + chunk_tokens) // self.block_size) + 1
+        return min(held, super().peak_blocks(tokens, chunk_tokens))
+
+
 class MambaGroup(Group):
     """Mamba in "align" mode: a block holds the state at its end; only the running one and its predecessor are kept."""
+
+    def __init__(self, group_idx: int, shape: GroupShape, geometry: Geometry, pool: BlockPool) -> None:
+        super().__init__(group_idx, shape, geometry, pool)
+        # Keys of the states that the step under way writes: no other request may start on one before the next step.
+        self._unwritten: set[Key] = set()
+
+    def step_starts(self) -> None:
+        self._unwritten.clear()
+
+    def commit(self, request: Job, tokens: int) -> None:
+        table = request.tables[self.group_idx]
+        start = table.cached_blocks
+        super().commit(request, tokens)
+        for block in table.blocks[start : table.cached_blocks]:
+            self._unwritten.update(block.keys)
+
+    def needed_blocks(
+        self, table: Table, tokens: int, found: Sequence[Block], reached_tokens: int, cap: int | None = None
+    ) -> int:
+        if found and not self._unwritten.isdisjoint(found[-1].keys):
+            # More than there are: the request waits a step.
+            return self.pool.num_blocks + 1
+        new = -(-tokens // self.block_size) - len(found) - len(table.blocks)
+        return min(new, 1) + self._unheld(found)
+
+    def drops_at(self, computed: int) -> int | None:
+        return -(-computed // self.block_size) * self.block_size + 1
 
     def skipped_tokens(self, computed: int) -> int:
         return computed - 1
@@ -242,5 +324,10 @@ class MambaGroup(Group):
 
 def make_group(group_idx: int, geometry: Geometry, pool: BlockPool) -> Group:
     """The group of that index, of the class that its kind asks for."""
-    kinds = {"full_attention": FullGroup, "sliding_window": WindowGroup, "mamba": MambaGroup}
+    kinds = {
+        "full_attention": FullGroup,
+        "sliding_window": WindowGroup,
+        "chunked_local_attention": ChunkedGroup,
+        "mamba": MambaGroup,
+    }
     return kinds[geometry.groups[group_idx].kind](group_idx, geometry.groups[group_idx], geometry, pool)

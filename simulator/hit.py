@@ -74,6 +74,19 @@ def _sliding(
     return columns
 
 
+def _chunked(
+    pool: BlockPool, ids: Sequence[int], hashes: Sequence[bytes], limit: int, size: int, chunk: int
+) -> list[list[Block]]:
+    """All blocks before the chunk that `limit` lies in, which nobody needs, then the unbroken run inside it."""
+    columns = [[pool.null] * len(ids)] * (limit // chunk * chunk // size)
+    for block_hash in hashes[len(columns) : limit // size]:
+        found = pool.find(ids, block_hash)
+        if found is None:
+            break
+        columns.append(found)
+    return columns
+
+
 def _mamba(
     pool: BlockPool, ids: Sequence[int], hashes: Sequence[bytes], limit: int, size: int, align: int
 ) -> list[list[Block]]:
@@ -92,6 +105,9 @@ def _columns(
         return _full(pool, ids, hashes, limit, shape.block_size, align)
     if shape.kind == "mamba":
         return _mamba(pool, ids, hashes, limit, shape.block_size, align)
+    if shape.kind == "chunked_local_attention":
+        assert shape.attention_chunk is not None
+        return _chunked(pool, ids, hashes, limit, shape.block_size, shape.attention_chunk)
     assert shape.sliding_window is not None
     return _sliding(pool, ids, hashes, limit, shape.block_size, align, shape.sliding_window)
 

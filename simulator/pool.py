@@ -8,7 +8,7 @@ No I/O, clock or lock.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,7 +60,7 @@ class Block:
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.refs = 0
-        self.keys: list[Key] = []
+        self.keys: tuple[Key, ...] = ()
 
     def __repr__(self) -> str:
         return f"Block({self.block_id}, refs={self.refs}, keys={len(self.keys)})"
@@ -75,8 +75,9 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.null = Block(0)
         self._free: OrderedDict[int, Block] = OrderedDict((i, Block(i)) for i in range(1, num_blocks))
-        # Copies of one key in the order in which they were cached; a look-up gets the oldest.
-        self._found: dict[Key, dict[int, Block]] = {}
+        # By group and hash: the copies in the order in which they were cached; a look-up gets the oldest.
+        # Most keys have one copy, and a dict for each would be most of the memory.
+        self._found: defaultdict[int, dict[bytes, Block | dict[int, Block]]] = defaultdict(dict)
         self._events: list[Event] = []
 
     @property
@@ -90,20 +91,25 @@ class BlockPool:
 
     def copies(self, key: Key) -> int:
         """How many physical blocks carry `key`."""
-        return len(self._found.get(key, ()))
+        found = self._found[key.group_idx].get(key.block_hash)
+        return 0 if found is None else 1 if isinstance(found, Block) else len(found)
 
     def resident(self) -> dict[Key, int]:
         """Every findable key with its number of copies."""
-        return {key: len(blocks) for key, blocks in self._found.items()}
+        return {
+            (key := Key(group_idx, block_hash)): self.copies(key)
+            for group_idx, found in self._found.items()
+            for block_hash in found
+        }
 
     def find(self, group_ids: Sequence[int], block_hash: bytes) -> list[Block] | None:
         """The oldest copy in each of the groups, or None where any of them has none."""
         found = []
         for group_idx in group_ids:
-            blocks = self._found.get(Key(group_idx, block_hash))
-            if blocks is None:
+            held = self._found[group_idx].get(block_hash)
+            if held is None:
                 return None
-            found.append(next(iter(blocks.values())))
+            found.append(held if isinstance(held, Block) else next(iter(held.values())))
         return found
 
     def take(self, count: int) -> list[Block]:
@@ -112,7 +118,8 @@ class BlockPool:
             raise PoolExhausted(f"{count} blocks are needed, {len(self._free)} of {self.num_blocks - 1} are free")
         taken = [self._free.popitem(last=False)[1] for _ in range(count)]
         for block in taken:
-            self.forget(block)
+            if block.keys:
+                self.forget(block)
             block.refs = 1
         return taken
 
@@ -150,19 +157,26 @@ class BlockPool:
         """Make `block` findable by `key`; False when it already is. No event: the caller tells a range at a time."""
         if key in block.keys:
             return False
-        block.keys.append(key)
-        self._found.setdefault(key, {})[block.block_id] = block
+        block.keys = (*block.keys, key)
+        found = self._found[key.group_idx]
+        held = found.setdefault(key.block_hash, block)
+        if held is not block:
+            if isinstance(held, Block):
+                held = found[key.block_hash] = {held.block_id: held}
+            held[block.block_id] = block
         return True
 
     def forget(self, block: Block) -> None:
         """Take all its keys from a block, with one Removed a key."""
         for key in block.keys:
-            blocks = self._found[key]
-            del blocks[block.block_id]
-            if not blocks:
-                del self._found[key]
+            found = self._found[key.group_idx]
+            held = found[key.block_hash]
+            if isinstance(held, dict):
+                del held[block.block_id]
+            if held is block or not held:
+                del found[key.block_hash]
             self._events.append(Removed(key))
-        block.keys = []
+        block.keys = ()
 
     def tell(self, event: Stored) -> None:
         """Queue an event of the caller behind those of the pool."""
@@ -173,7 +187,7 @@ class BlockPool:
         if self.num_free != self.num_blocks - 1:
             return False
         for block in self._free.values():
-            block.keys = []
+            block.keys = ()
         self._found.clear()
         self._events.append(Cleared())
         return True

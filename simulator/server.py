@@ -3,34 +3,41 @@
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import contextlib
-import json
-import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import TypedDict
 
-import uvicorn
 import zmq
+from aiohttp import web
 
 from kvrouter.events.publisher import EventPublisher
-from kvrouter.simulator.api import build_app
-from kvrouter.simulator.replica import DEFAULT_CHUNK_TOKENS, Replica
-from kvrouter.simulator.shapes import SHAPES, Geometry, UnsupportedGeometry, make_geometry
+from kvrouter.simulator.api import Api, Life
+from kvrouter.simulator.engine import Engine
+from kvrouter.simulator.faults import Faults
+from kvrouter.simulator.replica import (
+    DEFAULT_CHUNK_TOKENS,
+    DEFAULT_MAX_RUNNING,
+    DEFAULT_MAX_TEXT_TOKENS,
+    Replica,
+)
+from kvrouter.simulator.shapes import Geometry
 from kvrouter.simulator.stream import EventStream
+from kvrouter.simulator.timing import INSTANT, Timing
 
-# Longer than any simulated request takes; a connection that still hangs then is cut.
+# A connection that still has an answer to come when the replica stops is cut after this.
 SHUTDOWN_S = 5.0
+# More connections that wait to be accepted than clients open at once.
+BACKLOG = 1024
 
 ANY_PORT = "tcp://127.0.0.1:0"
 
 
 class Endpoints(TypedDict):
-    """Where a started replica listens, with the ports that were free."""
+    """Where a replica listens, with the ports that were free."""
 
     model: str
     url: str
@@ -39,7 +46,7 @@ class Endpoints(TypedDict):
 
 
 class ReplicaServer:
-    """One replica behind HTTP and ZMQ. Binds when made, serves in a thread of its own from `start` to `stop`."""
+    """One replica behind HTTP and ZMQ. Binds when made; `open` and `close` belong to one event loop."""
 
     def __init__(
         self,
@@ -52,17 +59,38 @@ class ReplicaServer:
         port: int = 0,
         events: str = ANY_PORT,
         replay: str | None = ANY_PORT,
+        timing: Timing = INSTANT,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+        max_running: int = DEFAULT_MAX_RUNNING,
+        max_text_tokens: int = DEFAULT_MAX_TEXT_TOKENS,
         clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         """port 0 takes a free one. Raises OSError or zmq.ZMQError when an address is taken, ValueError for a size."""
+        self._context = context
+        self._clock = clock
+
+        def make_replica(on_step: EventStream) -> Replica:
+            return Replica(
+                geometry,
+                num_blocks,
+                on_step=on_step.send,
+                chunk_tokens=chunk_tokens,
+                max_running=max_running,
+                max_text_tokens=max_text_tokens,
+            )
+
+        def make_life() -> Life:
+            stream = EventStream(geometry, self.publisher, clock=clock)
+            return Life(Engine(make_replica(stream), timing, clock=monotonic), stream, clock())
+
+        self._make_life = make_life
         with contextlib.ExitStack() as undo:
-            self._socket = socket.create_server((host, port))
+            self._socket = socket.create_server((host, port), backlog=BACKLOG)
             undo.callback(self._socket.close)
             self.publisher = EventPublisher(events, replay, context=context)
             undo.callback(self.publisher.close)
-            stream = EventStream(geometry, self.publisher, clock=clock)
-            self.replica = Replica(geometry, num_blocks, on_step=stream.send, chunk_tokens=chunk_tokens)
+            self.api = Api(make_life(), model=model, clock=clock, restart=self._restart)
             undo.pop_all()
         self.endpoints: Endpoints = {
             "model": model,
@@ -70,86 +98,105 @@ class ReplicaServer:
             "events": self.publisher.endpoint,
             "replay": self.publisher.replay_endpoint,
         }
-        config = uvicorn.Config(
-            build_app(self.replica, model=model, clock=clock),
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_graceful_shutdown=int(SHUTDOWN_S),
-        )
-        self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(
-            target=self._server.run, args=([self._socket],), daemon=True, name=f"kvrouter-sim-{self.endpoints['url']}"
-        )
+        self._runner: web.AppRunner | None = None
+        self._running: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begin to answer. The socket listens already, so a client may connect at once."""
-        self._thread.start()
+    @property
+    def replica(self) -> Replica:
+        """The replica of the present life. Other threads may look at it while no request runs."""
+        return self.api.life.engine.replica
 
-    def stop(self) -> None:
-        """Finish the running requests, send the last events, free the ports. Safe to call twice, and before `start`."""
-        self._server.should_exit = True
-        if self._thread.is_alive():
-            self._thread.join(2 * SHUTDOWN_S)
+    async def open(self) -> None:
+        """Begin to answer. The socket listens already, so a client may connect before."""
+        # A handler whose client goes away is cancelled, which aborts its request.
+        self._runner = web.AppRunner(
+            self.api.app(), handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_S
+        )
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._socket).start()
+        self._running = asyncio.create_task(self.api.life.engine.run())
+
+    async def close(self) -> None:
+        """Answer what runs, send the last events, free the ports. Safe to call twice, and before `open`."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        await self._end_life()
+        self.release()
+
+    def release(self) -> None:
+        """Free the ports of one that is not open. Safe to call twice."""
         self._socket.close()
         self.publisher.close()
 
+    async def _end_life(self) -> None:
+        if self._running is not None:
+            self._running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._running
+            self._running = None
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvrouter sim",
-        description="One simulated engine replica: vLLM's cache and event stream without a model. "
-        "Prints one JSON line with its endpoints, then serves until Ctrl-C.",
-    )
-    parser.add_argument("--shape", default="gemma3", choices=list(SHAPES), help="the KV cache groups (default: gemma3)")
-    parser.add_argument("--blocks", type=int, default=4096, help="blocks of the GPU pool, all groups together")
-    parser.add_argument("--block-size", type=int, help="tokens a block (default: the shape's)")
-    parser.add_argument("--window", type=int, help="tokens of the sliding window (default: the shape's)")
-    parser.add_argument(
-        "--retention", default="0", help="tokens between kept checkpoints; 0: resume points only; dense: all"
-    )
-    parser.add_argument("--chunk-tokens", type=int, default=DEFAULT_CHUNK_TOKENS, help="tokens computed in one step")
-    parser.add_argument("--model", help="the served model's name (default: sim-SHAPE)")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0, help="HTTP port (default: a free one)")
-    parser.add_argument("--events", default=ANY_PORT, help="ZMQ endpoint of the event stream; port 0 takes a free one")
-    parser.add_argument("--replay", default=ANY_PORT, help="ZMQ endpoint of the replay; `none` for no replay")
-    return parser
+    async def _restart(self, down_s: float) -> None:
+        """The process dies and another takes its place: empty cache, a stream that begins at 0, the same addresses."""
+        self.api.down = True
+        await self._end_life()
+        self.publisher.close()
+        await asyncio.sleep(down_s)
+        self.publisher = EventPublisher(self.endpoints["events"], self.endpoints["replay"], context=self._context)
+        self.api.life = self._make_life()
+        self._running = asyncio.create_task(self.api.life.engine.run())
+        self.api.down = False
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one replica until SIGINT or SIGTERM. Returns the exit code: 0 stopped, 2 wrong settings or address."""
-    options = _parser().parse_args(argv)
-    asked_to_stop = threading.Event()
-    with zmq.Context[zmq.Socket[bytes]]() as context:
+class ServerThread:
+    """Replicas that are served by an event loop in a thread of its own, for callers without one."""
+
+    def __init__(self, servers: Sequence[ReplicaServer], *, faults: Faults | None = None) -> None:
+        """faults: what every replica suffers from the start."""
+        self._servers = list(servers)
+        self._faults = faults
+        self._open = threading.Event()
+        self._stop: Callable[[], None] | None = None
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="kvrouter-sim")
+
+    def start(self) -> None:
+        """Return when all of them answer. Raises what kept one from it."""
+        self._thread.start()
+        self._open.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def stop(self) -> None:
+        """Return when all of them have stopped and their ports are free. Safe to call twice, and before `start`."""
+        if self._stop is not None:
+            self._stop()
+            self._thread.join()
+        for server in self._servers:
+            server.release()
+
+    def _run(self) -> None:
         try:
-            dense = options.retention == "dense"
-            geometry = make_geometry(
-                options.shape,
-                block_size=options.block_size,
-                window=options.window,
-                retention_interval=None if dense else int(options.retention),
-            )
-            server = ReplicaServer(
-                geometry,
-                options.blocks,
-                context=context,
-                model=options.model or f"sim-{options.shape}",
-                host=options.host,
-                port=options.port,
-                events=options.events,
-                replay=None if options.replay == "none" else options.replay,
-                chunk_tokens=options.chunk_tokens,
-            )
-        except (UnsupportedGeometry, ValueError, OSError, zmq.ZMQError) as error:
-            print(f"kvrouter sim: {error}", file=sys.stderr)
-            return 2
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: asked_to_stop.set())
-        server.start()
-        print(json.dumps({**server.endpoints, "shape": options.shape, "blocks": options.blocks}), flush=True)
+            asyncio.run(self._serve())
+        except BaseException as failure:
+            self._failure = failure
+            self._open.set()
+
+    async def _serve(self) -> None:
+        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+
+        def stop() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended already
+                loop.call_soon_threadsafe(stopped.set)
+
+        self._stop = stop
         try:
-            asked_to_stop.wait()
+            for server in self._servers:
+                await server.open()
+                if self._faults is not None:
+                    await server.api.apply(self._faults)
+            self._open.set()
+            await stopped.wait()
         finally:
-            server.stop()
-    return 0
+            for server in self._servers:
+                await server.close()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["full_attention", "sliding_window", "mamba"]
+Kind = Literal["full_attention", "sliding_window", "chunked_local_attention", "mamba"]
 
 
 class UnsupportedGeometry(ValueError):
@@ -25,10 +25,17 @@ class GroupShape:
     kind: Kind
     block_size: int
     sliding_window: int | None = None
+    attention_chunk: int | None = None
 
     def __post_init__(self) -> None:
         if self.block_size < 1:
             raise UnsupportedGeometry(f"a block holds at least 1 token, not {self.block_size}")
+        if (self.attention_chunk is not None) != (self.kind == "chunked_local_attention"):
+            raise UnsupportedGeometry(
+                f"{self.kind} with attention_chunk={self.attention_chunk}: only chunked local attention has a chunk"
+            )
+        if self.attention_chunk is not None and self.attention_chunk < 1:
+            raise UnsupportedGeometry(f"a chunk holds at least 1 token, not {self.attention_chunk}")
         if (self.sliding_window is not None) != (self.kind == "sliding_window"):
             raise UnsupportedGeometry(
                 f"{self.kind} with sliding_window={self.sliding_window}: only that kind has a window"

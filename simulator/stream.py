@@ -44,8 +44,21 @@ class EventStream:
         self._geometry = geometry
         self._publisher = publisher
         self._clock = clock
+        self._lose = 0
 
     def send(self, events: list[Event]) -> None:
         """Queue one batch; blocks only while the publisher's queue is full, as vLLM does."""
+        if self._lose:
+            self._lose -= 1
+            self._publisher.skip_seq()
+            return
         wire = [to_wire(event, self._geometry) for event in events]
         self._publisher.publish(encode_batch(self._clock(), wire, 0))
+
+    def drop(self, batches: int) -> None:
+        """The next batches are not sent, but a replay has them."""
+        self._publisher.drop_next(batches)
+
+    def lose(self, batches: int) -> None:
+        """The next batches use up their numbers and are nowhere."""
+        self._lose = batches

@@ -13,8 +13,9 @@ import pytest
 
 from kvrouter.simulator.groups import make_group
 from kvrouter.simulator.pool import BlockPool, Cleared, Event, Key, Removed, Stored
-from kvrouter.simulator.replica import Completion, Replica, next_token
+from kvrouter.simulator.replica import Completion, Replica
 from kvrouter.simulator.shapes import Geometry, GroupShape, gemma3, gpt_oss, llama, qwen3_next
+from kvrouter.simulator.text import next_token
 
 pytest.importorskip("vllm")
 pytestmark = [

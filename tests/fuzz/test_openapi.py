@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvrouter.simulator.server import ReplicaServer
+from kvrouter.simulator.server import ReplicaServer, ServerThread
 from kvrouter.simulator.shapes import make_geometry
 
 # pytest's importlib mode leaves sys.path alone.
@@ -43,14 +43,14 @@ DEADLINE_S = 900
 def router(tmp_path: Path) -> Iterator[RouterProcess]:
     with zmq.Context[zmq.Socket[bytes]]() as context, RouterProcess(tmp_path) as process:
         replicas = [ReplicaServer(make_geometry("gemma3"), 256, context=context, model=MODEL) for _ in range(REPLICAS)]
+        thread = ServerThread(replicas)
+        thread.start()
         for number, replica in enumerate(replicas):
-            replica.start()
             ends = replica.endpoints
             body = {"worker_id": f"w{number}", "model": MODEL, "endpoint": ends["events"], "url": ends["url"]}
             process.request("POST", "/register", {**body, "replay_endpoint": ends["replay"]})
         yield process
-        for replica in replicas:
-            replica.stop()
+        thread.stop()
 
 
 def test_the_api_is_as_its_document_says(router: RouterProcess, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def prompt_of(start: int, shared: int, branch: int, own: int) -> list[int]:
 def longest(sim: Replica, prompt: list[int]) -> int:
     """The definition: the greatest aligned length at which every group has what the next token needs."""
     geometry = sim.geometry
-    hashes = sim.hashes(prompt)
+    hashes = sim.text(prompt).hashes
 
     def held(group_idx: int, block: int) -> bool:
         size = geometry.groups[group_idx].block_size

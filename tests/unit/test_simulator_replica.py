@@ -8,7 +8,7 @@ import pytest
 from kvrouter.simulator.groups import make_group
 from kvrouter.simulator.hashing import extend_hashes, root_hash
 from kvrouter.simulator.pool import BlockPool, Cleared, Event, Removed, Stored
-from kvrouter.simulator.replica import Replica, RequestRefused, next_token
+from kvrouter.simulator.replica import Replica, RequestRefused
 from kvrouter.simulator.shapes import (
     SHAPES,
     Geometry,
@@ -20,6 +20,7 @@ from kvrouter.simulator.shapes import (
     make_geometry,
     qwen3_next,
 )
+from kvrouter.simulator.text import next_token
 
 FULL, SWA = "full_attention", "sliding_window"
 
@@ -207,7 +208,7 @@ def test_a_window_run_starts_at_an_aligned_boundary_only() -> None:
     sim.run(text(41))
     assert sim.find(text(41)).tokens == 40
     # Without the block that ends at 40, blocks 28..36 cover a window; but 36 is no boundary of the wider blocks.
-    forget(sim, 0, sim.hashes(text(41))[9])
+    forget(sim, 0, sim.text(text(41)).hashes[9])
     assert sim.find(text(41)).tokens == 32
 
 

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A request on its way through one replica: its text, how much of it is computed, and its blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvrouter.simulator.pool import Block
+from kvrouter.simulator.text import Text
+
+
+@dataclass(slots=True)
+class Table:
+    """One request's blocks in one group, by position; the null block where none is kept.
+
+    cached_blocks: positions that were offered to the cache already. retired_blocks and last_state: Mamba only.
+    """
+
+    blocks: list[Block] = field(default_factory=list)
+    cached_blocks: int = 0
+    retired_blocks: int = 0
+    last_state: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request. Lengths in tokens.
+
+    computed: tokens whose KV is there, or will be after the step under way. quiet_until: up to this length a step of
+    one token needs nothing from any group, so that most decode steps touch no block. reused: found in the GPU's cache
+    when it was first admitted; loaded: brought from elsewhere then (CPU tier, another replica). junction: see PrefixHit.
+    """
+
+    text: Text
+    prompt_tokens: int
+    max_tokens: int
+    tables: list[Table]
+    computed: int = 0
+    quiet_until: int = 0
+    junction: int = 0
+    reused: int | None = None
+    loaded: int = 0
+    last_token: int = -1
+    preemptions: int = 0
+    running: bool = False
+    finished: bool = False
+    aborted: bool = False
+
+    @property
+    def sampled(self) -> int:
+        """Tokens generated so far."""
+        return self.text.num_tokens - self.prompt_tokens
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that were not computed: what `usage` tells. 0 before it is admitted."""
+        return (self.reused or 0) + self.loaded
+
+    @property
+    def prefill_end(self) -> int:
+        """Where prefill ends: a resumed request computes its own output again. Source: scheduler.py:468."""
+        return max(self.prompt_tokens, self.text.num_tokens - 1)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replicas in virtual time: a discrete-event simulation in which a step takes as long as the timing model says.
+
+Nothing waits and nothing is concurrent: whoever drives a fleet submits requests at the times at which they arrive and
+asks what happened up to the next of them. The same requests at the same times give the same run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from kvrouter.simulator.job import Job
+from kvrouter.simulator.replica import Replica
+from kvrouter.simulator.scheduler import Step
+from kvrouter.simulator.text import Text
+from kvrouter.simulator.timing import Timing
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What became of a job, when, on which replica (its place in the fleet)."""
+
+    time_s: float
+    replica: int
+    job: Job
+    kind: Literal["first_token", "done"]
+
+
+class VirtualReplica:
+    """A replica and the time at which its step under way ends."""
+
+    def __init__(self, replica: Replica, timing: Timing, *, slowdown: float = 1.0) -> None:
+        """slowdown: how many times as long its steps take."""
+        self.replica = replica
+        self.timing = timing
+        self.slowdown = slowdown
+        # When the step under way is computed; None while there is none.
+        self.next_s: float | None = None
+        self._step: Step | None = None
+
+    def submit(self, text: Text, max_tokens: int, now_s: float) -> Job:
+        """A request arrives; an idle replica begins a step at once. Raises RequestRefused."""
+        job = self.replica.submit(text, max_tokens)
+        if self._step is None:
+            self._begin(now_s)
+        return job
+
+    def advance(self) -> list[tuple[Job, Literal["first_token", "done"]]]:
+        """End the step under way at `next_s` and begin the next one."""
+        step, now_s = self._step, self.next_s
+        assert step is not None and now_s is not None
+        self.replica.end_step(step)
+        moments: list[tuple[Job, Literal["first_token", "done"]]] = []
+        for job in step.sampled:
+            if job.sampled == 1:
+                moments.append((job, "first_token"))
+        for job in step.finished:
+            moments.append((job, "done"))
+        self._begin(now_s)
+        return moments
+
+    def _begin(self, now_s: float) -> None:
+        if self.replica.scheduler.idle:
+            self._step = self.next_s = None
+            return
+        step = self._step = self.replica.begin_step()
+        assert step.jobs, "the replica accepted what it cannot compute"
+        self.next_s = now_s + self.slowdown * self.timing.step_s(step.prefill_tokens, step.decodes)
+
+
+class Fleet:
+    """Several virtual replicas under one clock."""
+
+    def __init__(self, replicas: Sequence[VirtualReplica]) -> None:
+        self.replicas = list(replicas)
+
+    def submit(self, replica: int, text: Text, max_tokens: int, now_s: float) -> Job:
+        """A request arrives at one replica; all that happened before `now_s` must have been asked for."""
+        return self.replicas[replica].submit(text, max_tokens, now_s)
+
+    def advance(self, until_s: float = float("inf")) -> Iterator[Moment]:
+        """What happens up to `until_s`, in order. Between two moments more requests may be submitted, at the first's time."""
+        while True:
+            next_s, number = min(
+                ((replica.next_s, n) for n, replica in enumerate(self.replicas) if replica.next_s is not None),
+                default=(float("inf"), -1),
+            )
+            if number < 0 or next_s > until_s:
+                return
+            for job, kind in self.replicas[number].advance():
+                yield Moment(next_s, number, job, kind)
