@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvrouter.simulator.hit import group_hashes
 from kvrouter.simulator.pool import Key
 from kvrouter.simulator.replica import Replica
-from kvrouter.simulator.shapes import Geometry, gemma3, gpt_oss, llama, qwen3_next
+from kvrouter.simulator.shapes import FULL_KINDS, Geometry, gemma3, gpt_oss, llama, qwen3_next
 from kvrouter.simulator.text import next_token
 from kvrouter.simulator.tokenizer import VOCABULARY
 
@@ -86,7 +86,7 @@ def make_prompts(rng: random.Random, count: int) -> list[Prompt]:
 def full_attention_hit(replica: Replica, tokens: Sequence[int]) -> int:
     """What a router that knows full attention only takes for the hit: its unbroken run of blocks, in tokens."""
     geometry = replica.geometry
-    ids = [i for i, group in enumerate(geometry.groups) if group.kind == "full_attention"]
+    ids = [i for i, group in enumerate(geometry.groups) if group.kind in FULL_KINDS]
     size = geometry.groups[ids[0]].block_size
     hashes = group_hashes(replica.text(tokens).hashes, geometry.hash_block_size, size)
     covered = 0

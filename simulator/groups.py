@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvrouter.simulator.job import Job, Table
 from kvrouter.simulator.pool import Block, BlockPool, Key, Stored
-from kvrouter.simulator.shapes import Geometry, GroupShape
+from kvrouter.simulator.shapes import Geometry, GroupShape, Kind
 
 
 class Group:
@@ -324,9 +324,11 @@ class MambaGroup(Group):
 
 def make_group(group_idx: int, geometry: Geometry, pool: BlockPool) -> Group:
     """The group of that index, of the class that its kind asks for."""
-    kinds = {
+    kinds: dict[Kind, type[Group]] = {
         "full_attention": FullGroup,
+        "mla_attention": FullGroup,
         "sliding_window": WindowGroup,
+        "sliding_window_mla": WindowGroup,
         "chunked_local_attention": ChunkedGroup,
         "mamba": MambaGroup,
     }

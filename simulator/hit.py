@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvrouter.simulator.pool import Block, BlockPool
-from kvrouter.simulator.shapes import Geometry, GroupShape
+from kvrouter.simulator.shapes import FULL_KINDS, Geometry, GroupShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def _mamba(
 def _columns(
     pool: BlockPool, shape: GroupShape, ids: Sequence[int], hashes: Sequence[bytes], limit: int, align: int
 ) -> list[list[Block]]:
-    if shape.kind == "full_attention":
+    if shape.kind in FULL_KINDS:
         return _full(pool, ids, hashes, limit, shape.block_size, align)
     if shape.kind == "mamba":
         return _mamba(pool, ids, hashes, limit, shape.block_size, align)
@@ -120,9 +120,7 @@ def find_prefix(pool: BlockPool, geometry: Geometry, hashes: Sequence[bytes], li
     align = geometry.scheduler_block_size
     classes = geometry.classes
     views = [group_hashes(hashes, geometry.hash_block_size, geometry.groups[ids[0]].block_size) for ids in classes]
-    one_pass = len(geometry.groups) == 1 or (
-        len(classes) == 2 and geometry.groups[classes[0][0]].kind == "full_attention"
-    )
+    one_pass = len(geometry.groups) == 1 or (len(classes) == 2 and geometry.groups[classes[0][0]].kind in FULL_KINDS)
     columns: list[list[list[Block]]] = [[] for _ in classes]
     longest, candidate = 0, limit
     first_pass = True
@@ -130,7 +128,7 @@ def find_prefix(pool: BlockPool, geometry: Geometry, hashes: Sequence[bytes], li
         length = candidate
         for n, ids in enumerate(classes):
             shape = geometry.groups[ids[0]]
-            if shape.kind == "full_attention" and not first_pass:
+            if shape.kind in FULL_KINDS and not first_pass:
                 # Any prefix of an unbroken run is one too: its first answer needs no second look, only trimming.
                 length = min(length, len(columns[n]) * shape.block_size)
                 continue

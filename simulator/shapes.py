@@ -11,7 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["full_attention", "sliding_window", "chunked_local_attention", "mamba"]
+Kind = Literal[
+    "full_attention", "mla_attention", "sliding_window", "sliding_window_mla", "chunked_local_attention", "mamba"
+]
+
+# Kinds that differ in what a block holds and not in how blocks are kept.
+FULL_KINDS: frozenset[Kind] = frozenset({"full_attention", "mla_attention"})
+WINDOW_KINDS: frozenset[Kind] = frozenset({"sliding_window", "sliding_window_mla"})
 
 
 class UnsupportedGeometry(ValueError):
@@ -36,9 +42,9 @@ class GroupShape:
             )
         if self.attention_chunk is not None and self.attention_chunk < 1:
             raise UnsupportedGeometry(f"a chunk holds at least 1 token, not {self.attention_chunk}")
-        if (self.sliding_window is not None) != (self.kind == "sliding_window"):
+        if (self.sliding_window is not None) != (self.kind in WINDOW_KINDS):
             raise UnsupportedGeometry(
-                f"{self.kind} with sliding_window={self.sliding_window}: only that kind has a window"
+                f"{self.kind} with sliding_window={self.sliding_window}: only sliding-window kinds have a window"
             )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise UnsupportedGeometry(f"a window holds at least 1 token, not {self.sliding_window}")
@@ -63,9 +69,17 @@ class Geometry:
         if any(group.kind == "mamba" for group in self.groups) and len(sizes) > 1:
             # Mixed sizes with Mamba mean hits inside a block and copies on write, which are not simulated.
             raise UnsupportedGeometry(f"Mamba groups need one block size for all groups, not {sorted(sizes)}")
+        if any(group.kind == "chunked_local_attention" for group in self.groups) and len(sizes) > 1:
+            # vLLM asserts it (single_type_kv_cache_manager.py, ChunkedLocalAttentionManager).
+            raise UnsupportedGeometry(
+                f"chunked local attention needs one block size for all groups, not {sorted(sizes)}"
+            )
         interval = self.retention_interval
-        if interval and all(group.kind == "full_attention" for group in self.groups):
-            raise UnsupportedGeometry(f"retention_interval {interval}: full attention keeps every block; leave it at 0")
+        if interval and not any(group.kind in WINDOW_KINDS or group.kind == "mamba" for group in self.groups):
+            raise UnsupportedGeometry(
+                f"retention_interval {interval}: only sliding-window and Mamba groups keep less than every block; "
+                "leave it at 0"
+            )
         if interval is not None and (interval < 0 or interval % self.scheduler_block_size):
             raise UnsupportedGeometry(
                 f"retention_interval {interval} is no multiple of the scheduler block size {self.scheduler_block_size}"
@@ -87,7 +101,7 @@ class Geometry:
         members: dict[GroupShape, list[int]] = {}
         for group_idx, group in enumerate(self.groups):
             members.setdefault(group, []).append(group_idx)
-        ordered = sorted(members.items(), key=lambda item: item[0].kind != "full_attention")
+        ordered = sorted(members.items(), key=lambda item: item[0].kind not in FULL_KINDS)
         return tuple(tuple(group_ids) for _, group_ids in ordered)
 
 
@@ -121,11 +135,36 @@ def qwen3_next(block_size: int = 544, mamba_groups: int = 3, retention_interval:
     return Geometry("qwen3-next", groups, retention_interval)
 
 
+def llama4(
+    block_size: int = 16, chunk: int = 8192, chunked_groups: int = 3, retention_interval: int | None = 0
+) -> Geometry:
+    """Three layers of chunked local attention to one of full: as many chunked groups, then the full-attention group."""
+    local = GroupShape("chunked_local_attention", block_size, attention_chunk=chunk)
+    groups = (local,) * chunked_groups + (GroupShape("full_attention", block_size),)
+    return Geometry("llama4", groups, retention_interval)
+
+
+def deepseek_v4(block_size: int = 256, window: int = 128, retention_interval: int | None = 0) -> Geometry:
+    """Compressed attention beside a sliding window: one block of it holds so many tokens, a compressor's state few.
+
+    The groups that vLLM 0.32.0 makes of 43 layers with the compression ratios 0, 0, 4, 128, 4, ...
+    (kv_cache_utils.py:1860 _get_packed_kv_cache_groups): two of sliding windows, in blocks of a quarter; the compressed
+    attention and its indexer; the states of the compressors by 4 (of 8 tokens) and by 128.
+    """
+    sliding = GroupShape("sliding_window_mla", max(block_size // 4, 1), window)
+    by_4 = GroupShape("sliding_window_mla", max(block_size // 64, 1), 8)
+    by_128 = GroupShape("sliding_window_mla", max(block_size // 32, 1), 128)
+    groups = (sliding, sliding, GroupShape("mla_attention", block_size), by_4, by_128)
+    return Geometry("deepseek-v4", groups, retention_interval)
+
+
 SHAPES: dict[str, Callable[..., Geometry]] = {
     "llama": llama,
     "gemma3": gemma3,
     "gpt-oss": gpt_oss,
     "qwen3-next": qwen3_next,
+    "llama4": llama4,
+    "deepseek-v4": deepseek_v4,
 }
 
 
@@ -140,7 +179,7 @@ def make_geometry(
     if block_size is not None:
         sizes["block_size"] = block_size
     if window is not None:
-        if not any(group.kind == "sliding_window" for group in shape().groups):
+        if not any(group.kind in WINDOW_KINDS for group in shape().groups):
             raise UnsupportedGeometry(f"{name} has no sliding-window group, so leave the window out")
         sizes["window"] = window
     return shape(retention_interval=retention_interval, **sizes)
