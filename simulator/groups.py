@@ -258,6 +258,12 @@ class MambaGroup(Group):
         super().commit(request, tokens)
         for block in table.blocks[start : table.cached_blocks]:
             self._unwritten.update(block.keys)
+        unit = self.geometry.hash_block_size
+        boundary = (request.prompt_tokens - 1) // unit * unit
+        if tokens == boundary > 0:
+            # vLLM registers the prompt's last state anew as long as no further boundary is reached
+            # (single_type_kv_cache_manager.py _cache_partial_tail_block), so whoever wants it waits a step more.
+            self._unwritten.update(table.blocks[-(-boundary // self.block_size) - 1].keys)
 
     def needed_blocks(
         self, table: Table, tokens: int, found: Sequence[Block], reached_tokens: int, cap: int | None = None
