@@ -109,6 +109,22 @@ class Group:
         """Which of the blocks start..end-1 are worth caching; None: all. boundaries: where a prompt can resume."""
         return None
 
+    def store_mask(
+        self, start: int, end: int, boundaries: Sequence[int], align: int | None, last: int | None
+    ) -> list[bool] | None:
+        """Which of these blocks the CPU tier can give back to some prompt; None: all.
+
+        align: tokens that loads end at a multiple of. last: the last block of the text, where its tail is kept as well.
+        """
+        return None
+
+    def take_states(self) -> list[tuple[Job, int]]:
+        """Mamba: the states cached since the last call, with where each ends, in tokens."""
+        return []
+
+    def forget_states(self, job: Job) -> None:
+        """Mamba: this request's states are no longer to be taken, as its blocks are given back."""
+
     def commit(self, request: Job, tokens: int) -> None:
         """Make the full blocks of the first `tokens` tokens findable that were not offered before, with one event.
 
@@ -199,7 +215,14 @@ class WindowGroup(Group):
         return min(held, super().peak_blocks(tokens, chunk_tokens))
 
     def mask(self, start: int, end: int, boundaries: Sequence[int]) -> list[bool] | None:
-        size, align, interval = self.block_size, self.geometry.scheduler_block_size, self.geometry.retention_interval
+        return self.store_mask(start, end, boundaries, self.geometry.scheduler_block_size, None)
+
+    def store_mask(
+        self, start: int, end: int, boundaries: Sequence[int], align: int | None, last: int | None
+    ) -> list[bool] | None:
+        size, interval = self.block_size, self.geometry.retention_interval
+        if align is None or align % size:
+            return None
         need = -(-(self.window - 1) // size)
         mask = [False] * (end - start)
         segment = align if interval is None else interval
@@ -209,10 +232,14 @@ class WindowGroup(Group):
                 return None
             for i in range(start, end):
                 mask[i - start] = i % per_segment >= per_segment - need
+            if last is not None:
+                tail = max(last - last % per_segment, last - need)
+                for i in range(max(start, tail), min(end, last)):
+                    mask[i - start] = True
         if interval is not None:
             for boundary in boundaries:
-                last = boundary // align * align // size
-                for i in range(max(start, last - need), min(end, last)):
+                stop = boundary // align * align // size
+                for i in range(max(start, stop - need), min(end, stop)):
                     mask[i - start] = True
         return mask
 
@@ -248,16 +275,28 @@ class MambaGroup(Group):
         super().__init__(group_idx, shape, geometry, pool)
         # Keys of the states that the step under way writes: no other request may start on one before the next step.
         self._unwritten: set[Key] = set()
+        self._states: list[tuple[Job, int]] = []
 
     def step_starts(self) -> None:
         self._unwritten.clear()
+        self._states.clear()
+
+    def take_states(self) -> list[tuple[Job, int]]:
+        states, self._states = self._states, []
+        return states
+
+    def forget_states(self, job: Job) -> None:
+        if self._states:
+            self._states = [state for state in self._states if state[0] is not job]
 
     def commit(self, request: Job, tokens: int) -> None:
         table = request.tables[self.group_idx]
         start = table.cached_blocks
         super().commit(request, tokens)
-        for block in table.blocks[start : table.cached_blocks]:
-            self._unwritten.update(block.keys)
+        for i in range(start, table.cached_blocks):
+            if table.blocks[i].keys:
+                self._unwritten.update(table.blocks[i].keys)
+                self._states.append((request, (i + 1) * self.block_size))
         unit = self.geometry.hash_block_size
         boundary = (request.prompt_tokens - 1) // unit * unit
         if tokens == boundary > 0:

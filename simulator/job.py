@@ -26,9 +26,10 @@ class Table:
 class Job:
     """One request. Lengths in tokens.
 
-    computed: tokens whose KV is there, or will be after the step under way. quiet_until: up to this length a step of
-    one token needs nothing from any group, so that most decode steps touch no block. reused: found in the GPU's cache
-    when it was first admitted; loaded: brought from elsewhere then (CPU tier, another replica). junction: see PrefixHit.
+    computed: tokens whose KV is there, or will be after the step or the load under way. quiet_until: up to this length a
+    step of one token needs nothing from any group, so that most decode steps touch no block. reused: found in the GPU's
+    cache when it was first admitted; loaded: brought from elsewhere then (CPU tier, another replica). junction: see
+    PrefixHit. loading: a load writes into its blocks; committed: what a load has written is findable.
     """
 
     text: Text
@@ -43,6 +44,8 @@ class Job:
     last_token: int = -1
     preemptions: int = 0
     running: bool = False
+    loading: bool = False
+    committed: bool = True
     finished: bool = False
     aborted: bool = False
 

@@ -73,11 +73,19 @@ class KVCache:
         self._note_quiet(job, reached)
         return True
 
+    def resume(self, job: Job, tokens: int) -> bool:
+        """As `extend`, for a request whose load has ended: only if its whole text would fit."""
+        return self.remaining_blocks(job) <= self.pool.num_free and self.extend(job, tokens)
+
+    def drop_skipped(self, job: Job) -> None:
+        """Let go of the blocks that its next token would not need."""
+        for group, table in zip(self.groups, job.tables, strict=True):
+            group.drop_skipped(table, job.computed)
+
     def extend(self, job: Job, tokens: int) -> bool:
         """Slots for a running request's next `tokens` tokens. False when the pool has too few; it may have let some go."""
+        self.drop_skipped(job)
         computed = job.computed
-        for group, table in zip(self.groups, job.tables, strict=True):
-            group.drop_skipped(table, computed)
         end = computed + tokens
         if self._needed(job, end, self._nothing, computed) > self.pool.num_free:
             return False
@@ -102,7 +110,8 @@ class KVCache:
 
     def free(self, job: Job) -> None:
         """Give the blocks back, each group's tail first, so that a prefix outlives what followed it."""
-        for table in job.tables:
+        for group, table in zip(self.groups, job.tables, strict=True):
+            group.forget_states(job)
             self.pool.release(reversed(table.blocks))
         job.tables = self.tables()
         job.quiet_until = 0

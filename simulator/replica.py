@@ -8,14 +8,16 @@ settled, as in vLLM's update_from_output.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from kvrouter.simulator.cpu_tier import CacheEvent
 from kvrouter.simulator.hashing import DEFAULT_SEED, root_hash
 from kvrouter.simulator.hit import PrefixHit
 from kvrouter.simulator.job import Job
 from kvrouter.simulator.kv_cache import KVCache
-from kvrouter.simulator.pool import BlockPool, Event
+from kvrouter.simulator.offload import Offload
+from kvrouter.simulator.pool import BlockPool
 from kvrouter.simulator.scheduler import Scheduler, Step
 from kvrouter.simulator.shapes import Geometry
 from kvrouter.simulator.text import Text, TokenText, next_token
@@ -54,17 +56,22 @@ class Replica:
         geometry: Geometry,
         num_blocks: int,
         *,
-        on_step: Callable[[list[Event]], None],
+        on_step: Callable[[list[CacheEvent]], None],
+        cpu_chunks: int = 0,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         max_running: int = DEFAULT_MAX_RUNNING,
         max_text_tokens: int = DEFAULT_MAX_TEXT_TOKENS,
         hash_seed: str = DEFAULT_SEED,
         sample: Callable[[Sequence[int]], int] = next_token,
     ) -> None:
-        """Sizes in tokens. Raises ValueError for one that is too small."""
+        """Sizes in tokens; cpu_chunks: blocks of any group that the CPU tier has room for, 0: there is none.
+
+        Raises ValueError for a size that is too small.
+        """
         self.geometry = geometry
         self.cache = KVCache(geometry, num_blocks, chunk_tokens=chunk_tokens, max_text_tokens=max_text_tokens)
-        self.scheduler = Scheduler(self.cache, max_running=max_running, chunk_tokens=chunk_tokens)
+        self.offload = Offload(self.cache, cpu_chunks) if cpu_chunks else None
+        self.scheduler = Scheduler(self.cache, max_running=max_running, chunk_tokens=chunk_tokens, offload=self.offload)
         self.max_text_tokens = max_text_tokens
         self._on_step = on_step
         self._root = root_hash(hash_seed)
@@ -109,10 +116,15 @@ class Replica:
         """Give the next step's tokens their slots. A step without jobs has nothing to compute."""
         return self.scheduler.plan()
 
-    def end_step(self, step: Step) -> None:
-        """The step is computed: its tokens are sampled (`step.sampled`, `step.finished`), its events go out."""
-        self.scheduler.settle(step)
-        events = self.pool.take_events()
+    def end_step(self, step: Step, ended: Iterable[int] = ()) -> None:
+        """The step is computed: its tokens are sampled (`step.sampled`, `step.finished`), its events go out.
+
+        ended: the numbers of the transfers (`step.loads`, `step.stores` of this step or of earlier ones) that are done.
+        """
+        self.scheduler.settle(step, ended)
+        events: list[CacheEvent] = list(self.pool.take_events())
+        if self.offload is not None:
+            events += self.offload.take_events()
         if events:
             self._on_step(events)
 
@@ -121,7 +133,8 @@ class Replica:
         text = self.text(prompt, cache_salt)
         job = self.submit(text, max_tokens)
         while not job.finished:
-            self.end_step(self.begin_step())
+            step = self.begin_step()
+            self.end_step(step, [transfer.number for transfer in (*step.loads, *step.stores)])
         return Completion(len(prompt), job.cached, text.tokens(len(prompt), text.num_tokens))
 
     def reset_prefix_cache(self) -> bool:

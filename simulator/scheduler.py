@@ -8,10 +8,12 @@ are added and aborted between steps only. Source: vLLM 0.32.0 sched/scheduler.py
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvrouter.simulator.job import Job
 from kvrouter.simulator.kv_cache import KVCache
+from kvrouter.simulator.offload import Offload, Transfer
 
 
 @dataclass(slots=True)
@@ -19,27 +21,34 @@ class Step:
     """One step: what it computes, and after it what came of it. `jobs` is in the order in which slots were given.
 
     decodes: how many of the jobs compute one token behind their prompt; the others prefill, `prefill_tokens` together.
-    sampled and finished: filled in when it is settled.
+    loads and stores: transfers that begin with it. sampled and finished: filled in when it is settled.
     """
 
     jobs: list[Job] = field(default_factory=list)
     prefill_tokens: int = 0
     decodes: int = 0
+    loads: list[Transfer] = field(default_factory=list)
+    stores: list[Transfer] = field(default_factory=list)
     sampled: list[Job] = field(default_factory=list)
     finished: list[Job] = field(default_factory=list)
 
 
 class Scheduler:
-    """The queues of one replica. Every live job is in `waiting` or in `running`."""
+    """The queues of one replica. Every live job is in `waiting`, in `loading` or in `running`."""
 
-    def __init__(self, cache: KVCache, *, max_running: int, chunk_tokens: int) -> None:
+    def __init__(self, cache: KVCache, *, max_running: int, chunk_tokens: int, offload: Offload | None = None) -> None:
         if chunk_tokens < 1:
             raise ValueError(f"a step computes at least 1 token, not {chunk_tokens}")
         if max_running < 1:
             raise ValueError(f"at least 1 request runs at a time, not {max_running}")
         self.cache = cache
+        self.offload = offload
         self.waiting: deque[Job] = deque()
+        # Those that have their blocks already and wait for what a load writes into them.
+        self.loading: deque[Job] = deque()
         self.running: list[Job] = []
+        # Requests whose text is not computed yet though they hold blocks: loads leave room for the rest of them.
+        self._unfinished_prefills: set[Job] = set()
         self.preemptions = 0
         # Tokens looked up and found by admitted requests, as vLLM counts them: a preempted one's second look-up is not.
         self.queried_tokens = 0
@@ -51,7 +60,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing to compute."""
-        return not (self.running or self.waiting)
+        return not (self.running or self.waiting or self.loading)
 
     def add(self, job: Job) -> None:
         """Queue a request behind those that wait."""
@@ -63,6 +72,8 @@ class Scheduler:
             return
         if job.running:
             self.running.remove(job)
+        elif job in self.loading:
+            self.loading.remove(job)
         else:
             self.waiting.remove(job)
         job.aborted = True
@@ -76,10 +87,18 @@ class Scheduler:
         budget = self._plan_running(step, self._chunk_tokens)
         if self.preemptions == before:
             self._plan_waiting(step, budget)
+        for job in step.jobs:
+            if job.computed >= job.text.num_tokens:
+                self._unfinished_prefills.discard(job)
+        if self.offload is not None:
+            step.loads, step.stores = self.offload.plan(step.jobs)
         return step
 
-    def settle(self, step: Step) -> None:
-        """The step is computed: requests that have all their tokens done sample one more, and some have enough."""
+    def settle(self, step: Step, ended: Iterable[int] = ()) -> None:
+        """The step is computed: requests that have all their tokens done sample one more, and some have enough.
+
+        ended: the numbers of the transfers that ended during it.
+        """
         for job in step.jobs:
             if job.finished or job.computed < job.text.num_tokens:
                 continue
@@ -90,6 +109,15 @@ class Scheduler:
                 self._finish(job)
         if step.finished:
             self.running = [job for job in self.running if not job.finished]
+        if self.offload is not None:
+            for number in ended:
+                self._end_transfer(self.offload.end(number))
+
+    def _end_transfer(self, transfer: Transfer) -> None:
+        if transfer.is_load:
+            transfer.job.loading = False
+            if transfer.job.aborted:
+                self.cache.free(transfer.job)
 
     def _plan_running(self, step: Step, budget: int) -> int:
         running, jobs = self.running, step.jobs
@@ -121,25 +149,76 @@ class Scheduler:
         return True
 
     def _plan_waiting(self, step: Step, budget: int) -> None:
-        while budget > 0 and self.waiting and len(self.running) < self._max_running:
-            job = self.waiting[0]
-            total = job.text.num_tokens
-            hit = self.cache.find(job.text.hashes, total)
-            job.junction = hit.junction
-            tokens = self._cut(job, min(total - hit.tokens, budget), hit.tokens)
-            if tokens == 0 or not self.cache.admit(job, hit, tokens):
-                return
-            self.waiting.popleft()
+        """Admit requests while there is room, those that have been loaded first. Nobody overtakes one that does not fit."""
+        not_yet: list[Job] = []
+        still_loading: list[Job] = []
+        while budget > 0 and (self.loading or self.waiting) and len(self.running) < self._max_running:
+            queue = self.loading or self.waiting
+            job = queue[0]
+            if job.loading:
+                still_loading.append(queue.popleft())
+                continue
+            tokens = self._resume(job, budget) if queue is self.loading else self._admit(job, budget)
+            if tokens is None:
+                not_yet.append(queue.popleft())
+                continue
+            if tokens == 0:
+                break
+            queue.popleft()
+            if job.loading:
+                still_loading.append(job)
+                continue
             self.running.append(job)
             job.running = True
-            job.computed = hit.tokens
-            if job.reused is None:
-                job.reused = hit.tokens
-                self.queried_tokens += total
-                self.hit_tokens += hit.tokens
+            if job.computed + tokens < job.text.num_tokens:
+                self._unfinished_prefills.add(job)
             self._count(step, job, tokens)
             step.jobs.append(job)
             budget -= tokens
+        self.loading.extendleft(reversed(still_loading))
+        self.waiting.extendleft(reversed(not_yet))
+
+    def _resume(self, job: Job, budget: int) -> int:
+        """Go on with a request whose load has ended. Returns the tokens that it computes, 0: it does not fit now."""
+        if not job.committed:
+            self.cache.commit(job, job.computed)
+            job.committed = True
+            # The last token is computed in any case: the next one is sampled from it.
+            job.computed = min(job.computed, job.text.num_tokens - 1)
+        tokens = self._cut(job, min(job.text.num_tokens - job.computed, budget), job.computed)
+        return tokens if tokens and self.cache.resume(job, tokens) else 0
+
+    def _admit(self, job: Job, budget: int) -> int | None:
+        """Begin a request, or its load. Returns the tokens that it computes (any number but 0 for a load); 0: it does
+
+        not fit now; None: what it could load is not there yet."""
+        total = job.text.num_tokens
+        hit = self.cache.find(job.text.hashes, total)
+        job.junction = hit.junction
+        loaded = 0 if self.offload is None else self.offload.find(job, hit.tokens)
+        if loaded is None:
+            return None
+        if loaded:
+            tokens = 0
+            reserved = sum(self.cache.remaining_blocks(other) for other in self._unfinished_prefills)
+        else:
+            tokens, reserved = self._cut(job, min(total - hit.tokens, budget), hit.tokens), 0
+            if tokens == 0:
+                return 0
+        if not self.cache.admit(job, hit, tokens, loaded=loaded, reserved=reserved):
+            return 0
+        job.computed = hit.tokens + loaded
+        if job.reused is None:
+            job.reused, job.loaded = hit.tokens, loaded
+            self.queried_tokens += total
+            self.hit_tokens += hit.tokens
+        if not loaded:
+            return tokens
+        assert self.offload is not None
+        self.offload.begin_load(job, loaded)
+        job.loading, job.committed = True, False
+        self._unfinished_prefills.add(job)
+        return loaded
 
     @staticmethod
     def _count(step: Step, job: Job, tokens: int) -> None:
@@ -172,6 +251,7 @@ class Scheduler:
 
     def _preempt(self, job: Job) -> None:
         self.cache.free(job)
+        self._unfinished_prefills.discard(job)
         job.computed = 0
         job.running = False
         job.preemptions += 1
@@ -181,4 +261,10 @@ class Scheduler:
     def _finish(self, job: Job) -> None:
         job.finished = True
         job.running = False
-        self.cache.free(job)
+        self._unfinished_prefills.discard(job)
+        if self.offload is not None:
+            self.cache.drop_skipped(job)
+            self.offload.ended(job)
+        if not job.loading:
+            # A load under way still writes into its blocks.
+            self.cache.free(job)

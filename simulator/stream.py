@@ -8,14 +8,31 @@ from collections.abc import Callable
 from kvrouter.events.codec import encode_batch
 from kvrouter.events.publisher import EventPublisher
 from kvrouter.events.wire import WireCleared, WireEvent, WireRemoved, WireStored
-from kvrouter.simulator.pool import Event, Removed, Stored
+from kvrouter.simulator.cpu_tier import CacheEvent, Evicted, Offloaded
+from kvrouter.simulator.pool import Removed, Stored
 from kvrouter.simulator.shapes import Geometry
 
-MEDIUM = "GPU"
+GPU, CPU = "GPU", "CPU"
 
 
-def to_wire(event: Event, geometry: Geometry) -> WireEvent:
-    """The event as vLLM 0.32 would publish it, with whole 32-byte hashes; the encoder shortens them."""
+def to_wire(event: CacheEvent, geometry: Geometry) -> WireEvent:
+    """The event as vLLM 0.32 would publish it, with whole 32-byte hashes; the encoder shortens them.
+
+    Of what arrives on the CPU it tells the hash and the group alone, as vLLM does without self_describing_kv_events.
+    """
+    if isinstance(event, Offloaded):
+        return WireStored(
+            block_hashes=[event.key.block_hash],
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=0,
+            lora_id=None,
+            medium=CPU,
+            lora_name=None,
+            group_idx=event.key.group_idx,
+        )
+    if isinstance(event, Evicted):
+        return WireRemoved(block_hashes=list(event.hashes), medium=CPU, group_idx=event.group_idx)
     if isinstance(event, Stored):
         shape = geometry.groups[event.group_idx]
         return WireStored(
@@ -24,7 +41,7 @@ def to_wire(event: Event, geometry: Geometry) -> WireEvent:
             token_ids=list(event.tokens),
             block_size=event.block_size,
             lora_id=None,
-            medium=MEDIUM,
+            medium=GPU,
             lora_name=None,
             extra_keys=list(event.extra_keys) or None,
             group_idx=event.group_idx,
@@ -32,7 +49,7 @@ def to_wire(event: Event, geometry: Geometry) -> WireEvent:
             kv_cache_spec_sliding_window=shape.sliding_window,
         )
     if isinstance(event, Removed):
-        return WireRemoved(block_hashes=[event.key.block_hash], medium=MEDIUM, group_idx=event.key.group_idx)
+        return WireRemoved(block_hashes=[event.key.block_hash], medium=GPU, group_idx=event.key.group_idx)
     return WireCleared()
 
 
@@ -46,7 +63,7 @@ class EventStream:
         self._clock = clock
         self._lose = 0
 
-    def send(self, events: list[Event]) -> None:
+    def send(self, events: list[CacheEvent]) -> None:
         """Queue one batch; blocks only while the publisher's queue is full, as vLLM does."""
         if self._lose:
             self._lose -= 1

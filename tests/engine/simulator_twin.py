@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from offload_worker import OffloadWorker
+
+from kvrouter.simulator.cpu_tier import CacheEvent, Evicted, Offloaded
 from kvrouter.simulator.groups import make_group
-from kvrouter.simulator.pool import BlockPool, Cleared, Event, Key, Removed, Stored
+from kvrouter.simulator.pool import BlockPool, Cleared, Key, Removed, Stored
 from kvrouter.simulator.replica import Completion
 from kvrouter.simulator.shapes import Geometry, GroupShape, deepseek_v4, gemma3, gpt_oss, llama, llama4, qwen3_next
 from kvrouter.simulator.text import next_token
 
-Batch = list[Event]
+Batch = list[CacheEvent]
 
 # Few, so that requests wait, and enough that they get in each other's way.
 MAX_RUNNING = 4
@@ -57,12 +60,16 @@ GEOMETRIES: dict[str, Callable[[int | None], Geometry]] = {
 class Engine:
     """vLLM's Scheduler with a model runner that samples what the simulator samples."""
 
-    def __init__(self, geometry: Geometry, num_blocks: int, chunk_tokens: int, folder: Path) -> None:
+    def __init__(
+        self, geometry: Geometry, num_blocks: int, chunk_tokens: int, folder: Path, *, cpu_chunks: int = 0
+    ) -> None:
+        """cpu_chunks: about so many; `num_cpu_chunks` says how many there are."""
         import torch
         from vllm.config import (
             CacheConfig,
             DeviceConfig,
             KVEventsConfig,
+            KVTransferConfig,
             ModelConfig,
             SchedulerConfig,
             VllmConfig,
@@ -118,6 +125,14 @@ class Engine:
                 block_size=shape.block_size, shapes=((1, 1),), dtypes=(torch.float32,), mamba_cache_mode="align"
             )
 
+        transfer = None
+        if cpu_chunks:
+            transfer = KVTransferConfig(
+                kv_connector="OffloadingConnector",
+                kv_role="kv_both",
+                # A chunk's bytes are rounded up to a page.
+                kv_connector_extra_config={"cpu_bytes_to_use": cpu_chunks * 4096, "blocks_per_chunk": 1},
+            )
         mamba = any(shape.kind == "mamba" for shape in geometry.groups)
         config = VllmConfig(
             model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=32768),
@@ -135,9 +150,11 @@ class Engine:
                 async_scheduling=False,
             ),
             device_config=DeviceConfig("cpu"),
+            kv_transfer_config=transfer,
             kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"),
         )
         config.cache_config.num_gpu_blocks = num_blocks
+        config.cache_config.prefix_cache_retention_interval = geometry.retention_interval
         with set_current_vllm_config(config):
             self.scheduler = Scheduler(
                 vllm_config=config,
@@ -155,7 +172,16 @@ class Engine:
         self.hasher = get_request_block_hasher(geometry.hash_block_size, sha256)
         self.batches: list[Any] = []
         self.requests = 0
-        # By request: what was reused when it was first admitted.
+        self.worker: OffloadWorker | None = None
+        self.num_cpu_chunks = 0
+        if cpu_chunks:
+            self.worker = OffloadWorker(random.Random(num_blocks))
+            self.num_cpu_chunks = self.scheduler.connector.connector_scheduler.manager._num_chunks
+        # Requests in the order in which they ended.
+        self.over: list[str] = []
+        # Numbers of the transfers that ended in the last step.
+        self.ended: list[int] = []
+        # By request: what its usage tells as cached.
         self.reused: dict[str, int] = {}
 
     def publish(self, batch: Any) -> None:
@@ -184,31 +210,38 @@ class Engine:
         from vllm.v1.request import RequestStatus
 
         self.scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ABORTED)
+        self.over.append(request.request_id)
 
     def step(self) -> list[str]:
         """One step. Returns the ids of the requests that it computed, in order."""
         from vllm.v1.outputs import ModelRunnerOutput
 
+        # A set, whose order is that of the strings' hashes; the tier's recency follows it.
+        self.scheduler.finished_req_ids = sorted(self.scheduler.finished_req_ids, key=self.over.index)
         output = self.scheduler.schedule()
-        for new in output.scheduled_new_reqs:
-            self.reused[new.req_id] = new.num_computed_tokens
         names = list(output.num_scheduled_tokens)
         sampled = []
         for name in names:
             request = self.scheduler.requests[name]
             whole = request.num_computed_tokens >= request.num_tokens
             sampled.append([next_token(request.all_token_ids)] if whole else [])
-        self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                req_ids=names,
-                req_id_to_index={name: i for i, name in enumerate(names)},
-                sampled_token_ids=sampled,
-                logprobs=None,
-                prompt_logprobs_dict={},
-                pooler_output=[],
-            ),
+        result = ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: i for i, name in enumerate(names)},
+            sampled_token_ids=sampled,
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=[],
         )
+        if self.worker is not None:
+            result.kv_connector_output = self.worker.run(output.kv_connector_metadata)
+            self.ended = list(result.kv_connector_output.kv_connector_worker_meta.completed_jobs)
+        computed = [self.scheduler.requests[name] for name in names]
+        for told in self.scheduler.update_from_output(output, result).values():
+            for one in told.outputs:
+                if one.prefill_stats is not None:
+                    self.reused[one.request_id] = one.prefill_stats.num_cached_tokens
+        self.over += [request.request_id for request in computed if request.is_finished()]
         return names
 
     def run(self, prompt: list[int], max_tokens: int, cache_salt: str | None) -> Completion:
@@ -219,12 +252,18 @@ class Engine:
         return Completion(len(prompt), self.reused[request.request_id], tuple(request.output_token_ids))
 
 
-def tuplify(event: Any, geometry: Geometry) -> Event:
+def tuplify(event: Any, geometry: Geometry) -> CacheEvent:
     """A vLLM event in the simulator's words; fails on what the simulator would not say."""
     from vllm.distributed import kv_events
 
     if isinstance(event, kv_events.AllBlocksCleared):
         return Cleared()
+    if event.medium == "CPU":
+        if isinstance(event, kv_events.BlockRemoved):
+            return Evicted(event.group_idx, tuple(event.block_hashes))
+        (block_hash,) = event.block_hashes
+        assert (event.block_size, event.token_ids, event.kv_cache_spec_kind) == (0, [], None)
+        return Offloaded(Key(event.group_idx, block_hash))
     assert event.medium == "GPU"
     if isinstance(event, kv_events.BlockRemoved):
         (block_hash,) = event.block_hashes

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from pathlib import Path
@@ -24,6 +25,7 @@ from simulator_twin import (
     tuplify,
 )
 
+from kvrouter.simulator.cpu_tier import Evicted, Offloaded
 from kvrouter.simulator.pool import Removed, Stored
 from kvrouter.simulator.replica import Replica
 from kvrouter.simulator.shapes import Geometry
@@ -56,6 +58,8 @@ def count_events(counts: Counter[str], told: list[Batch]) -> None:
         if isinstance(event, Stored):
             counts["stored"] += 1
             counts["sparse"] += len(event.hashes) * event.block_size < len(event.tokens)
+        counts["offloaded"] += isinstance(event, Offloaded)
+        counts["evicted"] += isinstance(event, Evicted)
 
 
 KEEPS = [0, None, "every second boundary"]
@@ -94,6 +98,86 @@ def test_one_request_after_another(name: str, keep: int | str | None, tmp_path: 
     assert counts["removed"]
 
 
+class Twins:
+    """One vLLM scheduler and one replica that get the same requests; each step of both must be the same."""
+
+    def __init__(self, geometry: Geometry, blocks: int, chunk_tokens: int, folder: Path, cpu_chunks: int = 0) -> None:
+        folder.mkdir()
+        self.geometry = geometry
+        self.engine = Engine(geometry, blocks, chunk_tokens, folder, cpu_chunks=cpu_chunks)
+        self.told: list[Batch] = []
+        self.replica = Replica(
+            geometry,
+            blocks,
+            on_step=self.told.append,
+            chunk_tokens=chunk_tokens,
+            max_running=MAX_RUNNING,
+            cpu_chunks=self.engine.num_cpu_chunks,
+        )
+        self.live: dict[str, tuple[Any, Any]] = {}
+        self.counts: Counter[str] = Counter()
+
+    def add(self, prompt: list[int], max_tokens: int, salt: str | None) -> None:
+        request = self.engine.add(prompt, max_tokens, salt)
+        job = self.replica.submit(self.replica.text(prompt, salt), max_tokens)
+        self.live[request.request_id] = request, job
+        self.counts["requests"] += 1
+
+    def abort(self, name: str) -> None:
+        request, job = self.live.pop(name)
+        self.engine.abort(request)
+        self.replica.abort(job)
+        self.counts["aborted"] += 1
+
+    def step(self, where: str) -> None:
+        computed = self.engine.step()
+        step = self.replica.begin_step()
+        assert [id(job) for job in step.jobs] == [id(self.live[name][1]) for name in computed], where
+        self.replica.end_step(step, self.engine.ended)
+        for name, (request, job) in list(self.live.items()):
+            assert (job.finished, job.preemptions) == (request.is_finished(), request.num_preemptions), where
+            assert job.text.num_tokens == request.num_tokens, where
+            if not job.finished:
+                assert job.computed == request.num_computed_tokens, where
+                continue
+            assert job.cached == self.engine.reused[name], where
+            del self.live[name]
+            self.counts["preempted"] += job.preemptions
+            self.counts["hits"] += (job.reused or 0) > 0
+            self.counts["loaded"] += job.loaded > 0
+        wanted = [sorted_arrivals([tuplify(event, self.geometry) for event in batch]) for batch in self.engine.batches]
+        assert [sorted_arrivals(batch) for batch in self.told] == wanted, where
+        self.counts["steps"] += 1
+        self.counts["several"] += len(computed) > 1
+        count_events(self.counts, self.told)
+        self.told.clear()
+        self.engine.batches.clear()
+
+
+def sorted_arrivals(batch: Batch) -> Batch:
+    """vLLM walks a set where a store has ended: arrivals that follow one another have no order."""
+    ordered: Batch = []
+    for arrived, run in itertools.groupby(batch, key=lambda event: isinstance(event, Offloaded)):
+        ordered += sorted(run, key=lambda event: event.key if arrived else 0)
+    return ordered
+
+
+def run_twins(twins: Twins, rng: random.Random, count: int, seed: str, *, aborts: bool = True) -> None:
+    """Requests come and go at random until all are done."""
+    to_come = requests(rng, count)
+    more = True
+    while more or twins.live:
+        while more and len(twins.live) < MAX_RUNNING + 2 and rng.random() < 0.5:
+            arrival = next(to_come, None)
+            if arrival is None:
+                more = False
+                break
+            twins.add(*arrival)
+        if aborts and twins.live and rng.random() < 0.01:
+            twins.abort(rng.choice(list(twins.live)))
+        twins.step(f"{seed}, step {twins.counts['steps']}, {twins.counts['requests']} requests")
+
+
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_several_requests_at_once(name: str, keep: int | str | None, tmp_path: Path) -> None:
@@ -104,52 +188,29 @@ def test_several_requests_at_once(name: str, keep: int | str | None, tmp_path: P
     counts: Counter[str] = Counter()
     for chunk_tokens, spare_blocks in ((72, 3), (200, 12)):
         blocks = fewest_blocks(geometry, LONGEST_TOKENS, chunk_tokens) + spare_blocks
-        folder = tmp_path / str(chunk_tokens)
-        folder.mkdir()
-        engine = Engine(geometry, blocks, chunk_tokens, folder)
-        told: list[Batch] = []
-        replica = Replica(geometry, blocks, on_step=told.append, chunk_tokens=chunk_tokens, max_running=MAX_RUNNING)
-        live: dict[str, tuple[Any, Any]] = {}
-        to_come = requests(rng, 60)
-        more = True
-        while more or live:
-            while more and len(live) < MAX_RUNNING + 2 and rng.random() < 0.5:
-                arrival = next(to_come, None)
-                if arrival is None:
-                    more = False
-                    break
-                prompt, max_tokens, salt = arrival
-                request = engine.add(prompt, max_tokens, salt)
-                live[request.request_id] = request, replica.submit(replica.text(prompt, salt), max_tokens)
-                counts["requests"] += 1
-            if live and rng.random() < 0.01:
-                name_of_one = rng.choice(list(live))
-                request, job = live.pop(name_of_one)
-                engine.abort(request)
-                replica.abort(job)
-                counts["aborted"] += 1
-            computed = engine.step()
-            step = replica.begin_step()
-            replica.end_step(step)
-            where = f"{seed}, step {counts['steps']}, {counts['requests']} requests"
-            assert [id(job) for job in step.jobs] == [id(live[name][1]) for name in computed], where
-            for name_of_one, (request, job) in list(live.items()):
-                assert (job.finished, job.preemptions) == (request.is_finished(), request.num_preemptions), where
-                assert job.text.num_tokens == request.num_tokens, where
-                if not job.finished:
-                    assert job.computed == request.num_computed_tokens, where
-                assert job.reused == engine.reused.get(name_of_one), where
-                if job.finished:
-                    del live[name_of_one]
-                    counts["preempted"] += job.preemptions
-                    counts["hits"] += (job.reused or 0) > 0
-            assert told == [[tuplify(event, geometry) for event in batch] for batch in engine.batches], where
-            counts["steps"] += 1
-            counts["several"] += len(computed) > 1
-            count_events(counts, told)
-            told.clear()
-            engine.batches.clear()
-        assert replica.pool.num_free == blocks - 1
+        twins = Twins(geometry, blocks, chunk_tokens, tmp_path / str(chunk_tokens))
+        run_twins(twins, rng, 60, seed)
+        assert twins.replica.pool.num_free == blocks - 1
+        counts += twins.counts
     print(f"\n{seed}: {dict(counts)}")
     assert counts["several"] > 100
     assert counts["removed"]
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_with_a_cpu_tier(name: str, keep: int | str | None, tmp_path: Path) -> None:
+    """The same with vLLM's OffloadingConnector: what is stored, loaded and evicted, and who waits for it."""
+    geometry = geometry_of(name, keep)
+    seed = f"cpu {name} {keep}"
+    rng = random.Random(seed)
+    counts: Counter[str] = Counter()
+    for chunk_tokens, spare_blocks, cpu_chunks in ((72, 3, 150), (200, 12, 400)):
+        blocks = fewest_blocks(geometry, LONGEST_TOKENS, chunk_tokens) + spare_blocks
+        twins = Twins(geometry, blocks, chunk_tokens, tmp_path / str(chunk_tokens), cpu_chunks)
+        # A dense tail that an abort moves is not simulated.
+        run_twins(twins, rng, 60, seed, aborts=keep is not None)
+        counts += twins.counts
+    print(f"\n{seed}: {dict(counts)}")
+    assert counts["offloaded"] and counts["evicted"]
+    assert counts["loaded"]
