@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from kvrouter.simulator import tokenizer
+from kvrouter.simulator import handover, tokenizer
 from kvrouter.simulator.bodies import (
     DEFAULT_ANSWER_TOKENS,
     DEFAULT_MAX_TOKENS,
@@ -66,13 +66,15 @@ class Api:
         life: Life,
         *,
         model: str,
+        address: tuple[str, int],
         clock: Callable[[], float],
         restart: Callable[[float], Awaitable[None]],
     ) -> None:
-        """clock: wall-clock seconds. restart: gives the replica a new life after so many seconds."""
+        """address: where HTTP listens. clock: wall-clock seconds. restart: gives the replica a new life after so many seconds."""
         self.life = life
         self.down = False
         self._model = model
+        self._host, self._port = address
         self._clock = clock
         self._restart = restart
         self._numbers = itertools.count(1)
@@ -159,12 +161,15 @@ class Api:
         )
         text = engine.replica.text(ids, body.cache_salt)
         try:
-            async with engine.generate(text, max_tokens) as (job, tokens):
+            async with engine.generate(text, max_tokens, handover.part(body.kv_transfer_params)) as (job, tokens):
                 if body.stream:
                     return await self._stream(request, body, answer, job, tokens, finish)
                 sampled = [token async for token in tokens]
-                counted = usage(job.prompt_tokens, len(sampled), job.cached)
-                return web.Response(body=answer.whole(sampled, finish, counted, None), content_type="application/json")
+                counted = usage(job.prompt_tokens, len(sampled), handover.cached_tokens(job, body.kv_transfer_params))
+                left = handover.given(
+                    job, engine_id=f"{self._host}:{self._port}", request_id=answer.id, host=self._host, port=self._port
+                )
+                return web.Response(body=answer.whole(sampled, finish, counted, left), content_type="application/json")
         except RequestRefused as refusal:
             raise Refused(400, str(refusal)) from None
         except EngineStopped as problem:
@@ -193,11 +198,12 @@ class Api:
                 opening = answer.opening()
                 if opening is not None:
                     await response.write(opening)
-            counted = usage(job.prompt_tokens, number, job.cached)
+            cached = handover.cached_tokens(job, body.kv_transfer_params)
+            counted = usage(job.prompt_tokens, number, cached)
             running = counted if options is not None and options.continuous_usage_stats else None
             await response.write(answer.piece(token, finish if number == job.max_tokens else None, running))
         if options is not None and options.include_usage:
-            await response.write(answer.usage(usage(job.prompt_tokens, number, job.cached)))
+            await response.write(answer.usage(counted))
         await response.write(DONE)
         await response.write_eof()
         return response

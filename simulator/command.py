@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--replicas", type=int, default=1, help="so many of them; a given --port counts up from one to the next")
     add("--shape", default="gemma3", choices=list(SHAPES), help="the KV cache groups")
     add("--blocks", type=int, default=4096, help="blocks of the GPU pool, all groups together")
+    add("--cpu-chunks", type=int, default=0, help="blocks that the CPU tier has room for; 0: there is none")
     add("--block-size", type=int, help="tokens a block; the shape's where it is not given")
     add("--window", type=int, help="tokens of the sliding window; the shape's where it is not given")
     add("--retention", default="0", help="tokens between kept checkpoints; 0: resume points only; dense: all")
@@ -51,6 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     time.add_argument(
         "--decode-ms", type=float, default=DEFAULT.decode_sequence_s * 1e3, help="more a decoding request"
     )
+    time.add_argument("--load-rate", type=float, default=DEFAULT.load_tokens_per_s, help="tokens a second from the CPU")
     faults = parser.add_argument_group("faults from the start, each as in POST /sim/faults")
     faults.add_argument("--drop-events", type=int, metavar="N", help="the next batches are not sent, but replayed")
     faults.add_argument("--lose-events", type=int, metavar="N", help="the next batches are nowhere")
@@ -67,6 +69,7 @@ def _timing(options: argparse.Namespace) -> Timing:
         prefill_tokens_per_s=options.prefill_rate,
         step_base_s=options.step_ms / 1e3,
         decode_sequence_s=options.decode_ms / 1e3,
+        load_tokens_per_s=options.load_rate,
     )
 
 
@@ -97,6 +100,7 @@ def _servers(
             events=options.events,
             replay=None if options.replay == "none" else options.replay,
             timing=timing,
+            cpu_chunks=options.cpu_chunks,
             chunk_tokens=options.chunk_tokens,
             max_running=options.max_running,
             max_text_tokens=options.max_text_tokens,

@@ -11,10 +11,12 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from kvrouter.simulator.job import Job
+from kvrouter.simulator.job import Handover, Job
 from kvrouter.simulator.replica import Replica
+from kvrouter.simulator.scheduler import Step
 from kvrouter.simulator.text import Text
 from kvrouter.simulator.timing import Timing
+from kvrouter.simulator.transfers import TransferTimes
 
 
 class EngineStopped(RuntimeError):
@@ -46,6 +48,7 @@ class Engine:
         self.timing = timing
         self.slowdown = 1.0
         self._stalled_until_s = 0.0
+        self._transfers = TransferTimes(timing)
         self._clock = clock
         self._sleep = sleep
         self._arrived = asyncio.Event()
@@ -70,9 +73,11 @@ class Engine:
         self._stalled_until_s = self._clock() + seconds
 
     @contextlib.asynccontextmanager
-    async def generate(self, text: Text, max_tokens: int) -> AsyncIterator[tuple[Job, AsyncIterator[int]]]:
+    async def generate(
+        self, text: Text, max_tokens: int, handover: Handover = Handover.NONE
+    ) -> AsyncIterator[tuple[Job, AsyncIterator[int]]]:
         """A request, from its submission to its end: leaving the block early aborts it. Raises RequestRefused."""
-        generation = Generation(self.replica.prepare(text, max_tokens))
+        generation = Generation(self.replica.prepare(text, max_tokens, handover=handover))
         self._submitted.append(generation)
         self._arrived.set()
         try:
@@ -87,11 +92,10 @@ class Engine:
         try:
             while True:
                 self._take_in()
-                if self.replica.scheduler.idle:
-                    self._arrived.clear()
-                    await self._arrived.wait()
-                    continue
-                await self._step()
+                if not self.replica.busy:
+                    await self._wait()
+                else:
+                    await self._step()
         finally:
             for generation in [*self._live.values(), *self._submitted]:
                 generation.tokens.put_nowait(None)
@@ -106,18 +110,33 @@ class Engine:
                 self.replica.abort(job)
         self._aborted.clear()
 
+    async def _wait(self, timeout_s: float | None = None) -> None:
+        """Until something arrives, and at most so long."""
+        self._arrived.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._arrived.wait(), timeout_s)
+
     async def _step(self) -> None:
         step = self.replica.begin_step()
-        await self._sleep(self.slowdown * self.timing.step_s(step.prefill_tokens, step.decodes))
-        while (left_s := self._stalled_until_s - self._clock()) > 0:
-            await self._sleep(left_s)
-        self.replica.end_step(step)
+        self._transfers.begin(step, self._clock())
+        if step.jobs:
+            await self._sleep(self.slowdown * self.timing.step_s(step.prefill_tokens, step.decodes))
+            while (left_s := self._stalled_until_s - self._clock()) > 0:
+                await self._sleep(left_s)
+        ended = self._transfers.ended(self._clock())
+        self.replica.end_step(step, ended)
+        self._hand_out(step)
+        next_load_s = self._transfers.next_load_s
+        if not step.jobs and not ended and not self._transfers.has_stores:
+            # Nothing to do until a load has ended or somebody comes.
+            await self._wait(None if next_load_s is None else max(next_load_s - self._clock(), 0))
+
+    def _hand_out(self, step: Step) -> None:
         self.generated_tokens += len(step.sampled)
         for job in step.sampled:
             if job.sampled == 1:
                 self.prompt_tokens += job.prompt_tokens
-            generation = self._live[id(job)]
-            generation.tokens.put_nowait(job.last_token)
+            self._live[id(job)].tokens.put_nowait(job.last_token)
         for job in step.finished:
             del self._live[id(job)]
 

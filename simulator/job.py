@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass, field
 
 from kvrouter.simulator.pool import Block
@@ -22,6 +23,16 @@ class Table:
     last_state: int | None = None
 
 
+class Handover(enum.Enum):
+    """A request's part in disaggregated prefill (P/D)."""
+
+    NONE = enum.auto()
+    # It is to be continued elsewhere: when it ends it says which blocks hold its prompt.
+    GIVES = enum.auto()
+    # Another replica computed its prompt: its blocks are received, not computed.
+    TAKES = enum.auto()
+
+
 @dataclass(slots=True, eq=False)
 class Job:
     """One request. Lengths in tokens.
@@ -29,7 +40,8 @@ class Job:
     computed: tokens whose KV is there, or will be after the step or the load under way. quiet_until: up to this length a
     step of one token needs nothing from any group, so that most decode steps touch no block. reused: found in the GPU's
     cache when it was first admitted; loaded: brought from elsewhere then (CPU tier, another replica). junction: see
-    PrefixHit. loading: a load writes into its blocks; committed: what a load has written is findable.
+    PrefixHit. loading: a load writes into its blocks; committed: what a load has written is findable. given_blocks: by
+    group, what it left to another replica.
     """
 
     text: Text
@@ -44,6 +56,8 @@ class Job:
     last_token: int = -1
     preemptions: int = 0
     running: bool = False
+    handover: Handover = Handover.NONE
+    given_blocks: list[list[int]] = field(default_factory=list)
     loading: bool = False
     committed: bool = True
     finished: bool = False

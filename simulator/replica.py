@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from kvrouter.simulator.cpu_tier import CacheEvent
 from kvrouter.simulator.hashing import DEFAULT_SEED, root_hash
 from kvrouter.simulator.hit import PrefixHit
-from kvrouter.simulator.job import Job
+from kvrouter.simulator.job import Handover, Job
 from kvrouter.simulator.kv_cache import KVCache
 from kvrouter.simulator.offload import Offload
 from kvrouter.simulator.pool import BlockPool
@@ -82,6 +82,11 @@ class Replica:
         """The physical blocks."""
         return self.cache.pool
 
+    @property
+    def busy(self) -> bool:
+        """There is something to compute, to transfer, or to look at once more."""
+        return not self.scheduler.idle or (self.offload is not None and self.offload.busy)
+
     def text(self, tokens: Sequence[int], cache_salt: str | None = None) -> TokenText:
         """A text of token ids, hashed as this replica hashes."""
         return TokenText(
@@ -103,10 +108,10 @@ class Replica:
         self.scheduler.add(job)
         return job
 
-    def prepare(self, text: Text, max_tokens: int) -> Job:
+    def prepare(self, text: Text, max_tokens: int, *, handover: Handover = Handover.NONE) -> Job:
         """A request that is not queued yet, also during a step. Raises RequestRefused."""
         self._check(text.num_tokens, max_tokens)
-        return Job(text, text.num_tokens, max_tokens, self.cache.tables())
+        return Job(text, text.num_tokens, max_tokens, self.cache.tables(), handover=handover)
 
     def abort(self, job: Job) -> None:
         """Forget a request and free what it holds."""

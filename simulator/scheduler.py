@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvrouter.simulator.job import Job
+from kvrouter.simulator.job import Handover, Job
 from kvrouter.simulator.kv_cache import KVCache
 from kvrouter.simulator.offload import Offload, Transfer
 
@@ -49,6 +49,10 @@ class Scheduler:
         self.running: list[Job] = []
         # Requests whose text is not computed yet though they hold blocks: loads leave room for the rest of them.
         self._unfinished_prefills: set[Job] = set()
+        # Prompts that another replica sends, by the number of their transfer: below 0, as the tier's count up from 0.
+        self._receiving: dict[int, Transfer] = {}
+        self._new_receipts: list[Transfer] = []
+        self._next_receipt = -1
         self.preemptions = 0
         # Tokens looked up and found by admitted requests, as vLLM counts them: a preempted one's second look-up is not.
         self.queried_tokens = 0
@@ -92,6 +96,8 @@ class Scheduler:
                 self._unfinished_prefills.discard(job)
         if self.offload is not None:
             step.loads, step.stores = self.offload.plan(step.jobs)
+        step.loads += self._new_receipts
+        self._new_receipts = []
         return step
 
     def settle(self, step: Step, ended: Iterable[int] = ()) -> None:
@@ -109,11 +115,15 @@ class Scheduler:
                 self._finish(job)
         if step.finished:
             self.running = [job for job in self.running if not job.finished]
-        if self.offload is not None:
-            for number in ended:
-                self._end_transfer(self.offload.end(number))
+        for number in ended:
+            self._end_transfer(number)
 
-    def _end_transfer(self, transfer: Transfer) -> None:
+    def _end_transfer(self, number: int) -> None:
+        if number < 0:
+            transfer = self._receiving.pop(number)
+        else:
+            assert self.offload is not None
+            transfer = self.offload.end(number)
         if transfer.is_load:
             transfer.job.loading = False
             if transfer.job.aborted:
@@ -195,7 +205,11 @@ class Scheduler:
         total = job.text.num_tokens
         hit = self.cache.find(job.text.hashes, total)
         job.junction = hit.junction
-        loaded = 0 if self.offload is None else self.offload.find(job, hit.tokens)
+        receives = job.handover is Handover.TAKES and not job.preemptions
+        loaded: int | None = job.prompt_tokens - hit.tokens if receives else 0
+        if self.offload is not None:
+            found = self.offload.find(job, hit.tokens)
+            loaded = loaded if receives else found
         if loaded is None:
             return None
         if loaded:
@@ -214,11 +228,20 @@ class Scheduler:
             self.hit_tokens += hit.tokens
         if not loaded:
             return tokens
-        assert self.offload is not None
-        self.offload.begin_load(job, loaded)
+        if receives:
+            self._receive(job, loaded)
+        else:
+            assert self.offload is not None
+            self.offload.begin_load(job, loaded)
         job.loading, job.committed = True, False
         self._unfinished_prefills.add(job)
         return loaded
+
+    def _receive(self, job: Job, tokens: int) -> None:
+        transfer = Transfer(self._next_receipt, job, (), tokens)
+        self._next_receipt -= 1
+        self._receiving[transfer.number] = transfer
+        self._new_receipts.append(transfer)
 
     @staticmethod
     def _count(step: Step, job: Job, tokens: int) -> None:
@@ -265,6 +288,9 @@ class Scheduler:
         if self.offload is not None:
             self.cache.drop_skipped(job)
             self.offload.ended(job)
+        if job.handover is Handover.GIVES and not job.aborted:
+            null = self.cache.pool.null
+            job.given_blocks = [[block.block_id for block in table.blocks if block is not null] for table in job.tables]
         if not job.loading:
             # A load under way still writes into its blocks.
             self.cache.free(job)

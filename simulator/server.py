@@ -60,6 +60,7 @@ class ReplicaServer:
         events: str = ANY_PORT,
         replay: str | None = ANY_PORT,
         timing: Timing = INSTANT,
+        cpu_chunks: int = 0,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         max_running: int = DEFAULT_MAX_RUNNING,
         max_text_tokens: int = DEFAULT_MAX_TEXT_TOKENS,
@@ -75,6 +76,7 @@ class ReplicaServer:
                 geometry,
                 num_blocks,
                 on_step=on_step.send,
+                cpu_chunks=cpu_chunks,
                 chunk_tokens=chunk_tokens,
                 max_running=max_running,
                 max_text_tokens=max_text_tokens,
@@ -90,7 +92,8 @@ class ReplicaServer:
             undo.callback(self._socket.close)
             self.publisher = EventPublisher(events, replay, context=context)
             undo.callback(self.publisher.close)
-            self.api = Api(make_life(), model=model, clock=clock, restart=self._restart)
+            address = (host, self._socket.getsockname()[1])
+            self.api = Api(make_life(), model=model, address=address, clock=clock, restart=self._restart)
             undo.pop_all()
         self.endpoints: Endpoints = {
             "model": model,

@@ -16,6 +16,7 @@ from kvrouter.simulator.replica import Replica
 from kvrouter.simulator.scheduler import Step
 from kvrouter.simulator.text import Text
 from kvrouter.simulator.timing import Timing
+from kvrouter.simulator.transfers import TransferTimes
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +37,10 @@ class VirtualReplica:
         self.replica = replica
         self.timing = timing
         self.slowdown = slowdown
-        # When the step under way is computed; None while there is none.
+        # When the step under way is computed, or a load ends that is waited for; None while there is neither.
         self.next_s: float | None = None
         self._step: Step | None = None
+        self._transfers = TransferTimes(timing)
 
     def submit(self, text: Text, max_tokens: int, now_s: float) -> Job:
         """A request arrives; an idle replica begins a step at once. Raises RequestRefused."""
@@ -49,25 +51,30 @@ class VirtualReplica:
 
     def advance(self) -> list[tuple[Job, Literal["first_token", "done"]]]:
         """End the step under way at `next_s` and begin the next one."""
-        step, now_s = self._step, self.next_s
-        assert step is not None and now_s is not None
-        self.replica.end_step(step)
+        now_s, step = self.next_s, self._step
+        assert now_s is not None
         moments: list[tuple[Job, Literal["first_token", "done"]]] = []
-        for job in step.sampled:
-            if job.sampled == 1:
-                moments.append((job, "first_token"))
-        for job in step.finished:
-            moments.append((job, "done"))
+        if step is not None:
+            self.replica.end_step(step, self._transfers.ended(now_s))
+            moments += [(job, "first_token") for job in step.sampled if job.sampled == 1]
+            moments += [(job, "done") for job in step.finished]
         self._begin(now_s)
         return moments
 
     def _begin(self, now_s: float) -> None:
-        if self.replica.scheduler.idle:
-            self._step = self.next_s = None
-            return
-        step = self._step = self.replica.begin_step()
-        assert step.jobs, "the replica accepted what it cannot compute"
-        self.next_s = now_s + self.slowdown * self.timing.step_s(step.prefill_tokens, step.decodes)
+        """Begin the next step that computes something. Those without tokens, between transfers, take no time."""
+        while self.replica.busy:
+            step = self.replica.begin_step()
+            self._transfers.begin(step, now_s)
+            if step.jobs:
+                self._step = step
+                self.next_s = now_s + self.slowdown * self.timing.step_s(step.prefill_tokens, step.decodes)
+                return
+            ended = self._transfers.ended(now_s)
+            self.replica.end_step(step, ended)
+            if not ended and not self._transfers.has_stores:
+                break
+        self._step, self.next_s = None, self._transfers.next_load_s
 
 
 class Fleet:

@@ -243,6 +243,46 @@ def test_a_restart_is_a_new_life() -> None:
     run(scenario)
 
 
+def test_a_prompt_is_handed_over_from_prefill_to_decode() -> None:
+    async def scenario(client: Client) -> None:
+        prompt = list(range(100))
+        first = await client.complete(prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+        params = first["kv_transfer_params"]
+        assert params["do_remote_prefill"] and len(params["remote_block_ids"]) == 2
+        with zmq.Context[zmq.Socket[bytes]]() as context:
+            decoder = ReplicaServer(gpt_oss(16, 32), 400, context=context, model="m")
+            await decoder.open()
+            try:
+                async with aiohttp.ClientSession(decoder.endpoints["url"]) as session:
+                    other = Client(decoder, session)
+                    second = await other.complete(prompt, max_tokens=5, kv_transfer_params=params)
+            finally:
+                await decoder.close()
+        # What the prefill replica had is what usage tells, as in vLLM; only the last token was computed here.
+        assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert "kv_transfer_params" not in second
+        whole = await client.complete(prompt, max_tokens=5)
+        assert second["choices"][0]["text"] == whole["choices"][0]["text"]
+        assert whole["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
+        incomplete = {"do_remote_prefill": True}
+        local = await client.complete(list(range(500, 600)), kv_transfer_params=incomplete)
+        assert local["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+    run(scenario)
+
+
+def test_a_cpu_tier_behind_http() -> None:
+    async def scenario(client: Client) -> None:
+        prompt = list(range(200))
+        await client.complete(prompt)
+        for n in range(4):
+            await client.complete(list(range(1000 * n + 1000, 1000 * n + 1200)))
+        assert client.server.replica.find(prompt).tokens == 0
+        assert (await client.complete(prompt))["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+
+    run(scenario, blocks=40, cpu_chunks=200)
+
+
 def test_lost_batches_leave_a_gap_in_the_numbers() -> None:
     async def scenario(client: Client) -> None:
         await client.post("/sim/faults", {"lose_events": 1})
