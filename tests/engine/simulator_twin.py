@@ -49,7 +49,7 @@ GEOMETRIES: dict[str, Callable[[int | None], Geometry]] = {
     "llama4": lambda keep: llama4(16, 64, retention_interval=keep),
     "llama4 chunk off the block grid": lambda keep: llama4(16, 100, retention_interval=keep),
     "chunked only": lambda keep: Geometry("chunked", (GroupShape(CHUNKED, 16, attention_chunk=48),), keep),
-    "deepseek-v4": lambda keep: deepseek_v4(64, 24, keep),
+    "deepseek-v4": lambda keep: deepseek_v4(128, 24, keep),
     "deepseek-v4 at its own sizes": lambda keep: deepseek_v4(retention_interval=keep),
     "three block sizes": lambda keep: Geometry(
         "mixed", (GroupShape(SWA, 16, 40), GroupShape(SWA, 32, 70), GroupShape(FULL, 48)), keep

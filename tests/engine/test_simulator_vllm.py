@@ -62,6 +62,10 @@ def count_events(counts: Counter[str], told: list[Batch]) -> None:
         counts["evicted"] += isinstance(event, Evicted)
 
 
+# Steps without a token or the end of a transfer, after which nothing will ever come: in a pool that barely holds one
+# prompt, vLLM admits loads whose requests then cannot go on, and which it does not preempt.
+STUCK_STEPS = 40
+
 KEEPS = [0, None, "every second boundary"]
 
 
@@ -116,6 +120,7 @@ class Twins:
         )
         self.live: dict[str, tuple[Any, Any]] = {}
         self.counts: Counter[str] = Counter()
+        self.idle_steps = 0
 
     def add(self, prompt: list[int], max_tokens: int, salt: str | None) -> None:
         request = self.engine.add(prompt, max_tokens, salt)
@@ -149,6 +154,7 @@ class Twins:
         assert [sorted_arrivals(batch) for batch in self.told] == wanted, where
         self.counts["steps"] += 1
         self.counts["several"] += len(computed) > 1
+        self.idle_steps = 0 if computed or self.engine.ended else self.idle_steps + 1
         count_events(self.counts, self.told)
         self.told.clear()
         self.engine.batches.clear()
@@ -176,6 +182,9 @@ def run_twins(twins: Twins, rng: random.Random, count: int, seed: str, *, aborts
         if aborts and twins.live and rng.random() < 0.01:
             twins.abort(rng.choice(list(twins.live)))
         twins.step(f"{seed}, step {twins.counts['steps']}, {twins.counts['requests']} requests")
+        if twins.idle_steps > STUCK_STEPS and twins.live:
+            twins.abort(next(iter(twins.live)))
+            twins.idle_steps = 0
 
 
 @pytest.mark.parametrize("keep", KEEPS)
@@ -205,8 +214,8 @@ def test_with_a_cpu_tier(name: str, keep: int | str | None, tmp_path: Path) -> N
     seed = f"cpu {name} {keep}"
     rng = random.Random(seed)
     counts: Counter[str] = Counter()
-    for chunk_tokens, spare_blocks, prompts in ((72, 3, 1.5), (200, 12, 4)):
-        blocks = fewest_blocks(geometry, LONGEST_TOKENS, chunk_tokens) + spare_blocks
+    for chunk_tokens, spare_blocks, prompts in ((72, 3, 1.5), (200, 12, 6)):
+        blocks = 2 * fewest_blocks(geometry, LONGEST_TOKENS, chunk_tokens) + spare_blocks
         # A tier for so many of the longest prompts.
         cpu_chunks = int(prompts * fewest_blocks(geometry, LONGEST_TOKENS, LONGEST_TOKENS))
         twins = Twins(geometry, blocks, chunk_tokens, tmp_path / str(chunk_tokens), cpu_chunks)
