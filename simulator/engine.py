@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from kvrouter.simulator.job import Handover, Job
-from kvrouter.simulator.replica import Replica
+from kvrouter.simulator.replica import Replica, Stuck
 from kvrouter.simulator.scheduler import Step
 from kvrouter.simulator.text import Text
 from kvrouter.simulator.timing import Timing
 from kvrouter.simulator.transfers import TransferTimes
+
+log = logging.getLogger(__name__)
 
 
 class EngineStopped(RuntimeError):
@@ -66,7 +69,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests that wait for it, those of the step under way included."""
-        return len(self.replica.scheduler.waiting) + len(self._submitted)
+        return self.replica.scheduler.num_waiting + len(self._submitted)
 
     def stall(self, seconds: float) -> None:
         """No step ends for so long, as when a collective hangs; HTTP answers on."""
@@ -128,7 +131,9 @@ class Engine:
         self._hand_out(step)
         next_load_s = self._transfers.next_load_s
         if not step.jobs and not ended and not self._transfers.has_stores:
-            # Nothing to do until a load has ended or somebody comes.
+            if next_load_s is None and not self.replica.scheduler.idle:
+                log.warning("stuck", extra={"reason": str(Stuck(self.replica.scheduler.num_waiting))})
+            # Nothing to do until a load has ended or somebody comes or goes.
             await self._wait(None if next_load_s is None else max(next_load_s - self._clock(), 0))
 
     def _hand_out(self, step: Step) -> None:

@@ -88,11 +88,7 @@ class Offload:
         if request.transfers:
             return None
         request.local_tokens = local_tokens
-        return self._find(job, local_tokens)
-
-    def ask(self, hashes: Sequence[bytes], num_tokens: int, local_tokens: int) -> int | None:
-        """What `find` would say to such a prompt. Changes nothing."""
-        return self._longest(hashes, num_tokens, local_tokens)
+        return self.ask(job.text.hashes, job.text.num_tokens, local_tokens)
 
     def begin_load(self, job: Job, loaded_tokens: int) -> None:
         """A request got blocks for what is loaded behind its local hit."""
@@ -152,11 +148,11 @@ class Offload:
 
     # Look-ups
 
-    def _find(self, job: Job, local_tokens: int) -> int | None:
-        return self._longest(job.text.hashes, job.text.num_tokens, local_tokens)
+    def ask(self, hashes: Sequence[bytes], num_tokens: int, local_tokens: int) -> int | None:
+        """What `find` would say to such a prompt. Changes nothing.
 
-    def _longest(self, hashes: Sequence[bytes], num_tokens: int, local_tokens: int) -> int | None:
-        """Groups shorten the hit in turn until it stands. Source: _lookup_complete_chunks."""
+        Groups shorten the hit in turn until it stands. Source: _lookup_complete_chunks.
+        """
         limit = num_tokens
         if self._sparse:
             limit -= 1

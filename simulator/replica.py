@@ -35,6 +35,16 @@ class RequestRefused(ValueError):
     """This replica can never finish the request; the text says what is too large."""
 
 
+class Stuck(RuntimeError):
+    """Requests hold blocks, and none of them can go on: docs/simulator.md says when vLLM comes to that as well."""
+
+    def __init__(self, waiting: int) -> None:
+        super().__init__(
+            f"{waiting} requests wait for blocks that only they themselves hold; start with more blocks, "
+            "so that the pool has room for several of the longest prompts"
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """What came of a request. Lengths in tokens; `reused_tokens` were found in the cache and not computed again."""
@@ -101,6 +111,15 @@ class Replica:
         """What a request with this prompt would reuse now. Changes nothing."""
         text = self.text(prompt, cache_salt) if isinstance(prompt, Sequence) else prompt
         return self.cache.find(text.hashes, text.num_tokens)
+
+    def reach(self, text: Text) -> tuple[int, int]:
+        """Tokens that such a request would not compute now: from the GPU alone, and with the CPU tier. Changes nothing.
+
+        What waits for a transfer is not counted.
+        """
+        gpu = self.find(text).tokens
+        loadable = self.offload.ask(text.hashes, text.num_tokens, gpu) if self.offload is not None else 0
+        return gpu, gpu + (loadable or 0)
 
     def submit(self, text: Text, max_tokens: int) -> Job:
         """Queue a request. Raises RequestRefused when it is empty or can never be finished."""

@@ -66,6 +66,11 @@ class Scheduler:
         """Nothing to compute."""
         return not (self.running or self.waiting or self.loading)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests that do not run yet, or not any more."""
+        return len(self.waiting) + len(self.loading)
+
     def add(self, job: Job) -> None:
         """Queue a request behind those that wait."""
         self.waiting.append(job)

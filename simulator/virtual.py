@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvrouter.simulator.job import Job
-from kvrouter.simulator.replica import Replica
+from kvrouter.simulator.replica import Replica, Stuck
 from kvrouter.simulator.scheduler import Step
 from kvrouter.simulator.text import Text
 from kvrouter.simulator.timing import Timing
@@ -50,7 +50,7 @@ class VirtualReplica:
         return job
 
     def advance(self) -> list[tuple[Job, Literal["first_token", "done"]]]:
-        """End the step under way at `next_s` and begin the next one."""
+        """End the step under way at `next_s` and begin the next one. Raises Stuck."""
         now_s, step = self.next_s, self._step
         assert now_s is not None
         moments: list[tuple[Job, Literal["first_token", "done"]]] = []
@@ -75,6 +75,8 @@ class VirtualReplica:
             if not ended and not self._transfers.has_stores:
                 break
         self._step, self.next_s = None, self._transfers.next_load_s
+        if self.next_s is None and not self.replica.scheduler.idle:
+            raise Stuck(self.replica.scheduler.num_waiting)
 
 
 class Fleet:

@@ -8,7 +8,7 @@ import pytest
 from kvrouter.simulator.cpu_tier import CacheEvent, CpuTier, Evicted, Offloaded, Uses
 from kvrouter.simulator.job import Handover
 from kvrouter.simulator.pool import Key, Stored
-from kvrouter.simulator.replica import Replica
+from kvrouter.simulator.replica import Replica, Stuck
 from kvrouter.simulator.shapes import Geometry, gpt_oss, llama
 from kvrouter.simulator.stream import to_wire
 from kvrouter.simulator.timing import Timing
@@ -87,6 +87,7 @@ def test_a_prompt_comes_back_from_the_cpu() -> None:
     sim.run(prompt)
     sim.run(list(range(1000, 1100)))
     assert sim.find(prompt).tokens == 0
+    assert sim.reach(sim.text(prompt)) == (0, 96)
     told.clear()
     done = sim.run(prompt)
     assert done.reused_tokens == 96
@@ -176,6 +177,21 @@ def test_an_aborted_load_gives_its_blocks_back_when_it_ends() -> None:
     step = sim.begin_step()
     sim.end_step(step, [load.number])
     assert sim.pool.num_free == 8
+
+
+def test_a_pool_in_which_nobody_can_go_on_is_told() -> None:
+    told: list[list[CacheEvent]] = []
+    sim = Replica(gpt_oss(16, 32, None), 34, on_step=told.append, chunk_tokens=16, cpu_chunks=200)
+    fleet = Fleet([VirtualReplica(sim, TIMING)])
+    for n in range(2):
+        fleet.submit(0, sim.text(list(range(1000 * n, 1000 * n + 160))), 1, n)
+        list(fleet.advance())
+        sim.reset_prefix_cache()
+    # Both come back from the CPU at once, with much to compute behind it, in a pool for one and a half.
+    for n in range(2):
+        fleet.submit(0, sim.text(list(range(1000 * n, 1000 * n + 165)) + [7] * 60), 100, 10.0)
+    with pytest.raises(Stuck, match="more blocks"):
+        list(fleet.advance())
 
 
 def test_a_received_prompt_is_not_computed() -> None:

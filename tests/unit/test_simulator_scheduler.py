@@ -76,6 +76,18 @@ def test_the_last_one_admitted_makes_room_and_comes_back_first() -> None:
     assert sim.pool.num_free == 4
 
 
+def test_the_last_one_admitted_makes_room_for_nobody_by_going_itself() -> None:
+    sim = replica(5, chunk_tokens=100)
+    old, young = submit(sim, 0, 17, 12), submit(sim, 100, 31, 12)
+    step(sim)
+    step(sim)
+    assert step(sim).jobs == [old]
+    assert (old.preemptions, young.preemptions, young.computed) == (0, 1, 0)
+    while sim.busy:
+        step(sim)
+    assert (old.sampled, young.sampled) == (12, 12)
+
+
 def test_a_preempted_request_says_what_it_reused_at_first() -> None:
     sim = replica(5, chunk_tokens=100)
     submit(sim, 0, 31, 30)
