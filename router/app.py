@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import datetime
@@ -38,6 +39,7 @@ from kvrouter.router.index.store import IndexStore, StoreError
 from kvrouter.router.logs import set_up_logs
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.model_names import parse_tokenizers
+from kvrouter.router.placing import Placing
 from kvrouter.router.siblings import Siblings
 from kvrouter.router.tokens.engine_client import Engine
 from kvrouter.router.tokens.judging import LocalMaker
@@ -65,9 +67,16 @@ STORE_CHECK_S = 1.0
 PRIVATE_TOKEN = "private"
 
 
-def build_app(core: CorePort, config: Config, metrics: Metrics, tokens: TokensPort | None = None) -> Outer:
+def build_app(
+    core: CorePort, placing: Placing, config: Config, metrics: Metrics, tokens: TokensPort | None = None
+) -> Outer:
     """The HTTP API on any object with the core's interface."""
-    return build_api(core, config, metrics, time.perf_counter, tokens)
+    return build_api(core, placing, config, metrics, time.perf_counter, tokens)
+
+
+def new_selection_id() -> str:
+    """Nobody can guess it, so nobody can end another's reservation."""
+    return uuid.uuid4().hex
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -145,9 +154,22 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
             token=token,
         )
         stack.push_async_callback(core.stop)
+        placing = Placing(
+            core,
+            config=config,
+            metrics=metrics,
+            clock=time.monotonic,
+            rng=random.Random(),
+            new_id=new_selection_id,
+            servers=store.servers,
+            process=core.token,
+        )
+        core.on_engine_load = placing.engine_said
         # In a thread, as it takes seconds on the first start of all and a signal must not wait for it.
         await asyncio.to_thread(warm)
         await core.start()
+        stack.push_async_callback(placing.stop)
+        placing.start()
         await stack.enter_async_context(_configured_workers(config, core))
     except (StoreError, EmbeddedStoreError) as error:
         raise StartError(str(error)) from None
@@ -163,7 +185,7 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
     )
     stack.push_async_callback(tokens.stop)
     tokens.start()
-    outer = build_app(core, config, metrics, tokens)
+    outer = build_app(core, placing, config, metrics, tokens)
     settings = uvicorn.Config(
         outer,
         loop="none",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks one engine over HTTP, again and again, whether it lives and since when. The async shell around `vitals.py`."""
+"""Asks one engine over HTTP, again and again, whether it lives, since when, and what load it has. The async shell around
+`vitals.py` and `load/gauges.py`."""
 
 from __future__ import annotations
 
@@ -11,10 +12,12 @@ from http import HTTPStatus
 
 import aiohttp
 
+from kvrouter.router.load.gauges import EngineLoad, parse_engine_load
 from kvrouter.router.vitals import NoPulse, Pulse, Vitals, VitalSign
 
-# /metrics of an engine takes some 100 kB to write; whether it lives is asked more often than since when.
-METRICS_EVERY = 5
+# Every second question is for /metrics, which takes an engine some 100 kB to write and says since when it lives and what load
+# it has; only /health says whether its core lives. The load of what the router itself sent is known without asking.
+METRICS_EVERY = 2
 # A busy engine answers its /health within a second; what takes longer counts as a miss.
 TIMEOUT_S = 2.0
 # Of the interval, to either side: many engines registered at once are not asked at once for ever.
@@ -39,15 +42,20 @@ class Checkup:
         clock: Callable[[], float],
         rng: random.Random,
         tell: Callable[[VitalSign], None],
+        load: Callable[[EngineLoad], None] = lambda said: None,
+        dp_rank: int = 0,
         start_s: float | None = None,
     ) -> None:
-        """start_s: when its process started, as another process of the router was told."""
+        """load: told the engine's numbers of its core with this rank. start_s: when its process started, as another process of
+        the router was told."""
         self._url = url.rstrip("/")
         self._session = session
         self._interval_s = interval_s
         self._clock = clock
         self._rng = rng
         self._tell = tell
+        self._load = load
+        self._dp_rank = dp_rank
         self._wanted = asyncio.Event()
         self.vitals = Vitals(start_s)
 
@@ -80,7 +88,7 @@ class Checkup:
                 async with self._session.get(self._url + path, allow_redirects=False) as answer:
                     if answer.status >= FIRST_ERROR_STATUS:
                         return NoPulse(f"{self._url}{path} answers {answer.status}")
-                    return Pulse(await _start_time_s(answer) if path == "/metrics" else None)
+                    return await self._pulse(answer) if path == "/metrics" else Pulse()
         except TimeoutError:
             return NoPulse(f"{self._url} did not answer in {TIMEOUT_S:g} s")
         except aiohttp.ClientConnectorError as error:
@@ -89,16 +97,23 @@ class Checkup:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return NoPulse(f"{self._url} did not answer: {error or type(error).__name__}")
 
+    async def _pulse(self, answer: aiohttp.ClientResponse) -> Pulse:
+        if answer.status != HTTPStatus.OK:
+            return Pulse()
+        page = await _read(answer)
+        if (said := parse_engine_load(page, self._dp_rank)) is not None:
+            self._load(said)
+        found = START_TIME.search(page)
+        return Pulse(float(found[1]) if found else None)
 
-async def _start_time_s(answer: aiohttp.ClientResponse) -> float | None:
-    """The series is among the first, as its collector is registered first."""
-    if answer.status != HTTPStatus.OK:
-        return None
-    text = b""
+
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    """The page, or as much of it as an engine may send."""
+    parts: list[bytes] = []
+    size_bytes = 0
     async for part in answer.content.iter_any():
-        text += part
-        if (found := START_TIME.search(text)) is not None:
-            return float(found[1])
-        if len(text) > MAX_METRICS_BYTES:
+        parts.append(part)
+        size_bytes += len(part)
+        if size_bytes > MAX_METRICS_BYTES:
             break
-    return None
+    return b"".join(parts)

@@ -1,63 +1,236 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker takes a prompt: the one that has the fewest tokens left to compute.
+"""Which worker takes a prompt: the one whom it costs least (`cost.py`), and why. Pure: hits and load in, choice out.
 
-Pure: hits in, choice out; chance is passed in. Costs and loads are in tokens, lower wins.
+The best worker's affinity ends where it is saturated: as long as another one is not, the prompt goes there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from random import Random
 
 import msgspec
 
+from kvrouter.router.cost import (
+    DECODE_TOKEN_COST,
+    JUNCTION_SHARE,
+    Parts,
+    junction_tokens,
+    prefill_tokens,
+    session_bonus,
+)
+from kvrouter.router.load.sessions import SessionPlace
+from kvrouter.router.load.table import WorkerLoad
+from kvrouter.router.load.weights import Weights
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.policies import KV, LEAST_COST, Contest, Policy
+from kvrouter.router.printable import printable
 from kvrouter.router.question import Hit
+
+# Why the chosen worker reuses less of the prompt than the best one would.
+EXCLUSION = "exclusion"  # the client left it out, or pinned another
+STATE = "state"  # it takes nothing now: down, draining, circuit breaker open
+LOAD = "load"  # too much is queued or decoded there
+AFFINITY = "affinity"  # the session, or a prompt that begins alike, was elsewhere
+TEMPERATURE = "temperature"
+POLICY = "policy"  # another policy than kv
+TIER = "tier"  # loading it back would take longer than computing it elsewhere
+
+_NO_LOAD = WorkerLoad()
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One worker in a choice. cost: tokens it would compute; load: tokens it has queued (0 until load is known)."""
+    """One worker in a choice. cost: the sum of `parts`; load: what of it is others' work; pending: tokens of the prompt that
+    are just being computed there."""
 
     hit: Hit
     cost: int
     load: int = 0
+    parts: Parts = Parts(0, 0, 0, 0, 0)
+    saturated: bool = False
+    pending: int = 0
+
+
+class Scene(msgspec.Struct, frozen=True):
+    """What counts besides the hits. turn: prompts of this model that were placed before; blind: the prompt's tokens are not
+    known, so hits say nothing."""
+
+    num_tokens: int
+    weights: Weights
+    pending: Mapping[WorkerKey, int] = {}
+    session: SessionPlace | None = None
+    policy: Policy = LEAST_COST
+    turn: int = 0
+    blind: bool = False
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """The chosen worker, a sentence why, and everything that was compared, best first."""
+    """The chosen worker and a sentence why. prefill_tokens: what it must do before the first token, in computed tokens.
+    best_hit_tokens: the longest hit among all that were compared; lost: why the chosen one has less, empty when it has not.
+    candidates: what was compared, best first, where it was asked for. all_saturated: no worker should have taken it."""
 
     hit: Hit
     url: str | None
     reason: str
     candidates: tuple[Candidate, ...]
+    prefill_tokens: int = 0
+    queued_tokens: int = 0
+    best_hit_tokens: int = 0
+    lost: str = ""
+    all_saturated: bool = False
 
 
-def choose(hits: Sequence[Hit], num_tokens: int, urls: dict[str, str | None], rng: Random) -> Choice:
-    """The cheapest of `hits`, which must not be empty. Among equal costs the nearer tier wins, then chance.
+def choose(hits: Sequence[Hit], scene: Scene, rng: Random, *, explain: bool = False) -> Choice:
+    """One of `hits`, which must not be empty; its url is left to the caller."""
+    weights, num_tokens = scene.weights, scene.num_tokens
+    loads, corrections, slow = weights.table.loads, weights.corrections, weights.slowness
+    limit, tiers, pending, session = weights.saturation_tokens, weights.tiers, scene.pending, scene.session
+    cpu_cost, disk_cost = tiers.cpu, tiers.disk
+    costs: list[int] = []
+    burdens: list[int] = []
+    saturated: set[int] = set()
+    best, longest = 0, -1
+    # `weigh` in one loop: a call for each of some hundred workers would be half of the time of a choice.
+    for i, hit in enumerate(hits):
+        worker = hit.worker
+        load = loads.get(worker, _NO_LOAD)
+        queued = load.prefill_tokens
+        decode = load.decode_tokens
+        if corrections and (correction := corrections.get(worker)) is not None:
+            queued += correction.foreign_prefill_tokens
+            decode += correction.foreign_decode_tokens
+            if weights.is_saturated(queued, correction):
+                saturated.add(i)
+        elif queued > limit:
+            saturated.add(i)
+        burden = queued + decode * DECODE_TOKEN_COST
+        disk = hit.disk
+        if disk > longest:
+            best, longest = i, disk
+        prefill: float = num_tokens - disk
+        if disk != hit.gpu:
+            prefill += (hit.cpu - hit.gpu) * cpu_cost + (disk - hit.cpu) * disk_cost
+        if pending and worker in pending:
+            prefill = min(prefill, num_tokens - pending[worker])
+        cost = prefill + burden
+        if slow and worker in slow:
+            cost += (slow[worker] - 1.0) * (prefill + queued)
+        if hit.full_attention > disk:
+            cost -= (hit.full_attention - disk) * JUNCTION_SHARE
+        if session is not None and session.worker == worker:
+            cost -= session_bonus(session.tokens, prefill, _is_known(hit, scene))
+        costs.append(int(cost + 0.5))
+        burdens.append(int(burden + 0.5))
+    chosen, free = _pick(hits, costs, burdens, saturated, scene, rng)
+    hit = hits[chosen]
+    lost = "" if hit.disk >= longest else _loss(hits, costs, burdens, best, chosen, saturated, scene)
+    return Choice(
+        hit,
+        None,
+        _reason(hits, costs, burdens, best, chosen, lost, saturated, scene),
+        _candidates(hits, scene, chosen) if explain else (),
+        int(prefill_tokens(hit, num_tokens, pending.get(hit.worker, 0), tiers) + 0.5),
+        weights.burden(hit.worker).queued_tokens,
+        longest,
+        lost,
+        not free,
+    )
 
-    urls: by worker_id and rank as `route_name` gives them.
-    """
-    candidates = [Candidate(hit, num_tokens - hit.disk) for hit in hits]
-    # Chance first, then a stable sort: ties must not always go to the same replica.
-    rng.shuffle(candidates)
-    candidates.sort(key=lambda c: (c.cost + c.load, -c.hit.gpu, -c.hit.cpu))
-    best = candidates[0]
-    return Choice(best.hit, urls.get(route_name(best.hit)), _reason(candidates, num_tokens), tuple(candidates))
+
+def _pick(
+    hits: Sequence[Hit], costs: list[int], burdens: list[int], saturated: set[int], scene: Scene, rng: Random
+) -> tuple[int, int]:
+    """The chosen one, and how many were not saturated."""
+    if not saturated or len(saturated) == len(hits):
+        return scene.policy.pick(Contest(hits, costs, burdens, scene.num_tokens, scene.turn), rng), len(hits) - len(
+            saturated
+        )
+    free = [i for i in range(len(hits)) if i not in saturated]
+    contest = Contest(
+        [hits[i] for i in free], [costs[i] for i in free], [burdens[i] for i in free], scene.num_tokens, scene.turn
+    )
+    return free[scene.policy.pick(contest, rng)], len(free)
+
+
+def weigh(hit: Hit, scene: Scene) -> Candidate:
+    """One worker's cost with its parts, as `choose` has it."""
+    weights, worker = scene.weights, hit.worker
+    burden = weights.burden(worker)
+    pending = scene.pending.get(worker, 0)
+    factor = weights.slowness.get(worker, 1.0)
+    prefill = prefill_tokens(hit, scene.num_tokens, pending, weights.tiers)
+    decode = burden.decode_tokens * DECODE_TOKEN_COST
+    bonus = 0.0
+    if scene.session is not None and scene.session.worker == worker:
+        bonus = session_bonus(scene.session.tokens, prefill, _is_known(hit, scene))
+    junction = junction_tokens(hit) * JUNCTION_SHARE
+    cost = factor * (prefill + burden.queued_tokens) + decode - junction - bonus
+    parts = Parts(
+        round(factor * prefill), round(factor * burden.queued_tokens), round(decode), round(junction), round(bonus)
+    )
+    return Candidate(hit, int(cost + 0.5), parts.load, parts, burden.saturated, pending)
+
+
+def _candidates(hits: Sequence[Hit], scene: Scene, chosen: int) -> tuple[Candidate, ...]:
+    """The chosen one first, as it is the best whatever chance or another policy said."""
+    first = weigh(hits[chosen], scene)
+    rest = [weigh(hit, scene) for i, hit in enumerate(hits) if i != chosen]
+    rest.sort(key=lambda c: (c.saturated, c.cost, -c.hit.gpu, -c.hit.cpu))
+    return (first, *rest)
 
 
 def route_name(hit: Hit) -> str:
     """`w0`, or `w0@3` for another rank than 0."""
-    worker = hit.worker
-    return worker.worker_id if worker.dp_rank == 0 else f"{worker.worker_id}@{worker.dp_rank}"
+    return route_name_of(hit.worker.worker_id, hit.worker.dp_rank)
 
 
-def _reason(candidates: Sequence[Candidate], num_tokens: int) -> str:
-    best = candidates[0]
-    hit = best.hit
-    ties = sum(
-        c.cost + c.load == best.cost + best.load and (c.hit.gpu, c.hit.cpu) == (hit.gpu, hit.cpu) for c in candidates
-    )
+def route_name_of(worker_id: str, dp_rank: int) -> str:
+    return worker_id if dp_rank == 0 else f"{worker_id}@{dp_rank}"
+
+
+def _is_known(hit: Hit, scene: Scene) -> bool:
+    """Whether the hit says what the worker holds: a worker without credit, or one that is guessed at, may hold anything."""
+    return not (scene.blind or hit.reason or hit.approximate)
+
+
+def _loss(
+    hits: Sequence[Hit],
+    costs: Sequence[int],
+    burdens: Sequence[int],
+    best: int,
+    chosen: int,
+    saturated: set[int],
+    scene: Scene,
+) -> str:
+    if best in saturated and chosen not in saturated:
+        return LOAD
+    if scene.policy is not LEAST_COST:
+        return TEMPERATURE if scene.policy.softened else POLICY
+    worker = hits[chosen].worker
+    if costs[chosen] + burdens[best] >= costs[best] + burdens[chosen]:
+        return LOAD
+    if worker in scene.pending or (scene.session is not None and scene.session.worker == worker):
+        return AFFINITY
+    if junction_tokens(hits[chosen]):
+        return AFFINITY
+    return TIER
+
+
+def _reason(
+    hits: Sequence[Hit],
+    costs: Sequence[int],
+    burdens: Sequence[int],
+    best: int,
+    chosen: int,
+    lost: str,
+    saturated: set[int],
+    scene: Scene,
+) -> str:
+    hit, num_tokens = hits[chosen], scene.num_tokens
     if hit.disk == 0:
         text = f"no worker holds a reusable prefix of the {num_tokens} tokens"
+        if hits[best].disk:
+            text = f"computes all {num_tokens} tokens"
     elif hit.approximate:
         text = f"approximate: {hit.disk} of {num_tokens} tokens were sent there before"
     else:
@@ -67,6 +240,39 @@ def _reason(candidates: Sequence[Candidate], num_tokens: int) -> str:
         if hit.disk > hit.cpu:
             tiers.append(f"{hit.disk - hit.cpu} more from storage")
         text = f"reuses {hit.disk} of {num_tokens} tokens ({', '.join(tiers)})"
-    if ties > 1:
-        return f"{text}; chosen at random among {ties} equals"
+    if (coming := scene.pending.get(hit.worker, 0)) > hit.disk:
+        text += f"; {coming} tokens of it are just being computed there"
+    if lost:
+        other = hits[best]
+        text += f"; {printable(route_name(other))} would reuse {other.disk}, but {_but(lost, other, best, burdens, saturated)}"
+    elif scene.policy.name == KV:
+        text += _among(hits, costs, burdens, chosen, saturated)
+    return f"{text}; all workers are saturated" if len(saturated) == len(hits) else text
+
+
+def _but(lost: str, other: Hit, best: int, burdens: Sequence[int], saturated: set[int]) -> str:
+    if best in saturated:
+        return "it is saturated"
+    if lost == LOAD:
+        return f"has {burdens[best]} tokens of load"
+    if lost == AFFINITY:
+        return "the session, or a prompt that begins alike, was here"
+    if lost == TEMPERATURE:
+        return "chance was given a part by the temperature"
+    if lost == TIER:
+        return "would load them back more slowly than they are computed"
+    return "the policy is another than kv"
+
+
+def _among(hits: Sequence[Hit], costs: Sequence[int], burdens: Sequence[int], chosen: int, saturated: set[int]) -> str:
+    """Who else could as well have been chosen; where the load alone was different, that it decided."""
+    hit, cost, tokens = hits[chosen], costs[chosen], hits[chosen].disk
+    alike = [i for i, other in enumerate(hits) if other.disk == tokens]
+    if len(alike) == 1:
+        return ""
+    equal = [i for i in alike if (hits[i].gpu, hits[i].cpu) == (hit.gpu, hit.cpu)]
+    ties = sum(costs[i] == cost and (i in saturated) == (chosen in saturated) for i in equal)
+    text = f"; chosen at random among {ties} equals" if ties > 1 else ""
+    if len(equal) > ties and any(burdens[i] > burdens[chosen] for i in equal):
+        text = f"; the least loaded of {len(equal)} that reuse as much{text}"
     return text

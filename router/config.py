@@ -147,6 +147,39 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     replay_timeout_s: Annotated[
         float, msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: how long to wait for a replay")
     ] = 5.0
+    # The one that is meant to be used; the others are there to compare with.
+    policy: Annotated[
+        Literal["kv", "round_robin", "least_load", "random", "prefix_only", "full_attention_only"],
+        msgspec.Meta(
+            description="kv (least cost), or to compare: round_robin, least_load, random, prefix_only, full_attention_only"
+        ),
+    ] = "kv"
+    # Chance costs reuse; it spreads load where the costs are known to be wrong.
+    temperature: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0.0, le=10.0, description="0 to 10: how much chance has a part in the policy kv; 0: in ties alone"
+        ),
+    ] = 0.0
+    # Some seconds of an engine's work: enough that it never runs dry, and a new prompt is not better off in its queue than in ours,
+    # from where it can still go to whoever is free first.
+    saturation_tokens: Annotated[
+        int,
+        msgspec.Meta(
+            ge=1, le=2**40, description="tokens, at least 1: a worker with more to prefill takes no more prompts"
+        ),
+    ] = 131_072
+    # Each holds its connection and its body.
+    queue_size: Annotated[
+        int,
+        msgspec.Meta(
+            ge=0, le=100_000, description="0 to 100000: how many prompts may wait while all workers are saturated"
+        ),
+    ] = 1_024
+    # Clients and load balancers give up after a minute.
+    queue_deadline_s: Annotated[
+        float, msgspec.Meta(ge=0.0, le=3600.0, description="seconds, 0 to 3600: how long a prompt waits for a worker")
+    ] = 30.0
     # Each has sockets, a task and tables of its own; fleets have tens to hundreds. Without a limit a client that registers in a
     # loop would take all of the process's descriptors.
     max_workers: Annotated[

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router without its HTTP: workers followed, the mirror kept, questions answered.
 
-Belongs to one asyncio loop. `ask` and `choose` are synchronous and do no I/O; everything that waits is in tasks.
+Belongs to one asyncio loop. `ask` is synchronous and does no I/O; everything that waits is in tasks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import random
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import aiohttp
 import msgspec
@@ -24,20 +24,20 @@ from kvrouter.events.permits import Permits
 from kvrouter.router.adapters import AdapterWatch
 from kvrouter.router.allow_list import AllowList
 from kvrouter.router.approximate import RoutingHistory, approximate_hit, pieces_of
-from kvrouter.router.choose import Choice, choose, route_name
 from kvrouter.router.config import Config
-from kvrouter.router.errors import Conflict, HostNotAllowed, NoWorker, UnknownModel, UnknownWorker
+from kvrouter.router.errors import Conflict, HostNotAllowed, UnknownModel
 from kvrouter.router.hold import LOOKS_PER_TTL
 from kvrouter.router.index.follower import FollowerItem, LogFollower, Reload, StoreBack, StoreLost
 from kvrouter.router.index.log import LogEntry
 from kvrouter.router.index.mirror import Mirror, MirrorFull
 from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
+from kvrouter.router.load.gauges import EngineLoad
 from kvrouter.router.match import Matcher, Plans, WorkerView
 from kvrouter.router.metrics import RESYNCS, Metrics
 from kvrouter.router.model_names import ModelNames, Served, parse_aliases
 from kvrouter.router.names import Place, WorkerKey
 from kvrouter.router.printable import printable
-from kvrouter.router.question import Hit, Question
+from kvrouter.router.question import Hit, Question, asked_for
 from kvrouter.router.registration import Registration
 from kvrouter.router.report_ingest import ReportIngest
 from kvrouter.router.segments import SegmentMemory
@@ -77,8 +77,8 @@ class Core:
         http: aiohttp.ClientSession | None = None,
         token: str | None = None,
     ) -> None:
-        """http: to ask engines whether they live; None: they are not asked. token: names this process in leases; one that outlives
-        the process lets its successor take over at once."""
+        """http: to ask engines whether they live, and what load they have; None: they are not asked. token: names this process
+        in leases; one that outlives the process lets its successor take over at once."""
         self._store = store
         self._config = config
         self._metrics = metrics
@@ -105,6 +105,8 @@ class Core:
         # Why the log of a worker cannot be followed: in a cluster, some can and some cannot.
         self._unfollowed: dict[WorkerKey, str] = {}
         self._loaded = False
+        # Told what engines that are followed here say of their load.
+        self.on_engine_load: Callable[[WorkerKey, EngineLoad], None] = lambda worker, said: None
         self._lock = asyncio.Lock()
         self._attendance = Attendance(self._token)
         # The workers that this process should follow; none before it attends.
@@ -288,6 +290,7 @@ class Core:
             allowed=self._allowed,
             permits=self._permits,
             changed=self._plans.clear,
+            engine_load=lambda said: self.on_engine_load(worker, said),
         )
         image = await self._store.load(worker)
         stream.prepare(image, await self._store.load_copies(worker))
@@ -390,36 +393,35 @@ class Core:
             known = self._plans[model] = (version, Plans.build(self._mirror, self._views(model)))
         return known[1]
 
-    def ask(self, question: Question) -> list[Hit]:
+    def ask(self, question: Question) -> Sequence[Hit]:
         """One hit for each worker of the model that the question does not leave out, in no particular order."""
+        return asked_for(self.hits(question), question)
+
+    def hits(self, question: Question) -> list[Hit]:
+        """One hit for each worker of the model, in no particular order."""
         plans = self._current_plans(question.model)
         hits = self._matcher.match(question, plans)
         if plans.has_approximate and question.token_ids is not None:
             hits = self._guessed(question, hits)
-        if question.worker_ids is not None:
-            missing = question.worker_ids - {hit.worker.worker_id for hit in hits}
-            if missing:
-                raise UnknownWorker(
-                    f"not registered for model {question.model!r}: {', '.join(map(printable, sorted(missing)))}"
-                )
-            hits = [hit for hit in hits if hit.worker.worker_id in question.worker_ids]
-        if question.dp_rank is not None:
-            hits = [hit for hit in hits if hit.worker.dp_rank == question.dp_rank]
-        if question.exclude_worker_ids:
-            hits = [hit for hit in hits if hit.worker.worker_id not in question.exclude_worker_ids]
         return hits
 
-    def choose(self, question: Question) -> Choice:
-        """The worker for this prompt. Raises NoWorker when none is left to choose from."""
-        hits = [hit for hit in self.ask(question) if hit.state != StreamState.DOWN.value]
-        if not hits:
-            raise NoWorker(f"no worker of model {question.model!r} can take it: all are down or excluded")
-        urls = {route_name(hit): self._streams[hit.worker].registration.url for hit in hits}
-        choice = choose(hits, question.num_tokens, urls, self._rng)
-        stream = self._streams[choice.hit.worker]
-        if stream.view.approximate:
+    def url(self, worker: WorkerKey) -> str | None:
+        stream = self._streams.get(worker)
+        return None if stream is None else stream.registration.url
+
+    def workers(self) -> list[WorkerKey]:
+        return list(self._streams)
+
+    @property
+    def token(self) -> str:
+        """Names this process among the routers."""
+        return self._token
+
+    def sent(self, question: Question, worker: WorkerKey) -> None:
+        """The prompt is on its way there: all that is known of a worker without usable events."""
+        stream = self._streams.get(worker)
+        if stream is not None and stream.view.approximate:
             self._history.sent(stream.life, pieces_of(question), self._clock())
-        return choice
 
     def _guessed(self, question: Question, hits: list[Hit]) -> list[Hit]:
         """The hits, those of workers without usable events guessed from what was sent there."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import ClassVar, TypedDict
 
-# OpenAI's two families: the request is at fault, or the server is.
+# OpenAI's families: the request is at fault, there are too many of them, or the server is.
 INVALID_REQUEST = "invalid_request_error"
+RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
 
 
@@ -32,10 +33,12 @@ class RouterError(Exception):
     type: ClassVar[str] = SERVER_ERROR
     default_code: ClassVar[str] = "internal_error"
 
-    def __init__(self, message: str, *, code: str | None = None) -> None:
+    def __init__(self, message: str, *, code: str | None = None, retry_after_s: float | None = None) -> None:
+        """retry_after_s: when it is worth trying again; the answer then says so in `Retry-After`."""
         super().__init__(message)
         self.message = message
         self.code = self.default_code if code is None else code
+        self.retry_after_s = retry_after_s
 
     def body(self) -> ErrorBody:
         return {"error": {"message": self.message, "type": self.type, "code": self.code}}
@@ -83,6 +86,12 @@ class UnknownWorker(NotFound):
     """404: no such worker is registered."""
 
     default_code = "unknown_worker"
+
+
+class UnknownSelection(NotFound):
+    """404: no such reservation: it was released, has expired, or never was."""
+
+    default_code = "unknown_selection"
 
 
 class MethodNotAllowed(RouterError):
@@ -137,6 +146,21 @@ class NoWorker(RouterError):
 
     status = 503
     default_code = "no_worker"
+
+
+class Saturated(RouterError):
+    """503: every worker that may take the prompt has too much to do already."""
+
+    status = 503
+    default_code = "saturated"
+
+
+class QueueFull(RouterError):
+    """429: all are saturated, and as many prompts wait as may."""
+
+    status = 429
+    type = RATE_LIMIT
+    default_code = "queue_full"
 
 
 class StoreDown(RouterError):

@@ -13,7 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.catalog import Catalog, Rule, SpecGroup
-from kvrouter.router.geometry import GEO_EXT_END, GEO_EXT_START, Geometry, GeometryBuilder
+from kvrouter.router.geometry import (
+    GEO_EXT_END,
+    GEO_EXT_START,
+    GEO_SPEC_END,
+    GEO_SPEC_START,
+    RULE_FULL,
+    SPEC_RULE,
+    Geometry,
+    GeometryBuilder,
+)
 from kvrouter.router.hashing import HashScheme, HashSpace
 from kvrouter.router.hit_rule import alone, external_hit, gpu_hit
 from kvrouter.router.index.kernels import any_resident, gather
@@ -24,7 +33,7 @@ from kvrouter.router.question import GroupCover, Hit, Limit, Question
 from kvrouter.router.segments import SEGMENT_BLOCKS, PromptHasher, SegmentMemory
 from kvrouter.router.states import StreamState
 
-OUT_GPU, OUT_CPU, OUT_DISK, OUT_LIMITER, OUT_COLUMNS = range(5)
+OUT_GPU, OUT_CPU, OUT_DISK, OUT_LIMITER, OUT_FULL_ATTENTION, OUT_COLUMNS = range(6)
 
 
 class WorkerView(msgspec.Struct, frozen=True, eq=False):
@@ -77,6 +86,13 @@ def match_workers(
         out[w, OUT_CPU] = cpu
         out[w, OUT_DISK] = disk
         out[w, OUT_LIMITER] = limiter
+        covered = gpu
+        for s in range(geo[GEO_SPEC_START], geo[GEO_SPEC_END]):
+            if specs[s, SPEC_RULE] == RULE_FULL:
+                if s != limiter:
+                    covered = alone(rows, bases[w], geo, specs, members, num_tokens, s)
+                break
+        out[w, OUT_FULL_ATTENTION] = covered
 
 
 class Plan(msgspec.Struct, frozen=True, eq=False):
@@ -238,13 +254,15 @@ class Matcher:
             geometry.geos, geometry.specs, geometry.members, geometry.exts, question.num_tokens, out,
         )  # fmt: skip
         hits = []
-        for w, (view, (gpu, cpu, disk, limiter)) in enumerate(zip(plan.views, out.tolist(), strict=True)):
+        for w, (view, (gpu, cpu, disk, limiter, covered)) in enumerate(zip(plan.views, out.tolist(), strict=True)):
             groups: tuple[GroupCover, ...] = ()
             limited: Limit | None = None
             if question.explain:
                 groups = tuple(_covers(plan, rows, w, question.num_tokens))
                 limited = None if limiter < 0 else _limit(plan.spec_groups[limiter], gpu)
-            hits.append(Hit(view.worker, gpu, cpu, disk, view.state.value, view.reason, groups, limited))
+            hits.append(
+                Hit(view.worker, gpu, cpu, disk, view.state.value, view.reason, groups, limited, full_attention=covered)
+            )
         return hits
 
 

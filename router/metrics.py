@@ -38,6 +38,13 @@ DECIDE_BUCKETS_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 
 
 # A tokenizer here takes 100 us to some tens of ms, an engine some ms to its deadline.
 PROMPT_BUCKETS_S = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2, 1e-1, 2.5e-1, 1.0, 2.5)
+# Nearly all wait for nothing; those that wait, for as long as prompts take.
+QUEUE_BUCKETS_S = (1e-3, 1e-2, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+# Why the chosen worker reuses less than the best one (choose.py), how a reservation ends, why a prompt is not placed.
+LOST_REASONS = ("exclusion", "state", "load", "affinity", "temperature", "policy", "tier")
+RESERVATION_ENDS = ("released", "expired", "no_room")
+QUEUE_REFUSALS = ("full", "deadline")
 
 
 class Metrics:
@@ -143,6 +150,37 @@ class Metrics:
         self.token_mismatches = gauge(
             "token_mismatches", "Engines of which a tokenizer here, their /tokenize or their peers make other tokens"
         )
+        self.achievable_hit_tokens = counter(
+            "achievable_hit_tokens_total", "Hit tokens of each placed prompt at the worker with the longest hit of all"
+        )
+        self.chosen_hit_tokens = counter("chosen_hit_tokens_total", "Hit tokens of each placed prompt where it went")
+        self.lost_hit_tokens = counter(
+            "lost_hit_tokens_total", "What the best worker would have reused more than the chosen one, by why", "reason"
+        )
+        self.reservations = counter("reservations_total", "Prompts whose load was counted")
+        self.reservations_ended = counter("reservations_ended_total", "Reservations that ended, by how", "how")
+        self.reservations_voided = counter(
+            "reservations_voided_total", "Reservations that no longer count, as the engine said that it is idle"
+        )
+        self.reservations_held = gauge("reservations_held", "Reservations of this process")
+        self.load_known = gauge("load_known", "1 while this process knows the load of the other routers, else 0")
+        self.load_routers = gauge("load_routers", "Routers whose load this one counts, itself included")
+        self.load_queued_tokens = gauge(
+            "load_queued_tokens", "Prefill tokens queued at a worker, all routers", "worker"
+        )
+        self.load_decode_tokens = gauge(
+            "load_decode_tokens", "Context tokens decoded at a worker, all routers", "worker"
+        )
+        self.load_requests = gauge("load_requests", "Requests in flight at a worker, as known here", "worker")
+        self.load_saturated = gauge("load_saturated", "1 while a worker is saturated, else 0", "worker")
+        self.queue_requests = gauge("queue_requests", "Prompts that wait, as all workers are saturated")
+        self.queue_refused = counter("queue_refused_total", "Prompts that were not placed, by why", "reason")
+        self.queue_seconds = Histogram(
+            "kvrouter_queue_seconds",
+            "Time that a placed prompt waited for a worker",
+            buckets=QUEUE_BUCKETS_S,
+            registry=registry,
+        )
 
         self.segment_memory_bytes = gauge("segment_memory_bytes", "Bytes of remembered prompt segments")
         self.segment_hits = counter("segment_hits_total", "Prompt segments whose hashes were remembered")
@@ -154,6 +192,12 @@ class Metrics:
             self.connections_cut.labels(reason)
         for how in LEASE_LOSSES:
             self.leases_lost.labels(how)
+        for reason in LOST_REASONS:
+            self.lost_hit_tokens.labels(reason)
+        for how in RESERVATION_ENDS:
+            self.reservations_ended.labels(how)
+        for reason in QUEUE_REFUSALS:
+            self.queue_refused.labels(reason)
         self._workers: dict[WorkerKey, str] = {}
         self._request_children: dict[tuple[str, int], Counter] = {}
         # Per-worker metrics, to drop a worker's series when it is unregistered.
@@ -175,6 +219,10 @@ class Metrics:
             self.stream_lost_blocks,
             self.stream_event_lag_seconds,
             self.index_rewrites,
+            self.load_queued_tokens,
+            self.load_decode_tokens,
+            self.load_requests,
+            self.load_saturated,
         )
 
     def own_page(self) -> bytes:

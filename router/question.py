@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.router.errors import UnknownWorker
 from kvrouter.router.names import WorkerKey
+from kvrouter.router.printable import printable
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -61,3 +65,24 @@ class Hit(msgspec.Struct, frozen=True):
     groups: tuple[GroupCover, ...] = ()
     limited_by: Limit | None = None
     approximate: bool = False
+    # How far full attention's blocks on the GPU alone would reach: breaks ties, and is what a router believes that knows no
+    # other group.
+    full_attention: int = 0
+
+
+def asked_for(hits: Sequence[Hit], question: Question) -> Sequence[Hit]:
+    """Those of the workers that the question does not leave out. Raises UnknownWorker for one that it names and that is not
+    there."""
+    only, without, rank = question.worker_ids, question.exclude_worker_ids, question.dp_rank
+    if only is not None:
+        missing = only - {hit.worker.worker_id for hit in hits}
+        if missing:
+            raise UnknownWorker(
+                f"not registered for model {question.model!r}: {', '.join(map(printable, sorted(missing)))}"
+            )
+        hits = [hit for hit in hits if hit.worker.worker_id in only]
+    if rank is not None:
+        hits = [hit for hit in hits if hit.worker.dp_rank == rank]
+    if without:
+        hits = [hit for hit in hits if hit.worker.worker_id not in without]
+    return hits

@@ -32,6 +32,7 @@ from kvrouter.router.hold import ELSEWHERE, RETRY_FIRST_S, RETRY_LAST_S, HandedO
 from kvrouter.router.index.log import LogEntry
 from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
 from kvrouter.router.ingest import Tally
+from kvrouter.router.load.gauges import EngineLoad
 from kvrouter.router.match import WorkerView
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import Place, WorkerKey
@@ -98,8 +99,10 @@ class WorkerStream:
         permits: Permits,
         mine: Callable[[WorkerKey], bool],
         changed: Callable[[], None],
+        engine_load: Callable[[EngineLoad], None],
     ) -> None:
-        """changed: called when `view` did. token: names this process in leases. mine: whether it should have this one."""
+        """changed: called when `view` did. engine_load: told what the engine says of its load. token: names this process in
+        leases. mine: whether it should have this one."""
         self.registration = registration
         self._store = store
         self._config = config
@@ -112,6 +115,7 @@ class WorkerStream:
         self._allowed = allowed
         self._permits = permits
         self._changed = changed
+        self._engine_load = engine_load
         self._decoder = BatchDecoder()
         self._hold_problem: str | None = None
         # Stays while it is tried again.
@@ -567,6 +571,8 @@ class WorkerStream:
             clock=self._clock,
             rng=self._rng,
             tell=tell,
+            load=self._engine_load,
+            dp_rank=self.worker.dp_rank,
             start_s=self._engine_start_s,
         )
         return [self._checkup.run()]

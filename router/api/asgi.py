@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+import math
 from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
 from types import CoroutineType
 from typing import Any
@@ -23,6 +24,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrouter.router.api.asking import Asking
 from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.api.replies import encode
+from kvrouter.router.api.reserving import load_routes
+from kvrouter.router.api.selecting import Selecting
 from kvrouter.router.api.watching import watch_routes
 from kvrouter.router.api.workers import worker_routes
 from kvrouter.router.config import Config
@@ -38,6 +41,7 @@ from kvrouter.router.errors import (
 )
 from kvrouter.router.index.connection import StoreError
 from kvrouter.router.metrics import Metrics
+from kvrouter.router.placing import Placing
 from kvrouter.router.printable import printable
 from kvrouter.router.version import PACKAGE, VERSION
 
@@ -253,6 +257,9 @@ def _headers_of(error: RouterError) -> tuple[tuple[bytes, bytes], ...]:
     if isinstance(error, TooLarge):
         # The rest of the body is still under way; nobody will read it.
         return ((b"connection", b"close"),)
+    if error.retry_after_s is not None:
+        # Whole seconds are all that HTTP knows.
+        return ((b"retry-after", b"%d" % math.ceil(error.retry_after_s)),)
     return ()
 
 
@@ -281,7 +288,7 @@ def _answer(request: Request, error: RouterError, headers: Mapping[str, str] | N
 
 async def _on_router_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RouterError)
-    return _answer(request, error)
+    return _answer(request, error, {name.decode(): value.decode() for name, value in _headers_of(error)})
 
 
 async def _on_store_error(request: Request, error: Exception) -> Response:
@@ -326,12 +333,13 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 def build_api(
     core: CorePort,
+    placing: Placing,
     config: Config,
     metrics: Metrics,
     clock: Callable[[], float],
     tokens: TokensPort | None = None,
 ) -> Outer:
-    """The whole HTTP API on `core`. Holds no global state: several live side by side in one process.
+    """The whole HTTP API on `core` and `placing`. Holds no global state: several live side by side in one process.
 
     tokens: finds those of texts; without it texts are refused. clock: seconds, monotonic; measures decisions."""
     app = FastAPI(
@@ -350,15 +358,17 @@ def build_api(
             Exception: _on_bug,
         },
     )
-    watching = watch_routes(core, tokens, metrics, app, needs_key=config.api_key is not None)
+    watching = watch_routes(core, placing, tokens, metrics, app, needs_key=config.api_key is not None)
+    asking = Asking(core, metrics, clock)
+    selecting = Selecting(core, placing, tokens, asking, metrics, clock)
     app.state.routes = []
-    for router in (worker_routes(core, tokens), watching):
+    for router in (worker_routes(core, tokens), load_routes(placing, selecting), watching):
         app.include_router(router)
         app.state.routes += router.routes
-    asking = Asking(core, tokens, metrics, clock)
     hot: dict[str, HotHandler] = {
         "/query": asking.query,
         "/query_by_hash": asking.query_by_hash,
-        "/select": asking.select,
+        "/select": selecting.select,
+        "/select_and_reserve": selecting.select_and_reserve,
     }
     return Outer(hot, app, config, metrics)

@@ -30,6 +30,16 @@ BlockHashes = Annotated[
         description="block hashes from block 0, at the hash block size: u64, i64 or hex (16, 32 or 64 digits)"
     ),
 ]
+# What a client calls its own reservation; it stands in a path.
+SelectionId = Annotated[
+    str,
+    msgspec.Meta(
+        min_length=1,
+        max_length=128,
+        pattern=r"^[^/?#]+$",
+        description="the client's own id of it; without it, one is made",
+    ),
+]
 WorkerIds = Annotated[list[str | int], msgspec.Meta(description="only these workers")]
 
 
@@ -58,11 +68,19 @@ class QueryByHashBody(_Asked, kw_only=True):
     num_tokens: NumTokens | None = None
 
 
+class PinnedBody(msgspec.Struct, kw_only=True):
+    """A worker and no other, as Dynamo's clients name it."""
+
+    worker_id: str | int
+    dp_rank: int | None = None
+
+
 class SelectBody(_Asked, kw_only=True):
-    """`POST /select`: one of token_ids, block_hashes, prompt and messages.
+    """`POST /select` and `/select_and_reserve`: one of token_ids, block_hashes, prompt and messages.
 
     prompt and messages are those of OpenAI's completions and chats; what stands beside them (tools, chat_template_kwargs, ...)
-    counts as it would there."""
+    counts as it would there. allowed_worker_ids, isl_tokens, expected_output_tokens and pinned_worker are Dynamo's names of
+    workers, num_tokens, max_tokens and of a worker and no other."""
 
     token_ids: TokenIds | None = None
     block_hashes: BlockHashes | None = None
@@ -74,6 +92,18 @@ class SelectBody(_Asked, kw_only=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     exclude_workers: WorkerIds | None = None
     dp_rank: Annotated[int, msgspec.Meta(ge=0, description="only this data-parallel rank")] | None = None
+    selection_id: SelectionId | None = None
+    allowed_worker_ids: WorkerIds | None = None
+    isl_tokens: NumTokens | None = None
+    expected_output_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    pinned_worker: PinnedBody | None = None
+
+
+class ReservationBody(SelectBody, kw_only=True):
+    """`POST /reservations`: the client has chosen the worker; its load is to count there. isl_tokens alone is enough to know a
+    prompt's load; with its tokens or hashes, what the worker has of it is taken off."""
+
+    worker_id: str | int
 
 
 class GroupBody(msgspec.Struct, kw_only=True):

@@ -18,11 +18,15 @@ SCHEMAS = (
     bodies.QueryBody,
     bodies.QueryByHashBody,
     bodies.SelectBody,
+    bodies.ReservationBody,
     bodies.RegisterBody,
     bodies.UnregisterBody,
     bodies.WorkerPatch,
     replies.QueryReply,
     replies.SelectReply,
+    replies.ReservedReply,
+    replies.EndedReply,
+    replies.ModelLoadReply,
     replies.WorkersReply,
     replies.RegisteredReply,
     replies.HealthReply,
@@ -35,8 +39,8 @@ SCHEMAS = (
 PROBLEMS = {
     400: "The body or a parameter cannot be read as what is asked for",
     401: "The API key is missing or wrong",
-    404: "No such model or worker is registered",
-    409: "It contradicts what is registered, or there is no room for more workers",
+    404: "No such model or worker is registered, or there is no such reservation",
+    409: "It contradicts what is registered or reserved, or there is no room for more workers",
     413: "The body is over the limit",
     503: "No worker can take it, or the store does not answer",
 }
@@ -58,6 +62,13 @@ HOT_OPERATIONS: tuple[tuple[str, str, type, type, tuple[int, ...]], ...] = (
         replies.SelectReply,
         (400, 404, 413, 503),
     ),
+    (
+        "/select_and_reserve",
+        "The same, and its load counts until it is released or expires",
+        bodies.SelectBody,
+        replies.SelectReply,
+        (400, 404, 409, 413, 503),
+    ),
 )
 
 
@@ -66,9 +77,10 @@ def takes(kind: type) -> dict[str, Any]:
     return {"requestBody": {"required": True, "content": _content(kind)}}
 
 
-def gives(kind: type, *problems: int) -> dict[int | str, dict[str, Any]]:
-    """The answers of an operation, as FastAPI's `responses`. problems: statuses of PROBLEMS; 401 is added where there is a key."""
-    answers: dict[int | str, dict[str, Any]] = {200: {"description": "Done", "content": _content(kind)}}
+def gives(kind: type, *problems: int, status: int = 200, many: bool = False) -> dict[int | str, dict[str, Any]]:
+    """The answers of an operation, as FastAPI's `responses`. problems: statuses of PROBLEMS; 401 is added where there is a key.
+    many: a list of them."""
+    answers: dict[int | str, dict[str, Any]] = {status: {"description": "Done", "content": _content(kind, many=many)}}
     return answers | {status: _problem(status) for status in problems}
 
 
@@ -76,8 +88,9 @@ def _problem(status: int) -> dict[str, Any]:
     return {"description": PROBLEMS[status], "content": _content(replies.ErrorReply)}
 
 
-def _content(kind: type) -> dict[str, Any]:
-    schema = {"schema": {"$ref": SCHEMA_REF.format(name=kind.__name__)}}
+def _content(kind: type, *, many: bool = False) -> dict[str, Any]:
+    one: dict[str, Any] = {"$ref": SCHEMA_REF.format(name=kind.__name__)}
+    schema = {"schema": {"type": "array", "items": one} if many else one}
     return {replies.JSON: schema, bodies.MSGPACK: schema}
 
 

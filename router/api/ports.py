@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the HTTP API needs of the core. The API depends on this Protocol and never on `router.core`.
 
-All of it runs in one asyncio loop; `ask` and `choose` are synchronous and do no I/O. Errors are those of
+All of it runs in one asyncio loop; `ask` is synchronous and does no I/O. Errors are those of
 `router.errors`.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvrouter.router.choose import Choice
 from kvrouter.router.model_names import Served
 from kvrouter.router.question import Hit, Question
 from kvrouter.router.registration import Registration
@@ -36,10 +35,6 @@ class CorePort(Protocol):
 
     def ask(self, question: Question) -> Sequence[Hit]:
         """One hit for each worker of the model. Raises UnknownModel, UnknownWorker, BadQuestion."""
-        ...
-
-    def choose(self, question: Question) -> Choice:
-        """Raises what `ask` raises, and NoWorker."""
         ...
 
     def models(self) -> Sequence[str]: ...

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from kvrouter.router.api.bodies import MSGPACK, MSGPACK_TYPES
+from kvrouter.router.cost import Parts
 from kvrouter.router.question import GroupCover, Hit, Limit
 from kvrouter.router.status import WorkerStatus
 
@@ -53,10 +54,15 @@ class CandidateReply(msgspec.Struct, kw_only=True):
     worker_id: str
     dp_rank: int
     overlap: Overlap
+    # Tokens: cost = the parts' sum, session taken off; load = what of it is others' work.
     load: int
     cost: int
+    parts: Parts
+    saturated: bool
     state: str
     limited_by: Limit | None
+    # Only where it is so: tokens of this prompt that are just being computed there.
+    pending: int | msgspec.UnsetType = msgspec.UNSET
     reason: str | msgspec.UnsetType = msgspec.UNSET
     approximate: bool | msgspec.UnsetType = msgspec.UNSET
 
@@ -72,7 +78,8 @@ class TokensReply(msgspec.Struct):
 
 
 class SelectReply(msgspec.Struct, kw_only=True):
-    """Of `/select`. `endpoint` is the engine's URL, null for a worker that was registered without one."""
+    """Of `/select` and `/select_and_reserve`. `endpoint` is the engine's URL, null for a worker that was registered without
+    one; effective_prefill_tokens: what it does not reuse. model_name, isl_tokens and block_size are for Dynamo's clients."""
 
     selection_id: str
     model: str
@@ -84,7 +91,62 @@ class SelectReply(msgspec.Struct, kw_only=True):
     reason: str
     # Only where a text was asked.
     tokens: TokensReply | msgspec.UnsetType = msgspec.UNSET
+    model_name: str
+    isl_tokens: int
+    block_size: int
+    reserved: bool
     candidates: list[CandidateReply] | msgspec.UnsetType = msgspec.UNSET
+
+
+class EngineReply(msgspec.Struct):
+    """What an engine said of itself, and how long ago."""
+
+    waiting: int
+    running: int
+    kv_usage: float
+    age_s: float
+
+
+class WorkerLoadReply(msgspec.Struct):
+    """One worker's load, of all routers and of what came by other ways. The first five are Dynamo's; saturated: it takes no more
+    prompts; rates in tokens/s, null until they are measured."""
+
+    worker_id: str
+    dp_rank: int
+    potential_prefill_tokens: int
+    potential_decode_blocks: int
+    active_requests: int
+    decode_tokens: int
+    saturated: bool
+    engine: EngineReply | None
+    prefill_rate: float | None
+    decode_rate: float | None
+
+
+class ModelLoadReply(msgspec.Struct):
+    """One entry of `GET /loads`: pending are the prompts that wait in this process because all workers are saturated."""
+
+    model_name: str
+    routing_group: str
+    loads: list[WorkerLoadReply]
+    pending_count: int
+    pending_isl_tokens: int
+
+
+class ReservedReply(msgspec.Struct):
+    """Of `POST /reservations`."""
+
+    selection_id: str
+    model_name: str
+    worker_id: str
+    dp_rank: int
+    endpoint: str | None
+
+
+class EndedReply(msgspec.Struct):
+    """Of all that end a reservation, or a part of it."""
+
+    status: str
 
 
 class WorkersReply(msgspec.Struct):

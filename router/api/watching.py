@@ -12,11 +12,12 @@ from kvrouter.router.api.replies import HealthReply, ReadyReply, VersionReply
 from kvrouter.router.api.workers import respond
 from kvrouter.router.errors import NoWorker
 from kvrouter.router.metrics import Metrics
+from kvrouter.router.placing import Placing
 from kvrouter.router.version import PACKAGE, VERSION
 
 
 def watch_routes(
-    core: CorePort, tokens: TokensPort | None, shown: Metrics, app: FastAPI, *, needs_key: bool
+    core: CorePort, placing: Placing, tokens: TokensPort | None, shown: Metrics, app: FastAPI, *, needs_key: bool
 ) -> APIRouter:
     """The routes, bound to `core` and to the metrics that `/metrics` shows."""
     router = APIRouter(tags=["watching"])
@@ -24,7 +25,7 @@ def watch_routes(
     @router.get("/health", summary="Does the process serve?", operation_id="health", responses=gives(HealthReply))
     async def health(request: Request) -> Response:
         """200 as long as the process serves; `degraded` has its reasons beside it."""
-        reasons = [*core.health(), *(() if tokens is None else tokens.health())]
+        reasons = [*core.health(), *placing.health(), *(() if tokens is None else tokens.health())]
         return respond(request, HealthReply("degraded" if reasons else "ok", reasons))
 
     @router.get("/ready", summary="Can a worker be chosen?", operation_id="ready", responses=gives(ReadyReply, 503))

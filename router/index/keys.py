@@ -10,6 +10,7 @@ so that no brace, colon, slash or newline in a name can reach another worker's k
 | `kvr:models` | SET | the quoted names of the models that have workers |
 | `kvr:registrations` | STRING | number of changes ever made to the registry: says whether to read it again |
 | `kvr:routers` | ZSET | token of each router process -> server time in ms until which it counts as alive |
+| `kvr:loads` | STREAM | what router processes have in flight (`load/messages.py`); trimmed |
 | `kvr:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |
 | `kvr:{tag}:meta` | HASH | `META_FIELDS` and what the owner adds |
 | `kvr:{tag}:EPOCH:gK:MEDIUM[:OWNER]` | SET | 8-byte big-endian block hashes resident there |
@@ -27,6 +28,8 @@ from kvrouter.router.names import Place, WorkerKey
 MODELS = "kvr:models"
 REGISTRATIONS = "kvr:registrations"
 ROUTERS = "kvr:routers"
+LOADS = "kvr:loads"
+LOADS_MESSAGE = "m"
 
 # The fields of `meta` that the store itself writes; a commit's own meta fields must not be named like these.
 META_EPOCH = "epoch"  # the current epoch's name

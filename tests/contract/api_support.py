@@ -5,7 +5,9 @@ are is proven elsewhere, with the real core."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,12 +16,12 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from kvrouter.router.api.asgi import Outer, build_api
-from kvrouter.router.choose import Candidate, Choice
 from kvrouter.router.config import Config
-from kvrouter.router.errors import NoWorker, UnknownModel
+from kvrouter.router.errors import UnknownModel
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.model_names import Served
 from kvrouter.router.names import WorkerKey
+from kvrouter.router.placing import Placing
 from kvrouter.router.question import GroupCover, Hit, Limit, Question
 from kvrouter.router.registration import Registration
 from kvrouter.router.status import Recovery, TokensStatus, WorkerStatus
@@ -53,10 +55,10 @@ def status(worker: WorkerKey, url: str | None) -> WorkerStatus:
 
 
 class TinyCore:
-    """Satisfies CorePort. `hits` are the answers; `asked` and `registered` are what came in; `fail` is raised by all."""
+    """Satisfies CorePort. `hits_known` are the answers; `asked` and `registered` are what came in; `fail` is raised by all."""
 
     def __init__(self, hits: Sequence[Hit] = ()) -> None:
-        self.hits = list(hits)
+        self.hits_known = list(hits)
         self.asked: list[Question] = []
         self.registered: dict[WorkerKey, Registration] = {}
         self.fail: Exception | None = None
@@ -94,15 +96,19 @@ class TinyCore:
         if question.model not in self.models():
             raise UnknownModel(f"no worker serves {question.model!r}")
         self.asked.append(question)
-        return self.hits
+        return self.hits_known
 
-    def choose(self, question: Question) -> Choice:
-        hits = self.ask(question)
-        if not hits:
-            raise NoWorker("no worker can take it")
-        best = max(hits, key=lambda hit: hit.disk)
-        candidates = tuple(Candidate(hit, question.num_tokens - hit.disk) for hit in hits)
-        return Choice(best, "http://w:8000", "reuses the most", candidates)
+    def hits(self, question: Question) -> list[Hit]:
+        return self.ask(question)
+
+    def url(self, worker: WorkerKey) -> str | None:
+        return "http://w:8000"
+
+    def sent(self, question: Question, worker: WorkerKey) -> None:
+        pass
+
+    def workers(self) -> list[WorkerKey]:
+        return [hit.worker for hit in self.hits_known]
 
     def models(self) -> list[str]:
         return ["m"]
@@ -185,8 +191,10 @@ class Answer(msgspec.Struct):
 def build(
     core: TinyCore, clock: Callable[[], float] = lambda: 0.0, tokens: TinyTokens | None = None, **settings: Any
 ) -> tuple[Outer, Metrics]:
-    metrics = Metrics(CollectorRegistry())
-    return build_api(core, Config(**settings), metrics, clock, tokens), metrics
+    metrics, config = Metrics(CollectorRegistry()), Config(**settings)
+    ids = (f"s{number}" for number in itertools.count())
+    placing = Placing(core, config=config, metrics=metrics, clock=clock, rng=random.Random(1), new_id=lambda: next(ids))
+    return build_api(core, placing, config, metrics, clock, tokens), metrics
 
 
 async def ask_app(

@@ -35,7 +35,7 @@ def test_query_has_the_shape_of_the_contract(core: TinyCore) -> None:
 
 
 def test_explain_adds_groups_and_limit_and_an_explicit_null(core: TinyCore) -> None:
-    core.hits.append(msgspec.structs.replace(hit("w2", 0, 0, 0), limited_by=None, groups=()))
+    core.hits_known.append(msgspec.structs.replace(hit("w2", 0, 0, 0), limited_by=None, groups=()))
     answer = call(build(core)[0], "POST", "/query", {"model": "m", "token_ids": [1], "explain": True})
     instances = answer.json()["instances"]
     assert instances["w0"]["groups"] == [{"group_idx": 0, "kind": "full_attention", "covered": 192}]
@@ -46,7 +46,7 @@ def test_explain_adds_groups_and_limit_and_an_explicit_null(core: TinyCore) -> N
 
 
 def test_ranks_of_one_worker_are_merged_and_the_best_one_speaks(core: TinyCore) -> None:
-    core.hits = [hit("w0", 64, 64, 64, 0), hit("w0", 32, 32, 96, 1, "why"), hit("w0", 16, 16, 16, 2)]
+    core.hits_known = [hit("w0", 64, 64, 64, 0), hit("w0", 32, 32, 96, 1, "why"), hit("w0", 16, 16, 16, 2)]
     answer = call(build(core)[0], "POST", "/query", {"model": "m", "token_ids": [1]}).json()
     instance = answer["instances"]["w0"]
     assert instance["dp"] == {"0": 64, "1": 96, "2": 16}
@@ -219,7 +219,11 @@ def test_select_has_the_shape_of_the_contract(core: TinyCore) -> None:
         "endpoint": "http://w:8000",
         "overlap": {"longest_matched": 192, "gpu": 64, "cpu": 128, "disk": 192},
         "effective_prefill_tokens": 8,
-        "reason": "reuses the most",
+        "reason": "reuses 192 of 200 tokens (64 on the GPU, 64 more from the CPU tier, 64 more from storage)",
+        "model_name": "m",
+        "isl_tokens": 200,
+        "block_size": 16,
+        "reserved": False,
     }
     assert core.asked[0].exclude_worker_ids == {"w9"}
 
@@ -232,7 +236,10 @@ def test_select_explains_every_candidate(core: TinyCore) -> None:
         "dp_rank": 0,
         "overlap": {"longest_matched": 192, "gpu": 64, "cpu": 128, "disk": 192},
         "load": 0,
-        "cost": 108,
+        # 108 to compute, 64 to load back from each of the two tiers.
+        "cost": 166,
+        "parts": {"prefill": 166, "queued": 0, "decode": 0, "junction": 0, "session": 0},
+        "saturated": False,
         "state": "live",
         "limited_by": {"group_idx": 1, "kind": "sliding_window", "why": "its window is gone"},
     }
@@ -254,13 +261,13 @@ def test_null_text_beside_tokens_is_no_text(core: TinyCore) -> None:
 
 
 def test_no_worker_is_503(core: TinyCore) -> None:
-    core.hits = []
+    core.hits_known = []
     answer = call(build(core)[0], "POST", "/select", {"model": "m", "token_ids": [1]})
     assert (answer.status, answer.error["code"]) == (503, "no_worker")
 
 
 def test_decisions_are_timed_by_the_clock_that_was_given(core: TinyCore) -> None:
-    ticks = iter([10.0, 10.25, 20.0, 20.5])
+    ticks = iter([10.0, 10.25, 20.0, 20.2, 20.5])
     app, metrics = build(core, clock=lambda: next(ticks))
     call(app, "POST", "/query", {"model": "m", "token_ids": [1]})
     call(app, "POST", "/select", {"model": "m", "token_ids": [1]})

@@ -30,6 +30,7 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(embedded_url: str) ->
             metrics=Metrics(CollectorRegistry()), context=context, clock=time.monotonic, rng=random.Random(1), http=None,
             new_epoch=lambda: "e", allowed=AllowList(), permits=Permits(rng=random.Random(1)),
             mine=lambda worker: True, changed=lambda: None,
+            engine_load=lambda said: None,
         )  # fmt: skip
         lost = asyncio.Event()
 

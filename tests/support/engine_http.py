@@ -17,6 +17,8 @@ class EngineHttp:
     def __init__(self, start_s: float | None = 1_000.5) -> None:
         self.start_s = start_s
         self.status = 200
+        # What its /metrics say of its load.
+        self.running = self.waiting = 0
         # Seconds until an answer.
         self.delay_s = 0.0
         # Answers of other paths, empty by default.
@@ -45,7 +47,8 @@ class EngineHttp:
                     body = b"# HELP process_start_time_seconds Start time\n# TYPE process_start_time_seconds gauge\n"
                     if engine.start_s is not None:
                         body += f"process_start_time_seconds {engine.start_s}\n".encode()
-                    body += b"vllm:num_requests_running 0.0\n"
+                    body += f"vllm:num_requests_running {float(engine.running)}\n".encode()
+                    body += f"vllm:num_requests_waiting {float(engine.waiting)}\n".encode()
                 self.send_response(engine.status)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()

@@ -1,54 +1,227 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The fewest uncached tokens win; ties go to the nearer tier, then to chance."""
+"""The least cost wins: prefill by tier, what is queued and decoded there, the session's bonus; and why it was so."""
 
 from __future__ import annotations
 
 from collections import Counter
 from random import Random
+from typing import Any
 
-from kvrouter.router.choose import Choice, choose, route_name
+import pytest
+
+from kvrouter.router import choose as choosing
+from kvrouter.router.choose import Choice, Scene, choose, weigh
+from kvrouter.router.cost import DECODE_TOKEN_COST, SESSION_SHARE_BLIND, Parts, TierCosts, slowness
+from kvrouter.router.load.gauges import EngineLoad
+from kvrouter.router.load.sessions import SessionPlace
+from kvrouter.router.load.table import LoadTable
+from kvrouter.router.load.weights import Weights
+from kvrouter.router.metrics import LOST_REASONS
 from kvrouter.router.names import WorkerKey
+from kvrouter.router.policies import NAMES, policy
 from kvrouter.router.question import Hit
 
+TOKENS = 200
 
-def hit(name: str, gpu: int, cpu: int | None = None, disk: int | None = None, rank: int = 0) -> Hit:
+
+def hit(name: str, gpu: int, cpu: int | None = None, disk: int | None = None, full: int = 0, reason: str = "") -> Hit:
     cpu = gpu if cpu is None else cpu
-    return Hit(WorkerKey("m", name, rank), gpu, cpu, cpu if disk is None else disk, "live")
+    return Hit(key(name), gpu, cpu, cpu if disk is None else disk, "live", reason, full_attention=max(full, gpu))
 
 
-def chosen(*hits: Hit, seed: int = 0) -> Choice:
-    return choose(hits, 200, {"a": "http://a", "b": "http://b", "a@1": "http://a1"}, Random(seed))
+def key(name: str) -> WorkerKey:
+    return WorkerKey("m", name)
+
+
+def weights(saturation: int = 10_000, **queued: int) -> Weights:
+    found = Weights(LoadTable(), saturation)
+    for name, tokens in queued.items():
+        found.table.reserve(name, key(name), tokens, 0, 0.0)
+    return found
+
+
+def chosen(*hits: Hit, seed: int = 0, explain: bool = False, **scene: Any) -> Choice:
+    scene = {"num_tokens": TOKENS, "weights": weights()} | scene
+    return choose(hits, Scene(**scene), Random(seed), explain=explain)
+
+
+def name_of(choice: Choice) -> str:
+    return choice.hit.worker.worker_id
 
 
 def test_the_longest_reuse_wins_whatever_tier_it_comes_from() -> None:
-    assert chosen(hit("a", 96), hit("b", 16, 112)).hit.worker.worker_id == "b"
-    assert chosen(hit("a", 96), hit("b", 16, 16, 112)).hit.worker.worker_id == "b"
+    assert name_of(chosen(hit("a", 96), hit("b", 16, 160))) == "b"
+    assert name_of(chosen(hit("a", 32), hit("b", 16, 16, 160))) == "b"
+
+
+def test_loading_back_has_its_price() -> None:
+    far = hit("far", 0, 0, 112)
+    assert name_of(chosen(hit("near", 96), far)) == "near"
+    cheap = weights()
+    cheap.tiers = TierCosts(0.0, 0.0)
+    assert name_of(chosen(hit("near", 96), far, weights=cheap)) == "far"
 
 
 def test_among_equal_costs_the_nearer_tier_wins() -> None:
+    free = weights()
+    free.tiers = TierCosts(0.0, 0.0)
     for seed in range(20):
-        assert chosen(hit("a", 16, 96), hit("b", 96), seed=seed).hit.worker.worker_id == "b"
-        assert chosen(hit("a", 16, 16, 96), hit("b", 16, 96), seed=seed).hit.worker.worker_id == "b"
+        assert name_of(chosen(hit("a", 16, 96), hit("b", 96), seed=seed, weights=free)) == "b"
+        assert name_of(chosen(hit("a", 16, 16, 96), hit("b", 16, 96), seed=seed, weights=free)) == "b"
+
+
+def test_where_full_attention_reaches_further_a_checkpoint_is_made_for_the_next_one() -> None:
+    for seed in range(20):
+        assert name_of(chosen(hit("a", 16), hit("b", 16, full=64), seed=seed)) == "b"
+    # A hit is worth more than a hit to come, and a queue outweighs it.
+    assert name_of(chosen(hit("a", 64), hit("b", 0, full=192))) == "a"
+    promising = (hit("a", 16), hit("b", 0, full=192))
+    choice = chosen(*promising)
+    assert name_of(choice) == "b" and choice.lost == "affinity"
+    assert name_of(chosen(*promising, weights=weights(b=100))) == "a"
 
 
 def test_full_ties_are_broken_by_chance() -> None:
-    wins = Counter(
-        chosen(hit("a", 96), hit("b", 96), hit("c", 96), seed=seed).hit.worker.worker_id for seed in range(600)
-    )
+    wins = Counter(name_of(chosen(hit("a", 96), hit("b", 96), hit("c", 96), seed=seed)) for seed in range(600))
     assert set(wins) == {"a", "b", "c"} and min(wins.values()) > 120
 
 
-def test_the_choice_explains_itself() -> None:
-    choice = chosen(hit("a", 64, 128, 160), hit("b", 0))
-    assert choice.url == "http://a"
-    assert choice.reason == (
-        "reuses 160 of 200 tokens (64 on the GPU, 64 more from the CPU tier, 32 more from storage)"
-    )
-    assert [(c.hit.worker.worker_id, c.cost) for c in choice.candidates] == [("a", 40), ("b", 200)]
-    assert "chosen at random among 2 equals" in chosen(hit("a", 96), hit("b", 96)).reason
+def test_what_is_queued_is_weighed_against_what_is_reused() -> None:
+    hits = (hit("warm", 96), hit("cold", 0))
+    assert name_of(chosen(*hits, weights=weights(warm=95))) == "warm"
+    choice = chosen(*hits, weights=weights(warm=97))
+    assert name_of(choice) == "cold" and choice.lost == "load"
+    assert choice.reason == "computes all 200 tokens; warm would reuse 96, but has 97 tokens of load"
+
+
+def test_what_is_decoded_counts_a_little() -> None:
+    load = weights()
+    load.table.reserve("r", key("a"), 0, round(40 / DECODE_TOKEN_COST), 0.0)
+    assert name_of(chosen(hit("a", 96), hit("b", 64), weights=load)) == "b"
+    assert name_of(chosen(hit("a", 96), hit("b", 48), weights=load)) == "a"
+
+
+def test_of_those_that_reuse_as_much_the_least_loaded_is_chosen_and_it_says_so() -> None:
+    choice = chosen(hit("a", 96), hit("b", 96), hit("c", 96), weights=weights(a=10, b=20))
+    assert name_of(choice) == "c" and not choice.lost
+    assert choice.reason == "reuses 96 of 200 tokens (96 on the GPU); the least loaded of 3 that reuse as much"
+
+
+def test_a_saturated_worker_has_no_affinity_unless_all_are() -> None:
+    hits = (hit("warm", 192), hit("cold", 0))
+    choice = chosen(*hits, weights=weights(50, warm=60))
+    assert (name_of(choice), choice.lost, choice.all_saturated) == ("cold", "load", False)
+    assert "warm would reuse 192, but it is saturated" in choice.reason
+    both = chosen(*hits, weights=weights(50, warm=60, cold=70))
+    assert name_of(both) == "warm" and both.all_saturated and both.reason.endswith("; all workers are saturated")
+
+
+def test_an_engine_with_nothing_waiting_is_not_saturated_by_what_is_reserved() -> None:
+    load = weights(50, warm=60)
+    load.engine_said(key("warm"), EngineLoad(0, 1), 0.0)
+    assert not chosen(hit("warm", 192), weights=load).all_saturated
+    load.engine_said(key("warm"), EngineLoad(1, 1), 0.0)
+    assert chosen(hit("warm", 192), weights=load).all_saturated
+
+
+def test_an_engine_whose_cache_is_full_and_where_prompts_wait_is_saturated() -> None:
+    load = weights()
+    load.engine_said(key("a"), EngineLoad(1, 5, 0.99), 0.0)
+    assert name_of(chosen(hit("a", 192), hit("b", 0), weights=load)) == "b"
+
+
+def test_a_prompt_that_is_just_being_computed_is_worth_what_it_will_be() -> None:
+    choice = chosen(hit("a", 0), hit("b", 64), pending={key("a"): 128}, weights=weights(a=10))
+    assert name_of(choice) == "a" and choice.hit.disk == 0 and choice.lost == "affinity"
+    assert choice.prefill_tokens == TOKENS - 128
+    assert "128 tokens of it are just being computed there" in choice.reason
+
+
+def test_a_session_is_a_bonus_and_no_rule() -> None:
+    session = SessionPlace(key("a"), 10_000, 1e9)
+    for seed in range(10):
+        assert name_of(chosen(hit("a", 96), hit("b", 96), session=session, seed=seed)) == "a"
+    assert name_of(chosen(hit("a", 0), hit("b", 96), session=session)) == "b"
+    # Where the tokens are not known, hits say nothing, and the session is the best guess; a queue outweighs it all the same.
+    assert name_of(chosen(hit("a", 0), hit("b", 0), session=session, blind=True, weights=weights(a=90))) == "a"
+    limit = int(TOKENS * SESSION_SHARE_BLIND)
+    assert name_of(chosen(hit("a", 0), hit("b", 0), session=session, blind=True, weights=weights(a=limit + 1))) == "b"
+
+
+def test_a_slow_worker_costs_more_for_the_same_tokens() -> None:
+    assert slowness(100.0, 110.0) == 1.0 and slowness(None, 5.0) == 1.0
+    assert slowness(100.0, 300.0) == 3.0 and slowness(1.0, 1e9) == 4.0 and slowness(1e9, 1.0) == 0.25
+    load = weights()
+    load.slowness = {key("slow"): 3.0}
+    assert name_of(chosen(hit("slow", 80), hit("b", 0), weights=load)) == "b"
+
+
+def test_temperature_gives_chance_a_part_and_more_of_it_the_higher_it_is() -> None:
+    def share(temperature: float) -> float:
+        picked = policy("kv", temperature)
+        wins = [name_of(chosen(hit("a", 100), hit("b", 0), policy=picked, seed=seed)) for seed in range(400)]
+        return wins.count("b") / len(wins)
+
+    assert share(0.0) == 0.0
+    assert 0.05 < share(0.2) < 0.15 and 0.3 < share(1.0) < 0.45
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("kv", "c"),
+        ("least_load", "d"),
+        ("prefix_only", "a"),
+        ("full_attention_only", "b"),
+    ],
+)
+def test_each_policy_looks_at_what_it_is_named_for(name: str, expected: str) -> None:
+    hits = (hit("a", 112), hit("b", 0, full=192), hit("c", 96), hit("d", 0))
+    choice = chosen(*hits, policy=policy(name), weights=weights(a=50, b=20, c=1))
+    assert name_of(choice) == expected
+    assert choice.lost == ("" if name == "prefix_only" else "load" if name == "kv" else "policy")
+
+
+def test_round_robin_takes_turns_and_random_takes_all() -> None:
+    hits = [hit(name, 0) for name in "cab"]
+    turns = [name_of(chosen(*hits, policy=policy("round_robin"), turn=turn)) for turn in range(6)]
+    assert turns == ["a", "b", "c"] * 2
+    assert {name_of(chosen(*hits, policy=policy("random"), seed=seed)) for seed in range(50)} == {"a", "b", "c"}
+
+
+def test_every_worker_is_explained_with_the_parts_of_its_cost() -> None:
+    load = weights(a=50)
+    choice = chosen(hit("a", 64, 128, 160), hit("b", 0), weights=load, explain=True)
+    first, second = choice.candidates
+    assert (first.hit.worker.worker_id, first.cost, first.load) == ("a", 40 + 13 + 22 + 50, 50)
+    assert first.parts == Parts(prefill=75, queued=50, decode=0, junction=0, session=0)
+    assert (second.cost, second.load) == (200, 0)
+    assert choice.reason == "reuses 160 of 200 tokens (64 on the GPU, 64 more from the CPU tier, 32 more from storage)"
+
+
+def test_the_loop_of_a_choice_and_the_explanation_agree() -> None:
+    rng = Random(5)
+    for _ in range(200):
+        load = weights(500, **{name: rng.randrange(600) for name in "abcd"})
+        load.slowness = {key("a"): rng.choice([1.0, 2.0, 0.5])}
+        load.engine_said(key("b"), EngineLoad(rng.randrange(3), rng.randrange(3), rng.random()), 0.0)
+        load.engine_said(key("b"), EngineLoad(rng.randrange(3), rng.randrange(3), rng.random()), 0.0)
+        reach = sorted(rng.randrange(TOKENS) for _ in range(3))
+        hits = [
+            hit(name, *(reach if rng.random() < 0.5 else (reach[0],)), full=rng.randrange(TOKENS)) for name in "abcd"
+        ]
+        session = SessionPlace(key(rng.choice("abcd")), rng.randrange(400), 1.0)
+        scene = Scene(TOKENS, load, {key("c"): rng.randrange(TOKENS)}, session, blind=rng.random() < 0.5)
+        explained = [weigh(one, scene) for one in hits]
+        free = [one for one in explained if not one.saturated] or explained
+        assert min(one.cost for one in free) == weigh(choose(hits, scene, rng).hit, scene).cost
+
+
+def test_the_reason_without_any_hit_and_for_a_guess() -> None:
     assert chosen(hit("a", 0)).reason == "no worker holds a reusable prefix of the 200 tokens"
+    assert "chosen at random among 2 equals" in chosen(hit("a", 96), hit("b", 96)).reason
 
 
-def test_a_rank_has_its_own_url() -> None:
-    choice = chosen(hit("a", 16), hit("a", 96, rank=1))
-    assert choice.url == "http://a1" and route_name(choice.hit) == "a@1"
+def test_every_reason_of_a_loss_has_its_series() -> None:
+    named = {value for name, value in vars(choosing).items() if name.isupper() and isinstance(value, str)}
+    assert named - set(NAMES) == set(LOST_REASONS)

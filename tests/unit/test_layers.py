@@ -24,7 +24,7 @@ ALLOWED_PACKAGES = {
 # Modules of the router from the bottom up; a module may import only from lines above its own, or from its own line.
 ROUTER_LAYERS = (
     {"names", "states", "jit", "errors", "version", "printable"},
-    {"registration", "question", "probing", "status", "vitals"},
+    {"registration", "question", "probing", "status", "vitals", "load.gauges"},
     {"worker_spec", "hashing", "copy_kernels", "allow_list", "numbers"},
     {"arrays", "model_names", "adapters"},
     {"config", "metrics", "logs", "discover", "checkup", "siblings"},
@@ -39,6 +39,10 @@ ROUTER_LAYERS = (
     {"index.follower", "index.embedded"},
     {"hit_rule"},
     {"match"},
+    {"cost"},
+    {"load.table", "load.rates", "load.sessions", "load.pending", "load.waiting"},
+    {"load.messages", "load.weights"},
+    {"load.share", "policies"},
     {"choose"},
     {"tokens.prompt"},
     {"tokens.asked", "tokens.pieces", "tokens.template"},
@@ -49,7 +53,7 @@ ROUTER_LAYERS = (
     {"tokens.tokenizing"},
     {"hold", "told", "shares"},
     {"stream"},
-    {"core"},
+    {"core", "placing"},
     {"api"},
     {"warm"},
     {"app", "client", "tables"},
@@ -58,7 +62,7 @@ ROUTER_LAYERS = (
 )
 
 # Packages whose modules stand in several layers; they hold nothing themselves.
-PACKAGE_NAMES = ("index", "tokens")
+PACKAGE_NAMES = ("index", "load", "tokens")
 
 ENGINE_SIDE_FORBIDDEN = {"numba", "fastapi", "uvicorn", "redis"}
 

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claim: choosing costs little beside matching, with few workers and with hundreds.
+
+    python benchmarks/choice_time.py [--rounds N]
+
+Hits of every worker are given; timed is what comes after the matching: load, cost, policy, reason (`choose`), and the whole of a
+reservation (`reserve`: names of the prompt's beginnings, pending credit, choice, reservation), each released at once. Half of the
+workers have load, as they would in service. The fastest of some rounds, in us, as
+others use the machine too; beside them the matching of the same prompt of 512 blocks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from report import machine
+
+from kvrouter.router.catalog import Group, build_catalog
+from kvrouter.router.choose import Scene, choose
+from kvrouter.router.config import Config
+from kvrouter.router.hashing import HashScheme
+from kvrouter.router.index.mirror import Mirror
+from kvrouter.router.load.gauges import EngineLoad
+from kvrouter.router.match import Matcher, Plans, WorkerView
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import GPU, Place, WorkerKey
+from kvrouter.router.placing import Ask, Placing
+from kvrouter.router.question import Hit, Question
+from kvrouter.router.registration import CatalogSpec
+from kvrouter.router.segments import SegmentMemory
+from kvrouter.router.states import StreamState
+from kvrouter.router.warm import warm
+
+WORKERS = (8, 64, 512)
+BLOCKS, BLOCK_TOKENS = 512, 16
+NUM_TOKENS = BLOCKS * BLOCK_TOKENS + 1
+CALLS = 50
+
+
+class Fleet:
+    """A model's workers, of which every fourth holds a part of the prompt."""
+
+    def __init__(self, workers: int) -> None:
+        self.keys = [WorkerKey("m", f"w{number}") for number in range(workers)]
+        mirror = Mirror(1 << 28)
+        catalog = build_catalog((Group(0, "full_attention", BLOCK_TOKENS),), "learned", CatalogSpec())
+        self.hashes = np.arange(1, BLOCKS + 1, dtype=np.uint64)
+        for number, key in enumerate(self.keys):
+            mirror.begin_epoch(key, "e")
+            if number % 4 == 0:
+                mirror.add(key, Place(0, GPU), self.hashes[: BLOCKS * (number + 1) // workers])
+        scheme = HashScheme.default()
+        views = [WorkerView(key, None, StreamState.LIVE, True, "", "e", catalog, scheme, {}) for key in self.keys]
+        self.plans = Plans.build(mirror, views)
+        self.matcher = Matcher(mirror, SegmentMemory(0))
+        self.question = Question("m", NUM_TOKENS, block_hashes=self.hashes)
+        self.found = self.matcher.match(self.question, self.plans)
+
+    def hits(self, question: Question) -> Sequence[Hit]:
+        return self.found
+
+    def url(self, worker: WorkerKey) -> str | None:
+        return "http://w:8000"
+
+    def sent(self, question: Question, worker: WorkerKey) -> None: ...
+
+    def hash_block_size(self, model: str) -> int:
+        return BLOCK_TOKENS
+
+    def workers(self) -> list[WorkerKey]:
+        return self.keys
+
+
+def fastest_us(call: Callable[[], object], rounds: int) -> float:
+    """Of one call: the fastest of rounds of many."""
+    taken = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            call()
+        taken.append((time.perf_counter() - start) / CALLS * 1e6)
+    return min(taken)
+
+
+def measure(workers: int, rounds: int) -> tuple[float, float, float]:
+    fleet = Fleet(workers)
+    placing = Placing(
+        fleet,
+        config=Config(),
+        metrics=Metrics(CollectorRegistry()),
+        clock=time.monotonic,
+        rng=random.Random(1),
+        new_id=lambda: "one",
+    )
+    for number, key in enumerate(fleet.keys):
+        placing.engine_said(key, EngineLoad(1, 4, 0.5))
+        if number % 2:
+            placing.weights.table.reserve(f"r{number}", key, 1_000 + number, 2_000, time.monotonic())
+    scene, rng, ask = Scene(NUM_TOKENS, placing.weights), random.Random(2), Ask(fleet.question)
+    return (
+        fastest_us(lambda: fleet.matcher.match(fleet.question, fleet.plans), rounds),
+        fastest_us(lambda: choose(fleet.found, scene, rng), rounds),
+        fastest_us(lambda: placing.reserve(ask).done(), rounds),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60)
+    given = parser.parse_args()
+    warm()
+    # As in service, where what lives long is not walked again and again.
+    gc.disable()
+    print(f"{' '.join(['python', *sys.argv])}\n{json.dumps(machine())}")
+    print("| workers | match, us | choose, us | reserve and release, us |\n|---|---|---|---|")
+    for workers in WORKERS:
+        match_us, choose_us, reserve_us = measure(workers, given.rounds)
+        print(f"| {workers} | {match_us:.0f} | {choose_us:.0f} | {reserve_us:.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router in virtual time: its own ingest, mirror, matcher and placing, fed by simulated replicas instead of sockets and
+Redis."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
+
+from kvrouter.events.codec import BatchDecoder, encode_batch
+from kvrouter.events.items import Batch, Connected, fingerprint
+from kvrouter.router.config import Config
+from kvrouter.router.index.mirror import Mirror
+from kvrouter.router.ingest import Flush, Ingest
+from kvrouter.router.load.gauges import EngineLoad
+from kvrouter.router.match import Matcher, Plans, WorkerView
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.placing import Ask, Placement, Placing
+from kvrouter.router.question import Hit, Question
+from kvrouter.router.registration import Registration
+from kvrouter.router.segments import SegmentMemory
+from kvrouter.router.states import credited
+from kvrouter.simulator.pool import Event
+from kvrouter.simulator.shapes import Geometry
+from kvrouter.simulator.stream import to_wire
+
+MODEL = "trace"
+# From the end of an engine's step until answers show its events: a flush of 2 ms, the store and the log (docs/benchmarks.md).
+EVENT_LAG_S = 0.005
+# How often the router asks each engine for its load.
+GAUGE_EVERY_S = 2.0
+MIRROR_BYTES = 1 << 31
+
+
+class VirtualFleet:
+    """What `Placing` asks of the core, answered from a mirror that simulated events have made."""
+
+    def __init__(self, geometry: Geometry, workers: int) -> None:
+        self.keys = [WorkerKey(MODEL, f"w{number}") for number in range(workers)]
+        self.now_s = 0.0
+        self._geometry = geometry
+        self._mirror = Mirror(MIRROR_BYTES)
+        self._matcher = Matcher(self._mirror, SegmentMemory(0))
+        self._ingests = [self._ingest(key) for key in self.keys]
+        self._seqs = [itertools.count() for _ in self.keys]
+        self._under_way: deque[tuple[float, int, Flush]] = deque()
+        self._plans: tuple[int, Plans] | None = None
+        for key in self.keys:
+            self._mirror.begin_epoch(key, "")
+
+    def _ingest(self, key: WorkerKey) -> Ingest:
+        ingest = Ingest(Registration(key), seed=None, decoder=BatchDecoder(), new_epoch=lambda: "e")
+        ingest.apply(Connected(), 0.0)
+        return ingest
+
+    def published(self, number: int, events: list[Event]) -> None:
+        """A replica's step has ended: one batch, through the wire's encoding and the router's ingest."""
+        payload = encode_batch(self.now_s, [to_wire(event, self._geometry) for event in events], 0)
+        ingest = self._ingests[number]
+        ingest.apply(Batch(next(self._seqs[number]), payload, fingerprint(payload), False), self.now_s)
+        flush = ingest.take()
+        if flush is not None:
+            self._under_way.append((self.now_s + EVENT_LAG_S, number, flush))
+
+    def catch_up(self) -> None:
+        """Show what was published long enough ago."""
+        while self._under_way and self._under_way[0][0] <= self.now_s:
+            _, number, flush = self._under_way.popleft()
+            key = self.keys[number]
+            known = self._mirror.worker(key)
+            if flush.opens_epoch or known is None or known.epoch != flush.epoch:
+                self._mirror.begin_epoch(key, flush.epoch)
+            for change in flush.changes:
+                self._mirror.discard(key, change.place, change.removed)
+                self._mirror.add(key, change.place, change.added)
+        while self._mirror.sweep():
+            pass
+
+    def _views(self) -> list[WorkerView]:
+        return [
+            WorkerView(
+                key, None, ingest.state, credited(ingest.state, False), ingest.reason, ingest.epoch, ingest.catalog,
+                ingest.identity.scheme, {},
+            )
+            for key, ingest in zip(self.keys, self._ingests, strict=True)
+        ]  # fmt: skip
+
+    def _current_plans(self) -> Plans:
+        # A catalog is whole after the first events of each group.
+        if self._plans is None or self._plans[0] != self._mirror.version or self._plans[1].withheld:
+            self._plans = (self._mirror.version, Plans.build(self._mirror, self._views()))
+        return self._plans[1]
+
+    def hits(self, question: Question) -> Sequence[Hit]:
+        return self._matcher.match(question, self._current_plans())
+
+    def url(self, worker: WorkerKey) -> str | None:
+        return None
+
+    def sent(self, question: Question, worker: WorkerKey) -> None:
+        pass
+
+    def hash_block_size(self, model: str) -> int:
+        return self._geometry.hash_block_size
+
+    def workers(self) -> list[WorkerKey]:
+        return self.keys
+
+
+class VirtualRouter:
+    """Places prompts at the times that it is told."""
+
+    def __init__(self, fleet: VirtualFleet, policy: str, seed: int = 1) -> None:
+        self.fleet = fleet
+        self.metrics = Metrics(CollectorRegistry())
+        ids = itertools.count()
+        self.placing = Placing(
+            fleet,
+            config=Config(policy=policy),  # type: ignore[arg-type]
+            metrics=self.metrics,
+            clock=lambda: fleet.now_s,
+            rng=random.Random(seed),
+            new_id=lambda: str(next(ids)),
+        )
+        self._tick_s = 0.0
+        self._gauge_s = 0.0
+
+    def place(self, hashes: NDArray[np.uint64], num_tokens: int, max_tokens: int) -> Placement:
+        """Nothing waits in a virtual line: where all are saturated, the cheapest takes it."""
+        self.fleet.catch_up()
+        question = Question(MODEL, num_tokens, block_hashes=hashes)
+        return self.placing.reserve(Ask(question, max_tokens=max_tokens), anyway=True)
+
+    def tend(self, loads: Sequence[EngineLoad]) -> None:
+        """What a router does now and then. loads: what each engine would say of itself."""
+        now_s = self.fleet.now_s
+        if now_s >= self._gauge_s:
+            self._gauge_s = now_s + GAUGE_EVERY_S
+            for key, said in zip(self.fleet.keys, loads, strict=True):
+                self.placing.engine_said(key, said)
+        if now_s >= self._tick_s:
+            self._tick_s = now_s + 1.0
+            self.placing.tick()
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"kvrouter_{name}", labels or None) or 0.0

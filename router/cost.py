@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What it costs a worker to take a prompt: one number in tokens, lower wins. Pure.
+
+    cost = slowness * (prefill + queued) + decode - junction - session
+
+prefill: what the worker must still do for this prompt before its first token, in tokens it would compute in the same time.
+queued: the same of all prompts before it there. decode: what the sequences that run there take from prefill. junction: a bonus
+for the worker that will keep a checkpoint where the prompt leaves what it knows. session: one for the worker that has the
+session. Invariant: a cost is a whole number >= 0, so equal costs are equal, and ties are real."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrouter.router.question import Hit
+
+# What a token costs that is loaded back instead of computed, in computed tokens, until it was measured. An 8 B model has 128 KB
+# of KV cache a token: over PCIe 4 (20 GB/s usable) 150,000 tokens/s come back from the CPU tier, from one NVMe disk (5 GB/s)
+# 40,000; an H100 computes about 30,000 to 40,000 of them in a second, an A100 half of that.
+CPU_TOKEN_COST = 0.2
+DISK_TOKEN_COST = 0.7
+
+# What a token of context that is being decoded costs a new prompt. A step of a running batch reads the context of all its
+# sequences, and the new prompt's chunks share these steps. docs/choosing.md has the figures of the traces that this was chosen by:
+# with 0 long answers gather on one worker, with a tenth the prefix is given up for workers that merely decode less.
+DECODE_TOKEN_COST = 0.02
+
+# Of a hybrid model's prompt, a worker may hold full attention's blocks further than it can resume at, as the windows or states
+# there were not kept. Where such a prompt leaves that run, vLLM keeps a checkpoint, so the next prompt with this beginning does
+# resume there: computing it once here is worth a part of it. docs/choosing.md has what the share gives and costs.
+JUNCTION_SHARE = 0.25
+
+# A bonus and never a rule: of what the session's worker would have to compute anyway. Where its cache is known, the hit says what
+# the session is worth there, and the bonus only decides what is nearly equal. Where nothing is known of it (text that was not
+# tokenized, a worker without events), the last prompt of the session is most likely still there.
+SESSION_SHARE_KNOWN = 0.05
+SESSION_SHARE_BLIND = 0.5
+
+# How much slower or faster than the others a worker may count: a measured rate that is further off is a fault of measuring.
+# Within a quarter it is chance: equal replicas must have equal costs.
+SLOWNESS_MAX = 4.0
+SLOWNESS_MIN = 1.25
+
+
+class TierCosts(msgspec.Struct, frozen=True):
+    """What a token costs that is loaded back, in tokens computed."""
+
+    cpu: float = CPU_TOKEN_COST
+    disk: float = DISK_TOKEN_COST
+
+
+DEFAULT_TIER_COSTS = TierCosts()
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """The terms of one worker's cost, in tokens, each as it goes into the sum."""
+
+    prefill: int
+    queued: int
+    decode: int
+    junction: int
+    session: int
+
+    @property
+    def load(self) -> int:
+        return self.queued + self.decode
+
+
+def prefill_tokens(hit: Hit, num_tokens: int, pending: int = 0, tiers: TierCosts = DEFAULT_TIER_COSTS) -> float:
+    """What the prompt costs where this is its hit. pending: tokens that another prompt is just having computed there."""
+    tokens = num_tokens - hit.disk + (hit.cpu - hit.gpu) * tiers.cpu + (hit.disk - hit.cpu) * tiers.disk
+    return min(tokens, num_tokens - pending) if pending else tokens
+
+
+def junction_tokens(hit: Hit) -> int:
+    """What a checkpoint there would add to the hit of the next prompt with this beginning."""
+    return max(0, hit.full_attention - hit.disk)
+
+
+def session_bonus(last_tokens: int, prefill: float, known: bool) -> float:
+    """last_tokens: length of the session's last prompt. known: whether the worker's cache is."""
+    return min(last_tokens, prefill) * (SESSION_SHARE_KNOWN if known else SESSION_SHARE_BLIND)
+
+
+def slowness(rate: float | None, usual: float | None) -> float:
+    """How many times longer than usual a worker takes for a token. rate, usual: tokens/s, None: not measured."""
+    if not rate or not usual:
+        return 1.0
+    found = usual / rate
+    if 1 / SLOWNESS_MIN < found < SLOWNESS_MIN:
+        return 1.0
+    return min(max(found, 1 / SLOWNESS_MAX), SLOWNESS_MAX)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of reservations against a list of who has what: never negative, and nothing left when all has ended."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvrouter.router.errors import Conflict
+from kvrouter.router.load.table import NOTHING, LoadTable, Totals
+from kvrouter.router.names import WorkerKey
+
+WORKERS = [WorkerKey("m", name) for name in "abc"]
+TTL_S, PREFILL_TTL_S, MOST = 100.0, 20.0, 6
+
+workers = st.sampled_from(WORKERS)
+tokens = st.integers(0, 1_000)
+ids = st.sampled_from([f"s{number}" for number in range(8)])
+processes = st.sampled_from(["p", "q"])
+totals = st.builds(Totals, tokens, tokens, st.integers(0, 3))
+
+
+class Held:
+    """What the model knows of a reservation."""
+
+    def __init__(self, worker: WorkerKey, prefill: int, decode: int, made_s: float) -> None:
+        self.worker, self.prefill, self.decode, self.made_s = worker, prefill, decode, made_s
+        self.counts = True
+
+
+class Machine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = LoadTable(ttl_s=TTL_S, prefill_ttl_s=PREFILL_TTL_S, max_reservations=MOST)
+        self.now = 0.0
+        self.held: dict[str, Held] = {}
+        self.others: dict[str, tuple[float, dict[WorkerKey, Totals]]] = {}
+        # What a reader of messages would have.
+        self.told: dict[WorkerKey, Totals] = {}
+
+    @rule(seconds=st.floats(0, 30))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(name=ids, worker=workers, prefill=tokens, decode=tokens)
+    def reserve(self, name: str, worker: WorkerKey, prefill: int, decode: int) -> None:
+        if name in self.held:
+            try:
+                self.table.reserve(name, worker, prefill, decode, self.now)
+            except Conflict:
+                return
+            raise AssertionError("one id, two reservations")
+        dropped = self.table.reserve(name, worker, prefill, decode, self.now)
+        assert dropped == list(self.held)[: max(0, len(self.held) - MOST + 1)]
+        for gone in dropped:
+            del self.held[gone]
+        self.held[name] = Held(worker, prefill, decode, self.now)
+
+    @rule(name=ids)
+    def prefill_done(self, name: str) -> None:
+        assert self.table.prefill_done(name) == (name in self.held)
+        if name in self.held:
+            self.held[name].prefill = 0
+
+    @rule(name=ids)
+    def release(self, name: str) -> None:
+        assert self.table.release(name) == (self.held.pop(name, None) is not None)
+        assert name not in self.table
+
+    @rule(worker=workers, age=st.floats(0, 50))
+    def void(self, worker: WorkerKey, age: float) -> None:
+        ended = self.table.void(worker, self.now - age)
+        mine = [h for h in self.held.values() if h.worker == worker and h.made_s < self.now - age and h.counts]
+        assert ended == len(mine)
+        for one in mine:
+            one.counts = False
+
+    @rule()
+    def expire(self) -> None:
+        old = [name for name, held in self.held.items() if held.made_s <= self.now - TTL_S]
+        assert self.table.expire(self.now) == old
+        for name in old:
+            del self.held[name]
+        for held in self.held.values():
+            if held.made_s <= self.now - PREFILL_TTL_S:
+                held.prefill = 0
+
+    @rule(process=processes, said=st.dictionaries(workers, totals, max_size=3), whole=st.booleans())
+    def heard(self, process: str, said: dict[WorkerKey, Totals], whole: bool) -> None:
+        self.table.heard(process, said, whole=whole, now=self.now)
+        known = {} if whole else dict(self.others.get(process, (0.0, {}))[1])
+        self.others[process] = (self.now, known | said)
+
+    @rule(age=st.floats(0, 10))
+    def forget_silent(self, age: float) -> None:
+        gone = {process for process, (heard_s, _) in self.others.items() if heard_s < self.now - age}
+        assert set(self.table.forget_silent(self.now - age)) == gone
+        for process in gone:
+            del self.others[process]
+
+    @rule(whole=st.booleans())
+    def tell(self, whole: bool) -> None:
+        if whole:
+            self.told = dict(self.table.own())
+        else:
+            self.told |= self.table.own_changes()
+        assert not self.table.has_changes
+
+    def own(self, worker: WorkerKey) -> Totals:
+        mine = [held for held in self.held.values() if held.worker == worker and held.counts]
+        return Totals(sum(h.prefill for h in mine), sum(h.decode for h in mine), len(mine))
+
+    @invariant()
+    def loads_are_the_sum_of_all(self) -> None:
+        for worker in WORKERS:
+            parts = [self.own(worker), *(known.get(worker, NOTHING) for _, known in self.others.values())]
+            load = self.table.loads.get(worker)
+            found = NOTHING if load is None else Totals(load.prefill_tokens, load.decode_tokens, load.requests)
+            assert found == Totals(*(sum(column) for column in zip(*parts, strict=True)))
+            # A worker without load takes no room.
+            assert (load is None) == (found == NOTHING)
+        assert len(self.table) == len(self.held)
+        assert self.table.others == len(self.others)
+
+    @invariant()
+    def what_was_told_and_what_changed_is_what_is(self) -> None:
+        if not self.table.has_changes:
+            assert all(self.told.get(worker, NOTHING) == self.own(worker) for worker in WORKERS)
+
+    @precondition(lambda self: self.now > 0)
+    @rule()
+    def all_ends(self) -> None:
+        for name in list(self.held):
+            self.release(name)
+        for process in list(self.others):
+            self.table.forget_process(process)
+            del self.others[process]
+        assert not self.table.loads and not self.table.own()
+        self.told = {}
+
+
+TestTable = Machine.TestCase
+TestTable.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)

@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The load that routers count, over HTTP: reserved here, seen and ended there, and gone with the process that reserved it."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import http.client
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_http import EngineHttp
+from fleet import until
+from router_process import RouterError, RouterProcess
+from store_server import StoreServer
+
+MODEL = "m"
+WORKERS = ("w0", "w1", "w2")
+TOKENS = 1_000
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StoreServer]:
+    with StoreServer(tmp_path / "store") as server:
+        yield server
+
+
+@pytest.fixture
+def pair(tmp_path: Path, server: StoreServer) -> Iterator[tuple[RouterProcess, RouterProcess]]:
+    with (
+        RouterProcess(tmp_path / "a", ["--redis", server.url]) as one,
+        RouterProcess(tmp_path / "b", ["--redis", server.url]) as two,
+    ):
+        add_workers(one)
+        until(lambda: len(loads(two)) == len(WORKERS), "the second router does not know the workers")
+        yield one, two
+
+
+def add_workers(router: RouterProcess) -> None:
+    for name in WORKERS:
+        # Nobody listens there: load needs no events.
+        router.register(name, MODEL, "tcp://127.0.0.1:9", "tcp://127.0.0.1:9", patch_endpoint="off")
+
+
+def loads(router: RouterProcess) -> dict[str, dict[str, Any]]:
+    answer = router.request("GET", f"/loads?model_name={MODEL}")
+    return {one["worker_id"]: one for entry in answer for one in entry["loads"]}
+
+
+def queued(router: RouterProcess) -> dict[str, int]:
+    return {name: one["potential_prefill_tokens"] for name, one in loads(router).items()}
+
+
+def requests(router: RouterProcess) -> int:
+    return sum(one["active_requests"] for one in loads(router).values())
+
+
+def reserve(router: RouterProcess, seed: int, **fields: Any) -> dict[str, Any]:
+    ids = [random.Random(seed).randrange(50_000) for _ in range(TOKENS)]
+    answer = router.request("POST", "/select_and_reserve", {"model": MODEL, "token_ids": ids, **fields})
+    return dict(answer)
+
+
+def status(router: RouterProcess, method: str, path: str) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
+    connection.request(method, path)
+    answer = connection.getresponse()
+    answer.read()
+    connection.close()
+    return answer.status
+
+
+def is_idle(router: RouterProcess) -> bool:
+    return not requests(router) and not any(queued(router).values())
+
+
+def test_prompts_spread_by_what_another_router_has_reserved(pair: tuple[RouterProcess, RouterProcess]) -> None:
+    one, two = pair
+    taken = [reserve(one, 1)["worker_id"], reserve(one, 2)["worker_id"]]
+    until(lambda: requests(two) == 2, "the other router does not see the load")
+    assert sorted([*taken, reserve(two, 3)["worker_id"]]) == sorted(WORKERS)
+
+
+def test_a_reservation_ends_at_any_router(pair: tuple[RouterProcess, RouterProcess]) -> None:
+    one, two = pair
+    made = reserve(one, 1)
+    name, selection_id = made["worker_id"], made["selection_id"]
+    # At once, before the other router can have heard of it.
+    assert two.request("POST", f"/reservations/{selection_id}/prefill_complete") == {"status": "ok"}
+    assert (loads(one)[name]["active_requests"], queued(one)[name]) == (1, 0)
+    assert two.request("DELETE", f"/reservations/{selection_id}") == {"status": "ok"}
+    assert requests(one) == 0
+    until(lambda: is_idle(two), "what was released still counts")
+    for router in pair:
+        assert status(router, "DELETE", f"/reservations/{selection_id}") == 404
+        assert status(router, "POST", f"/reservations/{selection_id}/prefill_complete") == 404
+
+
+def test_routers_agree_whatever_happens_where(pair: tuple[RouterProcess, RouterProcess]) -> None:
+    rng = random.Random(7)
+    held: list[str] = []
+    prefilling = set()
+    for step in range(150):
+        router = rng.choice(pair)
+        if not held or rng.random() < 0.5:
+            made = reserve(router, step)
+            held.append(made["selection_id"])
+            prefilling.add(made["selection_id"])
+        elif rng.random() < 0.4 and prefilling:
+            router.request("POST", f"/reservations/{prefilling.pop()}/prefill_complete")
+        else:
+            gone = held.pop(rng.randrange(len(held)))
+            prefilling.discard(gone)
+            router.request("DELETE", f"/reservations/{gone}")
+    until(lambda: all(requests(router) == len(held) for router in pair), "the routers count other requests")
+    until(lambda: queued(pair[0]) == queued(pair[1]), "the routers see other loads")
+    for number, selection_id in enumerate(held):
+        pair[number % 2].request("DELETE", f"/reservations/{selection_id}")
+    until(lambda: all(is_idle(router) for router in pair), "load is left")
+
+
+def test_the_load_of_a_killed_router_is_gone(pair: tuple[RouterProcess, RouterProcess]) -> None:
+    one, two = pair
+    for seed in range(6):
+        reserve(one, seed)
+    mine = reserve(two, 99)
+    until(lambda: requests(two) == 7, "the load of the other router is not seen")
+    one.kill()
+    until(lambda: requests(two) == 1, "a dead router's load counts for ever")
+    assert sum(queued(two).values()) == TOKENS
+    two.request("DELETE", f"/reservations/{mine['selection_id']}")
+    assert is_idle(two)
+
+
+def test_without_the_store_each_counts_its_own_and_says_so(
+    pair: tuple[RouterProcess, RouterProcess], server: StoreServer
+) -> None:
+    one, two = pair
+    made = reserve(one, 1)
+    until(lambda: requests(two) == 1, "the load of the other router is not seen")
+    server.kill()
+
+    def says_so() -> bool:
+        return any("load of other routers is not known" in why for why in two.request("GET", "/health")["reasons"])
+
+    until(says_so, "nothing is said of it")
+    until(lambda: requests(two) == 0, "what is not heard any more still counts")
+    assert status(two, "DELETE", f"/reservations/{made['selection_id']}") == 503
+    assert reserve(two, 2)["worker_id"] in WORKERS
+    server.start()
+    until(lambda: requests(one) == requests(two) == 2, "the routers do not find together again")
+    assert not says_so()
+
+
+def test_a_client_that_knows_only_the_selection_service(tmp_path: Path) -> None:
+    """Its names of fields, its shapes, its statuses (seen at dynamo.select_service 1.6.1)."""
+    with RouterProcess(tmp_path, []) as router:
+        router.request("POST", "/register", {"instance_id": 1, "model_name": MODEL, "endpoint": "tcp://127.0.0.1:9"})
+        body = {"model_name": MODEL, "selection_id": "mine", "token_ids": list(range(TOKENS)), "allowed_worker_ids": [1],
+                "expected_output_tokens": 100, "routing_constraints": {}}  # fmt: skip
+        chosen = router.request("POST", "/select_and_reserve", body)
+        assert (chosen["selection_id"], chosen["worker_id"], chosen["dp_rank"]) == ("mine", "1", 0)
+        assert (chosen["effective_prefill_tokens"], chosen["isl_tokens"]) == (TOKENS, TOKENS)
+        with pytest.raises(RouterError, match="409"):
+            router.request("POST", "/select_and_reserve", body)
+        (entry,) = router.request("GET", "/loads")
+        assert (entry["model_name"], entry["pending_count"], entry["pending_isl_tokens"]) == (MODEL, 0, 0)
+        (load,) = entry["loads"]
+        assert (load["potential_prefill_tokens"], load["active_requests"]) == (TOKENS, 1)
+        assert load["potential_decode_blocks"] == -(-(TOKENS + 50) // 16)
+        assert router.request("GET", "/loads?model_name=other") == []
+        for _ in range(2):
+            assert router.request("POST", "/reservations/mine/prefill_complete") == {"status": "ok"}
+        booked = {"selection_id": "other", "worker_id": 1, "model_name": MODEL, "token_ids": list(range(64))}
+        assert status_of(router, "/reservations", booked) == 201
+        assert queued(router) == {"1": 64}
+        for selection_id in ("mine", "other"):
+            assert router.request("DELETE", f"/reservations/{selection_id}") == {"status": "ok"}
+        assert status(router, "DELETE", "/reservations/mine") == 404
+        assert is_idle(router)
+
+
+def status_of(router: RouterProcess, path: str, body: dict[str, Any]) -> int:
+    connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
+    connection.request("POST", path, json.dumps(body))
+    answer = connection.getresponse()
+    answer.read()
+    connection.close()
+    return answer.status
+
+
+def test_saturated_workers_take_no_reservation_and_say_when_to_come_again(tmp_path: Path) -> None:
+    with RouterProcess(tmp_path, ["--saturation-tokens", "500"]) as router:
+        add_workers(router)
+        for seed in range(len(WORKERS)):
+            reserve(router, seed)
+        connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
+        connection.request("POST", "/select_and_reserve", json.dumps({"model": MODEL, "token_ids": [1] * TOKENS}))
+        answer = connection.getresponse()
+        error = json.loads(answer.read())["error"]
+        connection.close()
+        assert (answer.status, error["code"]) == (503, "saturated")
+        assert int(answer.headers["retry-after"]) >= 1
+        chosen = router.request("POST", "/select", {"model": MODEL, "token_ids": [1] * TOKENS})
+        assert chosen["reason"].endswith("all workers are saturated")
+
+
+def test_an_engines_own_numbers_count_what_came_by_other_ways(tmp_path: Path) -> None:
+    busy, idle = EngineHttp(), EngineHttp()
+    busy.running, busy.waiting = 12, 8
+    with RouterProcess(tmp_path, ["--health-interval-s", "0.1"]) as router:
+        for name, engine in (("busy", busy), ("idle", idle)):
+            router.request(
+                "POST",
+                "/register",
+                {"worker_id": name, "model": MODEL, "endpoint": "tcp://127.0.0.1:9", "url": engine.url},
+            )
+        until(lambda: queued(router).get("busy", 0) > 1_000, "what waits at the engine does not count")
+        assert loads(router)["busy"]["engine"]["waiting"] == 8
+        assert all(reserve(router, seed)["worker_id"] == "idle" for seed in range(3))
+        # Nobody ends these; the engine says that it has nothing.
+        until(lambda: loads(router)["idle"]["active_requests"] == 0, "an idle engine's reservations count for ever")
+        assert router.metric("kvrouter_reservations_voided_total") == 3
+    busy.stop()
+    idle.stop()
+
+
+def test_several_processes_behind_one_port_are_one(tmp_path: Path) -> None:
+    with RouterProcess(tmp_path, ["--processes", "3", "--data-dir", str(tmp_path / "data")]) as router:
+        until(lambda: router.log_tail().count("listens on"), "no line says that it listens")
+        add_workers(router)
+
+        def known() -> bool:
+            router.reconnect()
+            return len(loads(router)) == len(WORKERS)
+
+        for _ in range(12):
+            until(known, "a process does not know the workers")
+
+        def one(seed: int) -> str:
+            connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
+            connection.request(
+                "POST", "/select_and_reserve", json.dumps({"model": MODEL, "token_ids": [seed] * TOKENS})
+            )
+            made = json.loads(connection.getresponse().read())
+            connection.close()
+            return str(made["selection_id"])
+
+        def end(selection_id: str) -> int:
+            return status(router, "DELETE", f"/reservations/{selection_id}")
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            made = list(pool.map(one, range(60)))
+            until(lambda: agree(router, 60), "the processes count differently")
+            assert set(pool.map(end, made)) == {200}
+        until(lambda: agree(router, 0), "load is left")
+
+
+def agree(router: RouterProcess, count: int) -> bool:
+    """Connections are spread over the processes; some of many reach each."""
+    for _ in range(12):
+        router.reconnect()
+        if requests(router) != count:
+            return False
+    return True

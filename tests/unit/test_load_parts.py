@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measured rates, engines' own numbers, sessions, pending prefixes and the waiting line: each by itself, on a clock of the test."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from kvrouter.router.errors import QueueFull
+from kvrouter.router.load.gauges import EngineLoad, parse_engine_load
+from kvrouter.router.load.pending import PIECE_TOKENS, PendingPrefixes, names_of
+from kvrouter.router.load.rates import SAMPLES_MIN, WorkerRates, weighted_median
+from kvrouter.router.load.sessions import SessionMemory
+from kvrouter.router.load.table import LoadTable
+from kvrouter.router.load.waiting import TRIES_PER_LOOK, Waiter, WaitingLine
+from kvrouter.router.load.weights import GAUGE_TTL_S, IDLE_GRACE_S, Weights
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.question import Question
+
+A, B = WorkerKey("m", "a"), WorkerKey("m", "b")
+
+
+# -- rates
+
+
+def test_the_prefill_rate_is_that_of_most_tokens_whatever_some_samples_say() -> None:
+    rates, rng = WorkerRates(), random.Random(3)
+    for number in range(40):
+        tokens, queued = rng.randrange(600, 20_000), rng.randrange(0, 20_000)
+        seconds = (tokens + queued) / 10_000 * rng.uniform(0.95, 1.05)
+        # Every fifth is a stall, a wrong prediction or an answer that waited for something else.
+        rates.first_token(tokens, 0, queued, seconds * rng.choice([0.01, 20]) if number % 5 == 0 else seconds)
+    assert rates.prefill_rate == pytest.approx(10_000, rel=0.1)
+
+
+def test_nothing_is_known_of_a_worker_before_some_prompts_nor_from_short_ones() -> None:
+    rates = WorkerRates()
+    for _ in range(100):
+        rates.first_token(100, 0, 0, 0.5)
+        rates.first_token(1_000, 0, 0, 0.0)
+    assert rates.prefill_rate is None
+    for _ in range(SAMPLES_MIN - 1):
+        rates.first_token(1_000, 0, 0, 0.5)
+    assert rates.prefill_rate is None
+    rates.first_token(1_000, 0, 0, 0.5)
+    assert rates.prefill_rate == 2_000
+
+
+def test_a_worker_that_became_slower_is_soon_known_to_be() -> None:
+    rates = WorkerRates()
+    for speed in (10_000, 2_000):
+        for _ in range(60):
+            rates.first_token(5_000, 0, 0, 5_000 / speed)
+    assert rates.prefill_rate == 2_000
+
+
+def test_what_loading_back_costs_is_learned_once_the_prefill_rate_is_known() -> None:
+    rates = WorkerRates()
+    for _ in range(SAMPLES_MIN):
+        rates.first_token(1_000, 8_000, 0, 0.1)
+    assert rates.cpu_token_cost is None
+    for _ in range(SAMPLES_MIN):
+        rates.first_token(10_000, 0, 0, 1.0)
+    for _ in range(SAMPLES_MIN):
+        # 1,000 computed in 0.1 s, and 8,000 loaded in 0.2 s where they would take 0.8 s to compute.
+        rates.first_token(1_000, 8_000, 0, 0.3)
+    assert rates.cpu_token_cost == pytest.approx(0.25)
+
+
+def test_the_decode_rate_comes_from_answers_of_some_length() -> None:
+    rates = WorkerRates()
+    for _ in range(SAMPLES_MIN):
+        rates.decoded(3, 0.001)
+        rates.decoded(100, 2.0)
+    assert rates.decode_rate == 50
+
+
+def test_the_weighted_median_is_where_half_of_the_weight_is() -> None:
+    assert weighted_median([(1, 5.0), (1, 1.0), (1, 3.0)]) == 3.0
+    assert weighted_median([(10, 1.0), (1, 100.0), (1, 200.0)]) == 1.0
+    assert weighted_median([(1, 7.0)]) == 7.0
+
+
+# -- what engines say
+
+PAGE = b"""# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:num_requests_running{engine="1",model_name="m"} 5.0
+vllm:num_requests_waiting{engine="0",model_name="m"} 2.0
+vllm:num_requests_waiting{engine="1",model_name="m"} 0.0
+vllm:num_requests_waiting_by_reason{engine="0",model_name="m",reason="capacity"} 9.0
+vllm:kv_cache_usage_perc{engine="0",model_name="m"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="m"} 1.5e-05
+"""
+
+
+def test_each_rank_of_an_engine_has_its_numbers() -> None:
+    assert parse_engine_load(PAGE, 0) == EngineLoad(2, 3, 0.25)
+    assert parse_engine_load(PAGE, 1) == EngineLoad(0, 5, 1.5e-05)
+    assert parse_engine_load(PAGE, 2) is None
+
+
+def test_an_engine_that_does_not_tell_its_cores_apart_speaks_for_the_one() -> None:
+    page = b"vllm:num_requests_running 3\r\nvllm:num_requests_waiting 1\r\n"
+    assert parse_engine_load(page, 4) == EngineLoad(1, 3, 0.0)
+    one = b'vllm:num_requests_running{engine="0"} 3\nvllm:num_requests_waiting{engine="0"} 1\n'
+    assert parse_engine_load(one, 4) == EngineLoad(1, 3, 0.0)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        b"",
+        b"vllm:num_requests_running 3\n",
+        b"vllm:num_requests_running nan\nvllm:num_requests_waiting 1\n",
+        b"vllm:num_requests_running 1.2.3\nvllm:num_requests_waiting 1\n",
+        b"\xff\xfe vllm:num_requests_running 3",
+    ],
+)
+def test_a_page_without_the_numbers_says_nothing(page: bytes) -> None:
+    assert parse_engine_load(page, 0) is None
+
+
+def test_absurd_numbers_are_bounded() -> None:
+    said = parse_engine_load(
+        b"vllm:num_requests_running 1e300\nvllm:num_requests_waiting 1e99\nvllm:kv_cache_usage_perc 7\n", 0
+    )
+    assert said == EngineLoad(1_000_000, 1_000_000, 1.0)
+
+
+def test_requests_that_came_by_other_ways_count_when_they_are_seen_twice() -> None:
+    weights = Weights(LoadTable(), 10_000)
+    weights.table.reserve("mine", A, 100, 500, 0.0)
+    weights.engine_said(A, EngineLoad(3, 2), 1.0)
+    assert weights.burden(A).queued_tokens == 100
+    weights.engine_said(A, EngineLoad(3, 2), 2.0)
+    # Four of the five are others': three wait, one runs, each like those that this router placed.
+    assert weights.burden(A).queued_tokens == 100 + 3 * 1_000
+    assert weights.burden(A).decode_tokens == 500 + 2_000
+    assert weights.burden(A).requests == 5
+    weights.engine_said(A, EngineLoad(0, 1), 3.0)
+    assert weights.burden(A).queued_tokens == 100
+    weights.engine_said(A, EngineLoad(3, 2), 4.0)
+    weights.engine_said(A, EngineLoad(3, 2), 5.0)
+    weights.tick([A], 5.0 + GAUGE_TTL_S + 0.1)
+    assert weights.burden(A).queued_tokens == 100
+
+
+def test_an_idle_engine_ends_what_was_reserved_there_a_while_ago() -> None:
+    weights = Weights(LoadTable(), 10_000)
+    weights.table.reserve("old", A, 100, 10, 0.0)
+    weights.table.reserve("elsewhere", B, 100, 10, 0.0)
+    weights.table.reserve("new", A, 70, 10, IDLE_GRACE_S)
+    assert weights.engine_said(A, EngineLoad(0, 0), IDLE_GRACE_S + 1) == 1
+    assert (weights.burden(A).queued_tokens, weights.burden(B).queued_tokens) == (70, 100)
+    assert "old" in weights.table
+
+
+def test_a_worker_is_slow_beside_the_others_of_its_model_only() -> None:
+    weights, c, other = Weights(LoadTable(), 10_000), WorkerKey("m", "c"), WorkerKey("other", "a")
+    for worker, speed in ((A, 1_000), (B, 3_000), (c, 3_100), (other, 10)):
+        for _ in range(SAMPLES_MIN):
+            weights.rates_of(worker).first_token(6_000, 0, 0, 6_000 / speed)
+    weights.tick([A, B, c, other], 0.0)
+    assert weights.slowness == {A: pytest.approx(3.0)}
+    weights.tick([B], 0.0)
+    assert set(weights.rates) == {B} and not weights.slowness
+
+
+# -- sessions
+
+
+def test_a_session_is_remembered_for_a_while_and_only_so_many_are() -> None:
+    memory = SessionMemory(ttl_s=10.0, max_sessions=3)
+    memory.went("s", A, 100, 0.0)
+    place = memory.find("m", "s", 9.0)
+    assert place is not None and (place.worker, place.tokens) == (A, 100)
+    assert memory.find("m", "s", 10.0) is None and memory.find("other", "s", 1.0) is None
+    memory.went("s", B, 200, 5.0)
+    for number in range(2):
+        memory.went(f"t{number}", A, 1, 6.0)
+    assert memory.find("m", "s", 7.0) == (B, 200, 15.0)
+    memory.went("t2", A, 1, 7.0)
+    assert len(memory) == 3 and memory.find("m", "s", 7.0) is None
+    memory.expire(16.5)
+    assert len(memory) == 1
+    memory.went("x" * 10_000, A, 1, 20.0)
+    assert memory.find("m", "x" * 10_000, 20.0) is None
+
+
+# -- pending prefixes
+
+
+def question(*pieces: int, **fields: str) -> Question:
+    tokens = np.concatenate([np.full(PIECE_TOKENS, piece, np.int64) for piece in pieces] or [np.empty(0, np.int64)])
+    return Question("m", len(tokens), token_ids=tokens, **fields)  # type: ignore[arg-type]
+
+
+def pending_tokens(pending: PendingPrefixes, asked: Question, now: float) -> dict[WorkerKey, int]:
+    names, step = names_of(asked, 16, 7)
+    return pending.tokens(names, step, asked.num_tokens, now)
+
+
+def test_siblings_are_credited_with_what_they_share_until_it_ends() -> None:
+    pending = PendingPrefixes()
+    first = question(1, 2, 3)
+    names, _ = names_of(first, 16, 7)
+    pending.sent(A, names, 10.0)
+    assert pending_tokens(pending, question(1, 2, 9, 9), 5.0) == {A: 2 * PIECE_TOKENS}
+    # One token is always to be computed.
+    assert pending_tokens(pending, first, 5.0) == {A: 3 * PIECE_TOKENS - 1}
+    assert pending_tokens(pending, question(9, 2, 3), 5.0) == {}
+    assert pending_tokens(pending, first, 10.0) == {}
+
+
+def test_what_is_mixed_into_the_engines_hashes_keeps_prompts_apart() -> None:
+    pending = PendingPrefixes()
+    pending.sent(A, names_of(question(1), 16, 7)[0], 10.0)
+    for other in (question(1, cache_salt="s"), question(1, lora_name="l")):
+        assert pending_tokens(pending, other, 1.0) == {}
+    # Names are secret to the process.
+    assert names_of(question(1), 16, 8)[0] != names_of(question(1), 16, 7)[0]
+
+
+def test_block_hashes_are_names_already() -> None:
+    hashes = np.arange(1, 65, dtype=np.uint64)
+    pending = PendingPrefixes()
+    names, step = names_of(Question("m", 1_025, block_hashes=hashes), 16, 7)
+    assert (names, step) == ([16, 32, 48, 64], 256)
+    pending.sent(A, names[:2], 10.0)
+    assert pending.tokens(names, step, 1_025, 0.0) == {A: 512}
+    assert names_of(Question("m", 5, block_hashes=np.empty(0, np.uint64)), 1, 7) == ([], 256)
+
+
+def test_the_first_token_ends_it_soon_and_never_later() -> None:
+    pending = PendingPrefixes()
+    names, _ = names_of(question(1), 16, 7)
+    pending.sent(A, names, 10.0)
+    pending.sent(B, names, 10.0)
+    pending.settle(A, names, 3.0)
+    pending.settle(A, names, 8.0)
+    assert pending_tokens(pending, question(1, 2), 2.0) == {A: PIECE_TOKENS, B: PIECE_TOKENS}
+    assert pending_tokens(pending, question(1, 2), 4.0) == {B: PIECE_TOKENS}
+    pending.expire(11.0)
+    assert len(pending) == 0
+
+
+def test_only_so_many_names_are_kept_and_a_prompts_end_goes_first() -> None:
+    pending = PendingPrefixes(max_names=3)
+    pending.sent(A, [1, 2, 3, 4], 10.0)
+    assert pending.tokens([1, 2, 3, 4], 10, 1_000, 0.0) == {A: 30}
+
+
+# -- the waiting line
+
+
+def test_the_line_is_served_in_order_and_leaves_room_for_so_many() -> None:
+    line: WaitingLine[str] = WaitingLine(3)
+    waiters = [Waiter("m", 10, name) for name in "abc"]
+    for waiter in waiters:
+        line.join(waiter, 1.0)
+    with pytest.raises(QueueFull) as refused:
+        line.join(Waiter("n", 10, "d"), 7.0)
+    assert refused.value.retry_after_s == 7.0 and refused.value.status == 429
+    assert line.waits_for("m") and not line.waits_for("n") and line.of("m") == (3, 30)
+    tried: list[str] = []
+
+    def two_at_most(name: str) -> bool:
+        tried.append(name)
+        return len(tried) <= 2
+
+    assert line.serve(two_at_most) == 2 and tried == ["a", "b", "c"]
+    line.leave(waiters[2])
+    line.leave(waiters[2])
+    assert len(line) == 0 and not line.waits_for("m")
+
+
+def test_one_that_waits_for_a_worker_of_its_own_does_not_keep_the_others_waiting() -> None:
+    line: WaitingLine[int] = WaitingLine(100)
+    for number in range(50):
+        line.join(Waiter("m", 1, number), 1.0)
+    tried: list[int] = []
+
+    def only_odd(number: int) -> bool:
+        tried.append(number)
+        return number % 2 == 1
+
+    assert line.serve(only_odd) == TRIES_PER_LOOK - 1
+    assert len(tried) == 2 * TRIES_PER_LOOK - 1

@@ -1,0 +1,330 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placing on a clock of the test: what counts from when to when, who waits, and what is lost for which reason."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvrouter.router.config import Config
+from kvrouter.router.errors import Conflict, NoWorker, QueueFull, Saturated, UnknownSelection, UnknownWorker
+from kvrouter.router.load.gauges import EngineLoad
+from kvrouter.router.load.pending import PENDING_TTL_S, PIECE_TOKENS, SELECTED_TTL_S, SETTLE_S
+from kvrouter.router.load.table import PREFILL_TTL_S, RESERVATION_TTL_S
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.placing import Ask, Placement, Placing
+from kvrouter.router.question import Hit, Question
+
+TOKENS = 4 * PIECE_TOKENS
+PATIENCE_S = 20.0
+
+
+def hit(name: str, tokens: int = 0, state: str = "live", rank: int = 0) -> Hit:
+    return Hit(WorkerKey("m", name, rank), tokens, tokens, tokens, state)
+
+
+class Fleet:
+    """Hits as the test says."""
+
+    def __init__(self, hits: Sequence[Hit]) -> None:
+        self.known = list(hits)
+        self.went: list[WorkerKey] = []
+
+    def hits(self, question: Question) -> Sequence[Hit]:
+        return self.known
+
+    def url(self, worker: WorkerKey) -> str | None:
+        return f"http://{worker.worker_id}"
+
+    def sent(self, question: Question, worker: WorkerKey) -> None:
+        self.went.append(worker)
+
+    def hash_block_size(self, model: str) -> int:
+        return 16
+
+    def workers(self) -> list[WorkerKey]:
+        return [one.worker for one in self.known]
+
+
+class Stage:
+    """A placing, its fleet, and its clock."""
+
+    def __init__(self, *hits: Hit, unavailable: dict[str, str] | None = None, **settings: Any) -> None:
+        self.now = 0.0
+        self.fleet = Fleet(hits or (hit("a"), hit("b")))
+        self.metrics = Metrics(CollectorRegistry())
+        self.out = unavailable or {}
+        ids = itertools.count()
+        self.placing = Placing(
+            self.fleet,
+            config=Config(**settings),
+            metrics=self.metrics,
+            clock=lambda: self.now,
+            rng=random.Random(4),
+            new_id=lambda: f"s{next(ids)}",
+            unavailable=lambda worker: self.out.get(worker.worker_id),
+        )
+
+    def load(self, name: str) -> tuple[int, int, int]:
+        burden = self.placing.weights.burden(WorkerKey("m", name))
+        return burden.queued_tokens, burden.decode_tokens, burden.requests
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"kvrouter_{name}", labels or None) or 0.0
+
+
+def ask(seed: int = 0, tokens: int = TOKENS, **fields: Any) -> Ask:
+    ids = np.random.default_rng(seed).integers(0, 50_000, tokens)
+    question = {name: fields.pop(name) for name in ("worker_ids", "exclude_worker_ids") if name in fields}
+    return Ask(Question("m", tokens, token_ids=ids, **question), **fields)
+
+
+def name_of(placement: Placement) -> str:
+    return placement.worker.worker_id
+
+
+def test_load_counts_from_the_choice_to_the_first_token_and_to_the_end() -> None:
+    stage = Stage(hit("a", 500), hit("b"))
+    placement = stage.placing.reserve(ask(max_tokens=100))
+    assert (name_of(placement), placement.url, placement.num_tokens) == ("a", "http://a", TOKENS)
+    assert stage.load("a") == (TOKENS - 500, TOKENS + 50, 1)
+    placement.first_token()
+    placement.first_token()
+    assert stage.load("a") == (0, TOKENS + 50, 1)
+    placement.done()
+    placement.done()
+    placement.first_token()
+    assert stage.load("a") == (0, 0, 0) and not stage.placing.weights.table.loads
+    assert stage.counted("reservations_ended_total", how="released") == 1
+    assert stage.fleet.went == [WorkerKey("m", "a")]
+
+
+def test_prompts_spread_as_load_gathers() -> None:
+    stage = Stage(hit("a"), hit("b"), hit("c"))
+    placed = [name_of(stage.placing.reserve(ask(seed))) for seed in range(9)]
+    assert sorted(placed) == sorted("abc" * 3)
+
+
+def test_a_new_cold_worker_gets_traffic_although_others_have_the_prefix() -> None:
+    stage = Stage(hit("warm", 600), hit("cold"))
+    placed = [name_of(stage.placing.reserve(ask(seed))) for seed in range(6)]
+    assert placed[0] == "warm" and placed.count("cold") >= 2
+
+
+def test_siblings_of_a_prompt_that_is_being_computed_go_with_it() -> None:
+    stage = Stage(hit("a"), hit("b"), hit("c"), hit("d"))
+    first = stage.placing.reserve(ask())
+    # The engine has told nothing yet, and the load there is no smaller than elsewhere once it is done.
+    stage.now = 1.0
+    first.first_token()
+    same = [stage.placing.choose(ask()).hit for _ in range(5)]
+    assert {found.worker for found in same} == {first.worker} and all(found.disk == 0 for found in same)
+    # The engine has had the time to tell, and told of nothing.
+    stage.now += max(SETTLE_S, SELECTED_TTL_S) + 0.1
+    assert stage.placing.choose(ask()).prefill_tokens == TOKENS
+
+
+def test_pending_credit_ends_with_the_events_or_by_itself() -> None:
+    def credit(stage: Stage) -> int:
+        return TOKENS - stage.placing.choose(ask()).prefill_tokens
+
+    stage = Stage(hit("a"))
+    stage.placing.reserve(ask())
+    stage.now = PENDING_TTL_S - 0.1
+    assert credit(stage) == TOKENS - 1
+    stage.now = PENDING_TTL_S + SELECTED_TTL_S
+    assert credit(stage) == 0
+    # One that failed before its first token computed nothing that could be trusted in.
+    stage = Stage(hit("a"))
+    stage.placing.reserve(ask()).done()
+    assert credit(stage) == 0
+
+
+def test_the_session_comes_back_where_nothing_else_is_known() -> None:
+    stage = Stage(*(hit(name) for name in "abcdefgh"))
+    unknown = Question("m", 1_000, block_hashes=np.empty(0, np.uint64))
+    first = stage.placing.choose(Ask(unknown, session_id="s"))
+    for _ in range(10):
+        assert stage.placing.choose(Ask(unknown, session_id="s")).hit.worker == first.hit.worker
+    assert len({stage.placing.choose(Ask(unknown, session_id=f"s{n}")).hit.worker for n in range(40)}) > 4
+
+
+def test_who_is_asked_for_left_out_pinned_or_takes_nothing() -> None:
+    stage = Stage(
+        hit("a", 900), hit("b", 800), hit("b", 700, rank=1), hit("c", 0, "down"), unavailable={"a": "draining"}
+    )
+    assert name_of(stage.placing.reserve(ask(1))) == "b"
+    assert stage.placing.reserve(ask(2, pinned="b@1")).worker == WorkerKey("m", "b", 1)
+    assert name_of(stage.placing.reserve(ask(3, worker_ids=frozenset({"b"})))) == "b"
+    with pytest.raises(UnknownWorker):
+        stage.placing.reserve(ask(pinned="zz"))
+    with pytest.raises(UnknownWorker):
+        stage.placing.reserve(ask(worker_ids=frozenset({"zz"})))
+    for nobody in (ask(pinned="a"), ask(exclude_worker_ids=frozenset({"b"}))):
+        with pytest.raises(NoWorker, match="a: draining") as refused:
+            stage.placing.reserve(nobody)
+        assert refused.value.retry_after_s
+    with pytest.raises(NoWorker, match="all are excluded"):
+        stage.placing.reserve(ask(exclude_worker_ids=frozenset({"a", "b", "c"})))
+
+
+def test_each_lost_token_has_its_reason() -> None:
+    stage = Stage(hit("a", 900), hit("b", 800), hit("c", 100), unavailable={"b": "draining"})
+    choice = stage.placing.choose(ask(exclude_worker_ids=frozenset({"a"})))
+    assert choice.hit.disk == 100
+    assert stage.counted("achievable_hit_tokens_total") == 900
+    assert stage.counted("chosen_hit_tokens_total") == 100
+    assert stage.counted("lost_hit_tokens_total", reason="exclusion") == 100
+    assert stage.counted("lost_hit_tokens_total", reason="state") == 700
+    stage = Stage(hit("a", 600), hit("b"))
+    for seed in range(3):
+        stage.placing.reserve(ask(seed))
+    lost = stage.counted("lost_hit_tokens_total", reason="load")
+    assert lost == 600
+    assert stage.counted("achievable_hit_tokens_total") == stage.counted("chosen_hit_tokens_total") + lost
+
+
+def test_what_nobody_ends_expires() -> None:
+    stage = Stage(hit("a"))
+    stage.placing.reserve(ask())
+    stage.now = PREFILL_TTL_S + 0.1
+    stage.placing.tick()
+    assert stage.load("a")[0] == 0 and stage.load("a")[2] == 1
+    stage.now = RESERVATION_TTL_S + 0.1
+    stage.placing.tick()
+    assert stage.load("a") == (0, 0, 0)
+    assert stage.counted("reservations_ended_total", how="expired") == 1
+    assert stage.counted("reservations_held") == 0
+
+
+def test_a_client_names_its_reservation_once() -> None:
+    stage = Stage(hit("a"))
+    placement = stage.placing.reserve(ask(selection_id="mine"))
+    with pytest.raises(Conflict):
+        stage.placing.reserve(ask(selection_id="mine"))
+    assert stage.load("a")[2] == 1
+    asyncio.run(stage.placing.prefill_complete("mine"))
+    asyncio.run(stage.placing.release("mine"))
+    assert stage.load("a") == (0, 0, 0)
+    placement.done()
+    stage.placing.reserve(ask(selection_id="mine"))
+    for end in (stage.placing.release, stage.placing.prefill_complete):
+        with pytest.raises(UnknownSelection):
+            asyncio.run(end("other"))
+
+
+def test_rates_are_learned_from_placements_and_tell_when_to_come_again() -> None:
+    stage = Stage(hit("a"), saturation_tokens=3 * TOKENS)
+    for seed in range(20):
+        placement = stage.placing.reserve(ask(seed))
+        stage.now += TOKENS / 100
+        placement.first_token()
+        stage.now += 2.0
+        placement.done(output_tokens=101)
+    assert stage.placing.weights.rates[WorkerKey("m", "a")].prefill_rate == pytest.approx(100)
+    assert stage.placing.weights.rates[WorkerKey("m", "a")].decode_rate == pytest.approx(50)
+    for seed in range(30, 34):
+        stage.placing.reserve(ask(seed))
+    with pytest.raises(Saturated) as refused:
+        stage.placing.reserve(ask(99))
+    assert refused.value.retry_after_s == pytest.approx(2 * TOKENS / 100, rel=0.1)
+
+
+# -- the line
+
+
+def run(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(main())
+
+
+async def settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def test_prompts_wait_while_all_are_saturated_and_are_served_in_their_order() -> None:
+    async def main() -> None:
+        stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_deadline_s=PATIENCE_S)
+        first = await stage.placing.place(ask(0))
+        waiting = [asyncio.ensure_future(stage.placing.place(ask(number))) for number in range(1, 4)]
+        await settled()
+        assert stage.placing.waiting("m") == (3, 3 * TOKENS)
+        assert not any(task.done() for task in waiting)
+        stage.now = 3.0
+        first.first_token()
+        await settled()
+        assert [task.done() for task in waiting] == [True, False, False]
+        assert waiting[0].result().queued_s == 3.0
+        # One that comes now stands behind the others, although there may be room for it.
+        late = asyncio.ensure_future(stage.placing.place(ask(9, tokens=16)))
+        for number in (0, 1):
+            waiting[number].result().done()
+            await settled()
+        assert all(task.done() for task in waiting) and not late.done()
+        waiting[2].result().done()
+        await settled()
+        assert late.done() and stage.placing.waiting("m") == (0, 0)
+        assert stage.counted("queue_seconds_count") == 5
+
+    run(main)
+
+
+def test_the_line_is_bounded_and_nobody_waits_for_ever() -> None:
+    async def main() -> None:
+        stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_size=1, queue_deadline_s=0.05)
+        await stage.placing.place(ask(0))
+        one = asyncio.ensure_future(stage.placing.place(ask(1)))
+        await settled()
+        with pytest.raises(QueueFull) as full:
+            await stage.placing.place(ask(2))
+        assert full.value.status == 429 and full.value.retry_after_s
+        with pytest.raises(Saturated) as tired:
+            await one
+        assert tired.value.status == 503 and tired.value.retry_after_s
+        assert stage.placing.waiting("m") == (0, 0)
+        assert stage.counted("queue_refused_total", reason="full") == 1
+        assert stage.counted("queue_refused_total", reason="deadline") == 1
+        assert stage.load("a")[2] == 1
+
+    run(main)
+
+
+def test_who_gives_up_in_the_line_leaves_no_load() -> None:
+    async def main() -> None:
+        stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_deadline_s=PATIENCE_S)
+        first = await stage.placing.place(ask(0))
+        waiting = [asyncio.ensure_future(stage.placing.place(ask(number))) for number in (1, 2)]
+        await settled()
+        # The one is cancelled while it waits, the other in the moment in which it is served.
+        waiting[0].cancel()
+        await settled()
+        first.done()
+        stage.placing._look()
+        waiting[1].cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert stage.load("a") == (0, 0, 0) and stage.placing.waiting("m") == (0, 0)
+
+    run(main)
+
+
+def test_a_worker_that_is_gone_while_prompts_wait_is_told_to_them() -> None:
+    async def main() -> None:
+        stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_deadline_s=PATIENCE_S)
+        await stage.placing.place(ask(0))
+        waiting = asyncio.ensure_future(stage.placing.place(ask(1)))
+        await settled()
+        stage.out["a"] = "its circuit breaker is open"
+        stage.placing.engine_said(WorkerKey("m", "a"), EngineLoad(0, 1))
+        await settled()
+        with pytest.raises(NoWorker, match="circuit breaker"):
+            await waiting
+
+    run(main)
