@@ -30,7 +30,7 @@ from kvrouter.router.question import Hit
 # Why the chosen worker reuses less of the prompt than the best one would.
 EXCLUSION = "exclusion"  # the client left it out, or pinned another
 STATE = "state"  # it takes nothing now: down, draining, circuit breaker open
-LOAD = "load"  # too much is queued or decoded there
+LOAD = "load"  # too much is queued or decoded there, or it is slow
 AFFINITY = "affinity"  # the session, or a prompt that begins alike, was elsewhere
 TEMPERATURE = "temperature"
 POLICY = "policy"  # another policy than kv
@@ -89,7 +89,7 @@ def choose(hits: Sequence[Hit], scene: Scene, rng: Random, *, explain: bool = Fa
     costs: list[int] = []
     burdens: list[int] = []
     saturated: set[int] = set()
-    best, longest = 0, -1
+    longest = max([hit.disk for hit in hits])
     # `weigh` in one loop: a call for each of some hundred workers would be half of the time of a choice.
     for i, hit in enumerate(hits):
         worker = hit.worker
@@ -105,8 +105,6 @@ def choose(hits: Sequence[Hit], scene: Scene, rng: Random, *, explain: bool = Fa
             saturated.add(i)
         burden = queued + decode * DECODE_TOKEN_COST
         disk = hit.disk
-        if disk > longest:
-            best, longest = i, disk
         prefill: float = num_tokens - disk
         if disk != hit.gpu:
             prefill += (hit.cpu - hit.gpu) * cpu_cost + (disk - hit.cpu) * disk_cost
@@ -115,7 +113,7 @@ def choose(hits: Sequence[Hit], scene: Scene, rng: Random, *, explain: bool = Fa
         cost = prefill + burden
         if slow and worker in slow:
             cost += (slow[worker] - 1.0) * (prefill + queued)
-        if hit.full_attention > disk:
+        if disk == longest and hit.full_attention > disk:
             cost -= (hit.full_attention - disk) * JUNCTION_SHARE
         if session is not None and session.worker == worker:
             cost -= session_bonus(session.tokens, prefill, _is_known(hit, scene))
@@ -123,12 +121,13 @@ def choose(hits: Sequence[Hit], scene: Scene, rng: Random, *, explain: bool = Fa
         burdens.append(int(burden + 0.5))
     chosen, free = _pick(hits, costs, burdens, saturated, scene, rng)
     hit = hits[chosen]
-    lost = "" if hit.disk >= longest else _loss(hits, costs, burdens, best, chosen, saturated, scene)
+    best = chosen if hit.disk == longest else next(i for i, other in enumerate(hits) if other.disk == longest)
+    lost = "" if best == chosen else _loss(hits, costs, burdens, best, chosen, saturated, scene)
     return Choice(
         hit,
         None,
         _reason(hits, costs, burdens, best, chosen, lost, saturated, scene),
-        _candidates(hits, scene, chosen) if explain else (),
+        _candidates(hits, scene, longest, chosen) if explain else (),
         int(prefill_tokens(hit, num_tokens, pending.get(hit.worker, 0), tiers) + 0.5),
         weights.burden(hit.worker).queued_tokens,
         longest,
@@ -152,8 +151,8 @@ def _pick(
     return free[scene.policy.pick(contest, rng)], len(free)
 
 
-def weigh(hit: Hit, scene: Scene) -> Candidate:
-    """One worker's cost with its parts, as `choose` has it."""
+def weigh(hit: Hit, scene: Scene, longest: int) -> Candidate:
+    """One worker's cost with its parts, as `choose` has it. longest: hit of all that are compared."""
     weights, worker = scene.weights, hit.worker
     burden = weights.burden(worker)
     pending = scene.pending.get(worker, 0)
@@ -163,7 +162,7 @@ def weigh(hit: Hit, scene: Scene) -> Candidate:
     bonus = 0.0
     if scene.session is not None and scene.session.worker == worker:
         bonus = session_bonus(scene.session.tokens, prefill, _is_known(hit, scene))
-    junction = junction_tokens(hit) * JUNCTION_SHARE
+    junction = junction_tokens(hit, longest) * JUNCTION_SHARE
     cost = factor * (prefill + burden.queued_tokens) + decode - junction - bonus
     parts = Parts(
         round(factor * prefill), round(factor * burden.queued_tokens), round(decode), round(junction), round(bonus)
@@ -171,10 +170,10 @@ def weigh(hit: Hit, scene: Scene) -> Candidate:
     return Candidate(hit, int(cost + 0.5), parts.load, parts, burden.saturated, pending)
 
 
-def _candidates(hits: Sequence[Hit], scene: Scene, chosen: int) -> tuple[Candidate, ...]:
+def _candidates(hits: Sequence[Hit], scene: Scene, longest: int, chosen: int) -> tuple[Candidate, ...]:
     """The chosen one first, as it is the best whatever chance or another policy said."""
-    first = weigh(hits[chosen], scene)
-    rest = [weigh(hit, scene) for i, hit in enumerate(hits) if i != chosen]
+    first = weigh(hits[chosen], scene, longest)
+    rest = [weigh(hit, scene, longest) for i, hit in enumerate(hits) if i != chosen]
     rest.sort(key=lambda c: (c.saturated, c.cost, -c.hit.gpu, -c.hit.cpu))
     return (first, *rest)
 
@@ -207,11 +206,10 @@ def _loss(
     if scene.policy is not LEAST_COST:
         return TEMPERATURE if scene.policy.softened else POLICY
     worker = hits[chosen].worker
-    if costs[chosen] + burdens[best] >= costs[best] + burdens[chosen]:
+    slow = hits[best].worker in scene.weights.slowness
+    if slow or costs[chosen] + burdens[best] >= costs[best] + burdens[chosen]:
         return LOAD
     if worker in scene.pending or (scene.session is not None and scene.session.worker == worker):
-        return AFFINITY
-    if junction_tokens(hits[chosen]):
         return AFFINITY
     return TIER
 

@@ -6,7 +6,7 @@
 prefill: what the worker must still do for this prompt before its first token, in tokens it would compute in the same time.
 queued: the same of all prompts before it there. decode: what the sequences that run there take from prefill. junction: a bonus
 for the worker that will keep a checkpoint where the prompt leaves what it knows. session: one for the worker that has the
-session. Invariant: a cost is a whole number >= 0, so equal costs are equal, and ties are real."""
+session. Invariant: a cost is a whole number, so equal costs are equal, and ties are real."""
 
 from __future__ import annotations
 
@@ -25,10 +25,12 @@ DISK_TOKEN_COST = 0.7
 # with 0 long answers gather on one worker, with a tenth the prefix is given up for workers that merely decode less.
 DECODE_TOKEN_COST = 0.02
 
-# Of a hybrid model's prompt, a worker may hold full attention's blocks further than it can resume at, as the windows or states
-# there were not kept. Where such a prompt leaves that run, vLLM keeps a checkpoint, so the next prompt with this beginning does
-# resume there: computing it once here is worth a part of it. docs/choosing.md has what the share gives and costs.
-JUNCTION_SHARE = 0.25
+# A worker may hold full attention's blocks of a hybrid model's prompt further than it can resume at, as windows or states there
+# were not kept. Where such a prompt leaves that run, vLLM keeps a checkpoint (a junction), so the next prompt with this
+# beginning does resume there. Computing it where the run is longest is worth nearly as much as a hit, but never an actual one:
+# the bonus is for workers whose hit is as long as anybody's. docs/choosing.md has what it brings; with 0.25 a short queue
+# outweighs most of it.
+JUNCTION_SHARE = 0.9
 
 # A bonus and never a rule: of what the session's worker would have to compute anyway. Where its cache is known, the hit says what
 # the session is worth there, and the bonus only decides what is nearly equal. Where nothing is known of it (text that was not
@@ -72,9 +74,9 @@ def prefill_tokens(hit: Hit, num_tokens: int, pending: int = 0, tiers: TierCosts
     return min(tokens, num_tokens - pending) if pending else tokens
 
 
-def junction_tokens(hit: Hit) -> int:
-    """What a checkpoint there would add to the hit of the next prompt with this beginning."""
-    return max(0, hit.full_attention - hit.disk)
+def junction_tokens(hit: Hit, longest: int) -> int:
+    """What a checkpoint there would add to the hit of the next prompt with this beginning. longest: hit of all workers."""
+    return max(0, hit.full_attention - hit.disk) if hit.disk == longest else 0
 
 
 def session_bonus(last_tokens: int, prefill: float, known: bool) -> float:

@@ -277,13 +277,13 @@ def test_decisions_are_timed_by_the_clock_that_was_given(core: TinyCore) -> None
 
 def test_a_text_is_asked_as_its_tokens(core: TinyCore) -> None:
     tokens = TinyTokens()
-    body = {"model": "m", "prompt": "Paris", "cache_salt": "s", "dp_rank": 1, "add_special_tokens": False}
+    body = {"model": "m", "prompt": "Paris", "cache_salt": "s", "dp_rank": 0, "add_special_tokens": False}
     answer = call(build(core, tokens=tokens)[0], "POST", "/select", body)
     assert answer.status == 200
     assert answer.json()["tokens"] == {"source": "render", "num_tokens": 5, "known_tokens": 5, "problem": ""}
     question = core.asked[-1]
     assert question.token_ids is not None and question.token_ids.tolist() == list(b"Paris")
-    assert (question.num_tokens, question.cache_salt, question.dp_rank) == (5, "s", 1)
+    assert (question.num_tokens, question.cache_salt, question.dp_rank) == (5, "s", 0)
     # The whole body decides, not only what is known here.
     assert tokens.asked == [("/v1/completions", "m", body)]
 

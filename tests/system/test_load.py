@@ -233,20 +233,19 @@ def test_several_processes_behind_one_port_are_one(tmp_path: Path) -> None:
         until(lambda: router.log_tail().count("listens on"), "no line says that it listens")
         add_workers(router)
 
-        def known() -> bool:
-            router.reconnect()
-            return len(loads(router)) == len(WORKERS)
-
-        for _ in range(12):
-            until(known, "a process does not know the workers")
-
         def one(seed: int) -> str:
-            connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
-            connection.request(
-                "POST", "/select_and_reserve", json.dumps({"model": MODEL, "token_ids": [seed] * TOKENS})
-            )
-            made = json.loads(connection.getresponse().read())
-            connection.close()
+            made: dict[str, Any] = {}
+
+            def answered() -> bool:
+                connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=30)
+                body = {"model": MODEL, "token_ids": [seed] * TOKENS}
+                connection.request("POST", "/select_and_reserve", json.dumps(body))
+                made.update(json.loads(connection.getresponse().read()))
+                connection.close()
+                return "selection_id" in made
+
+            # A process may not have heard of the workers yet.
+            until(answered, f"not reserved: {made}")
             return str(made["selection_id"])
 
         def end(selection_id: str) -> int:
