@@ -113,8 +113,8 @@ def choose(hits: Sequence[Hit], scene: Scene, rng: Random, *, explain: bool = Fa
         cost = prefill + burden
         if slow and worker in slow:
             cost += (slow[worker] - 1.0) * (prefill + queued)
-        if disk == longest and hit.full_attention > disk:
-            cost -= (hit.full_attention - disk) * JUNCTION_SHARE
+        if hit.full_attention > longest:
+            cost -= (hit.full_attention - longest) * JUNCTION_SHARE
         if session is not None and session.worker == worker:
             cost -= session_bonus(session.tokens, prefill, _is_known(hit, scene))
         costs.append(int(cost + 0.5))
@@ -210,6 +210,8 @@ def _loss(
     if slow or costs[chosen] + burdens[best] >= costs[best] + burdens[chosen]:
         return LOAD
     if worker in scene.pending or (scene.session is not None and scene.session.worker == worker):
+        return AFFINITY
+    if junction_tokens(hits[chosen], hits[best].disk):
         return AFFINITY
     return TIER
 

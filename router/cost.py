@@ -25,11 +25,10 @@ DISK_TOKEN_COST = 0.7
 # with 0 long answers gather on one worker, with a tenth the prefix is given up for workers that merely decode less.
 DECODE_TOKEN_COST = 0.02
 
-# A worker may hold full attention's blocks of a hybrid model's prompt further than it can resume at, as windows or states there
-# were not kept. Where such a prompt leaves that run, vLLM keeps a checkpoint (a junction), so the next prompt with this
-# beginning does resume there. Computing it where the run is longest is worth nearly as much as a hit, but never an actual one:
-# the bonus is for workers whose hit is as long as anybody's. docs/choosing.md has what it brings; with 0.25 a short queue
-# outweighs most of it.
+# A worker may hold full attention's blocks of a hybrid model's prompt further than anybody can resume at, as windows or states
+# there were not kept. Where such a prompt leaves that run, vLLM keeps a checkpoint (a junction), so the next prompt with this
+# beginning does resume there: for that part, computing it there is worth nearly as much as a hit. Below 1, so that of two equal
+# lengths the actual hit wins. docs/choosing.md has what it brings; with 0.25 a short queue outweighs most of it.
 JUNCTION_SHARE = 0.9
 
 # A bonus and never a rule: of what the session's worker would have to compute anyway. Where its cache is known, the hit says what
@@ -75,8 +74,8 @@ def prefill_tokens(hit: Hit, num_tokens: int, pending: int = 0, tiers: TierCosts
 
 
 def junction_tokens(hit: Hit, longest: int) -> int:
-    """What a checkpoint there would add to the hit of the next prompt with this beginning. longest: hit of all workers."""
-    return max(0, hit.full_attention - hit.disk) if hit.disk == longest else 0
+    """What a checkpoint there would add to what the next prompt with this beginning can reuse. longest: hit of all workers."""
+    return max(0, hit.full_attention - longest)
 
 
 def session_bonus(last_tokens: int, prefill: float, known: bool) -> float:

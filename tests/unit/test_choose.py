@@ -73,8 +73,10 @@ def test_among_equal_costs_the_nearer_tier_wins() -> None:
 def test_where_full_attention_reaches_further_a_checkpoint_is_made_for_the_next_one() -> None:
     for seed in range(20):
         assert name_of(chosen(hit("a", 16), hit("b", 16, full=64), seed=seed)) == "b"
-    # A hit is worth more than any hit to come, and a queue outweighs it.
-    assert name_of(chosen(hit("a", 16), hit("b", 0, full=192))) == "a"
+    # Twice as many blocks of full attention alone are not worth an actual hit, and a queue outweighs them.
+    assert name_of(chosen(hit("a", 96), hit("b", 0, full=192))) == "a"
+    promising = chosen(hit("a", 16), hit("b", 0, full=192))
+    assert name_of(promising) == "b" and promising.lost == "affinity"
     assert name_of(chosen(hit("a", 16), hit("b", 16, full=64), weights=weights(b=50))) == "a"
 
 

@@ -144,7 +144,9 @@ def test_requests_that_came_by_other_ways_count_when_they_are_seen_twice() -> No
     weights.engine_said(A, EngineLoad(0, 1), 3.0)
     assert weights.burden(A).queued_tokens == 100
     weights.engine_said(A, EngineLoad(3, 2), 4.0)
+    assert weights.burden(A).queued_tokens == 100
     weights.engine_said(A, EngineLoad(3, 2), 5.0)
+    assert weights.burden(A).queued_tokens == 100 + 3 * 1_000
     weights.tick([A], 5.0 + GAUGE_TTL_S + 0.1)
     assert weights.burden(A).queued_tokens == 100
 
