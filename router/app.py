@@ -26,6 +26,7 @@ import uvicorn
 import zmq
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
+from kvrouter.router.allow_list import AllowList
 from kvrouter.router.api.asgi import Outer, build_api
 from kvrouter.router.api.hot_http import hot_protocol
 from kvrouter.router.api.http_limits import HttpLimits
@@ -40,6 +41,9 @@ from kvrouter.router.logs import set_up_logs
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.model_names import parse_tokenizers
 from kvrouter.router.placing import Placing
+from kvrouter.router.proxy.admission import Admission
+from kvrouter.router.proxy.pool import Pool
+from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.siblings import Siblings
 from kvrouter.router.tokens.engine_client import Engine
 from kvrouter.router.tokens.judging import LocalMaker
@@ -50,8 +54,6 @@ from kvrouter.router.worker_spec import parse_worker
 
 log = logging.getLogger(__name__)
 
-# Requests take below a second, so this is for a client that reads slowly; then its connection is cut.
-DRAIN_S = 5.0
 # Longer than the usual keep-alive of clients and load balancers (60 s), so that they close first and no request meets
 # a closed connection.
 KEEP_ALIVE_S = 75
@@ -70,13 +72,34 @@ PRIVATE_TOKEN = "private"
 def build_app(
     core: CorePort, placing: Placing, config: Config, metrics: Metrics, tokens: TokensPort | None = None
 ) -> Outer:
-    """The HTTP API on any object with the core's interface."""
+    """The HTTP API on any object with the core's interface; nothing is proxied."""
     return build_api(core, placing, config, metrics, time.perf_counter, tokens)
 
 
 def new_selection_id() -> str:
     """Nobody can guess it, so nobody can end another's reservation."""
     return uuid.uuid4().hex
+
+
+def build_router(
+    core: Core, placing: Placing, admission: Admission, tokens: Tokenizing, config: Config, metrics: Metrics
+) -> Outer:
+    """The HTTP API and the proxy, on the running loop. `close` its proxy at the end."""
+    proxy = Proxy(
+        placing=placing,
+        tokens=tokens,
+        resolve=core.resolve,
+        registrations=core.registrations,
+        admission=admission,
+        pool=Pool(asyncio.get_running_loop()),
+        metrics=metrics,
+        allowed=AllowList(config.allow_hosts),
+        silence_s=config.answer_timeout_s,
+        worker_key=config.worker_api_key,
+        has_own_key=config.api_key is not None,
+        clock=time.perf_counter,
+    )
+    return build_api(core, placing, config, metrics, time.perf_counter, tokens, closed=admission.problem, proxy=proxy)
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -154,6 +177,8 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
             token=token,
         )
         stack.push_async_callback(core.stop)
+        admission = Admission(core.drains, time.monotonic, metrics)
+        core.listen(admission.on_view)
         placing = Placing(
             core,
             config=config,
@@ -161,6 +186,7 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
             clock=time.monotonic,
             rng=random.Random(),
             new_id=new_selection_id,
+            unavailable=admission.problem,
             servers=store.servers,
             process=core.token,
         )
@@ -185,7 +211,9 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
     )
     stack.push_async_callback(tokens.stop)
     tokens.start()
-    outer = build_app(core, placing, config, metrics, tokens)
+    outer = build_router(core, placing, admission, tokens, config, metrics)
+    assert outer.proxy is not None
+    stack.callback(outer.proxy.close)
     settings = uvicorn.Config(
         outer,
         loop="none",
@@ -197,7 +225,7 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
         access_log=False,
         server_header=False,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=int(DRAIN_S),
+        timeout_graceful_shutdown=config.drain_s,
     )
     # What lives now lives for long: the collector need not walk it again and again between requests.
     gc.collect()

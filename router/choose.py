@@ -180,7 +180,7 @@ def _candidates(hits: Sequence[Hit], scene: Scene, longest: int, chosen: int) ->
 
 def route_name(hit: Hit) -> str:
     """`w0`, or `w0@3` for another rank than 0."""
-    return route_name_of(hit.worker.worker_id, hit.worker.dp_rank)
+    return hit.worker.route_name
 
 
 def route_name_of(worker_id: str, dp_rank: int) -> str:

@@ -37,7 +37,7 @@ KUBERNETES_PORT = re.compile(r"(tcp|udp|sctp)://")
 REDIS_URL = re.compile(r"unix://.|(rediss?|valkeys?)(\+cluster)?://.")
 
 # YAML reads `none_hash_seed: 0` as a number; to the engines it is text.
-TEXT_SETTINGS = ("host", "redis", "data_dir", "api_key", "none_hash_seed")
+TEXT_SETTINGS = ("host", "redis", "data_dir", "api_key", "worker_api_key", "none_hash_seed")
 
 # Settings that are lists, and the flag that gives one of each. In the environment the values stand apart by white space: none of
 # theirs has any.
@@ -50,6 +50,8 @@ LISTS = {
 
 # Lists whose entries are pairs, and what reads them.
 PAIRS = {"tokenizers": parse_tokenizers, "model_aliases": parse_aliases}
+
+SECRETS = ("api_key", "worker_api_key")
 
 # Stands for a secret wherever settings are shown.
 HIDDEN = "***"
@@ -88,6 +90,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     api_key: Annotated[
         Annotated[str, msgspec.Meta(pattern=r"\A[\x21-\x7e]+\Z")] | None,
         msgspec.Meta(description="a key of printable ASCII, without spaces"),
+    ] = None
+    # A client's Authorization is for this router where it has a key, and goes on to the engine where it has none.
+    worker_api_key: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"\A[\x21-\x7e]+\Z")] | None,
+        msgspec.Meta(
+            description="the engines' own API key, of printable ASCII without spaces; sent with what is proxied"
+        ),
     ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], msgspec.Meta(description="debug, info, warning or error")
@@ -143,6 +152,23 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             ge=0.0, le=3600.0, description="seconds, 0 to 3600: how often an engine is asked whether it lives; 0: never"
         ),
     ] = 1.0
+    # What OpenAI's own client waits. The first byte of an answer that is not streamed comes with its last token; an engine that
+    # hangs is noticed by its health checks in seconds.
+    answer_timeout_s: Annotated[
+        float,
+        msgspec.Meta(
+            gt=0.0,
+            le=86_400.0,
+            description="seconds, over 0 to 86400: how long an engine may be silent, before its answer and within it",
+        ),
+    ] = 600.0
+    # Kubernetes sends SIGKILL after 30 s by default: a little less, so that what is cut is cut in order.
+    drain_s: Annotated[
+        int,
+        msgspec.Meta(
+            ge=0, le=86_400, description="whole seconds, 0 to 86400: how long running requests may go on when it stops"
+        ),
+    ] = 25
     # vLLM answers a full ring (10,000 batches) in well under a second; a lost answer must not hold a worker for long.
     replay_timeout_s: Annotated[
         float, msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: how long to wait for a replay")
@@ -209,8 +235,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def shown(self) -> dict[str, Any]:
         """The settings for a log: no secret, no password in the Redis URL."""
         shown: dict[str, Any] = msgspec.to_builtins(self)
-        if self.api_key is not None:
-            shown["api_key"] = HIDDEN
+        for name in SECRETS:
+            if shown[name] is not None:
+                shown[name] = HIDDEN
         if self.redis is not None:
             shown["redis"] = without_password(self.redis)
         return shown
@@ -310,7 +337,7 @@ def _converted(name: str, value: Any, where: str) -> Any:
     field = FIELDS[name]
     if name in TEXT_SETTINGS and isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
-    shown = HIDDEN if name == "api_key" else repr(without_password(value) if isinstance(value, str) else value)
+    shown = HIDDEN if name in SECRETS else repr(without_password(value) if isinstance(value, str) else value)
     try:
         converted = msgspec.convert(value, field.type, strict=False)
     except msgspec.ValidationError:

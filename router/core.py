@@ -101,6 +101,8 @@ class Core:
         self._tasks: list[asyncio.Task[None]] = []
         # By model, with the version of the mirror that they were made from; any change of a worker empties it.
         self._plans: dict[str, tuple[int, Plans]] = {}
+        self._listeners: list[Callable[[WorkerKey, WorkerView | None], None]] = []
+        self._registered: tuple[Registration, ...] | None = None
         self._segments_counted = (0, 0)
         # Why the log of a worker cannot be followed: in a cluster, some can and some cannot.
         self._unfollowed: dict[WorkerKey, str] = {}
@@ -216,8 +218,7 @@ class Core:
             if known is not None and known.registration == registration:
                 continue
             if known is not None and _same_stream(known.registration, registration):
-                known.update(registration)
-                self._names_known = False
+                self._update(known, registration)
                 continue
             if known is not None:
                 await self._end(worker)
@@ -241,8 +242,7 @@ class Core:
             raw = msgspec.json.encode(registration)
             if known is not None and _same_stream(known.registration, registration):
                 await self._store.put_registration(worker, raw)
-                known.update(registration)
-                self._names_known = False
+                self._update(known, registration)
                 return
             self._check_room(registration)
             for other in list(self._streams):
@@ -251,6 +251,15 @@ class Core:
             await self._store.put_registration(worker, raw)
             await self._begin(registration)
             log.info("registered", extra={"worker": worker, "events": registration.events})
+
+    def _update(self, stream: WorkerStream, registration: Registration) -> None:
+        """Take over what the stream does not depend on."""
+        if stream.registration.draining != registration.draining:
+            state = "draining" if registration.draining else "active"
+            log.info("worker", extra={"worker": registration.worker, "state": state})
+        self._registered = None
+        self._names_known = False
+        stream.update(registration)
 
     def _check_room(self, registration: Registration) -> None:
         worker, limit = registration.worker, self._config.max_workers
@@ -289,14 +298,14 @@ class Core:
             mine=self._is_mine,
             allowed=self._allowed,
             permits=self._permits,
-            changed=self._plans.clear,
+            changed=lambda: self._view_changed(worker),
             engine_load=lambda said: self.on_engine_load(worker, said),
         )
         image = await self._store.load(worker)
         stream.prepare(image, await self._store.load_copies(worker))
         self._streams[worker] = stream
         self._names_known = False
-        self._mine = None
+        self._mine = self._registered = None
         self._take_image(image)
         self._plans.clear()
         if self._attends:
@@ -321,7 +330,20 @@ class Core:
         self._names_known = False
         self._mine = None
         self._plans.clear()
+        self._registered = None
+        for listener in self._listeners:
+            listener(worker, None)
         return stream
+
+    def listen(self, listener: Callable[[WorkerKey, WorkerView | None], None]) -> None:
+        """Be told of each change of a worker's view, and with None that it was dropped."""
+        self._listeners.append(listener)
+
+    def _view_changed(self, worker: WorkerKey) -> None:
+        self._plans.clear()
+        if (stream := self._streams.get(worker)) is not None:
+            for listener in self._listeners:
+                listener(worker, stream.view)
 
     async def _forget(self, worker: WorkerKey) -> None:
         await self._follower.remove(worker)
@@ -333,8 +355,16 @@ class Core:
     def _new_epoch(self) -> str:
         return f"{self._rng.getrandbits(64):016x}"
 
-    def registrations(self) -> list[Registration]:
-        return [stream.registration for stream in self._streams.values()]
+    def registrations(self) -> Sequence[Registration]:
+        """The same object until one of them changes."""
+        if self._registered is None:
+            self._registered = tuple(stream.registration for stream in self._streams.values())
+        return self._registered
+
+    def drains(self, worker: WorkerKey) -> bool:
+        """Whether it was asked to take no new request."""
+        stream = self._streams.get(worker)
+        return stream is not None and stream.registration.draining
 
     def models(self) -> list[str]:
         return sorted({worker.model for worker in self._streams})
@@ -463,6 +493,7 @@ class Core:
             last_event_age_s=_age_s(ingest.last_event_s, now),
             patch=_patch_status(ingest, now),
             refused_blocks=ingest.tally.refused + self._refused(stream.worker),
+            draining=stream.registration.draining,
         )
 
     def readiness(self) -> str | None:
@@ -698,4 +729,4 @@ def _with_adapters(view: WorkerView, listed: Mapping[str, str]) -> WorkerView:
 
 def _same_stream(old: Registration, new: Registration) -> bool:
     """Whether two registrations differ at most in what the stream does not depend on."""
-    return msgspec.structs.replace(old, url=new.url, lora_name=new.lora_name) == new
+    return msgspec.structs.replace(old, url=new.url, lora_name=new.lora_name, draining=new.draining) == new

@@ -163,6 +163,20 @@ class QueueFull(RouterError):
     default_code = "queue_full"
 
 
+class WorkerUnreachable(RouterError):
+    """502: the engine that was to answer cannot be reached, or broke off before its answer."""
+
+    status = 502
+    default_code = "worker_unreachable"
+
+
+class WorkerSilent(RouterError):
+    """504: the engine that was to answer did not, for as long as the router waits."""
+
+    status = 504
+    default_code = "worker_timeout"
+
+
 class StoreDown(RouterError):
     """503: the store does not answer, so nothing can be registered or dropped. Questions are answered from memory."""
 

@@ -25,6 +25,15 @@ RESYNCS = {"replay": "replays", "snapshot": "snapshots", "relearned": "relearned
 CUT_REASONS = ("head_size", "head_time", "body_time", "send_time", "connections", "invalid")
 LEASE_LOSSES = ("taken", "handed_over", "data_lost")
 
+# How a proxied request ended: ok, an engine's 4xx or 5xx passed on, the router's own refusal (its body, no worker), no engine that
+# answered, an answer that broke off, a client that hung up, a defect of the router.
+PROXY_OUTCOMES = ("ok", "client_error", "server_error", "refused", "unreachable", "cut", "client_gone", "bug")
+# Of those, what says something of a worker.
+ANSWER_OUTCOMES = ("ok", "client_error", "server_error")
+# `proxy.failure.Kind` and `proxy.breaker.BreakerState`; a test holds them equal.
+FAILURE_KINDS = ("refused", "connect_timeout", "stale", "reset", "lost", "silent", "malformed", "gone", "cut")
+BREAKER_STATES = ("closed", "open", "half_open")
+
 COMMIT_OUTCOMES = ("applied", "fenced", "stale", "failed")
 
 # A fleet has tens to hundreds of workers. Each costs about 15 series here; unbounded, a client that registers in a loop
@@ -32,6 +41,9 @@ COMMIT_OUTCOMES = ("applied", "fenced", "stale", "failed")
 MAX_WORKER_LABELS = 1_024
 MAX_WORKER_LABEL_CHARS = 80
 OTHER_WORKER = "other"
+
+# From a cached prompt on a small model to a queue of minutes.
+FIRST_BYTE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 # A decision takes 10 us (hashes, warm) to some ms (32 k fresh tokens to hash); Prometheus' own buckets begin at 5 ms.
 DECIDE_BUCKETS_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1, 1.0)
@@ -186,6 +198,30 @@ class Metrics:
         self.segment_hits = counter("segment_hits_total", "Prompt segments whose hashes were remembered")
         self.segment_misses = counter("segment_misses_total", "Prompt segments that were hashed")
 
+        self.proxy_requests = counter("proxy_requests_total", "Proxied requests, by how they ended", "path", "outcome")
+        self.proxy_answers = counter("proxy_answers_total", "Whole answers of an engine", "worker", "outcome")
+        self.proxy_failures = counter(
+            "proxy_failures_total",
+            "Attempts at a worker that failed; the request may have gone to another",
+            "worker",
+            "kind",
+        )
+        self.proxy_retries = counter("proxy_retries_total", "Requests sent to another worker after a failure", "kind")
+        self.proxy_open = gauge("proxy_open_requests", "Proxied requests under way")
+        self.proxy_first_byte_seconds = Histogram(
+            "kvrouter_proxy_first_byte_seconds",
+            "From a whole request until the first byte of an engine's answer",
+            ("path",),
+            buckets=FIRST_BYTE_BUCKETS_S,
+            registry=registry,
+        )
+        self.proxy_breaker_state = gauge(
+            "proxy_breaker_state",
+            "1 for the state that a worker's breaker is in, else 0; none: closed ever since",
+            "worker",
+            "state",
+        )
+
         for outcome in COMMIT_OUTCOMES:
             self.index_commits.labels(outcome)
         for reason in CUT_REASONS:
@@ -200,6 +236,10 @@ class Metrics:
             self.queue_refused.labels(reason)
         self._workers: dict[WorkerKey, str] = {}
         self._request_children: dict[tuple[str, int], Counter] = {}
+        # Of the proxy's: to find a child costs more than to count.
+        self._proxy_children: dict[tuple[str, str], Counter] = {}
+        self._answer_children: dict[tuple[WorkerKey, str], Counter] = {}
+        self._first_byte_children: dict[str, Histogram] = {}
         # Per-worker metrics, to drop a worker's series when it is unregistered.
         self._per_worker = (
             self.ingest_batches,
@@ -254,6 +294,8 @@ class Metrics:
 
     def forget_worker(self, worker: WorkerKey) -> None:
         """Drops the series of an unregistered worker, unless another worker shares its label."""
+        for outcome in ANSWER_OUTCOMES:
+            self._answer_children.pop((worker, outcome), None)
         label = self._workers.pop(worker, None)
         if label is None or label in self._workers.values():
             return
@@ -261,7 +303,13 @@ class Metrics:
         for metric in self._per_worker:
             with contextlib.suppress(KeyError):
                 metric.remove(label)
-        for gauge, values in ((self.stream_state, STREAM_STATES), (self.stream_resyncs, RESYNCS)):
+        for gauge, values in (
+            (self.stream_state, STREAM_STATES),
+            (self.stream_resyncs, RESYNCS),
+            (self.proxy_answers, ANSWER_OUTCOMES),
+            (self.proxy_failures, FAILURE_KINDS),
+            (self.proxy_breaker_state, BREAKER_STATES),
+        ):
             for value in values:
                 with contextlib.suppress(KeyError):
                     gauge.remove(label, value)
@@ -272,6 +320,27 @@ class Metrics:
         self.prompt_seconds.labels(source).observe(seconds)
         if reason is not None:
             self.prompts_unknown.labels(reason).inc()
+
+    def count_proxied(self, path: str, outcome: str) -> None:
+        """Counts one proxied request that ended."""
+        child = self._proxy_children.get((path, outcome))
+        if child is None:
+            child = self._proxy_children[path, outcome] = self.proxy_requests.labels(path, outcome)
+        child.inc()
+
+    def count_answer(self, worker: WorkerKey, outcome: str) -> None:
+        """Counts one whole answer of an engine."""
+        child = self._answer_children.get((worker, outcome))
+        if child is None:
+            child = self.proxy_answers.labels(self.worker_label(worker), outcome)
+            self._answer_children[worker, outcome] = child
+        child.inc()
+
+    def observe_first_byte(self, path: str, seconds: float) -> None:
+        child = self._first_byte_children.get(path)
+        if child is None:
+            child = self._first_byte_children[path] = self.proxy_first_byte_seconds.labels(path)
+        child.observe(seconds)
 
     def count_request(self, path: str, code: int) -> None:
         """Counts one answer; `path` is a route's template, never the path as the client sent it."""

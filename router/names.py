@@ -24,6 +24,11 @@ class WorkerKey(NamedTuple):
     worker_id: str
     dp_rank: int = 0
 
+    @property
+    def route_name(self) -> str:
+        """`w0`, or `w0@3` for another rank than 0."""
+        return self.worker_id if self.dp_rank == 0 else f"{self.worker_id}@{self.dp_rank}"
+
 
 class Place(NamedTuple):
     """Where a worker holds a block: its KV cache group, the medium and, for a secondary tier, the owner.

@@ -51,6 +51,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     """One worker as registered. `events` and `replay` are ZMQ endpoints, `url` the engine's HTTP address.
 
     patch: where the engine patch answers requests; None: beside `events`, if it does; NO_PATCH: not looked for.
+    draining: it gets no new request, and is followed as ever.
     patch_key: the public key (Z85) that the patch must prove; then nothing that is not encrypted with it is listened to.
     """
 
@@ -63,3 +64,4 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     catalog: CatalogSpec | None = None
     patch: str | None = None
     patch_key: str | None = None
+    draining: bool = False

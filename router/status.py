@@ -71,3 +71,6 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     # Blocks that it holds and that found no room here, so that they earn no credit: `reason` says why.
     refused_blocks: int = 0
     tokens: TokensStatus | None = None
+    # It was asked to take no new request; and why it takes none now, for whatever reason: empty when it does.
+    draining: bool = False
+    closed: str = ""

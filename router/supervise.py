@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvrouter.router.app import DRAIN_S, PRIVATE_TOKEN, Part, bound_socket, private_store, serve, start_line
+from kvrouter.router.app import PRIVATE_TOKEN, Part, bound_socket, private_store, serve, start_line
 from kvrouter.router.config import Config
 from kvrouter.router.errors import RouterError, StartError
 from kvrouter.router.index.embedded import EmbeddedStoreError
@@ -35,8 +35,8 @@ RESTART_FIRST_S = 0.1
 RESTART_LAST_S = 5.0
 STEADY_S = 30.0
 
-# A process drains its requests, then gives its leases back and closes; after this it is killed.
-STOP_TIMEOUT_S = DRAIN_S + 10.0
+# A process drains its requests (`drain_s`), then gives its leases back and closes; after this it is killed.
+CLOSE_TIMEOUT_S = 10.0
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -140,15 +140,15 @@ class _Child:
                 self.ready.set()
             return await process.wait()
         finally:
-            await _end(process)
+            await _end(process, self._order.config.drain_s + CLOSE_TIMEOUT_S)
 
 
-async def _end(process: Process) -> None:
+async def _end(process: Process, timeout_s: float) -> None:
     if process.returncode is not None:
         return
     process.terminate()
     try:
-        async with asyncio.timeout(STOP_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             await process.wait()
     except TimeoutError:
         process.kill()

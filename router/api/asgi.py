@@ -22,6 +22,7 @@ from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrouter.router.api.asking import Asking
+from kvrouter.router.api.models import model_routes
 from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.api.replies import encode
 from kvrouter.router.api.reserving import load_routes
@@ -41,8 +42,11 @@ from kvrouter.router.errors import (
 )
 from kvrouter.router.index.connection import StoreError
 from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import WorkerKey
 from kvrouter.router.placing import Placing
 from kvrouter.router.printable import printable
+from kvrouter.router.proxy.proxy import Proxy
+from kvrouter.router.proxy.reading import PATHS
 from kvrouter.router.version import PACKAGE, VERSION
 
 log = logging.getLogger(__name__)
@@ -65,10 +69,17 @@ class ClientGone(Exception):
 
 
 class Outer:
-    """The ASGI application. `hot` maps POST paths to handlers of (raw body, content type)."""
+    """The ASGI application. `hot` maps POST paths to handlers of (raw body, content type).
 
-    def __init__(self, hot: Mapping[str, HotHandler], cold: ASGIApp, config: Config, metrics: Metrics) -> None:
+
+    proxy: answers its paths inside the HTTP protocol (`proxied.py`); here they come only when they are not as they should be."""
+
+    def __init__(
+        self, hot: Mapping[str, HotHandler], cold: ASGIApp, config: Config, metrics: Metrics, proxy: Proxy | None = None
+    ) -> None:
         self._hot = hot
+        self.proxy = proxy
+        self.proxied_paths: Container[str] = frozenset() if proxy is None else PATHS
         self._cold = cold
         self._metrics = metrics
         self.max_body_bytes = config.max_body_bytes
@@ -83,12 +94,14 @@ class Outer:
             await send({"type": "websocket.close", "code": 1000})
             return
         path: str = scope["path"]
-        label = path if path in self._hot else OTHER_PATH
+        label = path if path in self._hot or path in self.proxied_paths else OTHER_PATH
         sender = _Sender(send)
         headers = _Headers(scope["headers"])
         try:
             if path not in OPEN_PATHS:
                 self._check_key(headers.authorization)
+            if path in self.proxied_paths:
+                raise _not_proxied(path, scope["method"])
             raw = await self._read(receive, headers.length)
             if path in self._hot:
                 answer = self.hot_answer(path, scope["method"], scope["headers"], raw)
@@ -102,7 +115,7 @@ class Outer:
         except ClientGone:
             return
         except Exception:
-            answer = self._bug(_label_of(scope), headers.accept)
+            answer = self.bug_answer(_label_of(scope), headers.accept)
             if sender.status is None:
                 await sender.answer(answer)
             return
@@ -129,7 +142,7 @@ class Outer:
         except RouterError as error:
             return self.error_answer(error, path, headers.accept)
         except Exception:
-            return self._bug(path, headers.accept)
+            return self.bug_answer(path, headers.accept)
         self._metrics.count_request(path, 200)
         return _answered(200, content, media_type)
 
@@ -139,7 +152,7 @@ class Outer:
         except RouterError as error:
             return self.error_answer(error, path, accept)
         except Exception:
-            return self._bug(path, accept)
+            return self.bug_answer(path, accept)
         self._metrics.count_request(path, 200)
         return _answered(200, content, media_type)
 
@@ -151,6 +164,10 @@ class Outer:
             return False
         return True
 
+    def count_answer(self, path: str, status: int) -> None:
+        """Counts an answer that was not made here."""
+        self._metrics.count_request(path, status)
+
     def count_cut(self, reason: str) -> None:
         """Counts a connection that was closed for the client's fault."""
         self._metrics.connections_cut.labels(reason).inc()
@@ -161,7 +178,7 @@ class Outer:
         self._metrics.count_request(label, error.status)
         return _answered(error.status, content, media_type, _headers_of(error))
 
-    def _bug(self, label: str, accept: str) -> Answer:
+    def bug_answer(self, label: str, accept: str) -> Answer:
         """The answer to a defect of ours, within its except block."""
         log.exception("unhandled error", extra={"path": label})
         self._metrics.internal_errors.labels(label).inc()
@@ -243,6 +260,12 @@ class _Headers:
 def _answered(status: int, content: bytes, media_type: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> Answer:
     length = (b"content-length", b"%d" % len(content))
     return status, [(b"content-type", media_type.encode()), length, *headers], content
+
+
+def _not_proxied(path: str, method: str) -> RouterError:
+    if method != "POST":
+        return MethodNotAllowed(f"{path} takes POST, not {method}")
+    return BadQuestion(f"write the path as {path}, without escapes and host", code="invalid_path")
 
 
 def too_large(limit: int) -> TooLarge:
@@ -338,10 +361,14 @@ def build_api(
     metrics: Metrics,
     clock: Callable[[], float],
     tokens: TokensPort | None = None,
+    *,
+    closed: Callable[[WorkerKey], str | None] = lambda worker: None,
+    proxy: Proxy | None = None,
 ) -> Outer:
     """The whole HTTP API on `core` and `placing`. Holds no global state: several live side by side in one process.
 
-    tokens: finds those of texts; without it texts are refused. clock: seconds, monotonic; measures decisions."""
+    tokens: finds those of texts; without it texts are refused. clock: seconds, monotonic; measures decisions. closed: why a worker
+    takes no new request now. proxy: None passes nothing on."""
     app = FastAPI(
         title=PACKAGE,
         version=VERSION,
@@ -362,7 +389,7 @@ def build_api(
     asking = Asking(core, metrics, clock)
     selecting = Selecting(core, placing, tokens, asking, metrics, clock)
     app.state.routes = []
-    for router in (worker_routes(core, tokens), load_routes(placing, selecting), watching):
+    for router in (worker_routes(core, tokens, closed), load_routes(placing, selecting), model_routes(core), watching):
         app.include_router(router)
         app.state.routes += router.routes
     hot: dict[str, HotHandler] = {
@@ -371,4 +398,4 @@ def build_api(
         "/select": selecting.select,
         "/select_and_reserve": selecting.select_and_reserve,
     }
-    return Outer(hot, app, config, metrics)
+    return Outer(hot, app, config, metrics, proxy)

@@ -7,7 +7,7 @@ looks at the core.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -134,12 +134,15 @@ class CatalogBody(msgspec.Struct, kw_only=True):
 
 
 class WorkerPatch(msgspec.Struct, kw_only=True):
-    """`PATCH /workers/{id}`: null unsets, absent keeps. `dp_rank` and `model` say which worker is meant."""
+    """`PATCH /workers/{id}`: null unsets, absent keeps. `dp_rank` and `model` say which worker is meant.
+
+    state: draining takes no new request and lets running ones finish."""
 
     model: str | None = None
     model_name: str | None = None
     modelname: str | None = None
     dp_rank: int | None = None
+    state: Literal["active", "draining"] | None = None
     endpoint: str | msgspec.UnsetType | None = msgspec.UNSET
     replay_endpoint: str | msgspec.UnsetType | None = msgspec.UNSET
     patch_endpoint: str | msgspec.UnsetType | None = msgspec.UNSET

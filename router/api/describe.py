@@ -29,6 +29,8 @@ SCHEMAS = (
     replies.ModelLoadReply,
     replies.WorkersReply,
     replies.RegisteredReply,
+    replies.ModelReply,
+    replies.ModelsReply,
     replies.HealthReply,
     replies.ReadyReply,
     replies.VersionReply,

@@ -10,6 +10,10 @@ Uses these parts of uvicorn's HttpToolsProtocol: the parser's callbacks, `cycle`
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import sys
+import termios
 from http import HTTPStatus
 from typing import Any, ClassVar
 
@@ -60,6 +64,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._messages = 0
         self._awaited: tuple[int, bool] | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._unread_bytes = 0
         self._send_deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -142,7 +147,7 @@ class LimitedProtocol(HttpToolsProtocol):
         super().pause_writing()
         self.flow.pause_reading()
         if self._send_deadline is None:
-            self._send_deadline = self.loop.call_later(self.limits.send_timeout_s, self._on_unread)
+            self._await_reading()
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -213,8 +218,24 @@ class LimitedProtocol(HttpToolsProtocol):
             self.outer.count_cut("head_time")
             self.transport.close()
 
+    def _await_reading(self) -> None:
+        self._unread_bytes = self._bytes_unread()
+        self._send_deadline = self.loop.call_later(self.limits.send_timeout_s, self._on_unread)
+
+    def _bytes_unread(self) -> int:
+        """What the client has not taken: what waits here, and in the kernel, which takes megabytes at once."""
+        waiting = self.transport.get_write_buffer_size()
+        with contextlib.suppress(OSError, ValueError):
+            descriptor = self.transport.get_extra_info("socket").fileno()
+            waiting += int.from_bytes(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return waiting
+
     def _on_unread(self) -> None:
         self._send_deadline = None
+        if self._bytes_unread() < self._unread_bytes:
+            # Slow, and reading: a proxied answer may be large.
+            self._await_reading()
+            return
         self.outer.count_cut("send_time")
         # Not close, which waits until everything was sent.
         self.transport.abort()

@@ -43,6 +43,10 @@ class CorePort(Protocol):
         """What a request's `model` means: a model, another name of one, or an adapter. Raises UnknownModel."""
         ...
 
+    def names(self) -> Sequence[str]:
+        """All that a request's `model` may be: models, their adapters, and other names of both."""
+        ...
+
     def hash_block_size(self, model: str) -> int:
         """Tokens that one block hash covers. Raises UnknownModel."""
         ...

@@ -79,6 +79,7 @@ def patched(known: Registration, patch: WorkerPatch) -> Registration:
         catalog=catalog,
         patch=pick(patch.patch_endpoint, known.patch),
         patch_key=pick(patch.patch_key, known.patch_key),
+        draining=known.draining if patch.state is None else patch.state == "draining",
     )
     if registration.events is None and registration.url is None:
         raise BadQuestion("endpoint and url cannot both be unset; DELETE the worker to drop it")

@@ -155,6 +155,22 @@ class WorkersReply(msgspec.Struct):
     workers: list[WorkerStatus]
 
 
+class ModelReply(msgspec.Struct):
+    """One model. created: OpenAI's clients want a number, and nobody knows when a model was made."""
+
+    id: str
+    object: str = "model"
+    created: int = 0
+    owned_by: str = "kvrouter"
+
+
+class ModelsReply(msgspec.Struct):
+    """Of `GET /v1/models`."""
+
+    data: list[ModelReply]
+    object: str = "list"
+
+
 class RegisteredReply(msgspec.Struct):
     """Of all that register, change or drop a worker; `dropped` counts the ranks that were."""
 

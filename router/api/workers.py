@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.api.registering import dp_rank_of, patched, registration_of, worker_id_of
 from kvrouter.router.api.replies import RegisteredReply, WorkersReply, encode
 from kvrouter.router.errors import Conflict, UnknownWorker
+from kvrouter.router.names import WorkerKey
 from kvrouter.router.worker_spec import MAX_DP_RANK
 
 
@@ -42,8 +44,8 @@ def respond(request: Request, reply: Any) -> Response:
     return Response(content, media_type=media_type)
 
 
-def worker_routes(core: CorePort, tokens: TokensPort | None) -> APIRouter:
-    """The routes, bound to `core`; `tokens` says how those of texts are found for each worker."""
+def worker_routes(core: CorePort, tokens: TokensPort | None, closed: Callable[[WorkerKey], str | None]) -> APIRouter:
+    """The routes, bound to `core`; `tokens` says how those of texts are found, `closed` why a worker takes no new request."""
     router = APIRouter(tags=["workers"])
     register_reader = BodyReader(RegisterBody)
     unregister_reader = BodyReader(UnregisterBody)
@@ -61,7 +63,9 @@ def worker_routes(core: CorePort, tokens: TokensPort | None) -> APIRouter:
     async def register(request: Request) -> Response:
         """The same registration again is a no-op; a different one for the same id and rank replaces it."""
         registration = registration_of(await read(request, register_reader))
-        await core.register(registration)
+        # Engines may register again and again, and know nothing of what an operator said with PATCH.
+        draining = any(known.draining for known in core.registrations() if known.worker == registration.worker)
+        await core.register(msgspec.structs.replace(registration, draining=draining))
         return respond(request, RegisteredReply("ok", registration.worker.worker_id))
 
     for path, name in (("/register", "register"), ("/workers", "add_worker")):
@@ -88,12 +92,12 @@ def worker_routes(core: CorePort, tokens: TokensPort | None) -> APIRouter:
 
     @router.get("/workers", summary="All workers", operation_id="workers", responses=gives(WorkersReply))
     async def workers(request: Request) -> Response:
-        statuses = list(core.statuses())
-        if tokens is not None:
-            statuses = [
-                msgspec.structs.replace(status, tokens=tokens.status(status.model, status.url)) for status in statuses
-            ]
-        return respond(request, WorkersReply(statuses))
+        shown = []
+        for status in core.statuses():
+            worker = WorkerKey(status.model, status.worker_id, status.dp_rank)
+            found = None if tokens is None else tokens.status(status.model, status.url)
+            shown.append(msgspec.structs.replace(status, tokens=found, closed=closed(worker) or ""))
+        return respond(request, WorkersReply(shown))
 
     @router.patch(
         "/workers/{worker_id:name}",

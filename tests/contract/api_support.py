@@ -116,6 +116,9 @@ class TinyCore:
     def resolve(self, name: str) -> Served:
         return Served("m", "style", frozenset({"w0"})) if name == "adapter" else Served(name)
 
+    def names(self) -> list[str]:
+        return self.models()
+
     def hash_block_size(self, model: str) -> int:
         if model not in self.models():
             raise UnknownModel(f"no worker serves {model!r}")

@@ -214,6 +214,8 @@ def test_the_openapi_document_lists_every_endpoint_and_all_its_references_lead_s
         ("POST", "/workers"),
         ("PATCH", "/workers/{worker_id}"),
         ("DELETE", "/workers/{worker_id}"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models/{model}"),
         ("GET", "/health"),
         ("GET", "/ready"),
         ("GET", "/metrics"),

@@ -241,6 +241,8 @@ def test_workers_lists_every_field(core: TinyCore) -> None:
         "patch": None,
         "refused_blocks": 0,
         "tokens": None,
+        "draining": False,
+        "closed": "",
     }
     assert call(app, "GET", "/workers").json() == {"workers": [row]}
     packed = call(app, "GET", "/workers", headers={"accept": "application/msgpack"})
@@ -257,3 +259,20 @@ def test_a_store_that_is_down_is_503(core: TinyCore) -> None:
     core.fail = StoreUnavailable("no connection to the server")
     answer = call(build(core)[0], "POST", "/register", BARE)
     assert (answer.status, answer.error["code"]) == (503, "store_unavailable")
+
+
+def test_a_worker_drains_until_it_is_active_again(core: TinyCore) -> None:
+    app, _ = build(core)
+    body = {"worker_id": "w0", "model": "m", "url": "http://h:1"}
+    call(app, "POST", "/register", body)
+    (worker,) = core.registered
+    assert call(app, "PATCH", "/workers/w0", {"state": "draining"}).status == 200
+    assert core.registered[worker].draining
+    # An engine that registers again knows nothing of it.
+    call(app, "POST", "/register", body | {"url": "http://h:2"})
+    assert (core.registered[worker].draining, core.registered[worker].url) == (True, "http://h:2")
+    call(app, "PATCH", "/workers/w0", {"url": "http://h:3"})
+    assert core.registered[worker].draining
+    call(app, "PATCH", "/workers/w0", {"state": "active"})
+    assert not core.registered[worker].draining
+    assert call(app, "PATCH", "/workers/w0", {"state": "gone"}).status == 400

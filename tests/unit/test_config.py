@@ -28,7 +28,7 @@ def wrong(file: Path | None = None, environ: dict[str, str] | None = None, flags
 
 def test_the_settings_are_few_and_each_says_what_it_takes() -> None:
     # Each is one more thing that an operator must understand: a constant does where nobody would turn it.
-    assert len(FIELDS) <= 30
+    assert len(FIELDS) <= 33
     assert all(describe(name) for name in FIELDS)
 
 
@@ -58,6 +58,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "allow_hosts": ["h"],
         "processes": 1,
         "api_key": "k",
+        "worker_api_key": "e",
         "log_level": "debug",
         "log_format": "json",
         "flush_interval_s": 0.01,
@@ -74,6 +75,8 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         "saturation_tokens": 7,
         "queue_size": 0,
         "queue_deadline_s": 1.5,
+        "answer_timeout_s": 1.5,
+        "drain_s": 3,
         "replay_timeout_s": 1.5,
         "none_hash_seed": "0",
         "tokenizers": ["m=folder"],
@@ -117,6 +120,9 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
         ("max_body_bytes", "0"),
         ("lease_ttl_s", "0"),
         ("replay_timeout_s", "inf"),
+        ("worker_api_key", "two words"),
+        ("answer_timeout_s", "0"),
+        ("drain_s", "0.5"),
         ("workers", "a=http://h:1"),
         ("tokenize_timeout_s", "0"),
         ("host", ["a"]),
@@ -195,8 +201,9 @@ def test_the_data_is_either_here_or_there() -> None:
 
 def test_no_secret_is_shown() -> None:
     assert "hunter2" not in wrong(flags={"api_key": "hunter2 x"})
+    assert "hunter2" not in wrong(flags={"worker_api_key": "hunter2 x"})
     assert "hunter2" not in wrong(flags={"redis": "http://u:hunter2@h"})
-    shown = Config(api_key="hunter2", redis="redis://u:hunter2@h:1/0").shown()
+    shown = Config(api_key="hunter2", worker_api_key="hunter2", redis="redis://u:hunter2@h:1/0").shown()
     assert "hunter2" not in str(shown)
     assert shown["redis"] == "redis://***@h:1/0"
     assert without_password("redis://h:1/0") == "redis://h:1/0"

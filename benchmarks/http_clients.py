@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claim: an exchange over the proxy's own connections takes less than a third of the CPU time that aiohttp's client takes.
+
+One request of 256 token ids and its small answer, over a kept connection to an engine that answers at once, one after another.
+httpx is there because it is what comes with OpenAI's client. See docs/adr/0013.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import httpx
+import uvloop
+from http_client import HttpClient
+from processes import HERE, free_port
+from proxy_overhead import bodies
+from report import machine, markdown
+
+from kvrouter.router.proxy.headers import request_head
+from kvrouter.router.proxy.pool import Pool
+from kvrouter.router.proxy.target import target_of
+
+PATH = "/v1/completions"
+HEADERS = {"content-type": "application/json", "x-request-id": "x"}
+SILENCE_S = 60.0
+
+
+async def own(url: str, body: bytes, count: int) -> None:
+    pool = Pool(asyncio.get_running_loop())
+    target = target_of(url)
+    for _ in range(count):
+        connection = pool.idle(target) or await pool.connect(target)
+        given = [(b"content-type", b"application/json")]
+        head = request_head(
+            target, PATH.encode(), given, length=len(body), request_id=b"x", authorization=None, rank=None
+        )
+        parts: list[bytes] = []
+        await connection.ask(head, body, SILENCE_S)
+        await connection.relay(parts.extend)
+        assert parts
+        pool.give_back(target, connection)
+    pool.close()
+
+
+async def with_aiohttp(url: str, body: bytes, count: int) -> None:
+    timeout = aiohttp.ClientTimeout(total=None, sock_read=SILENCE_S)
+    async with aiohttp.ClientSession(auto_decompress=False, timeout=timeout) as session:
+        for _ in range(count):
+            async with session.post(url + PATH, data=body, headers=HEADERS, allow_redirects=False) as answer:
+                assert [part async for part in answer.content.iter_any()]
+
+
+async def with_httpx(url: str, body: bytes, count: int) -> None:
+    async with httpx.AsyncClient() as session:
+        for _ in range(count):
+            async with session.stream("POST", url + PATH, content=body, headers=HEADERS) as answer:
+                assert [part async for part in answer.aiter_raw()]
+
+
+CLIENTS: dict[str, Callable[[str, bytes, int], Awaitable[None]]] = {
+    "own, on httptools": own,
+    "aiohttp": with_aiohttp,
+    "httpx": with_httpx,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=4_000, help="exchanges a round")
+    count = parser.parse_args().count
+    (body,) = bodies("ids", 256, 1)
+    port = free_port()
+    stub = subprocess.Popen([sys.executable, str(HERE / "proxy_stub.py"), str(port)])
+    try:
+        while True:
+            try:
+                HttpClient(port).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        rounds: dict[str, list[float]] = {name: [] for name in CLIENTS}
+        for _ in range(3):
+            for name, client in CLIENTS.items():
+                before = time.process_time()
+                with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                    runner.run(client(f"http://127.0.0.1:{port}", body, count))  # type: ignore[arg-type]
+                rounds[name].append((time.process_time() - before) / count * 1e6)
+    finally:
+        stub.terminate()
+        stub.wait()
+    lines = [["client", "us of CPU an exchange, three rounds"]]
+    lines += [[name, ", ".join(f"{one:.0f}" for one in taken)] for name, taken in rounds.items()]
+    print(markdown(lines))
+    print("; ".join(f"{name}: {value}" for name, value in machine().items()))
+
+
+if __name__ == "__main__":
+    main()

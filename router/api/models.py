@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The registered models, as OpenAI's API lists them."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request, Response
+
+from kvrouter.router.api.describe import gives
+from kvrouter.router.api.ports import CorePort
+from kvrouter.router.api.replies import ModelReply, ModelsReply
+from kvrouter.router.api.workers import respond
+from kvrouter.router.errors import UnknownModel
+from kvrouter.router.printable import printable
+
+
+def model_routes(core: CorePort) -> APIRouter:
+    """The routes, bound to `core`."""
+    router = APIRouter(tags=["models"])
+
+    @router.get("/v1/models", summary="All models", operation_id="models", responses=gives(ModelsReply))
+    async def models(request: Request) -> Response:
+        """Those that any worker is registered for."""
+        return respond(request, ModelsReply([ModelReply(model) for model in core.names()]))
+
+    @router.get("/v1/models/{model:name}", summary="One model", operation_id="model", responses=gives(ModelReply, 404))
+    async def one(request: Request, model: str) -> Response:
+        if model not in core.names():
+            known = ", ".join(map(printable, core.names())) or "none yet"
+            raise UnknownModel(f"no worker is registered for model {model!r}; registered models: {known}")
+        return respond(request, ModelReply(model))
+
+    return router

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which workers take new requests: not those that drain, nor those whose breaker is open.
+
+Also knows the requests that wait for a worker's first byte, as these need not wait on when its health check says that it is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvrouter.router.match import WorkerView
+from kvrouter.router.metrics import BREAKER_STATES, Metrics
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.proxy.breaker import Breaker, BreakerState
+from kvrouter.router.proxy.connection import Connection
+from kvrouter.router.proxy.failure import Failure, Kind
+from kvrouter.router.states import StreamState
+
+DRAINING = "it drains: it takes no new request until its state is set to active again"
+
+log = logging.getLogger("kvrouter.proxy")
+
+
+class Admission:
+    """One breaker for each worker that was sent a request or was lost.
+
+    drains: whether a worker was asked to take no more. clock: seconds, monotonic."""
+
+    def __init__(self, drains: Callable[[WorkerKey], bool], clock: Callable[[], float], metrics: Metrics) -> None:
+        self._drains = drains
+        self._clock = clock
+        self._metrics = metrics
+        self._known: dict[WorkerKey, Breaker] = {}
+        self._shown: dict[WorkerKey, BreakerState] = {}
+        self._waiting: dict[WorkerKey, set[Connection]] = {}
+        self._down: set[WorkerKey] = set()
+
+    def problem(self, worker: WorkerKey) -> str | None:
+        """Why no new request should go to `worker` now; None when one may."""
+        if self._drains(worker):
+            return DRAINING
+        breaker = self._known.get(worker)
+        return None if breaker is None else breaker.problem(self._clock())
+
+    def begun(self, worker: WorkerKey) -> None:
+        breaker = self._known.get(worker)
+        if breaker is None:
+            breaker = self._known[worker] = Breaker()
+        breaker.begun(self._clock())
+
+    def answered(self, worker: WorkerKey) -> None:
+        if (breaker := self._known.get(worker)) is not None:
+            breaker.answered()
+            self._show(worker, breaker)
+
+    def failed(self, worker: WorkerKey, problem: str) -> None:
+        if (breaker := self._known.get(worker)) is not None:
+            breaker.failed(problem, self._clock())
+            self._show(worker, breaker)
+
+    def unknown(self, worker: WorkerKey) -> None:
+        if (breaker := self._known.get(worker)) is not None:
+            breaker.unknown()
+
+    @contextmanager
+    def waiting(self, worker: WorkerKey, connection: Connection) -> Iterator[None]:
+        """While a request waits there for its first byte."""
+        waiting = self._waiting.setdefault(worker, set())
+        waiting.add(connection)
+        try:
+            yield
+        finally:
+            waiting.discard(connection)
+            if not waiting:
+                self._waiting.pop(worker, None)
+
+    def on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
+        """The core knows something new of `worker`; None: it was dropped."""
+        if view is None:
+            self._down.discard(worker)
+            self._known.pop(worker, None)
+            self._shown.pop(worker, None)
+            return
+        down = view.state is StreamState.DOWN
+        if down == (worker in self._down):
+            return
+        if down:
+            self._down.add(worker)
+            breaker = self._known.setdefault(worker, Breaker())
+            breaker.lost(view.reason, self._clock())
+            for connection in list(self._waiting.get(worker, ())):
+                connection.give_up(Failure(Kind.LOST, view.reason))
+        else:
+            self._down.discard(worker)
+            breaker = self._known[worker]
+            breaker.found()
+        self._show(worker, breaker)
+
+    def _show(self, worker: WorkerKey, breaker: Breaker) -> None:
+        now = self._clock()
+        state = breaker.state(now)
+        before = self._shown.get(worker, BreakerState.CLOSED)
+        if state is before:
+            return
+        self._shown[worker] = state
+        label = self._metrics.worker_label(worker)
+        for known in BREAKER_STATES:
+            self._metrics.proxy_breaker_state.labels(label, known).set(1 if known == state.value else 0)
+        extra = {"worker": worker, "state": state.value, "reason": breaker.problem(now) or ""}
+        log.log(logging.INFO if state is BreakerState.CLOSED else logging.WARNING, "breaker", extra=extra)

@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's HTTP and its proxy in a thread, on a core that takes the first worker that it may: so tests know who is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import uvicorn
+import uvloop
+from prometheus_client import CollectorRegistry
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from api_support import TinyCore
+from scripted_engine import Script, ScriptedEngine
+
+from kvrouter.router.allow_list import AllowList
+from kvrouter.router.api.asgi import build_api
+from kvrouter.router.api.hot_http import hot_protocol
+from kvrouter.router.api.http_limits import HttpLimits
+from kvrouter.router.config import Config
+from kvrouter.router.errors import NoWorker, UnknownModel, UnknownWorker
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.model_names import Served
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.placing import Ask, Placing
+from kvrouter.router.proxy.admission import Admission
+from kvrouter.router.proxy.pool import Pool
+from kvrouter.router.proxy.proxy import Proxy
+from kvrouter.router.question import Hit
+from kvrouter.router.registration import Registration
+from kvrouter.router.tokens.prompt import Prompt
+
+WAIT_S = 30.0
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+class InOrder(TinyCore):
+    """Has what is registered."""
+
+    def __init__(self, registrations: Sequence[Registration]) -> None:
+        super().__init__()
+        self.registered = {registration.worker: registration for registration in registrations}
+        self.draining: set[WorkerKey] = set()
+
+    def models(self) -> list[str]:
+        return sorted({worker.model for worker in self.registered})
+
+    def resolve(self, name: str) -> Served:
+        found = {"other name": "m"}.get(name, name)
+        if found not in self.models():
+            raise UnknownModel(f"no worker serves {name!r}")
+        return Served(found)
+
+    def drains(self, worker: WorkerKey) -> bool:
+        return worker in self.draining
+
+
+class Placed:
+    """A place at a worker, and what its request told of itself."""
+
+    def __init__(self, hit: Hit, url: str | None) -> None:
+        self.selection_id = f"{random.getrandbits(128):032x}"
+        self.worker = hit.worker
+        self.url = url
+        self.choice = SimpleNamespace(hit=hit)
+        self.told: list[str] = []
+
+    def first_token(self) -> None:
+        self.told.append("first token")
+
+    def done(self) -> None:
+        self.told.append("done")
+
+
+class FirstFit:
+    """In place of `Placing`: takes the first registered worker that the question leaves, which reuses all whole blocks of 16."""
+
+    def __init__(self, core: InOrder, unavailable: Callable[[WorkerKey], str | None]) -> None:
+        self._core = core
+        self._unavailable = unavailable
+        self.placed: list[Placed] = []
+
+    async def place(self, ask: Ask) -> Placed:
+        question, why = ask.question, ""
+        of_model = [r for r in self._core.registrations() if r.worker.model == question.model]
+        if ask.pinned is not None:
+            of_model = [r for r in of_model if r.worker.route_name == ask.pinned]
+            if not of_model:
+                raise UnknownWorker("no such worker")
+        for registration in of_model:
+            worker = registration.worker
+            if worker.worker_id in question.exclude_worker_ids:
+                continue
+            why = self._unavailable(worker) or ""
+            if not why:
+                reused = (question.num_tokens - 1) // 16 * 16
+                self.placed.append(Placed(Hit(worker, reused, reused, reused, "live"), registration.url))
+                return self.placed[-1]
+        raise NoWorker(f"no worker can take it: {why}")
+
+
+class GivenTokens:
+    """Knows the tokens that a body gives as `prompt`, and no others."""
+
+    async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt:
+        given = json.loads(raw).get("prompt")
+        if not isinstance(given, list):
+            return Prompt(max(1, len(raw) // 4), None, "none", reason="no_engine")
+        return Prompt(len(given), np.array(given, np.int64), "given")
+
+
+class ProxyServer:
+    """Serves until `close`. `core` may be changed meanwhile."""
+
+    def __init__(
+        self, registrations: Sequence[Registration], limits: HttpLimits | None = None, **settings: Any
+    ) -> None:
+        self.core = InOrder(registrations)
+        self.metrics = Metrics(CollectorRegistry())
+        self._config = Config(**settings)
+        self._limits = limits
+        self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port = self._socket.getsockname()[1]
+        self.admission = Admission(self.core.drains, time.monotonic, self.metrics)
+        self.placing = FirstFit(self.core, self.admission.problem)
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self._started.wait(WAIT_S)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        config = self._config
+        # For the rest of the API.
+        real = Placing(
+            self.core,
+            config=config,
+            metrics=self.metrics,
+            clock=time.monotonic,
+            rng=random.Random(0),
+            new_id=lambda: "x",
+        )
+        proxy = Proxy(
+            placing=self.placing,  # type: ignore[arg-type]
+            tokens=GivenTokens(),
+            resolve=self.core.resolve,
+            registrations=self.core.registrations,
+            admission=self.admission,
+            pool=Pool(self.loop),
+            metrics=self.metrics,
+            allowed=AllowList(config.allow_hosts),
+            silence_s=config.answer_timeout_s,
+            worker_key=config.worker_api_key,
+            has_own_key=config.api_key is not None,
+            clock=time.perf_counter,
+        )
+        app = build_api(
+            self.core, real, config, self.metrics, time.perf_counter, closed=self.admission.problem, proxy=proxy
+        )
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app,
+                http=hot_protocol(app, self._limits),
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                server_header=False,
+                timeout_graceful_shutdown=5,
+            )
+        )
+        self.loop.call_later(0.05, self._started.set)
+        await self._server.serve(sockets=[self._socket])
+        proxy.close()
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(WAIT_S)
+        self._socket.close()
+
+    def on_loop(self, work: Callable[[], None]) -> None:
+        """Run it where the server runs, and wait."""
+        done = threading.Event()
+
+        def run() -> None:
+            work()
+            done.set()
+
+        self.loop.call_soon_threadsafe(run)
+        assert done.wait(WAIT_S)
+
+    def sample(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"kvrouter_{name}", labels) or 0.0
+
+    def post(
+        self, path: str, body: dict[str, Any] | bytes, headers: dict[str, str] | None = None
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers, body, over a connection of its own."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        try:
+            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+            connection.request("POST", path, raw, {"content-type": "application/json", **(headers or {})})
+            answer = connection.getresponse()
+            return answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+        finally:
+            connection.close()
+
+    def get(self, path: str) -> Any:
+        """The decoded JSON."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT_S)
+        try:
+            connection.request("GET", path)
+            return json.loads(connection.getresponse().read())
+        finally:
+            connection.close()
+
+    def exchange(self, sent: bytes) -> bytes:
+        """Everything until the router closes the connection, after `sent`."""
+        with self.connect() as client:
+            client.sendall(sent)
+            return received(client)
+
+    def connect(self) -> socket.socket:
+        client = socket.create_connection(("127.0.0.1", self.port), timeout=WAIT_S)
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return client
+
+
+def worker(name: str, url: str | None, model: str = "m", rank: int = 0) -> Registration:
+    return Registration(WorkerKey(model, name, rank), url=url)
+
+
+@contextmanager
+def proxying(*registrations: Registration, limits: HttpLimits | None = None, **settings: Any) -> Iterator[ProxyServer]:
+    server = ProxyServer(registrations, limits, **settings)
+    try:
+        yield server
+    finally:
+        server.close()
+    assert all("done" in placed.told for placed in server.placing.placed), "load that nobody releases"
+
+
+@contextmanager
+def fleet(*scripts: Script, limits: HttpLimits | None = None, **settings: Any) -> Iterator[tuple[Any, ...]]:
+    """(router, engine, ...): one engine for each script, as workers w0, w1 and so on."""
+    with ExitStack() as stack:
+        engines = [stack.enter_context(ScriptedEngine(script)) for script in scripts]
+        workers = [worker(f"w{n}", engine.url) for n, engine in enumerate(engines)]
+        yield (stack.enter_context(proxying(*workers, limits=limits, **settings)), *engines)
+
+
+def raw_request(path: str, body: bytes, *headers: str, close: bool = True) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "host: x", f"content-length: {len(body)}", *headers]
+    return "\r\n".join([*lines, *(["connection: close"] if close else []), "", ""]).encode() + body
+
+
+def received(client: socket.socket) -> bytes:
+    """Everything until the end."""
+    whole = b""
+    while piece := client.recv(1024**2):
+        whole += piece
+    return whole
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for it, generously."""
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {WAIT_S:g} s: {what}"
+        time.sleep(0.005)

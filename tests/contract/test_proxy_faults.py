@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that fail, hang and break off: who is asked again, who is blamed, and what the client sees. Real sockets."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from proxy_support import CHAT, WAIT_S, fleet, raw_request, received, until
+from scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, hang, plain, reset, stream
+
+from kvrouter.router.match import WorkerView
+from kvrouter.router.metrics import BREAKER_STATES, FAILURE_KINDS
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.proxy.breaker import FAILURES_TO_OPEN, BreakerState
+from kvrouter.router.proxy.failure import Kind
+from kvrouter.router.states import StreamState
+
+BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+RAW = json.dumps(BODY).encode()
+RESPONSES = "/v1/responses"
+W0 = WorkerKey("m", "w0")
+OK = plain(b"ok")
+UNAVAILABLE = plain(b'{"error": "The model is currently scaling."}', "503 Service Unavailable")
+FAILING = plain(b"", "500 Oh")
+
+
+async def head_then_reset(asked: Asked, wire: Wire) -> None:
+    """As vLLM's stream before its first token."""
+    await wire.send(STREAM_HEAD)
+    wire.reset()
+
+
+async def close_at_once(asked: Asked, wire: Wire) -> None:
+    wire.close()
+
+
+def code(answer: bytes) -> str:
+    return str(json.loads(answer)["error"]["code"])
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [(reset, "reset"), (close_at_once, "reset"), (head_then_reset, "reset"), (UNAVAILABLE, "gone")],
+)
+def test_a_request_that_failed_before_its_first_byte_goes_to_another_worker(script: Script, kind: str) -> None:
+    with fleet(script, stream([b"a", b"b"])) as (router, bad, good):
+        status, headers, answer = router.post(CHAT, BODY)
+        assert (status, answer) == (200, b"ab")
+        assert (headers["x-kvrouter-worker"], headers["x-kvrouter-retried"]) == ("w1", f"w0 {kind}")
+        assert bad.asked[0].body == good.asked[0].body == RAW
+        assert bad.asked[0].all("x-request-id") == good.asked[0].all("x-request-id")
+        assert router.sample("proxy_retries_total", kind=kind) == 1
+        assert router.sample("proxy_failures_total", worker="w0", kind=kind) == 1
+
+
+def test_nobody_listens_at_two_workers() -> None:
+    with fleet(OK, OK, OK) as (router, one, two, _):
+        one.kill()
+        two.kill()
+        for path in (CHAT, RESPONSES):
+            status, headers, answer = router.post(path, BODY)
+            assert (status, answer, headers["x-kvrouter-retried"]) == (200, b"ok", "w0 refused, w1 refused")
+
+
+def test_a_request_that_engines_die_of_is_not_sent_through_the_fleet() -> None:
+    with fleet(reset, reset, OK) as (router, _, _, third):
+        status, headers, answer = router.post(CHAT, BODY)
+        assert (status, code(answer), headers["x-kvrouter-retried"]) == (
+            502,
+            "worker_unreachable",
+            "w0 reset, w1 reset",
+        )
+        assert not third.asked
+        assert router.sample("proxy_requests_total", path=CHAT, outcome="unreachable") == 1
+
+
+def test_what_may_have_changed_something_is_not_sent_twice() -> None:
+    with fleet(reset, OK) as (router, _, other):
+        status, headers, answer = router.post(RESPONSES, BODY)
+        assert (status, code(answer), headers["x-kvrouter-retried"]) == (502, "worker_unreachable", "w0 reset")
+        assert not other.asked
+
+
+def test_a_pinned_request_goes_nowhere_else() -> None:
+    with fleet(reset, OK) as (router, _, other):
+        status, _, answer = router.post(CHAT, BODY, {"x-kvrouter-worker": "w0"})
+        assert (status, code(answer)) == (502, "worker_unreachable")
+        assert not other.asked
+
+
+def test_the_last_word_is_passed_on_where_nobody_has_a_better_one() -> None:
+    with fleet(UNAVAILABLE, OK) as (router, _, other):
+        other.kill()
+        status, headers, answer = router.post(CHAT, BODY)
+        assert (status, code(answer), headers["x-kvrouter-retried"]) == (
+            502,
+            "worker_unreachable",
+            "w0 gone, w1 refused",
+        )
+        router.core.registered.popitem()
+        status, headers, answer = router.post(CHAT, BODY)
+        assert (status, b"scaling" in answer, headers["x-kvrouter-retried"]) == (503, True, "w0 gone")
+
+
+@pytest.mark.parametrize("status", ["400 Bad Request", "404 Not Found", "429 Too Many Requests"])
+def test_no_worker_is_blamed_for_a_clients_error(status: str) -> None:
+    with fleet(plain(b"no", status), OK) as (router, _, other):
+        for _ in range(3 * FAILURES_TO_OPEN):
+            assert router.post(CHAT, BODY)[0] == int(status[:3])
+        assert not other.asked
+        assert router.admission.problem(W0) is None
+        assert router.sample("proxy_answers_total", worker="w0", outcome="client_error") == 3 * FAILURES_TO_OPEN
+
+
+def test_errors_of_an_engine_open_its_breaker_and_an_answer_closes_it() -> None:
+    with fleet(FAILING, OK) as (router, bad, _):
+        for _ in range(FAILURES_TO_OPEN):
+            # A 500 may be the request's fault: it is passed on.
+            assert router.post(CHAT, BODY)[0] == 500
+        assert router.post(CHAT, BODY)[2] == b"ok"
+        row = next(row for row in router.get("/workers")["workers"] if row["worker_id"] == "w0")
+        assert "5 failures in a row, the last: it answers 500" in row["closed"]
+        assert router.sample("proxy_breaker_state", worker="w0", state="open") == 1
+        assert len(bad.asked) == FAILURES_TO_OPEN
+        status, _, answer = router.post(CHAT, BODY, {"x-kvrouter-worker": "w0"})
+        assert (status, code(answer)) == (503, "no_worker") and b"failures in a row" in answer
+        bad.script = plain(b"back")
+        until(lambda: router.post(CHAT, BODY)[2] == b"back", "it is tried again")
+        assert router.sample("proxy_breaker_state", worker="w0", state="open") == 0
+        assert router.sample("proxy_breaker_state", worker="w0", state="closed") == 1
+
+
+def test_a_draining_worker_finishes_what_it_has_and_gets_no_more() -> None:
+    go_on: list[bool] = []
+
+    async def slow(asked: Asked, wire: Wire) -> None:
+        await wire.send(STREAM_HEAD, chunk(b"begun"))
+        while not go_on and not wire.gone.is_set():
+            await wire.send()
+        await wire.send(chunk(b" done"), b"0\r\n\r\n")
+
+    with fleet(slow, OK) as (router, _, _), router.connect() as client:
+        client.sendall(raw_request(CHAT, RAW))
+        begun = b""
+        while b"begun" not in begun:
+            begun += client.recv(65_536)
+        router.core.draining.add(W0)
+        assert router.post(CHAT, BODY)[2] == b"ok"
+        status, _, answer = router.post(CHAT, BODY, {"x-kvrouter-worker": "w0"})
+        assert status == 503 and b"it drains" in answer
+        go_on.append(True)
+        assert received(client).endswith(b" done\r\n0\r\n\r\n")
+
+
+def view(state: StreamState, reason: str) -> WorkerView:
+    return WorkerView(W0, None, state, False, reason, "", None, None, {})  # type: ignore[arg-type]
+
+
+def test_a_request_that_waits_at_an_engine_that_is_lost_goes_to_another() -> None:
+    with fleet(hang, OK) as (router, hung, _), router.connect() as client:
+        client.sendall(raw_request(CHAT, RAW))
+        until(lambda: len(hung.asked) == 1, "it waits there")
+        router.on_loop(lambda: router.admission.on_view(W0, view(StreamState.DOWN, "no answer 3 times")))
+        answer = received(client)
+        assert b"x-kvrouter-retried: w0 lost\r\n" in answer and answer.endswith(b"\r\n\r\nok")
+        until(lambda: hung.given_up == 1, "the hung engine's request is over")
+        assert "health check: no answer 3 times" in str(router.admission.problem(W0))
+        router.on_loop(lambda: router.admission.on_view(W0, view(StreamState.LIVE, "")))
+        assert router.admission.problem(W0) is None
+
+
+def test_an_engine_that_says_nothing_is_waited_for_so_long() -> None:
+    with fleet(hang, OK, answer_timeout_s=0.3) as (router, _, other):
+        status, _, answer = router.post(CHAT, BODY)
+        assert (status, code(answer)) == (504, "worker_timeout")
+        assert not other.asked
+        assert router.sample("proxy_failures_total", worker="w0", kind="silent") == 1
+
+
+@pytest.mark.parametrize(
+    "head", [b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nbegun", STREAM_HEAD + chunk(b"begun")]
+)
+def test_an_answer_that_breaks_off_breaks_off_for_the_client(head: bytes) -> None:
+    got: list[bytes] = []
+
+    async def script(asked: Asked, wire: Wire) -> None:
+        await wire.send(head)
+        while not got and not wire.gone.is_set():
+            await wire.send()
+        wire.reset()
+
+    with fleet(script) as (router, _):
+        connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=WAIT_S)
+        connection.request("POST", CHAT, RAW)
+        answer = connection.getresponse()
+        got.append(answer.read(5))
+        assert got == [b"begun"]
+        with pytest.raises(http.client.IncompleteRead):
+            answer.read()
+        connection.close()
+        until(lambda: router.sample("proxy_requests_total", path=CHAT, outcome="cut") == 1, "counted")
+        assert router.sample("proxy_failures_total", worker="w0", kind="cut") == 1
+
+
+def test_an_engine_that_falls_silent_within_a_stream_is_given_up() -> None:
+    async def script(asked: Asked, wire: Wire) -> None:
+        await wire.send(STREAM_HEAD, chunk(b"begun"))
+        await wire.gone.wait()
+
+    with fleet(script, answer_timeout_s=0.3) as (router, engine):
+        assert router.exchange(raw_request(CHAT, RAW)).endswith(chunk(b"begun"))
+        until(lambda: engine.given_up == 1, "the engine's request is over")
+
+
+def test_what_is_no_http_is_told_and_not_sent_on() -> None:
+    async def nonsense(asked: Asked, wire: Wire) -> None:
+        await wire.send(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    async def long_head(asked: Asked, wire: Wire) -> None:
+        await wire.send(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 200_000)
+        await wire.gone.wait()
+
+    for script in (nonsense, long_head):
+        with fleet(script) as (router, _):
+            status, headers, answer = router.post(CHAT, BODY)
+            assert (status, code(answer), headers["x-kvrouter-retried"]) == (502, "worker_unreachable", "w0 malformed")
+
+
+def test_connections_are_kept_and_a_closed_one_costs_no_request() -> None:
+    async def then_close(asked: Asked, wire: Wire) -> None:
+        # Keep-alive by its head, and closed all the same.
+        await wire.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
+        wire.close()
+
+    with fleet(OK) as (router, engine):
+        for _ in range(5):
+            assert router.post(CHAT, BODY)[2] == b"ok"
+        assert {asked.connection for asked in engine.asked} == {1}
+        # One that must not arrive twice has a connection of its own.
+        assert router.post(RESPONSES, BODY)[2] == b"ok"
+        assert engine.asked[-1].connection == 2
+        engine.script = then_close
+        for _ in range(20):
+            status, _, answer = router.post(CHAT, BODY)
+            assert (status, answer) == (200, b"ok")
+        assert router.admission.problem(W0) is None
+
+
+def test_a_kept_connection_that_is_reset_under_a_request_is_replaced() -> None:
+    async def reset_if_kept(asked: Asked, wire: Wire) -> None:
+        if sum(other.connection == asked.connection for other in engine.asked) > 1:
+            wire.reset()
+        else:
+            await OK(asked, wire)
+
+    with fleet(reset_if_kept) as (router, engine):
+        assert router.post(CHAT, BODY)[2] == b"ok"
+        status, headers, answer = router.post(CHAT, BODY)
+        assert (status, answer, headers["x-kvrouter-retried"]) == (200, b"ok", "w0 stale")
+        assert router.sample("proxy_failures_total", worker="w0", kind="stale") == 1
+        assert router.admission.problem(W0) is None
+
+
+def test_bytes_that_nobody_asked_for_answer_no_other_request() -> None:
+    async def twice(asked: Asked, wire: Wire) -> None:
+        one = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s"
+        await wire.send(one % (5, b"right") + one % (5, b"wrong"))
+
+    with fleet(twice) as (router, _):
+        for _ in range(3):
+            assert router.post(CHAT, BODY)[2] == b"right"
+
+
+def test_the_metrics_know_every_kind_and_state() -> None:
+    assert {kind.value for kind in Kind} == set(FAILURE_KINDS)
+    assert {state.value for state in BreakerState} == set(BREAKER_STATES)

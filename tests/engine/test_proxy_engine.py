@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two real vLLM servers behind `kvrouter serve`, asked by OpenAI's client: what is answered, where it goes, and what is reused."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from random import Random
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+# vLLM brings it.
+import openai
+from chat_model import VOCAB_SIZE, write_chat_model
+from chat_server import ChatServer
+from router_process import RouterProcess
+
+pytestmark = pytest.mark.engine
+
+MODEL = "chat-tiny"
+WAIT_S = 120.0
+# Events are with the router some milliseconds after the answer is with the client.
+SETTLE_S = 0.08
+REQUESTS = 220
+MIN_HITS = 60
+CLIENTS = 16
+CONVERSATIONS = 8
+WORDS = ("the", "cache", "of", "an", "engine", "keeps", "what", "it", "computed", "and", "a", "router", "sends", "each")
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "weather",
+            "description": "The weather of a city",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
+
+
+class Fleet:
+    """The router, its engines by worker id, and a client of each kind."""
+
+    def __init__(self, router: RouterProcess, engines: dict[str, ChatServer]) -> None:
+        self.router = router
+        self.engines = engines
+        self.client: Any = client_of(f"http://127.0.0.1:{router.port}")
+
+    def settle(self) -> None:
+        """Until the router has seen all that the engines published."""
+        before: object = None
+        while True:
+            seen = [
+                (row["worker_id"], row["epoch"], row["seq"])
+                for row in self.router.request("GET", "/workers")["workers"]
+            ]
+            if seen == before:
+                return
+            before = seen
+            time.sleep(SETTLE_S)
+
+
+def client_of(url: str) -> Any:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("proxy")
+    model = write_chat_model(folder / "model")
+    with ExitStack() as stack:
+        engines = {f"w{n}": stack.enter_context(ChatServer(folder, model)) for n in range(2)}
+        flags = []
+        for name, engine in engines.items():
+            spec = f"{name}={engine.url},events={engine.endpoint},replay={engine.replay_endpoint},model={MODEL}"
+            flags += ["--worker", spec]
+        router = stack.enter_context(RouterProcess(folder / "router", flags))
+        made = Fleet(router, engines)
+        # The engines must have told of their cache once, and their tokenizers be judged.
+        for engine in engines.values():
+            client_of(engine.url).completions.create(model=MODEL, prompt=list(range(10, 200)), max_tokens=2)
+        until(lambda: all(row["state"] == "live" for row in router.request("GET", "/workers")["workers"]), "live")
+        until(lambda: predicted(ask(made, messages=text(Random(1), 60)))[0] is not None, "tokens of chats are known")
+        yield made
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {WAIT_S:g} s: {what}"
+        time.sleep(0.05)
+
+
+def text(rng: Random, words: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": " ".join(rng.choice(WORDS) for _ in range(words))}]
+
+
+def ask(fleet: Fleet, **body: Any) -> Any:
+    """The raw answer to a chat, or to a completion where the body has a prompt."""
+    of = fleet.client.completions if "prompt" in body else fleet.client.chat.completions
+    return of.with_raw_response.create(model=MODEL, max_tokens=body.pop("max_tokens", 4), temperature=0, **body)
+
+
+def predicted(answer: Any) -> tuple[int | None, int, str]:
+    """What the router said would be reused, what the engine says that was, and by whom."""
+    said = answer.headers.get("x-kvrouter-predicted-hit")
+    details = answer.parse().usage.prompt_tokens_details
+    reused = 0 if details is None else details.cached_tokens or 0
+    return None if said is None else int(said), reused, answer.headers["x-kvrouter-worker"]
+
+
+def test_openais_client_is_answered_as_by_the_engine_itself(fleet: Fleet) -> None:
+    assert [model.id for model in fleet.client.models.list()] == [MODEL]
+    messages = text(Random(2), 30)
+    chat = ask(fleet, messages=messages, max_tokens=12).parse()
+    assert chat.choices[0].finish_reason in ("length", "stop") and chat.usage.completion_tokens > 0
+    options: Any = {"model": MODEL, "messages": messages, "max_tokens": 12, "temperature": 0, "stream": True}
+    parts = list(fleet.client.chat.completions.create(**options, stream_options={"include_usage": True}))
+    assert (
+        "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+        == chat.choices[0].message.content
+    )
+    assert parts[-1].usage.completion_tokens == chat.usage.completion_tokens
+    tools = ask(fleet, messages=messages, tools=TOOLS, tool_choice="auto", max_tokens=8)
+    assert tools.parse().choices[0].message is not None and "x-kvrouter-predicted-hit" in tools.headers
+    for prompt in ("the cache of an engine", list(range(10, 60))):
+        completion = ask(fleet, prompt=prompt, max_tokens=6).parse()
+        streamed = fleet.client.completions.create(model=MODEL, prompt=prompt, max_tokens=6, temperature=0, stream=True)
+        assert "".join(part.choices[0].text for part in streamed) == completion.choices[0].text
+
+
+def test_an_engines_error_is_the_clients_byte_for_byte(fleet: Fleet) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "temperature": -5}),
+        ("/v1/chat/completions", {"model": MODEL, "messages": text(Random(9), 9_000)}),
+        ("/v1/completions", {"model": MODEL, "prompt": [1, 2, 3], "n": -1}),
+        ("/v1/embeddings", {"model": MODEL, "input": "x"}),
+    ):
+        answers = [
+            raw_post(url + path, body) for url in (fleet.engines["w0"].url, f"http://127.0.0.1:{fleet.router.port}")
+        ]
+        assert answers[0][0] >= 400
+        assert answers[0] == answers[1]
+    tokens = {"model": MODEL, "prompt": "the cache"}
+    assert raw_post(fleet.engines["w1"].url + "/tokenize", tokens) == raw_post(
+        f"http://127.0.0.1:{fleet.router.port}/tokenize", tokens
+    )
+    rows = fleet.router.request("GET", "/workers")["workers"]
+    assert not any(row["closed"] for row in rows)
+
+
+def raw_post(url: str, body: dict[str, Any]) -> tuple[int, bytes]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_S) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
+
+
+def running(engine: ChatServer) -> float:
+    with urllib.request.urlopen(engine.url + "/metrics", timeout=WAIT_S) as answer:
+        lines = answer.read().decode().splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+
+def test_a_client_that_hangs_up_frees_the_engines_request(fleet: Fleet) -> None:
+    stream = fleet.client.completions.create(
+        model=MODEL, prompt=list(range(10, 90)), max_tokens=1_500, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    assert sum(map(running, fleet.engines.values())) == 1
+    stream.close()
+    until(lambda: sum(map(running, fleet.engines.values())) == 0, "the request ended at the engine")
+
+
+def test_conversations_stay_where_they_are(fleet: Fleet) -> None:
+    rng = Random(3)
+    conversations = [text(rng, 150) for _ in range(CONVERSATIONS)]
+    places: list[set[str]] = [set() for _ in conversations]
+    hits = []
+    for turn in range(4):
+        for number, messages in enumerate(conversations):
+            fleet.settle()
+            answer = ask(fleet, messages=messages)
+            said, reused, worker = predicted(answer)
+            assert said == reused
+            places[number].add(worker)
+            if turn:
+                hits.append(reused)
+            messages.append({"role": "assistant", "content": answer.parse().choices[0].message.content or "none"})
+            messages.extend(text(rng, 20))
+    assert all(len(workers) == 1 for workers in places)
+    assert set().union(*places) == set(fleet.engines), "one replica got everything"
+    assert min(hits) > 0
+
+
+def prompts(rng: Random) -> Iterator[dict[str, Any]]:
+    """Chats and completions that grow, come again and branch; more than the caches keep."""
+    chats: list[list[dict[str, str]]] = [text(rng, rng.randint(60, 300)) for _ in range(4)]
+    lists = [[rng.randrange(10, VOCAB_SIZE) for _ in range(rng.randint(60, 500))] for _ in range(4)]
+    while True:
+        if rng.random() < 0.5:
+            chat = list(rng.choice(chats[-6:]))
+            chats.append([*chat, {"role": "assistant", "content": "yes"}, *text(rng, rng.randint(5, 60))])
+            body: dict[str, Any] = {"messages": chats[-1]}
+            if rng.random() < 0.3:
+                body["tools"] = TOOLS
+            if len(chats[-1]) > 9:
+                chats.append(text(rng, 200))
+            yield body
+        else:
+            ids = rng.choice(lists[-6:])[: rng.randint(100, 900)]
+            lists.append([*ids, *(rng.randrange(10, VOCAB_SIZE) for _ in range(rng.randint(1, 120)))])
+            yield {"prompt": lists[-1]}
+
+
+def test_what_is_predicted_is_what_is_reused(fleet: Fleet) -> None:
+    found = []
+    bodies = prompts(Random(4))
+    for _ in range(REQUESTS):
+        fleet.settle()
+        found.append(predicted(ask(fleet, **next(bodies))))
+    wrong = [(said, reused, worker) for said, reused, worker in found if said != reused]
+    hits = sum(reused > 0 for _, reused, _ in found)
+    print(
+        f"{len(found)} requests, {hits} with a hit, {len(wrong)} predicted wrongly; by worker {Counter(w for *_, w in found)}"
+    )
+    assert not wrong
+    assert hits >= MIN_HITS
+
+
+def test_under_concurrency_predictions_err_by_what_is_under_way(fleet: Fleet) -> None:
+    found: list[tuple[int | None, int, str]] = []
+    lock = threading.Lock()
+
+    def client(number: int) -> None:
+        bodies = prompts(Random(100 + number % 5))
+        for _ in range(15):
+            one = predicted(ask(fleet, **next(bodies)))
+            with lock:
+                found.append(one)
+
+    threads = [threading.Thread(target=client, args=(n,)) for n in range(CLIENTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == CLIENTS * 15
+    errors = sorted(reused - said for said, reused, _ in found if said is not None)
+    counted = Counter("exact" if e == 0 else "more reused" if e > 0 else "less reused" for e in errors)
+    places = [errors[int(len(errors) * part)] for part in (0.01, 0.1, 0.5, 0.9, 0.99)]
+    print(
+        f"concurrency {CLIENTS}: {dict(counted)}; reused - predicted, tokens, p1 p10 p50 p90 p99: {places}; "
+        f"{sum(said is None for said, *_ in found)} without a prediction"
+    )

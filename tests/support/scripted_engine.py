@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's HTTP that answers by script, byte by byte: for faults that no well-behaved server has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Self
+
+import msgspec
+
+WAIT_S = 30.0
+
+
+class Asked(msgspec.Struct):
+    """One request as it came. connection: the how manyth it came on."""
+
+    method: str
+    target: str
+    headers: list[tuple[str, str]]
+    body: bytes
+    connection: int
+
+    def all(self, name: str) -> list[str]:
+        """The values of a header."""
+        return [value for given, value in self.headers if given == name]
+
+
+class Wire:
+    """Our side of the connection, while one request is answered."""
+
+    def __init__(self, writer: asyncio.StreamWriter, gone: asyncio.Event) -> None:
+        self._writer = writer
+        self.gone = gone
+
+    async def send(self, *pieces: bytes) -> None:
+        """Each piece for itself; waits while the other side does not read."""
+        for piece in pieces:
+            self._writer.write(piece)
+            await self._writer.drain()
+            await asyncio.sleep(0)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._writer.transport.get_write_buffer_size()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def reset(self) -> None:
+        """RST, not FIN."""
+        given: socket.socket = self._writer.get_extra_info("socket")
+        given.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._writer.transport.abort()
+
+
+Script = Callable[[Asked, Wire], Awaitable[None]]
+
+
+def plain(body: bytes, status: str = "200 OK", headers: Sequence[str] = ()) -> Script:
+    """An answer with its length."""
+
+    async def script(asked: Asked, wire: Wire) -> None:
+        lines = [f"HTTP/1.1 {status}", "content-type: application/json", f"content-length: {len(body)}", *headers]
+        await wire.send("\r\n".join([*lines, "", ""]).encode() + body)
+
+    return script
+
+
+STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%s\r\n" % (len(data), data)
+
+
+def stream(pieces: Sequence[bytes]) -> Script:
+    """An answer in chunks, whole."""
+
+    async def script(asked: Asked, wire: Wire) -> None:
+        await wire.send(STREAM_HEAD, *map(chunk, pieces), b"0\r\n\r\n")
+
+    return script
+
+
+async def hang(asked: Asked, wire: Wire) -> None:
+    """Nothing, until the other side gives up."""
+    await wire.gone.wait()
+
+
+async def reset(asked: Asked, wire: Wire) -> None:
+    """The connection ends before the first byte."""
+    wire.reset()
+
+
+class ScriptedEngine:
+    """Listens in a thread of its own. `script` answers each POST; GET (/health, /metrics) is answered with 200 while `healthy`."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.healthy = True
+        self.asked: list[Asked] = []
+        # Requests whose connection the other side ended while the script ran.
+        self.given_up = 0
+        self.connections = 0
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port = self._listener.getsockname()[1]
+        self._started = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=lambda: self._loop.run_until_complete(self._serve()))
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        self._started.wait(WAIT_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Every connection is cut, and nobody listens any more."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(WAIT_S)
+            self._loop.close()
+
+    kill = __exit__
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._connected, sock=self._listener)
+        self._started.set()
+        await self._stop.wait()
+        server.close()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        number = self.connections
+        try:
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+                while not writer.is_closing():
+                    await self._answer(await _read(reader, number), reader, writer)
+        finally:
+            writer.close()
+
+    async def _answer(self, asked: Asked, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        gone = asyncio.Event()
+        wire = Wire(writer, gone)
+        if asked.method == "GET":
+            status = "200 OK" if self.healthy else "503 Service Unavailable"
+            await plain(b"", status)(asked, wire)
+            return
+        self.asked.append(asked)
+        answering = asyncio.ensure_future(self.script(asked, wire))
+
+        async def watch() -> None:
+            with contextlib.suppress(ConnectionError):
+                assert not await reader.read(1), "a request came before the answer to the one before"
+            if not answering.done():
+                self.given_up += 1
+                gone.set()
+
+        watching = asyncio.ensure_future(watch())
+        try:
+            await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
+            try:
+                await answering
+            except ConnectionError:
+                # It was still sending; `watch` may not have been told yet.
+                self.given_up += not gone.is_set()
+        finally:
+            watching.cancel()
+            answering.cancel()
+            await asyncio.gather(watching, answering, return_exceptions=True)
+
+
+async def _read(reader: asyncio.StreamReader, connection: int) -> Asked:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+    line, *lines = head.rstrip("\r\n").split("\r\n")
+    method, target, _ = line.split(" ")
+    headers = [(name.lower(), value.strip()) for name, _, value in (text.partition(":") for text in lines)]
+    length = next((int(value) for name, value in headers if name == "content-length"), 0)
+    return Asked(method, target, headers, await reader.readexactly(length), connection)

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When another worker is asked: by the kind of the failure, the path, and how many were asked before."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.router.proxy.failure import MAX_ARRIVALS, MAX_ATTEMPTS, Attempts, Failure, Kind
+from kvrouter.router.proxy.reading import PATHS
+
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+NOT_ARRIVED = (Kind.REFUSED, Kind.CONNECT_TIMEOUT)
+MAY_HAVE_ARRIVED = (Kind.RESET, Kind.LOST, Kind.GONE)
+FINAL = (Kind.SILENT, Kind.MALFORMED, Kind.CUT)
+
+
+def tried(path: str, *kinds: Kind, pinned: bool = False) -> list[bool]:
+    """After each of these failures: whether another worker may be asked."""
+    attempts = Attempts(path, pinned=pinned)
+    return [attempts.failed(f"w{n}", Failure(kind, "")) for n, kind in enumerate(kinds)]
+
+
+def test_the_kinds_are_all_of_them() -> None:
+    assert {*NOT_ARRIVED, *MAY_HAVE_ARRIVED, *FINAL, Kind.STALE} == set(Kind)
+
+
+@pytest.mark.parametrize("path", sorted(PATHS))
+@pytest.mark.parametrize("kind", NOT_ARRIVED)
+def test_what_never_arrived_may_be_sent_elsewhere_whatever_it_is(path: str, kind: Kind) -> None:
+    assert tried(path, *[kind] * MAX_ATTEMPTS) == [True] * (MAX_ATTEMPTS - 1) + [False]
+
+
+@pytest.mark.parametrize("kind", MAY_HAVE_ARRIVED)
+def test_what_an_engine_may_have_begun_on_is_sent_once_more(kind: Kind) -> None:
+    assert tried(CHAT, *[kind] * MAX_ARRIVALS) == [True, False]
+    assert tried(RESPONSES, kind) == [False]
+    assert tried(CHAT, Kind.REFUSED, kind, Kind.REFUSED) == [True, True, False]
+    assert tried(CHAT, kind, Kind.REFUSED, kind) == [True, True, False]
+
+
+@pytest.mark.parametrize("kind", FINAL)
+def test_some_failures_are_the_last(kind: Kind) -> None:
+    assert tried(CHAT, kind) == [False]
+
+
+@pytest.mark.parametrize("kind", [*NOT_ARRIVED, *MAY_HAVE_ARRIVED])
+def test_a_pinned_request_has_one_attempt(kind: Kind) -> None:
+    assert tried(CHAT, kind, pinned=True) == [False]
+
+
+def test_the_trail_names_each_failure_in_its_order() -> None:
+    attempts = Attempts(CHAT, pinned=False)
+    attempts.stale("w0")
+    attempts.failed("w0", Failure(Kind.REFUSED, ""))
+    attempts.failed("w1", Failure(Kind.GONE, ""))
+    assert attempts.trail == ["w0 stale", "w0 refused", "w1 gone"]
+
+
+def test_only_what_may_arrive_twice_uses_kept_connections() -> None:
+    assert {path for path in PATHS if not Attempts(path, pinned=False).reuses_connections} == {RESPONSES}

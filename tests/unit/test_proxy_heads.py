@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads, targets and addresses: what the proxy says to an engine, and where. Pure."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.router.allow_list import AllowList
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.proxy.addresses import Addresses
+from kvrouter.router.proxy.body import read_body
+from kvrouter.router.proxy.headers import answer_headers, named_in_header, request_head
+from kvrouter.router.proxy.target import Target, target_of
+from kvrouter.router.registration import Registration
+
+
+@pytest.mark.parametrize(
+    ("url", "target"),
+    [
+        ("http://h:8000", Target("h", 8000, False, b"h:8000", b"")),
+        ("http://h", Target("h", 80, False, b"h", b"")),
+        ("https://h/", Target("h", 443, True, b"h", b"")),
+        ("http://[::1]:8000/a/b/", Target("::1", 8000, False, b"[::1]:8000", b"/a/b")),
+        ("http://10.0.0.1:1/x", Target("10.0.0.1", 1, False, b"10.0.0.1:1", b"/x")),
+    ],
+)
+def test_a_url_taken_apart(url: str, target: Target) -> None:
+    assert target_of(url) == target
+
+
+def head(headers: list[tuple[bytes, bytes]], **others: object) -> bytes:
+    given: dict[str, object] = {
+        "length": 2,
+        "request_id": b"r",
+        "authorization": None,
+        "rank": None,
+        **others,
+    }
+    return request_head(target_of("http://h:1/p"), b"/v1/x?y=1", headers, **given)  # type: ignore[arg-type]
+
+
+def test_a_head_is_whole_and_says_each_thing_once() -> None:
+    given = [(b"host", b"a"), (b"content-length", b"99"), (b"x-request-id", b"other"), (b"a", b"1"), (b"a", b"2")]
+    assert head(given) == (
+        b"POST /p/v1/x?y=1 HTTP/1.1\r\nhost: h:1\r\na: 1\r\na: 2\r\nx-request-id: r\r\ncontent-length: 2\r\n\r\n"
+    )
+
+
+def test_several_connection_headers_name_what_stays() -> None:
+    given = [(b"connection", b"X-A , x-b"), (b"connection", b"x-c"), (b"x-a", b"1"), (b"x-b", b"1"), (b"x-c", b"1")]
+    assert b"x-" not in head(given).replace(b"x-request-id", b"")
+
+
+def test_a_key_of_ours_takes_the_place_of_the_clients() -> None:
+    given = [(b"authorization", b"Bearer client")]
+    assert b"authorization" not in head(given)
+    changed = head(given, authorization=b"Bearer engine")
+    assert changed.count(b"authorization") == 1 and b"authorization: Bearer engine\r\n" in changed
+
+
+def test_an_engine_cannot_speak_for_the_router() -> None:
+    given = [(b"x-kvrouter-worker", b"forged"), (b"x-request-id", b"e"), (b"content-length", b"3"), (b"b", b"1")]
+    assert answer_headers(given, [(b"x-kvrouter-worker", b"w0")], b"r") == [
+        (b"x-request-id", b"e"),
+        (b"b", b"1"),
+        (b"x-kvrouter-worker", b"w0"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        ("w0", "w0"),
+        ("w0@3", "w0@3"),
+        ("a b,c", "a%20b%2Cc"),
+        ("ä\r\n", "%C3%A4%0D%0A"),
+        ("50%", "50%25"),
+        ("a/b:1", "a/b:1"),
+    ],
+)
+def test_a_workers_name_in_a_header(name: str, named: str) -> None:
+    assert named_in_header(name) == named
+
+
+def test_addresses_of_a_fleet() -> None:
+    def registered(name: str, url: str | None, rank: int = 0, model: str = "m") -> Registration:
+        return Registration(WorkerKey(model, name, rank), url=url)
+
+    found = Addresses(
+        [
+            registered("dp", "http://10.0.0.1:1", 0),
+            registered("dp", "http://10.0.0.1:1", 1),
+            registered("alone", "http://10.0.0.2:1", 3),
+            # Two models of one engine are no ranks.
+            registered("two", "http://10.0.0.3:1", model="a"),
+            registered("two", "http://10.0.0.3:1", model="b"),
+            registered("silent", None),
+            registered("far", "http://192.168.0.1:1"),
+        ],
+        AllowList(["10.0.0.0/8"]),
+    )
+    assert found.ranks == {WorkerKey("m", "dp", 0): 0, WorkerKey("m", "dp", 1): 1}
+    assert found.unreachable == {"silent", "far"}
+    assert found.models == {"m", "a", "b"}
+    assert len(found.targets) == 5
+
+
+@pytest.mark.parametrize(
+    ("raw", "limit"),
+    [
+        (b'{"max_tokens": 5}', 5),
+        (b'{"max_tokens": 5, "max_completion_tokens": 7}', 7),
+        (b'{"max_output_tokens": 9}', 9),
+        (b'{"max_tokens": null}', None),
+        (b'{"max_tokens": true}', None),
+        (b'{"max_tokens": -1}', None),
+        (b'{"max_tokens": "many"}', None),
+        (b"{}", None),
+    ],
+)
+def test_how_much_may_come(raw: bytes, limit: int | None) -> None:
+    assert read_body(raw).limit_tokens == limit
