@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import logging
 import random
@@ -33,7 +34,7 @@ from kvrouter.router.api.http_limits import HttpLimits
 from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.config import Config, without_password
 from kvrouter.router.core import Core
-from kvrouter.router.discover import register_when_known
+from kvrouter.router.discover import ask_engine, register_when_known
 from kvrouter.router.errors import SettingError, StartError
 from kvrouter.router.index.embedded import EmbeddedStore, EmbeddedStoreError
 from kvrouter.router.index.store import IndexStore, StoreError
@@ -99,7 +100,7 @@ def build_router(
         has_own_key=config.api_key is not None,
         clock=time.perf_counter,
     )
-    return build_api(core, placing, config, metrics, time.perf_counter, tokens, closed=admission.problem, proxy=proxy)
+    return build_api(core, placing, config, metrics, time.perf_counter, tokens, proxy)
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -165,7 +166,8 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         context.set(zmq.MAX_SOCKETS, SOCKETS_PER_WORKER * config.max_workers + SPARE_SOCKETS)
         stack.callback(context.destroy, linger=0)
-        http = await stack.enter_async_context(aiohttp.ClientSession())
+        engine_headers = {} if config.worker_api_key is None else {"authorization": f"Bearer {config.worker_api_key}"}
+        http = await stack.enter_async_context(aiohttp.ClientSession(headers=engine_headers))
         core = Core(
             store=store,
             config=config,
@@ -202,7 +204,7 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
     tokens = Tokenizing(
         models=core.models,
         engines=lambda model: [Engine(*known) for known in core.engine_urls(model).items()],
-        session=await stack.enter_async_context(aiohttp.ClientSession()),
+        session=await stack.enter_async_context(aiohttp.ClientSession(headers=engine_headers)),
         local=local,
         timeout_s=config.tokenize_timeout_s,
         metrics=metrics,
@@ -346,7 +348,8 @@ async def _configured_workers(config: Config, core: Core) -> AsyncIterator[None]
     tasks = []
     for spec in map(parse_worker, config.workers):
         if spec.model is None:
-            tasks.append(asyncio.get_running_loop().create_task(register_when_known(spec, core.register)))
+            ask = functools.partial(ask_engine, key=config.worker_api_key)
+            tasks.append(asyncio.get_running_loop().create_task(register_when_known(spec, core.register, ask)))
         else:
             await core.register(spec.registration(spec.model))
     try:

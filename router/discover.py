@@ -44,9 +44,11 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-def ask_engine(url: str) -> str:
-    """The base model that the engine at `url` serves; blocks. Raises OSError or ValueError with what is wrong."""
-    with _opener.open(f"{url.rstrip('/')}/v1/models", timeout=TIMEOUT_S) as answer:
+def ask_engine(url: str, *, key: str | None = None) -> str:
+    """The base model that the engine at `url` serves; blocks. key: its own. Raises OSError or ValueError with what is wrong."""
+    headers = {} if key is None else {"authorization": f"Bearer {key}"}
+    asked = urllib.request.Request(f"{url.rstrip('/')}/v1/models", headers=headers)
+    with _opener.open(asked, timeout=TIMEOUT_S) as answer:
         raw = answer.read(MAX_ANSWER_BYTES)
     try:
         models = msgspec.json.decode(raw, type=_Models).data

@@ -42,7 +42,6 @@ from kvrouter.router.errors import (
 )
 from kvrouter.router.index.connection import StoreError
 from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import WorkerKey
 from kvrouter.router.placing import Placing
 from kvrouter.router.printable import printable
 from kvrouter.router.proxy.proxy import Proxy
@@ -361,14 +360,12 @@ def build_api(
     metrics: Metrics,
     clock: Callable[[], float],
     tokens: TokensPort | None = None,
-    *,
-    closed: Callable[[WorkerKey], str | None] = lambda worker: None,
     proxy: Proxy | None = None,
 ) -> Outer:
     """The whole HTTP API on `core` and `placing`. Holds no global state: several live side by side in one process.
 
-    tokens: finds those of texts; without it texts are refused. clock: seconds, monotonic; measures decisions. closed: why a worker
-    takes no new request now. proxy: None passes nothing on."""
+    tokens: finds those of texts; without it texts are refused. clock: seconds, monotonic; measures decisions. proxy:
+    without it nothing is passed on."""
     app = FastAPI(
         title=PACKAGE,
         version=VERSION,
@@ -385,11 +382,11 @@ def build_api(
             Exception: _on_bug,
         },
     )
-    watching = watch_routes(core, placing, tokens, metrics, app, needs_key=config.api_key is not None)
+    watching = watch_routes(core, placing, tokens, proxy, metrics, app, needs_key=config.api_key is not None)
     asking = Asking(core, metrics, clock)
     selecting = Selecting(core, placing, tokens, asking, metrics, clock)
     app.state.routes = []
-    for router in (worker_routes(core, tokens, closed), load_routes(placing, selecting), model_routes(core), watching):
+    for router in (worker_routes(core, tokens, proxy), load_routes(placing, selecting), model_routes(core), watching):
         app.include_router(router)
         app.state.routes += router.routes
     hot: dict[str, HotHandler] = {

@@ -13,11 +13,19 @@ from kvrouter.router.api.workers import respond
 from kvrouter.router.errors import NoWorker
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.placing import Placing
+from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.version import PACKAGE, VERSION
 
 
 def watch_routes(
-    core: CorePort, placing: Placing, tokens: TokensPort | None, shown: Metrics, app: FastAPI, *, needs_key: bool
+    core: CorePort,
+    placing: Placing,
+    tokens: TokensPort | None,
+    proxy: Proxy | None,
+    shown: Metrics,
+    app: FastAPI,
+    *,
+    needs_key: bool,
 ) -> APIRouter:
     """The routes, bound to `core` and to the metrics that `/metrics` shows."""
     router = APIRouter(tags=["watching"])
@@ -26,6 +34,7 @@ def watch_routes(
     async def health(request: Request) -> Response:
         """200 as long as the process serves; `degraded` has its reasons beside it."""
         reasons = [*core.health(), *placing.health(), *(() if tokens is None else tokens.health())]
+        reasons += () if proxy is None else proxy.health()
         return respond(request, HealthReply("degraded" if reasons else "ok", reasons))
 
     @router.get("/ready", summary="Can a worker be chosen?", operation_id="ready", responses=gives(ReadyReply, 503))

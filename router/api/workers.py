@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import msgspec
@@ -17,6 +16,7 @@ from kvrouter.router.api.registering import dp_rank_of, patched, registration_of
 from kvrouter.router.api.replies import RegisteredReply, WorkersReply, encode
 from kvrouter.router.errors import Conflict, UnknownWorker
 from kvrouter.router.names import WorkerKey
+from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.worker_spec import MAX_DP_RANK
 
 
@@ -44,8 +44,8 @@ def respond(request: Request, reply: Any) -> Response:
     return Response(content, media_type=media_type)
 
 
-def worker_routes(core: CorePort, tokens: TokensPort | None, closed: Callable[[WorkerKey], str | None]) -> APIRouter:
-    """The routes, bound to `core`; `tokens` says how those of texts are found, `closed` why a worker takes no new request."""
+def worker_routes(core: CorePort, tokens: TokensPort | None, proxy: Proxy | None) -> APIRouter:
+    """The routes, bound to `core`; `tokens` says how those of texts are found, `proxy` why a worker takes no new request."""
     router = APIRouter(tags=["workers"])
     register_reader = BodyReader(RegisterBody)
     unregister_reader = BodyReader(UnregisterBody)
@@ -96,7 +96,8 @@ def worker_routes(core: CorePort, tokens: TokensPort | None, closed: Callable[[W
         for status in core.statuses():
             worker = WorkerKey(status.model, status.worker_id, status.dp_rank)
             found = None if tokens is None else tokens.status(status.model, status.url)
-            shown.append(msgspec.structs.replace(status, tokens=found, closed=closed(worker) or ""))
+            closed = "" if proxy is None else proxy.closed(worker) or ""
+            shown.append(msgspec.structs.replace(status, tokens=found, closed=closed))
         return respond(request, WorkersReply(shown))
 
     @router.patch(

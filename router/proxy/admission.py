@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from kvrouter.router.match import WorkerView
 from kvrouter.router.metrics import BREAKER_STATES, Metrics
 from kvrouter.router.names import WorkerKey
+from kvrouter.router.printable import printable
 from kvrouter.router.proxy.breaker import Breaker, BreakerState
 from kvrouter.router.proxy.connection import Connection
 from kvrouter.router.proxy.failure import Failure, Kind
@@ -43,6 +44,16 @@ class Admission:
             return DRAINING
         breaker = self._known.get(worker)
         return None if breaker is None else breaker.problem(self._clock())
+
+    def health(self) -> list[str]:
+        """Breakers that are open; an engine without its health checks is told of with its stream."""
+        now = self._clock()
+        found = []
+        for worker, breaker in self._known.items():
+            problem = breaker.problem(now)
+            if problem is not None and worker not in self._down:
+                found.append(f"worker {printable(worker.route_name)} takes no requests: {problem}")
+        return found
 
     def begun(self, worker: WorkerKey) -> None:
         breaker = self._known.get(worker)

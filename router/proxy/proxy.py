@@ -105,6 +105,14 @@ class Proxy:
             self._open -= 1
             self._metrics.count_proxied(client.path, outcome)
 
+    def closed(self, worker: WorkerKey) -> str | None:
+        """Why a worker takes no new request now; None when it does."""
+        return self._admission.problem(worker)
+
+    def health(self) -> list[str]:
+        """Which workers are sent nothing because requests to them failed."""
+        return self._admission.health()
+
     def close(self) -> None:
         self._pool.close()
 

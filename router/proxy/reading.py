@@ -20,7 +20,7 @@ from kvrouter.router.proxy.client import Client
 from kvrouter.router.proxy.failure import Attempts
 from kvrouter.router.question import Question
 from kvrouter.router.tokens.forwarding import forwarded_body
-from kvrouter.router.tokens.prompt import Prompt
+from kvrouter.router.tokens.prompt import Prompt, estimated_tokens
 
 # What is passed on, all by POST.
 PATHS = frozenset(
@@ -86,12 +86,16 @@ class Reading:
         if client.path in WITHOUT_PROMPT:
             return Question(served.model, 1, block_hashes=_NO_HASHES, worker_ids=served.worker_ids)
         authorization = self._authorization(client.headers)
-        prompt = await self._tokens.prompt(
-            client.path,
-            served.model,
-            request.body,
-            authorization=None if authorization is None else authorization.decode("latin-1"),
-        )
+        try:
+            prompt = await self._tokens.prompt(
+                client.path,
+                served.model,
+                request.body,
+                authorization=None if authorization is None else authorization.decode("latin-1"),
+            )
+        except BadQuestion as error:
+            # What is wrong with it is for the engine to say.
+            prompt = Prompt(estimated_tokens(len(request.body)), None, "none", error.message)
         request.body = forwarded_body(client.path, request.body, prompt)
         return prompt.question(
             served.model, cache_salt=body.salt, lora_name=served.lora_name, worker_ids=served.worker_ids

@@ -33,7 +33,7 @@ from kvrouter.router.api.asgi import build_api
 from kvrouter.router.api.hot_http import hot_protocol
 from kvrouter.router.api.http_limits import HttpLimits
 from kvrouter.router.config import Config
-from kvrouter.router.errors import NoWorker, UnknownModel, UnknownWorker
+from kvrouter.router.errors import BadQuestion, NoWorker, UnknownModel, UnknownWorker
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.model_names import Served
 from kvrouter.router.names import WorkerKey
@@ -120,6 +120,8 @@ class GivenTokens:
 
     async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt:
         given = json.loads(raw).get("prompt")
+        if isinstance(given, int):
+            raise BadQuestion("a prompt is text or ids")
         if not isinstance(given, list):
             return Prompt(max(1, len(raw) // 4), None, "none", reason="no_engine")
         return Prompt(len(given), np.array(given, np.int64), "given")
@@ -178,9 +180,7 @@ class ProxyServer:
             has_own_key=config.api_key is not None,
             clock=time.perf_counter,
         )
-        app = build_api(
-            self.core, real, config, self.metrics, time.perf_counter, closed=self.admission.problem, proxy=proxy
-        )
+        app = build_api(self.core, real, config, self.metrics, time.perf_counter, None, proxy)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,

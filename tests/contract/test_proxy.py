@@ -115,6 +115,11 @@ def test_no_content_interim_answers_and_compression_pass() -> None:
         assert engine.asked[1].all("accept-encoding") == ["gzip"]
 
 
+def test_what_is_wrong_with_a_prompt_is_for_the_engine_to_say() -> None:
+    with fleet(plain(b"its own words", "400 Bad Request")) as (router, _):
+        assert router.post(COMPLETIONS, {"model": "m", "prompt": 7})[::2] == (400, b"its own words")
+
+
 def test_redirects_are_the_clients() -> None:
     moved = plain(b"", "307 Temporary Redirect", ["location: http://169.254.169.254/"])
     with ScriptedEngine(moved) as engine, proxying(worker("w0", engine.url)) as router:

@@ -128,6 +128,8 @@ def test_errors_of_an_engine_open_its_breaker_and_an_answer_closes_it() -> None:
         assert router.post(CHAT, BODY)[2] == b"ok"
         row = next(row for row in router.get("/workers")["workers"] if row["worker_id"] == "w0")
         assert "5 failures in a row, the last: it answers 500" in row["closed"]
+        (reason,) = router.get("/health")["reasons"]
+        assert "w0 takes no requests" in reason
         assert router.sample("proxy_breaker_state", worker="w0", state="open") == 1
         assert len(bad.asked) == FAILURES_TO_OPEN
         status, _, answer = router.post(CHAT, BODY, {"x-kvrouter-worker": "w0"})
