@@ -151,7 +151,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._head is None or self._whole:
             # An answer that nobody asked for: not to be taken for that of the next request.
-            self._whole = False
+            self._stays_open = False
             self.close()
             return
         self._heard_s = self._loop.time()
@@ -159,6 +159,10 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if self._whole:
+                self._stays_open = False
+                self._progress()
+                return
             self._fail(Failure(Kind.MALFORMED, f"the engine's answer is no HTTP/1.1: {error or type(error).__name__}"))
             return
         if self._fruitless_bytes > MAX_HEAD_BYTES and not self._whole:
@@ -176,6 +180,11 @@ class Connection(asyncio.Protocol):
             self._fail(self._closed(exc))
 
     # the parser's callbacks
+
+    def on_message_begin(self) -> None:
+        if self._whole:
+            # In one read with the answer's end. Nothing else keeps the parser from going on.
+            raise httptools.HttpParserError("more than was asked for")
 
     def on_status(self, reason: bytes) -> None:
         self._reason += reason

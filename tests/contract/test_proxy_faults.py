@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import sys
@@ -276,9 +277,24 @@ def test_bytes_that_nobody_asked_for_answer_no_other_request() -> None:
         one = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s"
         await wire.send(one % (5, b"right") + one % (5, b"wrong"))
 
-    with fleet(twice) as (router, _):
-        for _ in range(3):
+    async def later(asked: Asked, wire: Wire) -> None:
+        await plain(b"right")(asked, wire)
+        await asyncio.sleep(0.05)
+        await plain(b"wrong")(asked, wire)
+        sent.append(asked)
+
+    with fleet(twice) as (router, engine):
+        # Over one connection of the client's, where bytes too many would be the next answer's.
+        requests = [raw_request(CHAT, RAW, close=False)] * 3 + [raw_request(CHAT, RAW)]
+        answers = router.exchange(b"".join(requests))
+        assert answers.count(b"\r\n\r\nright") == 4 and b"wrong" not in answers
+        assert {asked.connection for asked in engine.asked} == {1, 2, 3, 4}
+    sent: list[Asked] = []
+    with fleet(later) as (router, engine):
+        for n in range(3):
             assert router.post(CHAT, BODY)[2] == b"right"
+            until(lambda n=n: len(sent) == n + 1, "it came while the connection was idle")  # type: ignore[misc]
+        assert len({asked.connection for asked in engine.asked}) == 3
 
 
 def test_the_metrics_know_every_kind_and_state() -> None:
