@@ -22,13 +22,14 @@ pytest.importorskip("vllm")
 import aiohttp
 from chat_model import write_adapter, write_chat_model
 from chat_server import ChatServer
-from chats import chat, requests
+from chats import chat, completion, requests
 from engine_process import last_published
 from prometheus_client import CollectorRegistry
 from router_process import RouterError, RouterProcess
 
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.tokens.engine_client import Engine
+from kvrouter.router.tokens.forwarding import forwarded_body
 from kvrouter.router.tokens.local import LocalTokenizer
 from kvrouter.router.tokens.prompt import Prompt
 from kvrouter.router.tokens.tokenizing import Tokenizing
@@ -233,3 +234,24 @@ def test_conversations_reuse_what_the_router_said(
     asked_way = "render" if request.node.callspec.params["server"] else "tokenize"
     assert way == {"way": "local" if here else asked_way, "problem": ""}
     assert hits.total() >= count // 3 and hits[ADAPTER] >= CONVERSATIONS // 3
+
+
+def test_a_completion_sent_on_with_ids_is_answered_alike(server: ChatServer, seed: int) -> None:
+    rng = random.Random(seed + 3)
+    sent: Asked = []
+    while len(sent) < 12:
+        body = completion(rng) | {"max_tokens": 8, "temperature": 0, "logprobs": 2, "return_token_ids": True}
+        body["prompt"] *= 4
+        sent.append(("/v1/completions", body))
+    found = asyncio.run(prompts(server, sent, None))
+    replaced = 0
+    for (path, body), prompt in zip(sent, found, strict=True):
+        raw = msgspec.json.encode(body)
+        forwarded = msgspec.json.decode(forwarded_body(path, raw, prompt))
+        replaced += forwarded != body
+        # The first fills the cache, so that the two that are compared find the same.
+        _, (status, given), (_, with_ids) = (server.post(path, asked) for asked in (body, body, forwarded))
+        assert status == 200
+        assert with_ids["choices"] == given["choices"]
+        assert with_ids["usage"] == given["usage"]
+    assert replaced >= 3
