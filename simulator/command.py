@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
+import msgspec
 import zmq
 
 from kvrouter.simulator.faults import Faults
@@ -118,9 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             servers = _servers(options, context, undo)
             names = ("drop_events", "lose_events", "stall_s", "slow", "fail")
-            faults = Faults(**{name: getattr(options, name) for name in names})
+            given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+            faults = msgspec.convert(given, Faults)
             thread = ServerThread(servers, faults=faults)
-        except (UnsupportedGeometry, ValueError, OSError, zmq.ZMQError) as error:
+        except (UnsupportedGeometry, msgspec.ValidationError, ValueError, OSError, zmq.ZMQError) as error:
             print(f"kvrouter sim: {error}", file=sys.stderr)
             return 2
         undo.callback(thread.stop)

@@ -192,6 +192,11 @@ def test_stop_frees_the_port(context: zmq.Context[zmq.Socket[bytes]]) -> None:
         (["--retention", "some"], "some"),
         (["--blocks", "1"], "at least one more"),
         (["--events", "nowhere"], "nvalid argument"),
+        (["--replicas", "0"], "1 or more"),
+        (["--replicas", "2", "--events", "tcp://127.0.0.1:5557"], "leave them out"),
+        (["--prefill-rate", "0"], "above 0"),
+        (["--cpu-chunks", "-3"], "room for"),
+        (["--slow", "0"], "slow"),
     ],
 )
 def test_wrong_settings_end_with_one_line(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -214,5 +219,21 @@ def test_the_command_says_where_it_listens_and_ends_cleanly(number: signal.Signa
         usage = call(f"{said['url']}/v1/completions", body)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == 192
         process.send_signal(number)
+        rest = process.communicate(timeout=20)
+    assert (process.returncode, rest) == (0, ("", ""))
+
+
+def test_many_replicas_in_one_process_with_faults_from_the_start() -> None:
+    command = [sys.executable, "-m", "kvrouter.simulator", "--shape", "llama", "--replicas", "3", "--instant"]
+    with subprocess.Popen(
+        [*command, "--fail", "1"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        said = [json.loads(process.stdout.readline()) for _ in range(3)]
+        assert len({one["url"] for one in said} | {one["events"] for one in said}) == 6
+        for one in said:
+            refusal(f"{one['url']}/v1/completions", {"prompt": [1]})
+            assert call(f"{one['url']}/v1/completions", {"prompt": [1]})["model"] == "sim-llama"
+        process.send_signal(signal.SIGTERM)
         rest = process.communicate(timeout=20)
     assert (process.returncode, rest) == (0, ("", ""))
