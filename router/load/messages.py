@@ -65,15 +65,15 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """whole: `totals` are all that the sender has. leaves: it ends. ended: (process, number) of endings that were the sender's
-    to make."""
+    """whole: `totals` are all that the sender has. answers: to endings of others, (process, number, whether it was the sender's to
+    end). leaves: it ends."""
 
     process: str
     whole: bool
     totals: list[WorkerTotals] = []
     gauges: list[WorkerGauge] = []
     endings: list[Ending] = []
-    ended: list[tuple[str, int]] = []
+    answers: list[tuple[str, int, bool]] = []
     leaves: bool = False
 
 

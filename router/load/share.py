@@ -39,8 +39,8 @@ STREAM_MESSAGES = 4_096
 MESSAGES_PER_READ = 256
 # One blocking read, so much shorter than a connection's own patience that silence is not taken for a dead server.
 READ_BLOCK_MS = 2_000
-# How long the owner of a reservation may take to say that it ended it: two batches and a busy machine.
-ENDING_ANSWER_S = 0.5
+# How long the others may take to say whether a reservation is theirs: two batches, and the stall of a busy machine.
+ENDING_ANSWER_S = 2.0
 RETRY_FIRST_S = 0.1
 RETRY_LAST_S = 2.0
 # Reservations of others that clients end at once; more are refused, as the store is not keeping up.
@@ -75,9 +75,10 @@ class LoadShare:
         self._whole_wanted = True
         self._gauges: dict[WorkerKey, EngineLoad] = {}
         self._endings: list[Ending] = []
-        self._ended: list[tuple[str, int]] = []
+        self._answers: list[tuple[str, int, bool]] = []
         self._numbers = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[None]] = {}
+        # By number: the answer, and who has not said that the reservation is not theirs.
+        self._asked: dict[int, tuple[asyncio.Future[bool], set[str]]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.unreadable = 0
         # Why others' load is not known, None while it is.
@@ -112,24 +113,23 @@ class LoadShare:
             self._news.set()
 
     async def end_elsewhere(self, selection_id: str, how: str) -> bool:
-        """Ends a reservation of another process. False: no process that answers has it. Raises StoreDown."""
+        """Ends a reservation of another process. False: all others say that they do not have it. Raises StoreDown."""
         if not self._table.others and self.problem is None:
             return False
         if self.problem is not None or len(self._asked) >= MAX_ENDINGS:
             raise _unasked(self.problem or "too many are under way")
         number = next(self._numbers)
-        answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._asked[number] = answered
+        answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._asked[number] = (answered, self._table.processes)
         self._endings.append(Ending(number, selection_id, how))
         self._news.set()
         try:
             async with asyncio.timeout(ENDING_ANSWER_S):
-                await answered
+                return await answered
         except TimeoutError:
-            return False
+            raise _unasked("not all routers answer") from None
         finally:
             del self._asked[number]
-        return True
 
     # -- telling
 
@@ -158,9 +158,9 @@ class LoadShare:
 
     def _refuse(self, endings: list[Ending], reason: str) -> None:
         for ending in endings:
-            answered = self._asked.get(ending.number)
-            if answered is not None and not answered.done():
-                answered.set_exception(_unasked(reason))
+            asked = self._asked.get(ending.number)
+            if asked is not None and not asked[0].done():
+                asked[0].set_exception(_unasked(reason))
 
     def _message(self, whole: bool) -> LoadMessage:
         self._news.clear()
@@ -168,14 +168,14 @@ class LoadShare:
         found = self._table.own() if whole else self._table.own_changes()
         gauges, self._gauges = self._gauges, {}
         endings, self._endings = self._endings, []
-        ended, self._ended = self._ended, []
+        answers, self._answers = self._answers, []
         return LoadMessage(
             self._process,
             whole,
             [WorkerTotals.of(worker, totals) for worker, totals in found.items()],
             [WorkerGauge(*worker, said) for worker, said in gauges.items()],
             endings,
-            ended,
+            answers,
         )
 
     async def _send(self, message: LoadMessage) -> None:
@@ -241,13 +241,14 @@ class LoadShare:
         for told in message.gauges:
             self._weights.engine_said(told.worker, told.said, now)
         for ending in message.endings:
-            if self._end_here(ending.selection_id, ending.how):
-                self._ended.append((message.process, ending.number))
-                self._news.set()
-        for process, number in message.ended:
-            answered = self._asked.get(number) if process == self._process else None
-            if answered is not None and not answered.done():
-                answered.set_result(None)
+            self._answers.append((message.process, ending.number, self._end_here(ending.selection_id, ending.how)))
+            self._news.set()
+        for process, number, ended in message.answers:
+            if process == self._process and (asked := self._asked.get(number)) is not None:
+                answered, silent = asked
+                silent.discard(message.process)
+                if not answered.done() and (ended or not silent):
+                    answered.set_result(ended)
 
     def tick(self) -> None:
         """Now and then: forget who is silent."""

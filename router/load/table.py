@@ -221,6 +221,11 @@ class LoadTable:
         """How many other processes are heard."""
         return len(self._others)
 
+    @property
+    def processes(self) -> set[str]:
+        """Their names."""
+        return set(self._others)
+
     def _change(self, worker: WorkerKey, before: Totals, after: Totals) -> None:
         load = self._loads.get(worker)
         if load is None:
