@@ -71,10 +71,10 @@ def open_files(pid: int) -> int:
 
 
 def slope_an_hour(points: list[tuple[float, float]]) -> float:
-    """Of the line with the least squares through (seconds, value)."""
-    if len(points) < 3:
-        return 0.0
-    return statistics.linear_regression(*zip(*points, strict=True)).slope * 3600
+    """The median of the slopes between all pairs of (seconds, value) (Theil-Sen): what one replay takes for a second moves the line
+    of least squares, and is no growth."""
+    slopes = [(b - a) / (t - s) for i, (s, a) in enumerate(points) for t, b in points[i + 1 :]]
+    return statistics.median(slopes) * 3600 if slopes else 0.0
 
 
 class Asker:
@@ -244,6 +244,7 @@ def report(soak: Soak, took_s: float, warm_up_s: float, batches: int, hits: int,
         "store_mib": [round(one.store_bytes / MIB, 1) for one in (settled[0], last)],
         "gaps": gaps,
         "hits_compared": hits,
+        "router_mib_by_minute": [round(one.router_bytes / MIB, 1) for one in soak.samples[::6]],
         "machine": f"{os.cpu_count()} cores, Python {platform.python_version()}",
         "own_peak_mib": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1),
     }
