@@ -82,7 +82,7 @@ def test_a_client_that_does_not_read_holds_the_engine_back() -> None:
 def test_who_reads_slowly_is_not_cut_and_who_does_not_read_is() -> None:
     body = b"y" * (24 * 1024**2)
     limits = HttpLimits(send_timeout_s=7 * PAUSE_S)
-    with fleet(plain(body), limits=limits) as (router, engine):
+    with fleet(plain(body), limits=limits) as (router, _):
         with router.connect() as client:
             client.sendall(raw_request(CHAT, RAW))
             total = 0
@@ -96,7 +96,8 @@ def test_who_reads_slowly_is_not_cut_and_who_does_not_read_is() -> None:
             client.sendall(raw_request(CHAT, RAW))
             reason = {"reason": "send_time"}
             until(lambda: router.sample("http_connections_cut_total", **reason) == 1, "it is cut")
-        until(lambda: engine.given_up == 1, "the engine's request is over")
+        # The kernel may have taken all of the engine's answer by then, so the engine need not notice.
+        until(lambda: router.sample("proxy_open_requests") == 0, "the request is over")
 
 
 def test_pipelined_requests_are_answered_in_their_order() -> None:
