@@ -178,15 +178,6 @@ def _candidates(hits: Sequence[Hit], scene: Scene, longest: int, chosen: int) ->
     return (first, *rest)
 
 
-def route_name(hit: Hit) -> str:
-    """`w0`, or `w0@3` for another rank than 0."""
-    return hit.worker.route_name
-
-
-def route_name_of(worker_id: str, dp_rank: int) -> str:
-    return worker_id if dp_rank == 0 else f"{worker_id}@{dp_rank}"
-
-
 def _is_known(hit: Hit, scene: Scene) -> bool:
     """Whether the hit says what the worker holds: a worker without credit, or one that is guessed at, may hold anything."""
     return not (scene.blind or hit.reason or hit.approximate)
@@ -244,7 +235,8 @@ def _reason(
         text += f"; {coming} tokens of it are just being computed there"
     if lost:
         other = hits[best]
-        text += f"; {printable(route_name(other))} would reuse {other.disk}, but {_but(lost, other, best, burdens, saturated)}"
+        why = _but(lost, other, best, burdens, saturated)
+        text += f"; {printable(other.worker.route_name)} would reuse {other.disk}, but {why}"
     elif scene.policy.name == KV:
         text += _among(hits, costs, burdens, chosen, saturated)
     return f"{text}; all workers are saturated" if len(saturated) == len(hits) else text

@@ -17,6 +17,11 @@ STORAGE = "STORAGE"
 TIERS = (GPU, CPU, STORAGE)
 
 
+def route_name(worker_id: str, dp_rank: int) -> str:
+    """`w0`, or `w0@3` for another rank than 0."""
+    return worker_id if dp_rank == 0 else f"{worker_id}@{dp_rank}"
+
+
 class WorkerKey(NamedTuple):
     """One engine core: one replica and one data-parallel rank of it."""
 
@@ -26,8 +31,8 @@ class WorkerKey(NamedTuple):
 
     @property
     def route_name(self) -> str:
-        """`w0`, or `w0@3` for another rank than 0."""
-        return self.worker_id if self.dp_rank == 0 else f"{self.worker_id}@{self.dp_rank}"
+        """See `route_name`."""
+        return route_name(self.worker_id, self.dp_rank)
 
 
 class Place(NamedTuple):

@@ -17,9 +17,10 @@ from kvrouter.router.api.bodies import NULLS, BodyReader, ReservationBody, Selec
 from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.api.replies import CandidateReply, SelectReply, TokensReply, overlap_of
 from kvrouter.router.arrays import hash_array, token_array
-from kvrouter.router.choose import Candidate, Choice, route_name_of
+from kvrouter.router.choose import Candidate, Choice
 from kvrouter.router.errors import BadQuestion
 from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import route_name
 from kvrouter.router.placing import Ask, Placement, Placing
 from kvrouter.router.question import Question
 from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH
@@ -66,7 +67,7 @@ class Selecting:
         else:
             raise BadQuestion("give token_ids, block_hashes or isl_tokens: they say how much load the prompt is")
         # Only one rank of the worker goes by this name.
-        pinned = route_name_of(str(body.worker_id), body.dp_rank or 0)
+        pinned = route_name(str(body.worker_id), body.dp_rank or 0)
         return self._placing.reserve(msgspec.structs.replace(_ask(body, question), pinned=pinned), anyway=True)
 
     def _select(
@@ -185,7 +186,7 @@ def _candidate(candidate: Candidate) -> CandidateReply:
 def _ask(body: Any, question: Question) -> Ask:
     max_tokens = body.expected_output_tokens if body.max_tokens is None else body.max_tokens
     pinned = body.pinned_worker
-    name = None if pinned is None else route_name_of(str(pinned.worker_id), pinned.dp_rank or 0)
+    name = None if pinned is None else route_name(str(pinned.worker_id), pinned.dp_rank or 0)
     return Ask(question, body.session_id, max_tokens, name, body.selection_id)
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import unquote
 
-import numpy as np
-
 import kvrouter.router.proxy.headers as h
 from kvrouter.router.errors import BadQuestion
 from kvrouter.router.model_names import Served
@@ -28,8 +26,6 @@ PATHS = frozenset(
 )
 # These are answered by the engine's HTTP process alone: nothing is computed on the GPU, and no prompt is placed.
 WITHOUT_PROMPT = frozenset({"/tokenize", "/detokenize"})
-
-_NO_HASHES = np.empty(0, np.uint64)
 
 
 class Tokens(Protocol):
@@ -84,7 +80,7 @@ class Reading:
     async def _question(self, request: Request, body: OpenAIBody, served: Served) -> Question:
         client = request.client
         if client.path in WITHOUT_PROMPT:
-            return Question(served.model, 1, block_hashes=_NO_HASHES, worker_ids=served.worker_ids)
+            return Prompt(1, None, "none").question(served.model, worker_ids=served.worker_ids)
         authorization = self._authorization(client.headers)
         try:
             prompt = await self._tokens.prompt(

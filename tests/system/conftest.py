@@ -14,12 +14,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from fake_engine import FakeEngine
 from router_process import RouterProcess
+from store_server import StoreServer
 
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
     with RouterProcess(tmp_path_factory.mktemp("router")) as process:
         yield process
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StoreServer]:
+    """A Valkey for several routers to share."""
+    with StoreServer(tmp_path / "store") as server:
+        yield server
 
 
 @pytest.fixture

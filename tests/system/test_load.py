@@ -23,12 +23,6 @@ TOKENS = 1_000
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[StoreServer]:
-    with StoreServer(tmp_path / "store") as server:
-        yield server
-
-
-@pytest.fixture
 def pair(tmp_path: Path, server: StoreServer) -> Iterator[tuple[RouterProcess, RouterProcess]]:
     with (
         RouterProcess(tmp_path / "a", ["--redis", server.url]) as one,

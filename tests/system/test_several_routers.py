@@ -20,12 +20,6 @@ RATE = 5_000.0
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[StoreServer]:
-    with StoreServer(tmp_path / "store") as server:
-        yield server
-
-
-@pytest.fixture
 def churn() -> Iterator[Churn]:
     with Churn(ENGINES, RATE) as churn:
         yield churn
