@@ -15,7 +15,7 @@ import aiohttp
 from kvrouter.router.load.gauges import EngineLoad, parse_engine_load
 from kvrouter.router.vitals import NoPulse, Pulse, Vitals, VitalSign
 
-# Every second question is for /metrics, which takes an engine some 100 kB to write and says since when it lives and what load
+# Every second time /metrics is asked too, which takes an engine some 100 kB to write and says since when it lives and what load
 # it has; only /health says whether its core lives. The load of what the router itself sent is known without asking.
 METRICS_EVERY = 2
 # A busy engine answers its /health within a second; what takes longer counts as a miss.
@@ -70,8 +70,11 @@ class Checkup:
             self._wanted.clear()
             with_start = wanted or self.vitals.start_s is None or number % METRICS_EVERY == 0
             number += 1
-            asked_s = self._clock()
-            sign = await self._ask("/metrics" if with_start else "/health")
+            sign, asked_s = await self._ask("/health"), self._clock()
+            if with_start and isinstance(sign, Pulse):
+                # Answered also while the core behind the HTTP is gone: no sign of life by itself.
+                said = await self._ask("/metrics")
+                sign = said if isinstance(said, Pulse) else sign
             for found in self.vitals.observe(sign, asked_s):
                 self._tell(found)
             pause_s = self._interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)

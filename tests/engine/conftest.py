@@ -37,7 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("filterwarnings", ignored)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
+    if exitstatus != pytest.ExitCode.OK:
+        # Hundreds of lines would stand between what failed and who looks for it.
+        return
     for title, rows in config.stash.get(_tables, {}).items():
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         terminalreporter.write_sep("-", title)

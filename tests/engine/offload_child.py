@@ -119,11 +119,31 @@ class Child:
                 add("STORAGE:kvrouter", list(disk._table if disk.writable else disk._held))
         return places
 
-    def ledger(self) -> dict[str, list[int]]:
-        """The same as the patch tells it, once it has told everything."""
+    def saw_all(self) -> bool:
+        """Whether this reader of another engine's folder knows what is in it now: which record has a key, too."""
+        from kvrouter.engine_patch.offload.disk.file_ops import FileOps
+        from kvrouter.engine_patch.offload.disk.view import View
+
+        reader = self.manager._tiering._disk
+        known = reader._view
+        now = View(known._path.parent, known._identity, FileOps()).look()
+        entries = {index: entry for index, entry in now.changed if entry is not None}
+        return bool(now.generation == reader._generation and entries == reader._entries)
+
+    def last_seq(self) -> int | None:
+        """Of the patch's last message, once it has told everything."""
+        next_seq = self._reporter()._stream.next_seq
+        return next_seq - 1 if next_seq else None
+
+    def _reporter(self) -> Any:
         reporter = self.scheduler.kv_event_publisher._kvrouter_tap.reporter
         while len(reporter._intake) or not reporter._intake._asleep:
             time.sleep(POLL_S)
+        return reporter
+
+    def ledger(self) -> dict[str, list[int]]:
+        """The same as the patch tells it, once it has told everything."""
+        reporter = self._reporter()
         found = {}
         for at in reporter._stream.ledger.places():
             owner = "" if at.ownership is None else f":{at.ownership}"

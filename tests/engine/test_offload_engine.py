@@ -141,11 +141,12 @@ def offload(case: Case, disk: Path) -> dict[str, Any]:
 
 
 def settled(router: RouterProcess, engine: OffloadEngine) -> dict[str, Any]:
-    """The worker's row once a heartbeat has proven that the router holds what the engine's ledger says now."""
+    """The worker's row once a heartbeat has proven that the router holds what the ledger says now, and its answers show it."""
     blocks = {place: count for place, (count, _) in engine.do("ledger").items()}
+    last_seq = engine.do("last_seq")
 
     def same(row: dict[str, Any]) -> bool:
-        return {place: count for place, count in row["residency"].items() if count} == blocks
+        return row["seq"] == last_seq and {place: n for place, n in row["residency"].items() if n} == blocks
 
     return router.wait_proven(WORKER, same)
 
@@ -375,9 +376,10 @@ def test_resets_empty_both_tiers_at_once_and_on_the_stock_topic_too(
 
 
 def _catch_up(reader: OffloadEngine, writer: OffloadEngine) -> None:
-    """An engine that rests looks when it steps again, and not too often."""
+    """An engine that rests looks when it steps again, and not too often. The keys alone may be the same while one of them has moved
+    to another record: a read of the old one is a miss."""
     deadline_s = time.monotonic() + 30.0
-    while _on_disk(reader) != _on_disk(writer):
+    while not reader.do("saw_all") or _on_disk(reader) != _on_disk(writer):
         assert time.monotonic() < deadline_s
         time.sleep(LOOK_S / 10)
         reader.run((3,), 1)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real `kvrouter sim` process: simulated engine replicas in front of which a router can stand."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+STOP_TIMEOUT_S = 15.0
+HTTP_TIMEOUT_S = 30.0
+
+
+class ReplicaProcess:
+    """One simulated replica. Starts on entry, stops on exit; `endpoints` is what it printed of itself."""
+
+    def __init__(self, folder: Path, arguments: Sequence[str] = ()) -> None:
+        """arguments: further flags of `kvrouter sim`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self._log = folder / "replica.log"
+        self._arguments = arguments
+        self._process: subprocess.Popen[bytes] | None = None
+        self.endpoints: dict[str, Any] = {}
+
+    def __enter__(self) -> Self:
+        command = [sys.executable, "-c", "from kvrouter.simulator.command import main; raise SystemExit(main())"]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen([*command, *self._arguments], stdout=subprocess.PIPE, stderr=log)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self.__exit__()
+            raise AssertionError(f"the replica did not come up: {self._log.read_text()}")
+        self.endpoints = json.loads(line)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+    def spec(self, worker_id: str) -> str:
+        """As `--worker` takes it."""
+        at = self.endpoints
+        return f"{worker_id}={at['url']},events={at['events']},replay={at['replay']},model={at['model']}"
+
+    def kill(self) -> None:
+        """kill -9: its connections are reset, nothing is said."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def faults(self, **given: Any) -> None:
+        """POST /sim/faults."""
+        host, _, port = self.endpoints["url"].removeprefix("http://").rpartition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=HTTP_TIMEOUT_S)
+        try:
+            connection.request("POST", "/sim/faults", json.dumps(given), {"content-type": "application/json"})
+            answer = connection.getresponse()
+            said = answer.read()
+            assert answer.status == 200, said
+        finally:
+            connection.close()
