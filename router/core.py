@@ -494,6 +494,8 @@ class Core:
             patch=_patch_status(ingest, now),
             refused_blocks=ingest.tally.refused + self._refused(stream.worker),
             draining=stream.registration.draining,
+            role=stream.registration.role.value,
+            handover=stream.registration.handover.value,
         )
 
     def readiness(self) -> str | None:
@@ -729,4 +731,9 @@ def _with_adapters(view: WorkerView, listed: Mapping[str, str]) -> WorkerView:
 
 def _same_stream(old: Registration, new: Registration) -> bool:
     """Whether two registrations differ at most in what the stream does not depend on."""
-    return msgspec.structs.replace(old, url=new.url, lora_name=new.lora_name, draining=new.draining) == new
+    return (
+        msgspec.structs.replace(
+            old, url=new.url, lora_name=new.lora_name, draining=new.draining, role=new.role, handover=new.handover
+        )
+        == new
+    )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from kvrouter.router.names import WorkerKey
+from kvrouter.router.role import HandoverWay, Role
 
 # The largest hybrid models have below ten groups. The hit rule's kernels have room for so many, and do not check.
 MAX_GROUPS = 64
@@ -53,6 +54,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     patch: where the engine patch answers requests; None: beside `events`, if it does; NO_PATCH: not looked for.
     draining: it gets no new request, and is followed as ever.
     patch_key: the public key (Z85) that the patch must prove; then nothing that is not encrypted with it is listened to.
+    handover: how it is handed a prompt that a prefill worker has computed.
     """
 
     worker: WorkerKey
@@ -65,3 +67,5 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     patch: str | None = None
     patch_key: str | None = None
     draining: bool = False
+    role: Role = Role.BOTH
+    handover: HandoverWay = HandoverWay.KV_TRANSFER_PARAMS

@@ -74,3 +74,6 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     # It was asked to take no new request; and why it takes none now, for whatever reason: empty when it does.
     draining: bool = False
     closed: str = ""
+    # both, prefill or decode; and how it is handed a prompt that was computed elsewhere.
+    role: str = "both"
+    handover: str = "kv_transfer_params"

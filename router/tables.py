@@ -24,6 +24,7 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
     for name in (
         "WORKER",
         "MODEL",
+        "ROLE",
         "STATE",
         "SEQ",
         "BLOCKS",
@@ -41,6 +42,7 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
         table.add_row(
             text(worker_name(worker)),
             text(worker["model"]),
+            text(worker.get("role")),
             text(worker["state"]),
             text(worker["seq"]),
             text(_blocks(worker["residency"])),

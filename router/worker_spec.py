@@ -15,6 +15,7 @@ import msgspec
 from kvrouter.router.errors import SettingError
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.registration import MAX_TOKENS, NO_PATCH, CatalogSpec, Registration
+from kvrouter.router.role import HandoverWay, Role, handover_problem, role_problem
 
 # Names become Redis keys, labels and log fields; longer ones are a mistake or an attack.
 MAX_NAME_CHARS = 512
@@ -36,6 +37,8 @@ KEYS = (
     "dp_rank",
     "block_size",
     "lora_name",
+    "role",
+    "handover",
     *CATALOG_NUMBERS,
     *CATALOG_TEXTS,
 )
@@ -55,6 +58,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     catalog: CatalogSpec | None = None
     patch: str | None = None
     patch_key: str | None = None
+    role: Role = Role.BOTH
+    handover: HandoverWay = HandoverWay.KV_TRANSFER_PARAMS
 
     def registration(self, model: str) -> Registration:
         """The registration that this line stands for, as a worker of `model`."""
@@ -68,6 +73,8 @@ class WorkerSpec(msgspec.Struct, frozen=True):
             catalog=self.catalog,
             patch=self.patch,
             patch_key=self.patch_key,
+            role=self.role,
+            handover=self.handover,
         )
 
 
@@ -161,6 +168,10 @@ def parse_worker(spec: str) -> WorkerSpec:
         _check("patch", patch_problem(values["patch"]))
     if "patch_key" in values:
         _check("patch_key", patch_key_problem(values["patch_key"], values.get("patch")))
+    if "role" in values:
+        _check("role", role_problem(values["role"]))
+    if "handover" in values:
+        _check("handover", handover_problem(values["handover"]))
     if "model" in values:
         _check("model", name_problem(values["model"]))
     if "none_hash" in values:
@@ -181,6 +192,8 @@ def parse_worker(spec: str) -> WorkerSpec:
         catalog=msgspec.convert(catalog, CatalogSpec) if catalog else None,
         patch=values.get("patch"),
         patch_key=values.get("patch_key"),
+        role=Role(values.get("role", Role.BOTH)),
+        handover=HandoverWay(values.get("handover", HandoverWay.KV_TRANSFER_PARAMS)),
     )
 
 

@@ -151,10 +151,14 @@ class WorkerPatch(msgspec.Struct, kw_only=True):
     block_size: int | msgspec.UnsetType | None = msgspec.UNSET
     lora_name: str | msgspec.UnsetType | None = msgspec.UNSET
     catalog: CatalogBody | msgspec.UnsetType | None = msgspec.UNSET
+    role: str | msgspec.UnsetType | None = msgspec.UNSET
+    handover: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class RegisterBody(msgspec.Struct, kw_only=True):
-    """`POST /register` and `POST /workers`. One of instance_id and worker_id, and one of the model's three names."""
+    """`POST /register` and `POST /workers`. One of instance_id and worker_id, and one of the model's three names.
+
+    role: both (default), prefill or decode. handover: kv_transfer_params (default) or header."""
 
     instance_id: str | int | None = None
     worker_id: str | int | None = None
@@ -170,6 +174,8 @@ class RegisterBody(msgspec.Struct, kw_only=True):
     block_size: int | None = None
     lora_name: str | None = None
     catalog: CatalogBody | None = None
+    role: str | None = None
+    handover: str | None = None
 
 
 class UnregisterBody(msgspec.Struct, kw_only=True):

@@ -9,6 +9,7 @@ from kvrouter.router.api.bodies import CatalogBody, GroupBody, RegisterBody, Unr
 from kvrouter.router.errors import BadQuestion
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, GroupSpec, Registration
+from kvrouter.router.role import HandoverWay, Role, handover_problem, role_problem
 from kvrouter.router.worker_spec import (
     HASH_ALGOS,
     MAX_DP_RANK,
@@ -55,6 +56,8 @@ def registration_of(body: RegisterBody) -> Registration:
         catalog=None if body.catalog is None else catalog_of(body.catalog),
         patch=body.patch_endpoint,
         patch_key=body.patch_key,
+        role=role_of(body.role),
+        handover=handover_of(body.handover),
     )
     _check_addresses(registration)
     return registration
@@ -80,6 +83,8 @@ def patched(known: Registration, patch: WorkerPatch) -> Registration:
         patch=pick(patch.patch_endpoint, known.patch),
         patch_key=pick(patch.patch_key, known.patch_key),
         draining=known.draining if patch.state is None else patch.state == "draining",
+        role=known.role if patch.role is msgspec.UNSET else role_of(patch.role),
+        handover=known.handover if patch.handover is msgspec.UNSET else handover_of(patch.handover),
     )
     if registration.events is None and registration.url is None:
         raise BadQuestion("endpoint and url cannot both be unset; DELETE the worker to drop it")
@@ -112,6 +117,20 @@ def dp_rank_of(given: int | None) -> int | None:
     """The rank as given, in range. Raises BadQuestion."""
     _check_number("dp_rank", given, 0, MAX_DP_RANK)
     return given
+
+
+def role_of(given: str | None) -> Role:
+    """The role as given; None is the default. Raises BadQuestion."""
+    if given is not None:
+        _check("role", role_problem(given))
+    return Role(given or Role.BOTH)
+
+
+def handover_of(given: str | None) -> HandoverWay:
+    """The way of a hand-over as given; None is the default. Raises BadQuestion."""
+    if given is not None:
+        _check("handover", handover_problem(given))
+    return HandoverWay(given or HandoverWay.KV_TRANSFER_PARAMS)
 
 
 def catalog_of(body: CatalogBody) -> CatalogSpec:

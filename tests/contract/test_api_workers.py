@@ -243,6 +243,8 @@ def test_workers_lists_every_field(core: TinyCore) -> None:
         "tokens": None,
         "draining": False,
         "closed": "",
+        "role": "both",
+        "handover": "kv_transfer_params",
     }
     assert call(app, "GET", "/workers").json() == {"workers": [row]}
     packed = call(app, "GET", "/workers", headers={"accept": "application/msgpack"})
@@ -259,6 +261,33 @@ def test_a_store_that_is_down_is_503(core: TinyCore) -> None:
     core.fail = StoreUnavailable("no connection to the server")
     answer = call(build(core)[0], "POST", "/register", BARE)
     assert (answer.status, answer.error["code"]) == (503, "store_unavailable")
+
+
+def test_a_role_is_kept_changed_and_unset(core: TinyCore) -> None:
+    app, _ = build(core)
+    body = {"worker_id": "w0", "model": "m", "url": "http://h:1"}
+    call(app, "POST", "/register", body | {"role": "prefill"})
+    (worker,) = core.registered
+    assert (core.registered[worker].role, core.registered[worker].handover) == ("prefill", "kv_transfer_params")
+    assert call(app, "PATCH", "/workers/w0", {"role": "decode", "handover": "header"}).status == 200
+    assert call(app, "PATCH", "/workers/w0", {"url": "http://h:2"}).status == 200
+    assert (core.registered[worker].role, core.registered[worker].handover) == ("decode", "header")
+    assert call(app, "PATCH", "/workers/w0", {"role": None, "handover": None}).status == 200
+    assert (core.registered[worker].role, core.registered[worker].handover) == ("both", "kv_transfer_params")
+
+
+@pytest.mark.parametrize("method", ["POST", "PATCH"])
+def test_a_role_that_is_none_says_which_there_are(core: TinyCore, method: str) -> None:
+    app, _ = build(core)
+    body = {"worker_id": "w0", "model": "m", "url": "http://h:1"}
+    path = "/register" if method == "POST" else "/workers/w0"
+    call(app, "POST", "/register", body)
+    for more, named in (
+        ({"role": "prefiller"}, "role must be one of both, prefill, decode"),
+        ({"handover": "nixl"}, "handover must be one of kv_transfer_params, header"),
+    ):
+        answer = call(app, method, path, body | more)
+        assert answer.status == 400 and named in answer.error["message"]
 
 
 def test_a_worker_drains_until_it_is_active_again(core: TinyCore) -> None:

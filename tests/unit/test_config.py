@@ -15,6 +15,7 @@ from kvrouter.router.errors import SettingError
 from kvrouter.router.logs import Formatter
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.registration import CatalogSpec, Registration
+from kvrouter.router.role import HandoverWay, Role
 from kvrouter.router.worker_spec import WorkerSpec, parse_worker
 
 
@@ -223,6 +224,14 @@ def test_a_worker_spec_with_everything() -> None:
     )
 
 
+def test_a_worker_spec_says_what_a_worker_is_there_for() -> None:
+    parsed = parse_worker("w0=http://h:8000,role=decode,handover=header")
+    assert (parsed.role, parsed.handover) == (Role.DECODE, HandoverWay.HEADER)
+    registration = parsed.registration("m")
+    assert (registration.role, registration.handover) == (Role.DECODE, HandoverWay.HEADER)
+    assert parse_worker("w0=http://h:8000").registration("m").role is Role.BOTH
+
+
 def test_the_shortest_worker_spec() -> None:
     assert parse_worker("w0=http://h:8000") == WorkerSpec("w0", "http://h:8000")
 
@@ -245,6 +254,8 @@ def test_the_shortest_worker_spec() -> None:
         ("w0=http://h:1,block_size=0", "block_size"),
         ("w0=http://h:1,hash_algo=md5", "sha256"),
         ("w0=http://h:1,none_hash=zz", "none_hash"),
+        ("w0=http://h:1,role=prefiller", "role must be one of both, prefill, decode"),
+        ("w0=http://h:1,handover=nixl", "handover must be one of kv_transfer_params, header"),
     ],
 )
 def test_a_wrong_worker_spec_says_what_to_write(spec: str, named: str) -> None:
