@@ -32,7 +32,8 @@ from kvrouter.router.load.gauges import EngineLoad
 from kvrouter.router.match import Matcher, Plans, WorkerView
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import GPU, Place, WorkerKey
-from kvrouter.router.placing import Ask, Placing
+from kvrouter.router.placement import Ask
+from kvrouter.router.placing import Placing
 from kvrouter.router.question import Hit, Question
 from kvrouter.router.registration import CatalogSpec
 from kvrouter.router.segments import SegmentMemory

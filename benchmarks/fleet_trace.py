@@ -24,7 +24,7 @@ from virtual_router import VirtualFleet, VirtualRouter
 
 from kvrouter.router.load.gauges import EngineLoad
 from kvrouter.router.metrics import LOST_REASONS
-from kvrouter.router.placing import Placement
+from kvrouter.router.placement import Placement
 from kvrouter.router.policies import NAMES
 from kvrouter.router.warm import warm
 from kvrouter.simulator.job import Job

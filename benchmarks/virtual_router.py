@@ -22,7 +22,8 @@ from kvrouter.router.load.gauges import EngineLoad
 from kvrouter.router.match import Matcher, Plans, WorkerView
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import WorkerKey
-from kvrouter.router.placing import Ask, Placement, Placing
+from kvrouter.router.placement import Ask, Placement
+from kvrouter.router.placing import Placing
 from kvrouter.router.question import Hit, Question
 from kvrouter.router.registration import Registration
 from kvrouter.router.segments import SegmentMemory

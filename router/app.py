@@ -189,6 +189,7 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
             rng=random.Random(),
             new_id=new_selection_id,
             unavailable=admission.problem,
+            prefillers=core.prefill_workers,
             servers=store.servers,
             process=core.token,
         )

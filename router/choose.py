@@ -67,7 +67,9 @@ class Scene(msgspec.Struct, frozen=True):
 class Choice(msgspec.Struct, frozen=True):
     """The chosen worker and a sentence why. prefill_tokens: what it must do before the first token, in computed tokens.
     best_hit_tokens: the longest hit among all that were compared; lost: why the chosen one has less, empty when it has not.
-    candidates: what was compared, best first, where it was asked for. all_saturated: no worker should have taken it."""
+    candidates: what was compared, best first, where it was asked for. all_saturated: no worker should have taken it. prefill: the
+    worker that computes the prompt and hands it over, None where the chosen one does that itself; alone_tokens: what
+    prefill_tokens would be then."""
 
     hit: Hit
     url: str | None
@@ -78,6 +80,8 @@ class Choice(msgspec.Struct, frozen=True):
     best_hit_tokens: int = 0
     lost: str = ""
     all_saturated: bool = False
+    prefill: Choice | None = None
+    alone_tokens: int = 0
 
 
 def choose(hits: Sequence[Hit], scene: Scene, rng: Random, *, explain: bool = False) -> Choice:

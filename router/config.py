@@ -195,6 +195,22 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             ge=1, le=2**40, description="tokens, at least 1: a worker with more to prefill takes no more prompts"
         ),
     ] = 131_072
+    # Below it a hand-over takes longer than the computing (`disaggregation.HANDOVER_TOKENS`), however idle the prefill worker
+    # is; it pays only where prompts queue at the decode worker, and short ones are not what such a queue consists of.
+    remote_prefill_min_tokens: Annotated[
+        int,
+        msgspec.Meta(
+            ge=0,
+            le=2**40,
+            description="tokens, 0 or more: prompts with fewer uncached ones are computed where they are decoded",
+        ),
+    ] = 1_024
+    # An 8 B model's 128 KiB a token over 200 Gb/s (RDMA, 25 GB/s) are 190,000 tokens/s, where an H100 computes some 30,000 to
+    # 40,000. Over 25 Gb/s Ethernet it is more than 1.
+    handover_token_cost: Annotated[
+        float,
+        msgspec.Meta(ge=0.0, le=100.0, description="0 to 100: what a token costs to hand over, in tokens computed"),
+    ] = 0.2
     # Each holds its connection and its body.
     queue_size: Annotated[
         int,

@@ -40,6 +40,7 @@ from kvrouter.router.printable import printable
 from kvrouter.router.question import Hit, Question, asked_for
 from kvrouter.router.registration import Registration
 from kvrouter.router.report_ingest import ReportIngest
+from kvrouter.router.role import HandoverWay, Role
 from kvrouter.router.segments import SegmentMemory
 from kvrouter.router.shares import Attendance, shares
 from kvrouter.router.states import StreamState
@@ -103,6 +104,7 @@ class Core:
         self._plans: dict[str, tuple[int, Plans]] = {}
         self._listeners: list[Callable[[WorkerKey, WorkerView | None], None]] = []
         self._registered: tuple[Registration, ...] | None = None
+        self._prefill_workers: dict[str, frozenset[WorkerKey]] | None = None
         self._segments_counted = (0, 0)
         # Why the log of a worker cannot be followed: in a cluster, some can and some cannot.
         self._unfollowed: dict[WorkerKey, str] = {}
@@ -257,7 +259,7 @@ class Core:
         if stream.registration.draining != registration.draining:
             state = "draining" if registration.draining else "active"
             log.info("worker", extra={"worker": registration.worker, "state": state})
-        self._registered = None
+        self._registered = self._prefill_workers = None
         self._names_known = False
         stream.update(registration)
 
@@ -305,7 +307,7 @@ class Core:
         stream.prepare(image, await self._store.load_copies(worker))
         self._streams[worker] = stream
         self._names_known = False
-        self._mine = self._registered = None
+        self._mine = self._registered = self._prefill_workers = None
         self._take_image(image)
         self._plans.clear()
         if self._attends:
@@ -330,7 +332,7 @@ class Core:
         self._names_known = False
         self._mine = None
         self._plans.clear()
-        self._registered = None
+        self._registered = self._prefill_workers = None
         for listener in self._listeners:
             listener(worker, None)
         return stream
@@ -360,6 +362,21 @@ class Core:
         if self._registered is None:
             self._registered = tuple(stream.registration for stream in self._streams.values())
         return self._registered
+
+    def prefill_workers(self, model: str) -> frozenset[WorkerKey]:
+        """Those that only compute prompts, for others."""
+        if self._prefill_workers is None:
+            found: dict[str, set[WorkerKey]] = {}
+            for worker, stream in self._streams.items():
+                if stream.registration.role is Role.PREFILL:
+                    found.setdefault(worker.model, set()).add(worker)
+            self._prefill_workers = {name: frozenset(workers) for name, workers in found.items()}
+        return self._prefill_workers.get(model, frozenset())
+
+    def handover(self, worker: WorkerKey) -> HandoverWay:
+        """How it is handed a prompt."""
+        stream = self._streams.get(worker)
+        return HandoverWay.KV_TRANSFER_PARAMS if stream is None else stream.registration.handover
 
     def drains(self, worker: WorkerKey) -> bool:
         """Whether it was asked to take no new request."""

@@ -57,6 +57,10 @@ QUEUE_BUCKETS_S = (1e-3, 1e-2, 0.1, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 LOST_REASONS = ("exclusion", "state", "load", "affinity", "temperature", "policy", "tier")
 RESERVATION_ENDS = ("released", "expired", "no_room")
 QUEUE_REFUSALS = ("full", "deadline")
+# `disaggregation.Outcome`; a test holds them equal.
+PREFILL_OUTCOMES = ("remote", "short", "cheaper_here", "saturated", "unavailable", "excluded", "request")
+# Handed over, named to the decode worker's sidecar, no answer of the prefill worker, an error of it, an answer without a hand-over.
+HANDOVER_OUTCOMES = ("done", "named", "failed", "refused", "declined")
 
 
 class Metrics:
@@ -169,6 +173,14 @@ class Metrics:
         self.lost_hit_tokens = counter(
             "lost_hit_tokens_total", "What the best worker would have reused more than the chosen one, by why", "reason"
         )
+        self.prefill_decisions = counter(
+            "prefill_decisions_total",
+            "Prompts of models with prefill workers, by where and why they are computed",
+            "outcome",
+        )
+        self.handovers = counter(
+            "handovers_total", "Prompts sent to a prefill worker first, by what came of it", "outcome"
+        )
         self.reservations = counter("reservations_total", "Prompts whose load was counted")
         self.reservations_ended = counter("reservations_ended_total", "Reservations that ended, by how", "how")
         self.reservations_voided = counter(
@@ -230,6 +242,10 @@ class Metrics:
             self.leases_lost.labels(how)
         for reason in LOST_REASONS:
             self.lost_hit_tokens.labels(reason)
+        for outcome in PREFILL_OUTCOMES:
+            self.prefill_decisions.labels(outcome)
+        for outcome in HANDOVER_OUTCOMES:
+            self.handovers.labels(outcome)
         for how in RESERVATION_ENDS:
             self.reservations_ended.labels(how)
         for reason in QUEUE_REFUSALS:

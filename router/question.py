@@ -29,6 +29,8 @@ class Question(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     worker_ids: frozenset[str] | None = None
     exclude_worker_ids: frozenset[str] = frozenset()
+    # Exactly these, rank by rank: to whom it was sent in vain.
+    exclude_workers: frozenset[WorkerKey] = frozenset()
     # Only this data-parallel rank of each worker.
     dp_rank: int | None = None
     explain: bool = False
@@ -85,4 +87,6 @@ def asked_for(hits: Sequence[Hit], question: Question) -> Sequence[Hit]:
         hits = [hit for hit in hits if hit.worker.dp_rank == rank]
     if without:
         hits = [hit for hit in hits if hit.worker.worker_id not in without]
+    if question.exclude_workers:
+        hits = [hit for hit in hits if hit.worker not in question.exclude_workers]
     return hits

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvrouter.router.model_names import Served
+from kvrouter.router.names import WorkerKey
 from kvrouter.router.question import Hit, Question
 from kvrouter.router.registration import Registration
+from kvrouter.router.role import HandoverWay
 from kvrouter.router.status import TokensStatus, WorkerStatus
 from kvrouter.router.tokens.prompt import Prompt
 
@@ -45,6 +47,10 @@ class CorePort(Protocol):
 
     def names(self) -> Sequence[str]:
         """All that a request's `model` may be: models, their adapters, and other names of both."""
+        ...
+
+    def handover(self, worker: WorkerKey) -> HandoverWay:
+        """How a worker is handed a prompt that another one has computed."""
         ...
 
     def hash_block_size(self, model: str) -> int:

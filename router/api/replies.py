@@ -11,6 +11,7 @@ import msgspec
 from kvrouter.router.api.bodies import MSGPACK, MSGPACK_TYPES
 from kvrouter.router.cost import Parts
 from kvrouter.router.question import GroupCover, Hit, Limit
+from kvrouter.router.role import HandoverWay
 from kvrouter.router.status import WorkerStatus
 
 JSON = "application/json"
@@ -77,6 +78,19 @@ class TokensReply(msgspec.Struct):
     problem: str
 
 
+class PrefillReply(msgspec.Struct, kw_only=True):
+    """The worker that is to compute the prompt before the chosen one is asked, and how it is told to that one."""
+
+    worker_id: str
+    dp_rank: int
+    endpoint: str | None
+    overlap: Overlap
+    effective_prefill_tokens: int
+    handover: HandoverWay
+    reason: str
+    candidates: list[CandidateReply] | msgspec.UnsetType = msgspec.UNSET
+
+
 class SelectReply(msgspec.Struct, kw_only=True):
     """Of `/select` and `/select_and_reserve`. `endpoint` is the engine's URL, null for a worker that was registered without
     one; effective_prefill_tokens: what it does not reuse. model_name, isl_tokens and block_size are for Dynamo's clients."""
@@ -96,6 +110,8 @@ class SelectReply(msgspec.Struct, kw_only=True):
     block_size: int
     reserved: bool
     candidates: list[CandidateReply] | msgspec.UnsetType = msgspec.UNSET
+    # Only where it is worth it.
+    prefill: PrefillReply | msgspec.UnsetType = msgspec.UNSET
 
 
 class EngineReply(msgspec.Struct):

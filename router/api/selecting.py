@@ -15,14 +15,16 @@ import numpy as np
 from kvrouter.router.api.asking import Asking, both
 from kvrouter.router.api.bodies import NULLS, BodyReader, ReservationBody, SelectBody, is_msgpack, worker_ids_of
 from kvrouter.router.api.ports import CorePort, TokensPort
-from kvrouter.router.api.replies import CandidateReply, SelectReply, TokensReply, overlap_of
+from kvrouter.router.api.replies import CandidateReply, PrefillReply, SelectReply, TokensReply, overlap_of
 from kvrouter.router.arrays import hash_array, token_array
+from kvrouter.router.candidates import Pin
 from kvrouter.router.choose import Candidate, Choice
 from kvrouter.router.errors import BadQuestion
 from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import route_name
-from kvrouter.router.placing import Ask, Placement, Placing
+from kvrouter.router.placement import Ask, Placement
+from kvrouter.router.placing import Placing
 from kvrouter.router.question import Question
+from kvrouter.router.role import HandoverWay
 from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH
 
 
@@ -66,8 +68,7 @@ class Selecting:
             question = self._asking.question(body, None, np.empty(0, np.uint64), length)
         else:
             raise BadQuestion("give token_ids, block_hashes or isl_tokens: they say how much load the prompt is")
-        # Only one rank of the worker goes by this name.
-        pinned = route_name(str(body.worker_id), body.dp_rank or 0)
+        pinned = Pin(str(body.worker_id), body.dp_rank)
         return self._placing.reserve(msgspec.structs.replace(_ask(body, question), pinned=pinned), anyway=True)
 
     def _select(
@@ -160,9 +161,24 @@ class Selecting:
             block_size=self._core.hash_block_size(question.model),
             reserved=reserved,
         )
+        if choice.prefill is not None:
+            reply.prefill = self._prefill(question, choice.prefill, self._core.handover(worker))
         if question.explain:
             reply.candidates = [_candidate(candidate) for candidate in choice.candidates]
         return reply
+
+    def _prefill(self, question: Question, there: Choice, handover: HandoverWay) -> PrefillReply:
+        worker = there.hit.worker
+        return PrefillReply(
+            worker_id=worker.worker_id,
+            dp_rank=worker.dp_rank,
+            endpoint=there.url,
+            overlap=overlap_of(there.hit),
+            effective_prefill_tokens=question.num_tokens - there.hit.disk,
+            handover=handover,
+            reason=there.reason,
+            candidates=[_candidate(one) for one in there.candidates] if question.explain else msgspec.UNSET,
+        )
 
 
 def _candidate(candidate: Candidate) -> CandidateReply:
@@ -186,8 +202,8 @@ def _candidate(candidate: Candidate) -> CandidateReply:
 def _ask(body: Any, question: Question) -> Ask:
     max_tokens = body.expected_output_tokens if body.max_tokens is None else body.max_tokens
     pinned = body.pinned_worker
-    name = None if pinned is None else route_name(str(pinned.worker_id), pinned.dp_rank or 0)
-    return Ask(question, body.session_id, max_tokens, name, body.selection_id)
+    pin = None if pinned is None else Pin(str(pinned.worker_id), pinned.dp_rank)
+    return Ask(question, body.session_id, max_tokens, pin, body.selection_id)
 
 
 def _length(body: Any) -> int | None:

@@ -128,6 +128,20 @@ class LoadTable:
         self._prefilling.pop(selection_id, None)
         return True
 
+    def renew(self, selection_id: str, now: float, prefill_tokens: int | None = None) -> None:
+        """It begins only now: its time runs anew, and it counts although its engine said before that it is idle. prefill_tokens: in
+        place of what it was reserved with. One that ended stays ended."""
+        found = self._reservations.pop(selection_id, None)
+        if found is None:
+            return
+        self._prefilling.pop(selection_id, None)
+        self._uncount(found)
+        if prefill_tokens is not None:
+            found.prefill_tokens = prefill_tokens
+        found.made_s, found.counts = now, True
+        self._reservations[selection_id] = self._prefilling[selection_id] = found
+        self._add(found.worker, found.prefill_tokens, found.decode_tokens, 1)
+
     def release(self, selection_id: str) -> bool:
         """It counts no longer and is forgotten. False: there is no such reservation here."""
         found = self._reservations.pop(selection_id, None)

@@ -18,7 +18,8 @@ from kvrouter.router.errors import NoWorker, RouterError, Saturated, WorkerSilen
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.model_names import Served
 from kvrouter.router.names import WorkerKey
-from kvrouter.router.placing import Ask, Placement, Placing
+from kvrouter.router.placement import Ask, Placement
+from kvrouter.router.placing import Placing
 from kvrouter.router.proxy.addresses import Addresses
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.client import Client

@@ -11,7 +11,7 @@ from urllib.parse import unquote
 import kvrouter.router.proxy.headers as h
 from kvrouter.router.errors import BadQuestion
 from kvrouter.router.model_names import Served
-from kvrouter.router.placing import Ask
+from kvrouter.router.placement import Ask
 from kvrouter.router.printable import printable
 from kvrouter.router.proxy.body import OpenAIBody, read_body, renamed
 from kvrouter.router.proxy.client import Client

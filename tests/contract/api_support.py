@@ -24,6 +24,7 @@ from kvrouter.router.names import WorkerKey
 from kvrouter.router.placing import Placing
 from kvrouter.router.question import GroupCover, Hit, Limit, Question
 from kvrouter.router.registration import Registration
+from kvrouter.router.role import HandoverWay, Role
 from kvrouter.router.status import Recovery, TokensStatus, WorkerStatus
 from kvrouter.router.tokens.prompt import Prompt
 
@@ -106,6 +107,13 @@ class TinyCore:
 
     def sent(self, question: Question, worker: WorkerKey) -> None:
         pass
+
+    def prefill_workers(self, model: str) -> frozenset[WorkerKey]:
+        return frozenset(worker for worker, r in self.registered.items() if r.role is Role.PREFILL)
+
+    def handover(self, worker: WorkerKey) -> HandoverWay:
+        known = self.registered.get(worker)
+        return HandoverWay.KV_TRANSFER_PARAMS if known is None else known.handover
 
     def workers(self) -> list[WorkerKey]:
         return [hit.worker for hit in self.hits_known]
@@ -196,7 +204,15 @@ def build(
 ) -> tuple[Outer, Metrics]:
     metrics, config = Metrics(CollectorRegistry()), Config(**settings)
     ids = (f"s{number}" for number in itertools.count())
-    placing = Placing(core, config=config, metrics=metrics, clock=clock, rng=random.Random(1), new_id=lambda: next(ids))
+    placing = Placing(
+        core,
+        config=config,
+        metrics=metrics,
+        clock=clock,
+        rng=random.Random(1),
+        new_id=lambda: next(ids),
+        prefillers=core.prefill_workers,
+    )
     return build_api(core, placing, config, metrics, clock, tokens), metrics
 
 

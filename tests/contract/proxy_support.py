@@ -37,7 +37,8 @@ from kvrouter.router.errors import BadQuestion, NoWorker, UnknownModel, UnknownW
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.model_names import Served
 from kvrouter.router.names import WorkerKey
-from kvrouter.router.placing import Ask, Placing
+from kvrouter.router.placement import Ask
+from kvrouter.router.placing import Placing
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.pool import Pool
 from kvrouter.router.proxy.proxy import Proxy

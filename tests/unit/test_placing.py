@@ -4,87 +4,27 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import random
-from collections.abc import Callable, Coroutine, Sequence
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
-from kvrouter.router.config import Config
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from placing_stage import TOKENS, Stage, ask, hit
+
 from kvrouter.router.errors import Conflict, NoWorker, QueueFull, Saturated, UnknownSelection, UnknownWorker
 from kvrouter.router.load.gauges import EngineLoad
-from kvrouter.router.load.pending import PENDING_TTL_S, PIECE_TOKENS, SELECTED_TTL_S, SETTLE_S
+from kvrouter.router.load.pending import PENDING_TTL_S, SELECTED_TTL_S, SETTLE_S
 from kvrouter.router.load.table import PREFILL_TTL_S, RESERVATION_TTL_S
-from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import WorkerKey
-from kvrouter.router.placing import Ask, Placement, Placing
-from kvrouter.router.question import Hit, Question
+from kvrouter.router.placement import Ask, Placement
+from kvrouter.router.question import Question
 
-TOKENS = 4 * PIECE_TOKENS
 PATIENCE_S = 20.0
-
-
-def hit(name: str, tokens: int = 0, state: str = "live", rank: int = 0) -> Hit:
-    return Hit(WorkerKey("m", name, rank), tokens, tokens, tokens, state)
-
-
-class Fleet:
-    """Hits as the test says."""
-
-    def __init__(self, hits: Sequence[Hit]) -> None:
-        self.known = list(hits)
-        self.went: list[WorkerKey] = []
-
-    def hits(self, question: Question) -> Sequence[Hit]:
-        return self.known
-
-    def url(self, worker: WorkerKey) -> str | None:
-        return f"http://{worker.worker_id}"
-
-    def sent(self, question: Question, worker: WorkerKey) -> None:
-        self.went.append(worker)
-
-    def hash_block_size(self, model: str) -> int:
-        return 16
-
-    def workers(self) -> list[WorkerKey]:
-        return [one.worker for one in self.known]
-
-
-class Stage:
-    """A placing, its fleet, and its clock."""
-
-    def __init__(self, *hits: Hit, unavailable: dict[str, str] | None = None, **settings: Any) -> None:
-        self.now = 0.0
-        self.fleet = Fleet(hits or (hit("a"), hit("b")))
-        self.metrics = Metrics(CollectorRegistry())
-        self.out = unavailable or {}
-        ids = itertools.count()
-        self.placing = Placing(
-            self.fleet,
-            config=Config(**settings),
-            metrics=self.metrics,
-            clock=lambda: self.now,
-            rng=random.Random(4),
-            new_id=lambda: f"s{next(ids)}",
-            unavailable=lambda worker: self.out.get(worker.worker_id),
-        )
-
-    def load(self, name: str) -> tuple[int, int, int]:
-        burden = self.placing.weights.burden(WorkerKey("m", name))
-        return burden.queued_tokens, burden.decode_tokens, burden.requests
-
-    def counted(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(f"kvrouter_{name}", labels or None) or 0.0
-
-
-def ask(seed: int = 0, tokens: int = TOKENS, **fields: Any) -> Ask:
-    ids = np.random.default_rng(seed).integers(0, 50_000, tokens)
-    question = {name: fields.pop(name) for name in ("worker_ids", "exclude_worker_ids") if name in fields}
-    return Ask(Question("m", tokens, token_ids=ids, **question), **fields)
 
 
 def name_of(placement: Placement) -> str:
@@ -307,7 +247,7 @@ def test_who_gives_up_in_the_line_leaves_no_load() -> None:
         waiting[0].cancel()
         await settled()
         first.done()
-        stage.placing._look()
+        stage.placing._line.look()
         waiting[1].cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         assert stage.load("a") == (0, 0, 0) and stage.placing.waiting("m") == (0, 0)

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `Placing` on a clock and a fleet of the test."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+
+from kvrouter.router.config import Config
+from kvrouter.router.load.pending import PIECE_TOKENS
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.placement import Ask
+from kvrouter.router.placing import Placing
+from kvrouter.router.question import Hit, Question
+
+TOKENS = 4 * PIECE_TOKENS
+OF_QUESTION = ("worker_ids", "exclude_worker_ids", "exclude_workers")
+
+
+def hit(name: str, tokens: int = 0, state: str = "live", rank: int = 0) -> Hit:
+    return Hit(WorkerKey("m", name, rank), tokens, tokens, tokens, state)
+
+
+class Fleet:
+    """Hits as the test says."""
+
+    def __init__(self, hits: Sequence[Hit]) -> None:
+        self.known = list(hits)
+        self.went: list[WorkerKey] = []
+
+    def hits(self, question: Question) -> Sequence[Hit]:
+        return self.known
+
+    def url(self, worker: WorkerKey) -> str | None:
+        return f"http://{worker.worker_id}"
+
+    def sent(self, question: Question, worker: WorkerKey) -> None:
+        self.went.append(worker)
+
+    def hash_block_size(self, model: str) -> int:
+        return 16
+
+    def workers(self) -> list[WorkerKey]:
+        return [one.worker for one in self.known]
+
+
+class Stage:
+    """A placing, its fleet, and its clock. Workers whose names begin with p only compute prompts."""
+
+    def __init__(self, *hits: Hit, unavailable: dict[str, str] | None = None, **settings: Any) -> None:
+        self.now = 0.0
+        self.fleet = Fleet(hits or (hit("a"), hit("b")))
+        self.metrics = Metrics(CollectorRegistry())
+        self.out = unavailable or {}
+        ids = itertools.count()
+        self.placing = Placing(
+            self.fleet,
+            config=Config(**settings),
+            metrics=self.metrics,
+            clock=lambda: self.now,
+            rng=random.Random(4),
+            new_id=lambda: f"s{next(ids)}",
+            unavailable=lambda worker: self.out.get(worker.worker_id),
+            prefillers=self._prefillers,
+        )
+
+    def _prefillers(self, model: str) -> frozenset[WorkerKey]:
+        return frozenset(worker for worker in self.fleet.workers() if worker.worker_id.startswith("p"))
+
+    def load(self, name: str) -> tuple[int, int, int]:
+        burden = self.placing.weights.burden(WorkerKey("m", name))
+        return burden.queued_tokens, burden.decode_tokens, burden.requests
+
+    def counted(self, name: str, **labels: str) -> float:
+        return self.metrics.registry.get_sample_value(f"kvrouter_{name}", labels or None) or 0.0
+
+
+def ask(seed: int = 0, tokens: int = TOKENS, **fields: Any) -> Ask:
+    ids = np.random.default_rng(seed).integers(0, 50_000, tokens)
+    question = {name: fields.pop(name) for name in OF_QUESTION if name in fields}
+    return Ask(Question("m", tokens, token_ids=ids, **question), **fields)

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a prompt is computed at a prefill worker, what is counted where meanwhile, and what is said when it is not."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from placing_stage import Stage, ask, hit
+
+from kvrouter.router.candidates import Pin, parted
+from kvrouter.router.choose import Scene, choose
+from kvrouter.router.disaggregation import HANDOVER_TOKENS, Outcome, Rules, with_prefill
+from kvrouter.router.errors import NoWorker, UnknownWorker
+from kvrouter.router.load.gauges import EngineLoad
+from kvrouter.router.load.table import LoadTable
+from kvrouter.router.load.weights import IDLE_GRACE_S, Weights
+from kvrouter.router.metrics import PREFILL_OUTCOMES
+from kvrouter.router.names import WorkerKey
+
+LONG = 8_192
+RULES = Rules(1_024, 0.2)
+
+
+def stage_of(*hits: Any, busy: str | None = "d", **settings: Any) -> Stage:
+    """Workers whose names begin with p only compute prompts. busy: who runs requests, so that a long prompt would disturb them."""
+    stage = Stage(*(hits or (hit("d"), hit("p"))), **settings)
+    if busy is not None:
+        occupy(stage, busy)
+    return stage
+
+
+def occupy(stage: Stage, name: str, queued_tokens: int = 0) -> None:
+    for number in range(16):
+        stage.placing.weights.table.reserve(
+            f"running-{name}-{number}", WorkerKey("m", name), queued_tokens // 16, 1_000, stage.now
+        )
+
+
+def decided(stage: Stage) -> dict[str, int]:
+    counts = {outcome: int(stage.counted("prefill_decisions_total", outcome=outcome)) for outcome in PREFILL_OUTCOMES}
+    return {outcome: count for outcome, count in counts.items() if count}
+
+
+def test_the_metrics_know_all_outcomes() -> None:
+    assert tuple(PREFILL_OUTCOMES) == tuple(Outcome)
+
+
+def test_without_prefill_workers_nothing_is_decided_and_nothing_counted() -> None:
+    stage = stage_of(hit("d"), hit("e"))
+    placement = stage.placing.reserve(ask(tokens=LONG))
+    assert placement.prefill is None and not decided(stage)
+
+
+def test_a_long_prompt_goes_to_the_prefill_worker_of_a_busy_decode_worker() -> None:
+    stage = stage_of()
+    before = stage.load("d")
+    placement = stage.placing.reserve(ask(tokens=LONG, max_tokens=100))
+    assert placement.worker.worker_id == "d" and placement.prefill is not None
+    assert (placement.prefill.worker, placement.prefill.url) == (WorkerKey("m", "p"), "http://p")
+    assert "computed at p and handed over" in placement.choice.reason
+    assert stage.load("p") == (LONG, 0, 1)
+    # What it costs to receive it; the context will be decoded there.
+    assert stage.load("d") == (before[0] + round(0.2 * LONG), before[1] + LONG + 50, before[2] + 1)
+    placement.handed_over()
+    placement.handed_over()
+    assert stage.load("p") == (0, 0, 0) and placement.prefilled_at == WorkerKey("m", "p")
+    placement.first_token()
+    assert stage.load("d") == (before[0], before[1] + LONG + 50, before[2] + 1)
+    placement.done()
+    assert stage.load("d") == before
+    assert decided(stage) == {"remote": 1}
+    assert stage.counted("reservations_total") == stage.counted("reservations_ended_total", how="released") == 2
+
+
+@pytest.mark.parametrize(
+    ("hits", "fields", "outcome"),
+    [
+        ((hit("d", LONG - 500), hit("p")), {}, "short"),
+        ((hit("d", 5_000), hit("p")), {"busy": None}, "cheaper_here"),
+        ((hit("d"), hit("p", 0, "down")), {}, "unavailable"),
+        ((hit("d"), hit("p")), {"unavailable": {"p": "draining"}}, "unavailable"),
+    ],
+)
+def test_each_reason_to_compute_it_where_it_is_decoded(hits: Any, fields: Any, outcome: str) -> None:
+    stage = stage_of(*hits, **fields)
+    placement = stage.placing.reserve(ask(tokens=LONG))
+    assert (placement.worker.worker_id, placement.prefill) == ("d", None)
+    assert decided(stage) == {outcome: 1}
+
+
+def test_what_the_client_says_keeps_it_where_it_is_decoded() -> None:
+    stage = stage_of()
+    for fields, outcome in (
+        ({"exclude_worker_ids": frozenset({"p"})}, "excluded"),
+        ({"worker_ids": frozenset({"d"})}, "excluded"),
+        ({"pinned": "d"}, "request"),
+        ({"may_hand_over": False}, "request"),
+    ):
+        before = decided(stage).get(outcome, 0)
+        assert stage.placing.choose(ask(tokens=LONG, **fields)).prefill is None
+        assert decided(stage)[outcome] == before + 1
+
+
+def test_saturated_prefill_workers_are_left_alone() -> None:
+    stage = stage_of(saturation_tokens=2 * LONG)
+    occupy(stage, "p", 3 * LONG)
+    assert stage.placing.choose(ask(tokens=LONG)).prefill is None
+    assert decided(stage) == {"saturated": 1}
+
+
+def test_the_prefill_worker_with_the_prefix_is_taken_and_its_hit_is_what_is_predicted() -> None:
+    stage = stage_of(hit("d", 100), hit("p1"), hit("p2", 4_096), hit("p3", 1_024))
+    placement = stage.placing.reserve(ask(tokens=LONG))
+    assert placement.prefill is not None and placement.prefill.worker.worker_id == "p2"
+    assert placement.predicted_tokens == 4_096 and placement.choice.hit.disk == 100
+
+
+def test_siblings_are_handed_over_too_while_the_first_is_computed_elsewhere() -> None:
+    stage = stage_of(hit("d1"), hit("d2"), hit("p1"), hit("p2"), busy=None)
+    occupy(stage, "d1")
+    occupy(stage, "d2")
+    first = stage.placing.reserve(ask(tokens=LONG))
+    assert first.prefill is not None
+    for _ in range(4):
+        sibling = stage.placing.choose(ask(tokens=LONG))
+        # Not yet at the decode worker: it would have to compute all of it.
+        assert sibling.hit.worker == first.worker
+        assert sibling.prefill is not None
+    first.handed_over()
+    # From now on it counts as being there.
+    assert stage.placing.choose(ask(tokens=LONG)).prefill is None
+    assert decided(stage) == {"remote": 5, "short": 1}
+
+
+def test_a_failed_prefill_is_looked_for_elsewhere_and_then_done_by_the_decode_worker() -> None:
+    stage = stage_of(hit("d"), hit("p1", 1_024), hit("p2"))
+    before = stage.load("d")
+    asked = ask(tokens=LONG, max_tokens=0)
+    placement = stage.placing.reserve(asked)
+    assert placement.prefill is not None and placement.prefill.worker.worker_id == "p1"
+    again = ask(tokens=LONG, max_tokens=0, exclude_workers=frozenset({WorkerKey("m", "p1")}))
+    placement.prefill_failed(again)
+    assert placement.prefill is not None and placement.prefill.worker.worker_id == "p2"
+    assert stage.load("p1") == (0, 0, 0) and stage.load("p2") == (LONG, 0, 1)
+    assert placement.predicted_tokens == 0
+    placement.prefill_failed(None)
+    assert placement.prefill is None and placement.prefilled_at is None
+    assert stage.load("p2") == (0, 0, 0)
+    # Now all of it is to be computed there.
+    assert stage.load("d") == (before[0] + LONG, before[1] + LONG, before[2] + 1)
+    placement.done()
+    assert stage.load("d") == before
+
+
+def test_where_nobody_else_is_left_a_failed_prefill_is_the_decode_workers() -> None:
+    stage = stage_of()
+    placement = stage.placing.reserve(ask(tokens=LONG))
+    placement.prefill_failed(ask(tokens=LONG, exclude_workers=frozenset({WorkerKey("m", "p")})))
+    assert placement.prefill is None and stage.load("p") == (0, 0, 0)
+
+
+@pytest.mark.parametrize("end", ["done", "expired", "first_token"])
+def test_no_end_leaves_load_at_the_prefill_worker(end: str) -> None:
+    stage = stage_of()
+    placement = stage.placing.reserve(ask(tokens=LONG))
+    if end == "expired":
+        stage.now = 10_000.0
+        stage.placing.tick()
+    else:
+        getattr(placement, end)()
+    assert stage.load("p") == (0, 0, 0)
+    placement.done()
+    placement.handed_over()
+    placement.prefill_failed(None)
+    assert stage.load("p") == (0, 0, 0)
+
+
+def test_an_idle_decode_worker_does_not_void_what_is_about_to_come() -> None:
+    stage = stage_of(hit("d"), hit("p"), busy=None)
+    occupy(stage, "d", 4 * LONG)
+    placement = stage.placing.reserve(ask(tokens=LONG, max_tokens=0))
+    assert placement.prefill is not None
+    # The prefill takes its time, and the decode worker has nothing to do by now.
+    stage.now = IDLE_GRACE_S + 1.0
+    stage.placing.engine_said(WorkerKey("m", "d"), EngineLoad(0, 0))
+    assert stage.load("d") == (0, 0, 0)
+    placement.handed_over()
+    assert stage.load("d")[1:] == (LONG, 1)
+    placement.done()
+    assert stage.load("d") == (0, 0, 0)
+
+
+def test_a_prefill_worker_alone_is_no_answer() -> None:
+    for stage in (stage_of(hit("p"), busy=None), stage_of(hit("p"), hit("d", 0, "down"), busy=None)):
+        with pytest.raises(NoWorker, match="p: role prefill; register a worker that decodes") as refused:
+            stage.placing.reserve(ask(tokens=LONG))
+        assert refused.value.status == 503
+    with pytest.raises(NoWorker, match="role prefill"):
+        stage_of().placing.reserve(ask(pinned="p"))
+
+
+def test_a_gateway_that_has_chosen_may_count_load_at_a_prefill_worker() -> None:
+    stage = stage_of()
+    placement = stage.placing.reserve(ask(tokens=LONG, pinned=Pin("p", 0)), anyway=True)
+    assert placement.worker.worker_id == "p" and placement.prefill is None and not decided(stage)
+
+
+def test_a_rank_is_named_exactly() -> None:
+    stage = Stage(hit("w", 0), hit("w", 900, rank=1))
+    assert stage.placing.reserve(ask(pinned=Pin("w", 0))).worker.dp_rank == 0
+    assert stage.placing.reserve(ask(pinned="w@0")).worker.dp_rank == 0
+    for whichever in ("w", Pin("w")):
+        assert stage.placing.choose(ask(seed=1, pinned=whichever)).hit.worker.dp_rank == 1
+    with pytest.raises(UnknownWorker, match="w@2"):
+        stage.placing.reserve(ask(pinned=Pin("w", 2)))
+    # One whose own name looks like a rank's.
+    stage = Stage(hit("w", 0), hit("w@0", 0), hit("w@0", 0, rank=3))
+    assert stage.placing.reserve(ask(pinned=Pin("w", 0))).worker == WorkerKey("m", "w", 0)
+    assert stage.placing.reserve(ask(pinned=Pin("w@0", 3))).worker == WorkerKey("m", "w@0", 3)
+
+
+def test_exactly_the_ranks_that_failed_are_left_out() -> None:
+    stage = Stage(hit("w", 900), hit("w", 0, rank=1))
+    assert stage.placing.choose(ask(exclude_workers=frozenset({WorkerKey("m", "w", 0)}))).hit.worker.dp_rank == 1
+
+
+tokens_st = st.integers(0, 40_000)
+load_st = st.tuples(st.integers(0, 200_000), st.integers(0, 200_000), st.integers(0, 40))
+worker_st = st.tuples(st.booleans(), tokens_st, load_st)
+
+
+@given(
+    num_tokens=st.integers(1, 40_000),
+    workers=st.lists(worker_st, min_size=1, max_size=8),
+    min_tokens=st.integers(0, 10_000),
+    token_cost=st.floats(0, 5),
+    seed=st.integers(0, 99),
+)
+def test_a_prefill_worker_never_decodes_and_a_hand_over_always_pays(
+    num_tokens: int, workers: list[Any], min_tokens: int, token_cost: float, seed: int
+) -> None:
+    table, hits, prefillers = LoadTable(), [], set()
+    for number, (only_prefill, reused, (queued, decoded, requests)) in enumerate(workers):
+        found = hit(f"w{number}", min(reused, num_tokens - 1))
+        hits.append(found)
+        if only_prefill:
+            prefillers.add(found.worker)
+        for n in range(requests):
+            table.reserve(f"{number}-{n}", found.worker, queued // requests, decoded // requests, 0.0)
+    decoders, others = parted(hits, prefillers)
+    if not decoders or not others:
+        return
+    scene, rng = Scene(num_tokens, Weights(table, 131_072)), Random(seed)
+    rules = Rules(min_tokens, token_cost)
+    alone = choose(decoders, scene, rng)
+    choice, outcome = with_prefill(alone, others, scene, rules, rng, arriving={})
+    assert choice.hit == alone.hit and choice.hit.worker not in prefillers
+    assert (choice.prefill is None) == (outcome is not Outcome.REMOTE)
+    uncached = num_tokens - choice.hit.disk
+    if choice.prefill is None:
+        assert choice.prefill_tokens == uncached
+        return
+    there = choice.prefill.hit
+    assert there.worker in prefillers and uncached >= min_tokens
+    assert choice.alone_tokens == uncached and choice.prefill_tokens == round(token_cost * uncached)
+    burdens = {hit.worker: scene.weights.burden(hit.worker) for hit in hits}
+    assert not burdens[there.worker].saturated
+    # Never slower for the prompt itself than a queue of its own kind would be, at twice the disturbance that counts.
+    here_at_most = 2 * uncached + burdens[choice.hit.worker].queued_tokens + burdens[choice.hit.worker].decode_tokens
+    assert num_tokens - there.disk + burdens[there.worker].queued_tokens + HANDOVER_TOKENS < here_at_most
+
+
+def test_what_is_on_its_way_is_not_sent_twice() -> None:
+    worker = WorkerKey("m", "d")
+    scene = Scene(LONG, Weights(LoadTable(), 131_072))
+    for number in range(16):
+        scene.weights.table.reserve(str(number), worker, 1_000, 1_000, 0.0)
+    alone = choose([hit("d")], scene, Random(0))
+    choice, _ = with_prefill(alone, [hit("p")], scene, RULES, Random(0), arriving={worker: LONG - 192})
+    assert choice.prefill is not None and choice.prefill_tokens == round(0.2 * 192)
+
+
+def test_the_question_with_hashes_alone_is_decided_alike() -> None:
+    stage = stage_of()
+    question = ask(tokens=LONG).question
+    hashes = np.arange(1, LONG // 16 + 1, dtype=np.uint64)
+    from msgspec.structs import replace
+
+    asked = replace(ask(), question=replace(question, token_ids=None, block_hashes=hashes))
+    assert stage.placing.choose(asked).prefill is not None
