@@ -59,6 +59,7 @@ class Attempts:
         self._pinned = pinned
         self._made = 0
         self._arrived = 0
+        self._prefills = 0
         self.trail: list[str] = []
 
     @property
@@ -69,6 +70,14 @@ class Attempts:
     def stale(self, worker: str) -> None:
         """A kept connection was closed under the request: it goes to the same worker over a new one."""
         self.trail.append(f"{worker} {Kind.STALE.value}")
+
+    def prefill_failed(self, worker: str, failure: Failure) -> bool:
+        """A prefill worker did not compute the prompt; whether another one may be asked. The decode worker always may be."""
+        self.trail.append(f"{worker} {failure.kind.value}")
+        self._prefills += 1
+        arrived = failure.kind not in _BEFORE_ARRIVAL
+        self._arrived += arrived
+        return not arrived and self._prefills < MAX_ATTEMPTS
 
     def failed(self, worker: str, failure: Failure) -> bool:
         """One more failed; whether another worker may be asked."""

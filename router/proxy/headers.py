@@ -12,6 +12,7 @@ from urllib.parse import quote
 from kvrouter.router.proxy.target import Target
 
 Headers = list[tuple[bytes, bytes]]
+NOTHING: Headers = []
 
 REQUEST_ID = b"x-request-id"
 SESSION_ID = b"x-session-id"
@@ -23,6 +24,13 @@ WORKER = b"x-kvrouter-worker"
 SELECTION_ID = b"x-kvrouter-selection-id"
 PREDICTED_HIT = b"x-kvrouter-predicted-hit"
 RETRIED = b"x-kvrouter-retried"
+PREFILL_WORKER = b"x-kvrouter-prefill-worker"
+
+# Tells a decode worker's sidecar where the prompt is to be computed first, as host:port; its other name is the sidecar's older one.
+# Only the router says it: a sidecar goes wherever it is sent.
+# Source: llm-d-routing-sidecar internal/proxy/chat_completions.go.
+PREFILLER = b"x-prefiller-host-port"
+PREFILLER_URL = b"x-prefiller-url"
 
 _OURS = b"x-kvrouter-"
 
@@ -40,7 +48,15 @@ CONNECTION_HEADERS = frozenset(
     }
 )
 # Said anew for the engine; `expect` was answered here.
-_REQUEST_HEADERS = CONNECTION_HEADERS | {b"authorization", b"content-length", b"expect", b"host", REQUEST_ID}
+_REQUEST_HEADERS = CONNECTION_HEADERS | {
+    b"authorization",
+    b"content-length",
+    b"expect",
+    b"host",
+    REQUEST_ID,
+    PREFILLER,
+    PREFILLER_URL,
+}
 # The length is said again with the body, where the engine said it.
 _ANSWER_HEADERS = CONNECTION_HEADERS | {b"content-length"}
 
@@ -70,11 +86,12 @@ def request_head(
     request_id: bytes,
     authorization: bytes | None,
     rank: int | None,
+    added: Headers = NOTHING,
 ) -> bytes:
     """The head of the request to the engine.
 
     path: with its query, as it came. authorization: in place of the client's. rank: which of the engine's ranks takes it, in place
-    of what the client says; None: what it says."""
+    of what the client says; None: what it says. added: the router's own."""
     headers = list(headers)
     dropped = _connection_headers(headers, _REQUEST_HEADERS)
     lines = [b"POST ", target.prefix, path, b" HTTP/1.1\r\nhost: ", target.authority, b"\r\n"]
@@ -88,6 +105,8 @@ def request_head(
         lines += (b"authorization: ", authorization, b"\r\n")
     if rank is not None:
         lines += (DP_RANK, b": %d\r\n" % rank)
+    for name, value in added:
+        lines += (name, b": ", value, b"\r\n")
     lines += (REQUEST_ID, b": ", request_id, b"\r\ncontent-length: %d\r\n\r\n" % length)
     return b"".join(lines)
 

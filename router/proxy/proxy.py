@@ -8,7 +8,7 @@ An engine's errors are the client's; the router's own say what to do.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -23,28 +23,29 @@ from kvrouter.router.placing import Placing
 from kvrouter.router.proxy.addresses import Addresses
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.client import Client
-from kvrouter.router.proxy.connection import AnswerHead, Connection
+from kvrouter.router.proxy.connection import AnswerHead
 from kvrouter.router.proxy.failure import GONE_STATUSES, Failure, Kind
+from kvrouter.router.proxy.handover import can_be_handed_over
 from kvrouter.router.proxy.pool import Pool
+from kvrouter.router.proxy.prefilling import Prefilling, without
 from kvrouter.router.proxy.reading import Reading, Request, Tokens
-from kvrouter.router.proxy.target import Target
+from kvrouter.router.proxy.sending import FIRST_SERVER_ERROR, Sending, Sent, named
 from kvrouter.router.registration import Registration
 
 log = logging.getLogger("kvrouter.proxy")
 
 EVENT_STREAM = b"text/event-stream"
 FIRST_ERROR = 400
-FIRST_SERVER_ERROR = 500
 
 
 class _Answer:
     """An attempt that came as far as the first byte of an answer."""
 
-    def __init__(self, placement: Placement, target: Target, connection: Connection, head: AnswerHead) -> None:
+    def __init__(self, placement: Placement, sent: Sent) -> None:
         self.placement = placement
-        self.target = target
-        self.connection = connection
-        self.head = head
+        self.sent = sent
+        self.connection = sent.connection
+        self.head = sent.head
 
 
 class Proxy:
@@ -76,7 +77,15 @@ class Proxy:
         self._pool = pool
         self._metrics = metrics
         self._allowed = allowed
-        self._silence_s = silence_s
+        self._sending = Sending(
+            addresses=self._addresses,
+            authorization=self._authorization,
+            admission=admission,
+            pool=pool,
+            metrics=metrics,
+            silence_s=silence_s,
+        )
+        self._prefilling = Prefilling(self._sending, admission, metrics)
         self._worker_authorization = None if worker_key is None else f"Bearer {worker_key}".encode()
         self._has_own_key = has_own_key
         self._clock = clock
@@ -128,6 +137,10 @@ class Proxy:
         # A gateway's word that its engine is gone: the client's, if nobody has a better one.
         spare: _Answer | None = None
         error: RouterError | None = None
+        vain: set[WorkerKey] = set()
+        if ask.question.model in self._addresses().prefillers:
+            splits = can_be_handed_over(request.client.path, request.body)
+            ask = msgspec.structs.replace(ask, may_hand_over=splits)
         try:
             while True:
                 try:
@@ -144,22 +157,30 @@ class Proxy:
                     spare.connection.close()
                     spare = None
                 try:
-                    answer = await self._attempt(request, placement)
+                    answer = await self._attempt(request, ask, placement, vain)
                 except Failure as caught:
                     failure, error = caught, _error_of(caught)
-                    if not request.attempts.failed(_named(placement), failure):
+                    if not request.attempts.failed(named(placement.worker), failure):
                         raise error from None
+                    vain |= self._addresses().sharing(placement.worker)
                 else:
-                    if answer.head.status not in GONE_STATUSES:
+                    status, is_gone = answer.head.status, answer.head.status in GONE_STATUSES
+                    handed_over = _computed_at(placement) is not None
+                    if not (is_gone or (handed_over and status >= FIRST_SERVER_ERROR)):
                         return answer
-                    failure = Failure(Kind.GONE, f"the engine answers {answer.head.status}")
-                    self._count(placement.worker, failure)
-                    if not request.attempts.failed(_named(placement), failure):
+                    failure = Failure(Kind.GONE, f"the engine answers {status}")
+                    self._sending.count(placement.worker, failure)
+                    if not request.attempts.failed(named(placement.worker), failure):
                         return answer
+                    if handed_over and (placement.prefill is not None or not is_gone):
+                        # A sidecar that did not reach the prefill worker, or blocks that it did not get: alone it can do it.
+                        ask = msgspec.structs.replace(ask, may_hand_over=False)
+                    else:
+                        vain |= self._addresses().sharing(placement.worker)
                     placement.done()
                     spare = answer
                 self._metrics.proxy_retries.labels(failure.kind.value).inc()
-                ask = _without(ask, {placement.worker.worker_id})
+                ask = without(ask, vain)
         finally:
             if spare is not None:
                 spare.connection.close()
@@ -172,7 +193,7 @@ class Proxy:
             return placement
         placement.done()
         if ask.pinned is None:
-            placement = await self._placing.place(_without(ask, addresses.unreachable))
+            placement = await self._placing.place(without(ask, addresses.unreachable))
             if placement.worker in addresses.targets:
                 return placement
             placement.done()
@@ -185,71 +206,30 @@ class Proxy:
             self._known_addresses = Addresses(registrations, self._allowed)
         return self._known_addresses
 
-    async def _attempt(self, request: Request, placement: Placement) -> _Answer:
-        """The first byte of this worker's answer; its breaker knows how it went. Raises Failure."""
-        worker, client = placement.worker, request.client
-        addresses = self._addresses()
-        target = addresses.targets[worker]
-        head = h.request_head(
-            target,
-            client.url,
-            client.headers,
-            length=len(request.body),
-            request_id=request.request_id,
-            authorization=self._authorization(client.headers),
-            rank=addresses.ranks.get(worker),
-        )
-        self._admission.begun(worker)
+    async def _attempt(self, request: Request, ask: Ask, placement: Placement, vain: set[WorkerKey]) -> _Answer:
+        """The first byte of this worker's answer. vain: to whom the request was sent in vain. Raises Failure."""
         try:
-            connection, answered = await self._exchange(request, placement, target, head)
-        except Failure as failure:
-            placement.done()
-            self._count_failure(worker, failure)
-            raise
+            given = await self._prefilling.hand_over(request, ask, placement, self._addresses(), vain)
+            sent = await self._sending.send(
+                request, placement.worker, given.body, request.client.headers, given.headers
+            )
         except BaseException:
             placement.done()
-            self._admission.unknown(worker)
             raise
-        if answered.status < FIRST_SERVER_ERROR:
-            self._admission.answered(worker)
-        else:
-            self._admission.failed(worker, f"it answers {answered.status}")
-        return _Answer(placement, target, connection, answered)
-
-    async def _exchange(
-        self, request: Request, placement: Placement, target: Target, head: bytes
-    ) -> tuple[Connection, AnswerHead]:
-        """Over a kept connection where there is one, over a new one where it was closed. Raises Failure."""
-        connection = self._pool.idle(target) if request.attempts.reuses_connections else None
-        if connection is not None:
-            try:
-                return connection, await self._ask(connection, request, placement, head)
-            except Failure as failure:
-                if failure.kind is not Kind.STALE:
-                    raise
-                self._count(placement.worker, failure)
-                request.attempts.stale(_named(placement))
-        connection = await self._pool.connect(target)
-        return connection, await self._ask(connection, request, placement, head)
-
-    async def _ask(self, connection: Connection, request: Request, placement: Placement, head: bytes) -> AnswerHead:
-        try:
-            with self._admission.waiting(placement.worker, connection):
-                return await connection.ask(head, request.body, self._silence_s)
-        except BaseException:
-            connection.close()
-            raise
+        return _Answer(placement, sent)
 
     async def _relay(self, request: Request, answer: _Answer, *, predicted: bool) -> str:
         """Passes the answer on, until its end; how it ended. predicted: whether the hit of the choice is a prediction."""
         placement, connection, head, client = answer.placement, answer.connection, answer.head, request.client
         added = [
-            (h.WORKER, _named(placement).encode()),
+            (h.WORKER, named(placement.worker).encode()),
             (h.SELECTION_ID, placement.selection_id.encode()),
             *_retried(request),
         ]
         if predicted:
-            added.append((h.PREDICTED_HIT, b"%d" % placement.choice.hit.disk))
+            added.append((h.PREDICTED_HIT, b"%d" % placement.predicted_tokens))
+        if (computed_at := _computed_at(placement)) is not None:
+            added.append((h.PREFILL_WORKER, named(computed_at).encode()))
         if _streams(head):
             # The first byte of any other answer comes with its last token.
             placement.first_token()
@@ -260,14 +240,14 @@ class Proxy:
         except Failure as failure:
             connection.close()
             client.break_off()
-            self._count_failure(placement.worker, failure)
+            self._sending.count_failure(placement.worker, failure)
             return "cut"
         except BaseException:
             connection.close()
             raise
         finally:
             placement.done()
-        self._pool.give_back(answer.target, connection)
+        self._sending.give_back(answer.sent)
         outcome = _outcome(head.status)
         self._metrics.count_answer(placement.worker, outcome)
         if log.isEnabledFor(logging.DEBUG):
@@ -275,22 +255,10 @@ class Proxy:
             log.debug("proxied", extra=extra | {"trail": request.attempts.trail})
         return outcome
 
-    def _count_failure(self, worker: WorkerKey, failure: Failure) -> None:
-        self._count(worker, failure)
-        self._admission.failed(worker, failure.text)
 
-    def _count(self, worker: WorkerKey, failure: Failure) -> None:
-        self._metrics.proxy_failures.labels(self._metrics.worker_label(worker), failure.kind.value).inc()
-
-
-def _without(ask: Ask, worker_ids: Iterable[str]) -> Ask:
-    """The same, but for these workers."""
-    excluded = ask.question.exclude_worker_ids.union(worker_ids)
-    return msgspec.structs.replace(ask, question=msgspec.structs.replace(ask.question, exclude_worker_ids=excluded))
-
-
-def _named(placement: Placement) -> str:
-    return h.named_in_header(placement.worker.route_name)
+def _computed_at(placement: Placement) -> WorkerKey | None:
+    """The prefill worker, where it was one."""
+    return placement.prefilled_at if placement.prefill is None else placement.prefill.worker
 
 
 def _outcome(status: int) -> str:

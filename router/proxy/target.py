@@ -24,6 +24,12 @@ class Target(msgspec.Struct, frozen=True):
         """Connections to one origin are interchangeable."""
         return self.host, self.port, self.tls
 
+    @property
+    def host_port(self) -> bytes:
+        """`host:port`, the port always given."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}".encode("ascii" if host.isascii() else "idna")
+
 
 def target_of(url: str) -> Target:
     """The target of a URL that `worker_spec.url_problem` has nothing against."""

@@ -80,6 +80,9 @@ class Placed:
         self.worker = hit.worker
         self.url = url
         self.choice = SimpleNamespace(hit=hit)
+        self.prefill = None
+        self.prefilled_at = None
+        self.predicted_tokens = hit.disk
         self.told: list[str] = []
 
     def first_token(self) -> None:
@@ -106,7 +109,7 @@ class FirstFit:
                 raise UnknownWorker("no such worker")
         for registration in of_model:
             worker = registration.worker
-            if worker.worker_id in question.exclude_worker_ids:
+            if worker in question.exclude_workers:
                 continue
             why = self._unavailable(worker) or ""
             if not why:

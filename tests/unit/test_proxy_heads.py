@@ -100,7 +100,7 @@ def test_addresses_of_a_fleet() -> None:
         AllowList(["10.0.0.0/8"]),
     )
     assert found.ranks == {WorkerKey("m", "dp", 0): 0, WorkerKey("m", "dp", 1): 1}
-    assert found.unreachable == {"silent", "far"}
+    assert {worker.worker_id for worker in found.unreachable} == {"silent", "far"}
     assert found.models == {"m", "a", "b"}
     assert len(found.targets) == 5
 
