@@ -86,7 +86,7 @@ class Prefilling:
         """The prefill worker's word of where the blocks are. Raises Failure, _Declined."""
         # Its answer is read here.
         headers = [(name, value) for name, value in request.client.headers if name != b"accept-encoding"]
-        sent = await self._sending.send(request, part.worker, prefill_body(request.body), headers, [])
+        sent = await self._sending.send(request, part.worker, prefill_body(request.body), headers, judged=False)
         connection, status = sent.connection, sent.head.status
         answer = bytearray()
 
@@ -104,8 +104,14 @@ class Prefilling:
             raise
         except BaseException:
             connection.close()
+            self._admission.unknown(part.worker)
             raise
         self._sending.give_back(sent)
+        params = given_params(bytes(answer)) if status == OK else None
+        if params is not None or status != OK:
+            self._sending.judge(part.worker, status)
+        else:
+            self._admission.failed(part.worker, NOTHING_GIVEN)
         if status in GONE_STATUSES:
             gone = Failure(Kind.GONE, f"the engine answers {status}")
             self._sending.count(part.worker, gone)
@@ -113,9 +119,7 @@ class Prefilling:
         if status != OK:
             # The client's error, most likely; the decode worker will say so.
             raise _Declined("refused" if status < FIRST_SERVER_ERROR else "failed")
-        params = given_params(bytes(answer))
         if params is None:
-            self._admission.failed(part.worker, NOTHING_GIVEN)
             raise _Declined("declined")
         return params
 

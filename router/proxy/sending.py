@@ -49,9 +49,17 @@ class Sending:
         self._silence_s = silence_s
 
     async def send(
-        self, request: Request, worker: WorkerKey, body: bytes, headers: h.Headers, added: h.Headers
+        self,
+        request: Request,
+        worker: WorkerKey,
+        body: bytes,
+        headers: h.Headers,
+        added: h.Headers = h.NOTHING,
+        *,
+        judged: bool = True,
     ) -> Sent:
-        """headers: the client's. added: the router's own. Raises Failure."""
+        """headers: the client's. added: the router's own. judged: the breaker is told by the answer's status; else the caller tells
+        it, when it has read the answer. Raises Failure."""
         client = request.client
         addresses = self._addresses()
         target = addresses.targets[worker]
@@ -74,11 +82,16 @@ class Sending:
         except BaseException:
             self._admission.unknown(worker)
             raise
-        if answered.status < FIRST_SERVER_ERROR:
+        if judged:
+            self.judge(worker, answered.status)
+        return Sent(target, connection, answered)
+
+    def judge(self, worker: WorkerKey, status: int) -> None:
+        """What an answer's status says of the worker; a client's error says nothing against it."""
+        if status < FIRST_SERVER_ERROR:
             self._admission.answered(worker)
         else:
-            self._admission.failed(worker, f"it answers {answered.status}")
-        return Sent(target, connection, answered)
+            self._admission.failed(worker, f"it answers {status}")
 
     async def _exchange(
         self, request: Request, worker: WorkerKey, target: Target, head: bytes, body: bytes

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is handed over, and what the two requests look like."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvrouter.router.proxy.failure import MAX_ATTEMPTS, Attempts, Failure, Kind
+from kvrouter.router.proxy.handover import can_be_handed_over, decode_body, given_params, prefill_body
+from kvrouter.router.proxy.headers import request_head
+from kvrouter.router.proxy.target import target_of
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+
+
+def raw(**fields: Any) -> bytes:
+    return json.dumps(fields).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": []}),
+        (CHAT, {"messages": [], "n": 1, "max_tokens": 1, "max_completion_tokens": 5, "tools": [{}], "stream": True}),
+        (COMPLETION, {"prompt": "a"}),
+        (COMPLETION, {"prompt": ["a"]}),
+        (COMPLETION, {"prompt": [1, 2, 3], "n": None, "best_of": 1}),
+        (COMPLETION, {"prompt": [[1, 2, 3]], "echo": False, "max_tokens": None, "kv_transfer_params": None}),
+    ],
+)
+def test_one_prompt_with_one_answer_can_be_handed_over(path: str, fields: dict[str, Any]) -> None:
+    assert can_be_handed_over(path, raw(**fields))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/embeddings", {"input": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+        (CHAT, {"messages": [], "n": 2}),
+        (CHAT, {"messages": [], "max_completion_tokens": 1}),
+        (CHAT, {"messages": [], "max_tokens": 0}),
+        (CHAT, {"messages": [], "prompt_logprobs": 0}),
+        (CHAT, {"messages": [], "use_beam_search": True}),
+        (CHAT, {"messages": [], "kv_transfer_params": {}}),
+        (COMPLETION, {"prompt": ["a", "b"]}),
+        (COMPLETION, {"prompt": [[1], [2]]}),
+        (COMPLETION, {"prompt": []}),
+        (COMPLETION, {"prompt": "a", "echo": True}),
+        (COMPLETION, {"prompt": "a", "best_of": 2}),
+        (COMPLETION, {"prompt": "a", "prompt_embeds": "x"}),
+    ],
+)
+def test_what_needs_more_than_the_blocks_is_not(path: str, fields: dict[str, Any]) -> None:
+    assert not can_be_handed_over(path, raw(**fields))
+
+
+def test_a_body_that_is_broken_is_the_engines() -> None:
+    for broken in (b"", b"{", b"[]", b'"x"', b"[" * 100_000):
+        assert not can_be_handed_over(CHAT, broken)
+
+
+def test_the_first_request_computes_a_prompt_and_no_more() -> None:
+    sent = raw(
+        messages=[{"role": "user", "content": "x"}],
+        max_completion_tokens=9,
+        min_tokens=2,
+        stream=True,
+        stream_options={"include_usage": True},
+        logprobs=True,
+        top_logprobs=3,
+        return_token_ids=True,
+        tools=[{"type": "function"}],
+        chat_template_kwargs={"a": 1},
+    )
+    body = json.loads(prefill_body(sent))
+    params = body.pop("kv_transfer_params")
+    assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
+    assert body == {
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "stream": False,
+        "tools": [{"type": "function"}],
+        "chat_template_kwargs": {"a": 1},
+    }
+
+
+def test_the_second_request_is_the_clients_with_the_answer_of_the_first() -> None:
+    params = given_params(
+        b'{"id": "x", "kv_transfer_params": {"remote_block_ids": [[1, 2]], "big": 18446744073709551616}}'
+    )
+    assert params is not None
+    sent = b'{"model": "m",  "temperature": 0.10, "prompt": [1,  2]}'
+    body = decode_body(sent, params)
+    # What is not changed keeps its bytes.
+    assert b'"temperature":0.10' in body and b"[1,  2]" in body and b"18446744073709551616" in body
+    assert json.loads(body)["kv_transfer_params"]["remote_block_ids"] == [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"{}", b"[]", b'{"kv_transfer_params": null}', b'{"kv_transfer_params": {}}', b'{"kv_transfer_params": 1}'],
+)
+def test_an_answer_without_a_hand_over_gives_nothing(answer: bytes) -> None:
+    assert given_params(answer) is None
+
+
+def test_prefill_failures_leave_the_decode_worker_its_chance() -> None:
+    attempts = Attempts(CHAT, pinned=False)
+    refused, lost = Failure(Kind.REFUSED, ""), Failure(Kind.RESET, "")
+    assert [attempts.prefill_failed(f"p{n}", refused) for n in range(MAX_ATTEMPTS)] == [True, True, False]
+    # None of these arrived, so the decode workers have all of their attempts.
+    assert attempts.failed("d0", lost) and not attempts.failed("d1", lost)
+    attempts = Attempts(CHAT, pinned=False)
+    assert not attempts.prefill_failed("p0", lost)
+    # An engine may have died of it: one more, and that is the decode worker.
+    assert not attempts.failed("d0", lost)
+    assert attempts.trail == ["p0 reset", "d0 reset"]
+
+
+def test_only_the_router_says_where_a_prompt_is_computed() -> None:
+    client = [(b"x-prefiller-host-port", b"evil:1"), (b"x-prefiller-url", b"evil"), (b"a", b"b")]
+    head = request_head(
+        target_of("http://h:1"),
+        b"/v1/x",
+        client,
+        length=0,
+        request_id=b"i",
+        authorization=None,
+        rank=None,
+        added=[(b"x-prefiller-host-port", target_of("http://[::1]:8000/base").host_port)],
+    )
+    assert b"evil" not in head and b"x-prefiller-host-port: [::1]:8000\r\n" in head and b"a: b\r\n" in head
+    assert target_of("https://h").host_port == b"h:443"
