@@ -24,10 +24,9 @@ from kvrouter.router.question import Hit
 # tokenized once more, a step of each engine, the first contact of their connectors. Some 30 ms, at 30,000 tokens a second.
 HANDOVER_TOKENS = 1_000
 
-# What it costs a request that runs at the decode worker that the prompt is computed between its steps: it stands still meanwhile.
-# Twenty of them together weigh as much as the prompt itself, which waits for its first token by it; beyond that no more.
-DISTURBED_SHARE = 0.05
-DISTURBED_MAX = 20
+# A second for which a request that runs at the decode worker stands still, as a prompt is computed between its steps, counts like
+# one for which the prompt waits. Only so many of them: a prompt is not to wait for many times its own length to spare others.
+DISTURBED_MAX = 4
 
 
 class Outcome(StrEnum):
@@ -84,7 +83,7 @@ def with_prefill(
     parts = weigh(there.hit, scene, there.hit.disk).parts
     cost_there = parts.prefill + parts.load + handover_tokens
     running = min(scene.weights.burden(hit.worker).requests, DISTURBED_MAX)
-    cost_here = here.parts.prefill * (1 + DISTURBED_SHARE * running) + here.parts.load
+    cost_here = here.parts.prefill * (1 + running) + here.parts.load
     if cost_there >= cost_here:
         return choice, Outcome.CHEAPER_HERE
     text = (
