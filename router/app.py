@@ -19,7 +19,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import msgspec
@@ -45,6 +45,7 @@ from kvrouter.router.placing import Placing
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.pool import Pool
 from kvrouter.router.proxy.proxy import Proxy
+from kvrouter.router.quality.watching import Quality
 from kvrouter.router.siblings import Siblings
 from kvrouter.router.tokens.engine_client import Engine
 from kvrouter.router.tokens.judging import LocalMaker
@@ -52,6 +53,9 @@ from kvrouter.router.tokens.tokenizing import Tokenizing
 from kvrouter.router.version import VERSION
 from kvrouter.router.warm import warm
 from kvrouter.router.worker_spec import parse_worker
+
+if TYPE_CHECKING:
+    from kvrouter.router.quality.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +87,13 @@ def new_selection_id() -> str:
 
 
 def build_router(
-    core: Core, placing: Placing, admission: Admission, tokens: Tokenizing, config: Config, metrics: Metrics
+    core: Core,
+    placing: Placing,
+    admission: Admission,
+    tokens: Tokenizing,
+    config: Config,
+    metrics: Metrics,
+    quality: Quality,
 ) -> Outer:
     """The HTTP API and the proxy, on the running loop. `close` its proxy at the end."""
     proxy = Proxy(
@@ -94,13 +104,13 @@ def build_router(
         admission=admission,
         pool=Pool(asyncio.get_running_loop()),
         metrics=metrics,
+        quality=quality,
         allowed=AllowList(config.allow_hosts),
         silence_s=config.answer_timeout_s,
         worker_key=config.worker_api_key,
         has_own_key=config.api_key is not None,
-        clock=time.perf_counter,
     )
-    return build_api(core, placing, config, metrics, time.perf_counter, tokens, proxy)
+    return build_api(core, placing, config, metrics, time.perf_counter, tokens, proxy, quality.tracing)
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -214,7 +224,12 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
     )
     stack.push_async_callback(tokens.stop)
     tokens.start()
-    outer = build_router(core, placing, admission, tokens, config, metrics)
+    tracing = tracing_of(config, metrics)
+    if tracing is not None:
+        stack.push_async_callback(tracing.close)
+    quality = Quality(metrics, time.monotonic, tracing)
+    core.listen(quality.on_view)
+    outer = build_router(core, placing, admission, tokens, config, metrics, quality)
     assert outer.proxy is not None
     stack.callback(outer.proxy.close)
     settings = uvicorn.Config(
@@ -240,6 +255,20 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
         print(start_line(config, listener, workers) if part is None else workers, flush=True)
 
     return _Server(settings, started)
+
+
+def tracing_of(config: Config, metrics: Metrics) -> Tracing | None:
+    """Where traces go, None where none are wanted. Raises SettingError."""
+    if config.otlp_endpoint is None:
+        return None
+    try:
+        # An extra, and a thread and some megabytes that most routers have no need of.
+        from kvrouter.router.quality.tracing import Tracing
+    except ImportError as error:
+        raise SettingError(
+            f"otlp_endpoint needs a package that is not installed ({error.name}): pip install 'hybrid-kv-router[otel]'"
+        ) from None
+    return Tracing(config.otlp_endpoint, metrics.quality.spans)
 
 
 def local_tokenizers(config: Config) -> dict[str, LocalMaker]:

@@ -96,6 +96,7 @@ def serve(
     replay_timeout_s: Annotated[Text, _setting("replay_timeout_s", "S")] = None,
     tokenize_timeout_s: Annotated[Text, _setting("tokenize_timeout_s", "S")] = None,
     none_hash_seed: Annotated[Text, _setting("none_hash_seed", "SEED")] = None,
+    otlp_endpoint: Annotated[Text, _setting("otlp_endpoint", "URL")] = None,
 ) -> None:
     """Run the router.
 
@@ -137,6 +138,7 @@ def serve(
         "replay_timeout_s": replay_timeout_s,
         "tokenize_timeout_s": tokenize_timeout_s,
         "none_hash_seed": none_hash_seed,
+        "otlp_endpoint": otlp_endpoint,
     }
     named = os.environ.get("KVROUTER_CONFIG")
     file = config if config is not None else Path(named) if named else None

@@ -243,6 +243,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     model_aliases: Annotated[
         tuple[str, ...], msgspec.Meta(description="a list of NAME=MODEL: other names for models and LoRA adapters")
     ] = ()
+    # Off: a trace costs a request some 150 us of CPU, and needs a collector. The SDK's own variables (OTEL_*) say how; this one,
+    # that and where.
+    otlp_endpoint: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"\Ahttps?://[\x21-\x7e]+\Z")] | None,
+        msgspec.Meta(description="a collector's URL like http://otel:4318 (OTLP over HTTP); without it, no traces"),
+    ] = None
     # None: the engines run without PYTHONHASHSEED, as they do by default.
     none_hash_seed: Annotated[
         str | None, msgspec.Meta(description="the engines' PYTHONHASHSEED; leave it out where they have none")

@@ -71,5 +71,7 @@ def set_up_logs(level: str, form: str, stream: TextIO) -> None:
         logger.propagate = False
         logger.setLevel(level.upper())
     logging.getLogger("asyncio").setLevel("WARNING")
+    # It repeats itself while a collector is away, which router/quality/tracing.py says once.
+    logging.getLogger("opentelemetry").setLevel("CRITICAL")
     # Its start and stop lines repeat ours, and its warnings are single requests that are no HTTP: those are counted.
     logging.getLogger("uvicorn").setLevel("ERROR")

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvrouter.router.names import WorkerKey
+from kvrouter.router.quality.measures import Measures
 from kvrouter.router.states import StreamState
 
 STREAM_STATES = tuple(state.value for state in StreamState)
@@ -41,9 +42,6 @@ COMMIT_OUTCOMES = ("applied", "fenced", "stale", "failed")
 MAX_WORKER_LABELS = 1_024
 MAX_WORKER_LABEL_CHARS = 80
 OTHER_WORKER = "other"
-
-# From a cached prompt on a small model to a queue of minutes.
-FIRST_BYTE_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
 # A decision takes 10 us (hashes, warm) to some ms (32 k fresh tokens to hash); Prometheus' own buckets begin at 5 ms.
 DECIDE_BUCKETS_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1, 1.0)
@@ -166,6 +164,12 @@ class Metrics:
         self.token_mismatches = gauge(
             "token_mismatches", "Engines of which a tokenizer here, their /tokenize or their peers make other tokens"
         )
+        self.choice_seconds = Histogram(
+            "kvrouter_choice_seconds",
+            "Time to choose a worker: hashing, matching, comparing",
+            buckets=DECIDE_BUCKETS_S,
+            registry=registry,
+        )
         self.achievable_hit_tokens = counter(
             "achievable_hit_tokens_total", "Hit tokens of each placed prompt at the worker with the longest hit of all"
         )
@@ -220,13 +224,6 @@ class Metrics:
         )
         self.proxy_retries = counter("proxy_retries_total", "Requests sent to another worker after a failure", "kind")
         self.proxy_open = gauge("proxy_open_requests", "Proxied requests under way")
-        self.proxy_first_byte_seconds = Histogram(
-            "kvrouter_proxy_first_byte_seconds",
-            "From a whole request until the first byte of an engine's answer",
-            ("path",),
-            buckets=FIRST_BYTE_BUCKETS_S,
-            registry=registry,
-        )
         self.proxy_breaker_state = gauge(
             "proxy_breaker_state",
             "1 for the state that a worker's breaker is in, else 0; none: closed ever since",
@@ -250,12 +247,12 @@ class Metrics:
             self.reservations_ended.labels(how)
         for reason in QUEUE_REFUSALS:
             self.queue_refused.labels(reason)
+        self.quality = Measures(registry)
         self._workers: dict[WorkerKey, str] = {}
         self._request_children: dict[tuple[str, int], Counter] = {}
         # Of the proxy's: to find a child costs more than to count.
         self._proxy_children: dict[tuple[str, str], Counter] = {}
         self._answer_children: dict[tuple[WorkerKey, str], Counter] = {}
-        self._first_byte_children: dict[str, Histogram] = {}
         # Per-worker metrics, to drop a worker's series when it is unregistered.
         self._per_worker = (
             self.ingest_batches,
@@ -319,6 +316,7 @@ class Metrics:
         for metric in self._per_worker:
             with contextlib.suppress(KeyError):
                 metric.remove(label)
+        self.quality.forget(label)
         for gauge, values in (
             (self.stream_state, STREAM_STATES),
             (self.stream_resyncs, RESYNCS),
@@ -351,12 +349,6 @@ class Metrics:
             child = self.proxy_answers.labels(self.worker_label(worker), outcome)
             self._answer_children[worker, outcome] = child
         child.inc()
-
-    def observe_first_byte(self, path: str, seconds: float) -> None:
-        child = self._first_byte_children.get(path)
-        if child is None:
-            child = self._first_byte_children[path] = self.proxy_first_byte_seconds.labels(path)
-        child.observe(seconds)
 
     def count_request(self, path: str, code: int) -> None:
         """Counts one answer; `path` is a route's template, never the path as the client sent it."""

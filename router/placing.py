@@ -112,7 +112,7 @@ class Placing:
 
         Also where all are saturated: the cheapest, and its reason says so."""
         now = self._clock()
-        choice, names = self._deciding.decide(ask, now)
+        choice, names = self._decide(ask, now)
         self._deciding.went(ask, choice, names, now, SELECTED_TTL_S)
         return choice
 
@@ -121,7 +121,7 @@ class Placing:
 
         anyway: also where all are saturated, and whatever a worker is there for; the client has decided already."""
         now = self._clock()
-        choice, names = self._deciding.decide(ask, now, anyway=anyway)
+        choice, names = self._decide(ask, now, anyway=anyway)
         if choice.all_saturated and not anyway:
             raise Saturated(
                 f"every worker that may take this prompt is saturated (over {self.weights.saturation_tokens} tokens queued, or its "
@@ -149,6 +149,11 @@ class Placing:
         dropped = self._table.reserve(reservation_id, choice.hit.worker, choice.prefill_tokens, decode_tokens, now)
         self._forget(dropped, "no_room")
         self._metrics.reservations.inc()
+
+    def _decide(self, ask: Ask, now: float, *, anyway: bool = False) -> tuple[Choice, list[int]]:
+        choice, names = self._deciding.decide(ask, now, anyway=anyway)
+        self._metrics.choice_seconds.observe(self._clock() - now)
+        return choice, names
 
     def _retry_after_s(self, worker: WorkerKey) -> float:
         """Until the worker has done half of what is queued there, as far as its speed is known."""

@@ -77,3 +77,5 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     # both, prefill or decode; and how it is handed a prompt that was computed elsewhere.
     role: str = "both"
     handover: str = "kv_transfer_params"
+    # Why what is predicted for it is not to be trusted, by what its engine said of answers; empty when nothing speaks against it.
+    predictions: str = ""

@@ -52,7 +52,7 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
             text(worker["gaps"]),
             text((worker.get("tokens") or {}).get("way")),
             text(worker["url"]),
-            text(worker["reason"]),
+            text(worker["reason"] or worker.get("predictions")),
         )
     return table
 

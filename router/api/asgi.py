@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
 from types import CoroutineType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -48,6 +48,9 @@ from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.reading import PATHS
 from kvrouter.router.version import PACKAGE, VERSION
 
+if TYPE_CHECKING:
+    from kvrouter.router.quality.tracing import RequestTrace, Tracing
+
 log = logging.getLogger(__name__)
 
 # A load balancer asks these, and has no key.
@@ -55,6 +58,9 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 
 # The label of all paths that we do not serve: a client must not be able to make series.
 OTHER_PATH = "other"
+
+# Of the hot paths, those that choose; a question changes nothing and comes by the thousand.
+TRACED_PATHS = frozenset({"/select", "/select_and_reserve"})
 
 # Of (raw body, content type): the reply, or a coroutine that returns it.
 HotHandler = Callable[[bytes, str], Any]
@@ -70,17 +76,26 @@ class ClientGone(Exception):
 class Outer:
     """The ASGI application. `hot` maps POST paths to handlers of (raw body, content type).
 
-
-    proxy: answers its paths inside the HTTP protocol (`proxied.py`); here they come only when they are not as they should be."""
+    proxy: answers its paths inside the HTTP protocol (`proxied.py`); here they come only when they are not as they should be.
+    tracing: None where no traces are wanted. clock: seconds, for those."""
 
     def __init__(
-        self, hot: Mapping[str, HotHandler], cold: ASGIApp, config: Config, metrics: Metrics, proxy: Proxy | None = None
+        self,
+        hot: Mapping[str, HotHandler],
+        cold: ASGIApp,
+        config: Config,
+        metrics: Metrics,
+        proxy: Proxy | None,
+        tracing: Tracing | None,
+        clock: Callable[[], float],
     ) -> None:
         self._hot = hot
         self.proxy = proxy
         self.proxied_paths: Container[str] = frozenset() if proxy is None else PATHS
         self._cold = cold
         self._metrics = metrics
+        self._tracing = tracing
+        self._clock = clock
         self.max_body_bytes = config.max_body_bytes
         self._key = None if config.api_key is None else config.api_key.encode()
 
@@ -131,29 +146,42 @@ class Outer:
         """The answer of a hot path to a whole body of an admitted client, errors included; counted. To be awaited where the
         handler has to wait for something."""
         headers = _Headers(given)
+        trace: RequestTrace | None = None
+        if self._tracing is not None and path in TRACED_PATHS:
+            trace = self._tracing.request(path, list(given), self._clock())
         try:
             if method != "POST":
                 raise MethodNotAllowed(f"{path} takes POST, not {method}")
             reply = self._hot[path](raw, headers.content_type)
             if isinstance(reply, CoroutineType):
-                return self._awaited(reply, path, headers.accept)
-            content, media_type = encode(reply, headers.accept)
+                return self._awaited(reply, path, headers.accept, trace)
+            return self._replied(reply, path, headers.accept, trace)
         except RouterError as error:
-            return self.error_answer(error, path, headers.accept)
+            answer = self.error_answer(error, path, headers.accept)
         except Exception:
-            return self.bug_answer(path, headers.accept)
-        self._metrics.count_request(path, 200)
-        return _answered(200, content, media_type)
+            answer = self.bug_answer(path, headers.accept)
+        return self._traced(trace, None, answer)
 
-    async def _awaited(self, reply: Coroutine[Any, Any, Any], path: str, accept: str) -> Answer:
+    async def _awaited(
+        self, reply: Coroutine[Any, Any, Any], path: str, accept: str, trace: RequestTrace | None
+    ) -> Answer:
         try:
-            content, media_type = encode(await reply, accept)
+            return self._replied(await reply, path, accept, trace)
         except RouterError as error:
-            return self.error_answer(error, path, accept)
+            answer = self.error_answer(error, path, accept)
         except Exception:
-            return self.bug_answer(path, accept)
+            answer = self.bug_answer(path, accept)
+        return self._traced(trace, None, answer)
+
+    def _replied(self, reply: Any, path: str, accept: str, trace: RequestTrace | None) -> Answer:
+        content, media_type = encode(reply, accept)
         self._metrics.count_request(path, 200)
-        return _answered(200, content, media_type)
+        return self._traced(trace, reply, _answered(200, content, media_type))
+
+    def _traced(self, trace: RequestTrace | None, reply: Any, answer: Answer) -> Answer:
+        if trace is not None:
+            trace.answered(reply, answer[0], self._clock())
+        return answer
 
     def admits(self, given: Iterable[tuple[bytes, bytes]]) -> bool:
         """Whether these request headers carry the key, where there is one."""
@@ -361,11 +389,12 @@ def build_api(
     clock: Callable[[], float],
     tokens: TokensPort | None = None,
     proxy: Proxy | None = None,
+    tracing: Tracing | None = None,
 ) -> Outer:
     """The whole HTTP API on `core` and `placing`. Holds no global state: several live side by side in one process.
 
     tokens: finds those of texts; without it texts are refused. clock: seconds, monotonic; measures decisions. proxy:
-    without it nothing is passed on."""
+    without it nothing is passed on. tracing: None where no traces are wanted."""
     app = FastAPI(
         title=PACKAGE,
         version=VERSION,
@@ -395,4 +424,4 @@ def build_api(
         "/select": selecting.select,
         "/select_and_reserve": selecting.select_and_reserve,
     }
-    return Outer(hot, app, config, metrics, proxy)
+    return Outer(hot, app, config, metrics, proxy, tracing, clock)

@@ -97,7 +97,8 @@ def worker_routes(core: CorePort, tokens: TokensPort | None, proxy: Proxy | None
             worker = WorkerKey(status.model, status.worker_id, status.dp_rank)
             found = None if tokens is None else tokens.status(status.model, status.url)
             closed = "" if proxy is None else proxy.closed(worker) or ""
-            shown.append(msgspec.structs.replace(status, tokens=found, closed=closed))
+            untrue = "" if proxy is None else proxy.predictions_problem(worker) or ""
+            shown.append(msgspec.structs.replace(status, tokens=found, closed=closed, predictions=untrue))
         return respond(request, WorkersReply(shown))
 
     @router.patch(

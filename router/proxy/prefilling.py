@@ -101,6 +101,7 @@ class Prefilling:
         except Failure as failure:
             connection.close()
             self._sending.count_failure(part.worker, failure)
+            request.watch.failed(failure.kind.value, failure.text)
             raise
         except BaseException:
             connection.close()
@@ -115,6 +116,7 @@ class Prefilling:
         if status in GONE_STATUSES:
             gone = Failure(Kind.GONE, f"the engine answers {status}")
             self._sending.count(part.worker, gone)
+            request.watch.failed(gone.kind.value, gone.text)
             raise gone
         if status != OK:
             # The client's error, most likely; the decode worker will say so.

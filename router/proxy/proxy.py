@@ -30,6 +30,7 @@ from kvrouter.router.proxy.pool import Pool
 from kvrouter.router.proxy.prefilling import Prefilling, without
 from kvrouter.router.proxy.reading import Reading, Request, Tokens
 from kvrouter.router.proxy.sending import FIRST_SERVER_ERROR, Sending, Sent, named
+from kvrouter.router.quality.watching import Quality
 from kvrouter.router.registration import Registration
 
 log = logging.getLogger("kvrouter.proxy")
@@ -63,19 +64,20 @@ class Proxy:
         admission: Admission,
         pool: Pool,
         metrics: Metrics,
+        quality: Quality,
         allowed: AllowList,
         silence_s: float,
         worker_key: str | None,
         has_own_key: bool,
-        clock: Callable[[], float],
     ) -> None:
-        """silence_s: how long an engine may say nothing. clock: seconds, monotonic."""
+        """silence_s: how long an engine may say nothing."""
         self._placing = placing
         self._reading = Reading(tokens, resolve, lambda: sorted(self._addresses().models), self._authorization)
         self._registrations = registrations
         self._admission = admission
         self._pool = pool
         self._metrics = metrics
+        self._quality = quality
         self._allowed = allowed
         self._sending = Sending(
             addresses=self._addresses,
@@ -88,7 +90,6 @@ class Proxy:
         self._prefilling = Prefilling(self._sending, admission, metrics)
         self._worker_authorization = None if worker_key is None else f"Bearer {worker_key}".encode()
         self._has_own_key = has_own_key
-        self._clock = clock
         self._open = 0
         metrics.proxy_open.set_function(lambda: self._open)
         self._addressed: Sequence[Registration] | None = None
@@ -96,14 +97,14 @@ class Proxy:
 
     async def forward(self, client: Client) -> None:
         """Answers the client; raises nothing but defects and its own cancellation, which means that the client is gone."""
-        began_s = self._clock()
-        request = Request(client)
+        watch = self._quality.begin(client.path, client.headers)
+        request = Request(client, watch)
         outcome = "client_gone"
         self._open += 1
         try:
             ask = await self._reading.read(request)
+            watch.asked(ask)
             answer = await self._answer(request, ask)
-            self._metrics.observe_first_byte(client.path, self._clock() - began_s)
             outcome = await self._relay(request, answer, predicted=ask.question.token_ids is not None)
         except RouterError as error:
             outcome = "unreachable" if isinstance(error, WorkerUnreachable | WorkerSilent) else "refused"
@@ -114,14 +115,19 @@ class Proxy:
         finally:
             self._open -= 1
             self._metrics.count_proxied(client.path, outcome)
+            watch.ended(outcome)
 
     def closed(self, worker: WorkerKey) -> str | None:
         """Why a worker takes no new request now; None when it does."""
         return self._admission.problem(worker)
 
     def health(self) -> list[str]:
-        """Which workers are sent nothing because requests to them failed."""
-        return self._admission.health()
+        """Which workers are sent nothing because requests to them failed, and whose predictions do not come true."""
+        return [*self._admission.health(), *self._quality.health()]
+
+    def predictions_problem(self, worker: WorkerKey) -> str | None:
+        """Why the predictions for a worker are not to be trusted; None where nothing speaks against them."""
+        return self._quality.problem(worker)
 
     def close(self) -> None:
         self._pool.close()
@@ -153,6 +159,7 @@ class Proxy:
                         # What the last one said is more than that no other is left.
                         raise error from None
                     raise
+                request.watch.placed(placement)
                 if spare is not None:
                     spare.connection.close()
                     spare = None
@@ -178,6 +185,7 @@ class Proxy:
                     else:
                         vain |= self._addresses().sharing(placement.worker)
                     placement.done()
+                    request.watch.failed(failure.kind.value, failure.text)
                     spare = answer
                 self._metrics.proxy_retries.labels(failure.kind.value).inc()
                 ask = without(ask, vain)
@@ -230,13 +238,17 @@ class Proxy:
             added.append((h.PREDICTED_HIT, b"%d" % placement.predicted_tokens))
         if (computed_at := _computed_at(placement)) is not None:
             added.append((h.PREFILL_WORKER, named(computed_at).encode()))
-        if _streams(head):
+            request.watch.handed_over()
+        streams = _streams(head)
+        if streams:
             # The first byte of any other answer comes with its last token.
             placement.first_token()
+        watch, output_tokens = request.watch, None
         try:
             client.begin(head, h.answer_headers(head.headers, added, request.request_id), connection)
-            await connection.relay(client.send)
+            await connection.relay(watch.tap(client.send, head.status, head.headers, streams=streams))
             client.finish()
+            output_tokens = watch.output_tokens()
         except Failure as failure:
             connection.close()
             client.break_off()
@@ -246,13 +258,13 @@ class Proxy:
             connection.close()
             raise
         finally:
-            placement.done()
+            placement.done(output_tokens)
         self._sending.give_back(answer.sent)
         outcome = _outcome(head.status)
         self._metrics.count_answer(placement.worker, outcome)
         if log.isEnabledFor(logging.DEBUG):
             extra = {"path": client.path, "worker": placement.worker, "status": head.status}
-            log.debug("proxied", extra=extra | {"trail": request.attempts.trail})
+            log.debug("proxied", extra=extra | {"trail": request.attempts.trail} | watch.told().fields())
         return outcome
 
 

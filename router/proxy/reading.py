@@ -16,6 +16,7 @@ from kvrouter.router.printable import printable
 from kvrouter.router.proxy.body import OpenAIBody, read_body, renamed
 from kvrouter.router.proxy.client import Client
 from kvrouter.router.proxy.failure import Attempts
+from kvrouter.router.quality.watching import Watch
 from kvrouter.router.question import Question
 from kvrouter.router.tokens.forwarding import forwarded_body
 from kvrouter.router.tokens.prompt import Prompt, estimated_tokens
@@ -35,10 +36,11 @@ class Tokens(Protocol):
 
 
 class Request:
-    """One request under way. body: what the engine gets."""
+    """One request under way. body: what the engine gets. watch: is told of each step."""
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, watch: Watch) -> None:
         self.client = client
+        self.watch = watch
         self.request_id = h.header(client.headers, h.REQUEST_ID) or uuid.uuid4().hex.encode()
         self.pin = h.header(client.headers, h.PIN)
         self.attempts = Attempts(client.path, pinned=self.pin is not None)

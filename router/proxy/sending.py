@@ -66,7 +66,7 @@ class Sending:
         head = h.request_head(
             target,
             client.url,
-            headers,
+            request.watch.sending(worker, target.host, target.port, headers),
             length=len(body),
             request_id=request.request_id,
             authorization=self._authorization(client.headers),
@@ -78,6 +78,7 @@ class Sending:
             connection, answered = await self._exchange(request, worker, target, head, body)
         except Failure as failure:
             self.count_failure(worker, failure)
+            request.watch.failed(failure.kind.value, failure.text)
             raise
         except BaseException:
             self._admission.unknown(worker)

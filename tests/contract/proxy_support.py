@@ -32,6 +32,7 @@ from kvrouter.router.allow_list import AllowList
 from kvrouter.router.api.asgi import build_api
 from kvrouter.router.api.hot_http import hot_protocol
 from kvrouter.router.api.http_limits import HttpLimits
+from kvrouter.router.app import tracing_of
 from kvrouter.router.config import Config
 from kvrouter.router.errors import BadQuestion, NoWorker, UnknownModel, UnknownWorker
 from kvrouter.router.metrics import Metrics
@@ -42,6 +43,7 @@ from kvrouter.router.placing import Placing
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.pool import Pool
 from kvrouter.router.proxy.proxy import Proxy
+from kvrouter.router.quality.watching import Quality
 from kvrouter.router.question import Hit
 from kvrouter.router.registration import Registration
 from kvrouter.router.tokens.prompt import Prompt
@@ -75,21 +77,28 @@ class InOrder(TinyCore):
 class Placed:
     """A place at a worker, and what its request told of itself."""
 
-    def __init__(self, hit: Hit, url: str | None) -> None:
+    def __init__(self, hit: Hit, url: str | None, num_tokens: int) -> None:
         self.selection_id = f"{random.getrandbits(128):032x}"
         self.worker = hit.worker
         self.url = url
-        self.choice = SimpleNamespace(hit=hit)
+        self.choice = SimpleNamespace(
+            hit=hit, best_hit_tokens=hit.disk, prefill_tokens=num_tokens - hit.disk, reason="first fit", lost=""
+        )
+        self.num_tokens = num_tokens
+        self.placed_s = time.monotonic()
+        self.queued_s = 0.0
         self.prefill = None
         self.prefilled_at = None
         self.predicted_tokens = hit.disk
         self.told: list[str] = []
+        self.output_tokens: int | None = None
 
     def first_token(self) -> None:
         self.told.append("first token")
 
-    def done(self) -> None:
+    def done(self, output_tokens: int | None = None) -> None:
         self.told.append("done")
+        self.output_tokens = output_tokens
 
 
 class FirstFit:
@@ -114,7 +123,8 @@ class FirstFit:
             why = self._unavailable(worker) or ""
             if not why:
                 reused = (question.num_tokens - 1) // 16 * 16
-                self.placed.append(Placed(Hit(worker, reused, reused, reused, "live"), registration.url))
+                hit = Hit(worker, reused, reused, reused, "live")
+                self.placed.append(Placed(hit, registration.url, question.num_tokens))
                 return self.placed[-1]
         raise NoWorker(f"no worker can take it: {why}")
 
@@ -145,6 +155,7 @@ class ProxyServer:
         self.port = self._socket.getsockname()[1]
         self.admission = Admission(self.core.drains, time.monotonic, self.metrics)
         self.placing = FirstFit(self.core, self.admission.problem)
+        self.quality = Quality(self.metrics, time.monotonic, tracing_of(self._config, self.metrics))
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -178,13 +189,13 @@ class ProxyServer:
             admission=self.admission,
             pool=Pool(self.loop),
             metrics=self.metrics,
+            quality=self.quality,
             allowed=AllowList(config.allow_hosts),
             silence_s=config.answer_timeout_s,
             worker_key=config.worker_api_key,
             has_own_key=config.api_key is not None,
-            clock=time.perf_counter,
         )
-        app = build_api(self.core, real, config, self.metrics, time.perf_counter, None, proxy)
+        app = build_api(self.core, real, config, self.metrics, time.perf_counter, None, proxy, self.quality.tracing)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
@@ -199,6 +210,8 @@ class ProxyServer:
         self.loop.call_later(0.05, self._started.set)
         await self._server.serve(sockets=[self._socket])
         proxy.close()
+        if self.quality.tracing is not None:
+            await self.quality.tracing.close()
 
     def close(self) -> None:
         self._server.should_exit = True

@@ -223,8 +223,26 @@ def prompts(rng: Random) -> Iterator[dict[str, Any]]:
             yield {"prompt": lists[-1]}
 
 
+def told(fleet: Fleet, name: str, **labels: str) -> float:
+    """A metric of the router, over all workers."""
+    found = 0.0
+    for line in fleet.router.text("/metrics").splitlines():
+        named = line.startswith((f"kvrouter_{name} ", f"kvrouter_{name}{{"))
+        if named and all(f'{label}="{value}"' in line for label, value in labels.items()):
+            found += float(line.rpartition(" ")[2])
+    return found
+
+
+def quality(fleet: Fleet) -> dict[str, float]:
+    """What the router counts of predictions and of what became of them."""
+    outcomes = {o: told(fleet, "predictions_total", outcome=o) for o in ("exact", "less", "more", "untold")}
+    names = ("predicted_cached_tokens_total", "delivered_cached_tokens_total", "token_count_mismatches_total")
+    return outcomes | {name: told(fleet, name) for name in names}
+
+
 def test_what_is_predicted_is_what_is_reused(fleet: Fleet) -> None:
     found = []
+    before = quality(fleet)
     bodies = prompts(Random(4))
     for _ in range(REQUESTS):
         fleet.settle()
@@ -236,6 +254,27 @@ def test_what_is_predicted_is_what_is_reused(fleet: Fleet) -> None:
     )
     assert not wrong
     assert hits >= MIN_HITS
+    counted = {name: value - before[name] for name, value in quality(fleet).items()}
+    print(f"as the router counts it: {counted}")
+    reused = sum(reused for _, reused, _ in found)
+    assert (counted["exact"], counted["less"], counted["more"], counted["untold"]) == (REQUESTS, 0, 0, 0)
+    assert counted["predicted_cached_tokens_total"] == counted["delivered_cached_tokens_total"] == reused > 0
+    assert counted["token_count_mismatches_total"] == 0
+    assert fleet.router.request("GET", "/health") == {"status": "ok", "reasons": []}
+
+
+def test_a_stream_that_tells_its_usage_is_counted_too(fleet: Fleet) -> None:
+    before, messages = quality(fleet), text(Random(5), 120)
+    options: Any = {"model": MODEL, "messages": messages, "max_tokens": 8, "temperature": 0, "stream": True}
+    for _ in range(2):
+        fleet.settle()
+        parts = list(fleet.client.chat.completions.create(**options, stream_options={"include_usage": True}))
+    details = parts[-1].usage.prompt_tokens_details
+    assert details is not None and details.cached_tokens > 0
+    list(fleet.client.chat.completions.create(**options))
+    counted = {name: value - before[name] for name, value in quality(fleet).items()}
+    assert (counted["exact"], counted["untold"]) == (2, 1), counted
+    assert counted["delivered_cached_tokens_total"] >= details.cached_tokens
 
 
 def test_under_concurrency_predictions_err_by_what_is_under_way(fleet: Fleet) -> None:
@@ -258,6 +297,8 @@ def test_under_concurrency_predictions_err_by_what_is_under_way(fleet: Fleet) ->
     errors = sorted(reused - said for said, reused, _ in found if said is not None)
     counted = Counter("exact" if e == 0 else "more reused" if e > 0 else "less reused" for e in errors)
     places = [errors[int(len(errors) * part)] for part in (0.01, 0.1, 0.5, 0.9, 0.99)]
+    # Siblings and evictions are no reason to doubt a worker.
+    assert fleet.router.request("GET", "/health") == {"status": "ok", "reasons": []}
     print(
         f"concurrency {CLIENTS}: {dict(counted)}; reused - predicted, tokens, p1 p10 p50 p90 p99: {places}; "
         f"{sum(said is None for said, *_ in found)} without a prediction"

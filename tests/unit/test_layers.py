@@ -27,6 +27,8 @@ ROUTER_LAYERS = (
     {"registration", "question", "probing", "status", "vitals", "load.gauges"},
     {"worker_spec", "hashing", "copy_kernels", "allow_list", "numbers"},
     {"arrays", "model_names", "adapters"},
+    {"quality.usage", "quality.predictions", "quality.flights"},
+    {"quality.measures", "quality.tap", "quality.told"},
     {"config", "metrics", "logs", "discover", "checkup", "siblings"},
     {"segments", "approximate", "copies", "transitions", "catalog", "identity", "declared"},
     {"geometry", "residency"},
@@ -58,6 +60,8 @@ ROUTER_LAYERS = (
     {"hold", "told", "shares"},
     {"stream"},
     {"core", "placing"},
+    {"quality.tracing"},
+    {"quality.watching"},
     {"proxy.target", "proxy.breaker", "proxy.failure", "proxy.body", "proxy.handover"},
     {"proxy.headers", "proxy.addresses"},
     {"proxy.connection"},
@@ -74,7 +78,7 @@ ROUTER_LAYERS = (
 )
 
 # Packages whose modules stand in several layers; they hold nothing themselves.
-PACKAGE_NAMES = ("index", "load", "tokens")
+PACKAGE_NAMES = ("index", "load", "quality", "tokens")
 
 ENGINE_SIDE_FORBIDDEN = {"numba", "fastapi", "uvicorn", "redis"}
 

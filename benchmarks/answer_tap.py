@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claim: looking at an answer as it passes takes single microseconds for each piece, and some tens for each request.
+
+Nothing is sent anywhere: the tap between an engine's bytes and a client that takes them and does nothing, for the events of a chat
+as vLLM writes them, those that carry a usage each, and one whole answer; then a request's watch from its begin to its end, without
+traces and with them. CPU time of the process, so that others of the machine do not count. See docs/quality.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from prometheus_client import CollectorRegistry
+from report import Result, machine, markdown, save
+
+from kvrouter.router.choose import Choice
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.placement import Ask, Placement
+from kvrouter.router.quality.flights import Flights
+from kvrouter.router.quality.tap import Tap
+from kvrouter.router.quality.tracing import Tracing
+from kvrouter.router.quality.watching import Quality
+from kvrouter.router.question import Hit, Question
+
+WORKER = WorkerKey("m", "w0", 0)
+PATH = "/v1/chat/completions"
+PROMPT_TOKENS = 1_000
+# Nobody listens there: most spans are dropped, so this is what a request pays itself, and not what the SDK's thread does with them.
+NOWHERE = "http://127.0.0.1:9"
+USAGE = {
+    "prompt_tokens": PROMPT_TOKENS,
+    "total_tokens": PROMPT_TOKENS + 100,
+    "completion_tokens": 100,
+    "prompt_tokens_details": {"cached_tokens": 960},
+}
+HEADERS = [
+    (b"host", b"x"),
+    (b"content-type", b"application/json"),
+    (b"traceparent", b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"),
+]
+
+
+class TapRow(msgspec.Struct):
+    """Microseconds of CPU time: the best of some rounds, as others of the machine only add to it."""
+
+    what: str
+    size_bytes: int
+    us: float
+
+
+def event(usage: dict[str, object] | None) -> bytes:
+    body: dict[str, object] = {
+        "id": "chatcmpl-0123456789abcdef0123456789abcdef",
+        "object": "chat.completion.chunk",
+        "created": 1_700_000_000,
+        "model": "meta-llama/Llama-3.1-8B-Instruct",
+        "choices": [{"index": 0, "delta": {"content": " token"}, "logprobs": None, "finish_reason": None}],
+    }
+    return b"data: " + json.dumps(body if usage is None else body | {"usage": usage}).encode() + b"\n\n"
+
+
+def best_us(work: Callable[[int], None], count: int, rounds: int) -> float:
+    """Of one of `count`."""
+    times = []
+    for _ in range(rounds):
+        began_s = time.process_time()
+        work(count)
+        times.append(time.process_time() - began_s)
+    return min(times) / count * 1e6
+
+
+def ignore(parts: list[bytes]) -> None:
+    """A client that takes everything."""
+
+
+def pieces(part: bytes, *, streams: bool) -> Callable[[int], None]:
+    """One answer of so many pieces, each read for itself; its usage is asked for at the end."""
+
+    def work(count: int) -> None:
+        tap = Tap(ignore, time.monotonic, Flights().begun(WORKER), streams=streams, readable=True)
+        for _ in range(count):
+            tap([part])
+        tap.usage()
+
+    return work
+
+
+class NoEnds:
+    """A placement that ends nowhere."""
+
+    def first_token(self, placement: Placement) -> None: ...
+
+    def done(self, placement: Placement, output_tokens: int | None) -> None: ...
+
+
+def requests(quality: Quality, parts: list[bytes]) -> Callable[[int], None]:
+    """Whole requests with an answer of these pieces each, without what the proxy itself does."""
+    ask = Ask(Question("m", PROMPT_TOKENS, token_ids=np.arange(PROMPT_TOKENS)))
+    choice = Choice(Hit(WORKER, 960, 960, 960, "live"), "http://engine:8000", "lowest cost", ())
+
+    def work(count: int) -> None:
+        for _ in range(count):
+            watch = quality.begin(PATH, HEADERS)
+            watch.asked(ask)
+            placement = Placement(NoEnds(), "0123", choice, [], PROMPT_TOKENS, quality.clock())  # type: ignore[arg-type]
+            watch.placed(placement)
+            watch.sending(WORKER, "engine", 8000, HEADERS)
+            tap = watch.tap(ignore, 200, [], streams=True)
+            for part in parts:
+                tap([part])
+            watch.output_tokens()
+            watch.ended("ok")
+
+    return work
+
+
+def measure(*, quick: bool) -> list[TapRow]:
+    rounds, count = (3, 2_000) if quick else (7, 50_000)
+    plain, telling = event(None), event(USAGE)
+    whole = json.dumps({"choices": [{"message": {"content": "word " * 20_000}}], "usage": USAGE}).encode()
+    rows = [
+        TapRow("an event of a stream", len(plain), best_us(pieces(plain, streams=True), count, rounds)),
+        TapRow("an event with a usage", len(telling), best_us(pieces(telling, streams=True), count, rounds)),
+        TapRow("100 kB of a whole answer", len(whole), best_us(pieces(whole, streams=False), count // 20, rounds)),
+    ]
+    metrics = Metrics(CollectorRegistry())
+    without = Quality(metrics, time.monotonic)
+    rows.append(
+        TapRow("a request, without its answer's pieces", 0, best_us(requests(without, [telling]), count // 10, rounds))
+    )
+    traced = Quality(metrics, time.monotonic, Tracing(NOWHERE, metrics.quality.spans))
+    rows.append(TapRow("the same, with traces", 0, best_us(requests(traced, [telling]), count // 50, rounds)))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a look, not a measurement")
+    parser.add_argument("--json", type=Path, help="where to save what was found")
+    options = parser.parse_args()
+    # It says again and again that nobody listens there.
+    logging.getLogger("opentelemetry").setLevel("CRITICAL")
+    rows = measure(quick=options.quick)
+    print(markdown([("", "bytes", "us"), *((row.what, str(row.size_bytes or ""), f"{row.us:.2f}") for row in rows)]))
+    save(Result("answer_tap", options.quick, machine(), rows), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine says of its own work, found in its answer as that passes by. Pure: bytes in, numbers out.
+
+No event is decoded: what follows the key `usage` is kept, a few candidates at most, and the last one that is a usage counts (an
+answer may have others: a tool's schema, one in every event). Where the bytes are cut makes no difference. Text within the answer
+cannot be taken for the key, as its quotes are escaped there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from typing import Any
+
+import msgspec
+
+KEY = b'"usage"'
+# A line of a stream that has data; those of comments and pings have none.
+EVENT = b"\ndata:"
+# vLLM's has some hundred bytes; with one number for each turn of a tool's conversation, some thousand.
+MAX_USAGE_BYTES = 4_096
+# Of the last objects under such a key. The tools of a Responses answer come before its usage, and nothing after it.
+MAX_CANDIDATES = 4
+# Enough to know a cut key, a cut line and the last event, `data: [DONE]` with its line ends.
+TAIL_BYTES = 16
+DONE = b"[DONE]"
+# More tokens than a prompt can have: a number that is none.
+MAX_TOKENS = 2**40
+
+_decoder = json.JSONDecoder()
+
+
+class Usage(msgspec.Struct, frozen=True):
+    """In tokens; None: not told. cached_tokens: of the prompt, not computed again."""
+
+    prompt_tokens: int
+    completion_tokens: int | None = None
+    cached_tokens: int | None = None
+
+
+class UsageReader:
+    """One answer's. `feed` all of it in its order, then ask for `usage` and `events`."""
+
+    __slots__ = ("_begun", "_candidates", "_streams", "_tail", "_value")
+
+    def __init__(self, *, streams: bool) -> None:
+        """streams: it has events to count."""
+        self._streams = streams
+        # A stream's first line has no line end before it.
+        self._tail = b"\n"
+        self._begun = 0
+        # What follows the last key, up to MAX_USAGE_BYTES, and that of the ones before.
+        self._value: bytearray | None = None
+        self._candidates: deque[bytearray] = deque(maxlen=MAX_CANDIDATES)
+
+    def feed(self, parts: list[bytes]) -> int:
+        """The next bytes; how many events of a stream begin in them."""
+        tail = self._tail
+        fresh = len(tail)
+        window = b"".join((tail, *parts))
+        key = window.find(KEY, max(0, fresh - len(KEY) + 1))
+        while key >= 0:
+            self._keep(window, fresh, key)
+            self._settle()
+            self._value, fresh = bytearray(), key + len(KEY)
+            key = window.find(KEY, fresh)
+        self._keep(window, fresh, len(window))
+        self._tail = window[-TAIL_BYTES:]
+        if not self._streams:
+            return 0
+        events = window.count(EVENT, max(0, len(tail) - len(EVENT) + 1))
+        self._begun += events
+        return events
+
+    def _keep(self, window: bytes, start: int, end: int) -> None:
+        value = self._value
+        if value is not None and (room := MAX_USAGE_BYTES - len(value)) > 0 and end > start:
+            value += window[start : min(end, start + room)]
+
+    def _settle(self) -> None:
+        value = self._value
+        # Engines that write `"usage": null` into every event are no reason to forget an object.
+        if value is not None and value[:TAIL_BYTES].lstrip(b" \t\r\n:").startswith(b"{"):
+            self._candidates.append(value)
+        self._value = None
+
+    @property
+    def events(self) -> int:
+        """Events with data so far, without the one that only says that the stream is over."""
+        return max(0, self._begun - self._tail.rstrip().endswith(DONE))
+
+    def usage(self) -> Usage | None:
+        """The last usage that the answer tells, None where it tells none."""
+        self._settle()
+        for value in reversed(self._candidates):
+            if (found := _usage(bytes(value))) is not None:
+                return found
+        return None
+
+
+def _usage(value: bytes) -> Usage | None:
+    text = value.decode("utf-8", "replace")
+    try:
+        told, _ = _decoder.raw_decode(text, text.index("{"))
+    except (ValueError, RecursionError):
+        return None
+    # Of the Responses API, input and output.
+    prompt_tokens = _tokens(told.get("prompt_tokens", told.get("input_tokens")))
+    if prompt_tokens is None:
+        return None
+    details = told.get("prompt_tokens_details", told.get("input_tokens_details"))
+    return Usage(
+        prompt_tokens,
+        _tokens(told.get("completion_tokens", told.get("output_tokens"))),
+        _tokens(details.get("cached_tokens")) if isinstance(details, dict) else None,
+    )
+
+
+def _tokens(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_TOKENS else None

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted and delivered, and the times of an answer, as the proxy counts them from what passes. Real sockets."""
+
+from __future__ import annotations
+
+import gzip
+import http.client
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from proxy_support import CHAT, COMPLETIONS, ProxyServer, fleet, raw_request, until
+from scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, plain, reset, stream
+
+from kvrouter.router.quality.predictions import ALONE_MIN, COUNTED_MIN, SILENT_MIN
+
+# Of 99 tokens, `FirstFit` predicts 96.
+TOKENS = {"model": "m", "prompt": list(range(1, 100)), "max_tokens": 4}
+PREDICTED = 96
+TEXT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+
+def usage(cached: int | None, prompt: int = 99, completion: int = 4) -> dict[str, Any]:
+    """As vLLM tells it, with --enable-prompt-tokens-details unless `cached` is None."""
+    details = None if cached is None else {"cached_tokens": cached}
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": details}
+
+
+def answer(cached: int | None, **counts: int) -> Script:
+    return plain(json.dumps({"id": "x", "choices": [], "usage": usage(cached, **counts)}).encode())
+
+
+def events(*usages: dict[str, Any] | None) -> list[bytes]:
+    """A stream's events, one for each usage, and its end."""
+    parts = [{"choices": [{"text": "a"}]} | ({} if told is None else {"usage": told}) for told in usages]
+    return [b"data: " + json.dumps(part).encode() + b"\n\n" for part in parts] + [b"data: [DONE]\n\n"]
+
+
+def counted(router: ProxyServer, worker: str = "w0") -> dict[str, float]:
+    """The predictions of a worker by outcome, without zeros."""
+    found = {
+        o: router.sample("predictions_total", worker=worker, outcome=o) for o in ("exact", "less", "more", "untold")
+    }
+    return {outcome: count for outcome, count in found.items() if count}
+
+
+def untold(router: ProxyServer, reason: str) -> float:
+    return router.sample("predictions_untold_total", reason=reason)
+
+
+@pytest.mark.parametrize(("cached", "outcome"), [(PREDICTED, "exact"), (0, "less"), (98, "more")])
+def test_what_was_reused_is_held_against_what_was_predicted(cached: int, outcome: str) -> None:
+    with fleet(answer(cached)) as (router, _):
+        router.post(COMPLETIONS, TOKENS)
+        until(lambda: counted(router) == {outcome: 1}, "it is counted")
+        assert router.sample("predicted_cached_tokens_total", worker="w0") == PREDICTED
+        assert router.sample("delivered_cached_tokens_total", worker="w0") == cached
+        assert router.sample("over_credit_tokens_total", worker="w0") == max(0, PREDICTED - cached)
+        assert router.sample("under_credit_tokens_total", worker="w0") == max(0, cached - PREDICTED)
+        assert router.sample("prediction_error_tokens_bucket", le="-1.0") == (outcome == "less")
+        assert router.sample("prediction_error_tokens_bucket", le="0.0") == (outcome != "more")
+        assert router.sample("completion_tokens_total", worker="w0") == 4
+        assert router.sample("token_count_mismatches_total", worker="w0") == 0
+        assert router.sample("e2e_seconds_count", worker="w0") == 1
+        # There is no first token of an answer that comes as a whole.
+        assert router.sample("ttft_seconds_count", worker="w0") == 0
+        (placed,) = router.placing.placed
+        assert (placed.told, placed.output_tokens) == (["done"], 4)
+
+
+def test_a_stream_tells_at_its_end_and_its_times_are_kept() -> None:
+    with fleet(stream(events(None, None, None, None, usage(64)))) as (router, _):
+        _, _, body = router.post(COMPLETIONS, TOKENS | {"stream": True})
+        assert body == b"".join(events(None, None, None, None, usage(64)))
+        until(lambda: counted(router) == {"less": 1}, "it is counted")
+        for name in ("ttft", "itl", "itl_max", "e2e"):
+            assert router.sample(f"{name}_seconds_count", worker="w0") == 1
+        assert 0 < router.sample("ttft_seconds_sum", worker="w0") <= router.sample("e2e_seconds_sum", worker="w0")
+        assert router.placing.placed[0].output_tokens == 4
+
+
+def test_the_last_of_continuous_usages_counts() -> None:
+    with fleet(stream(events(*(usage(PREDICTED, completion=n) for n in (1, 2, 3))))) as (router, _):
+        router.post(COMPLETIONS, TOKENS | {"stream": True})
+        until(lambda: counted(router) == {"exact": 1}, "it is counted")
+        assert router.placing.placed[0].output_tokens == 3
+
+
+def test_the_responses_api_has_names_of_its_own() -> None:
+    told = {"input_tokens": 99, "output_tokens": 7, "input_tokens_details": {"cached_tokens": PREDICTED}}
+    with fleet(plain(json.dumps({"object": "response", "usage": told, "user": None}).encode())) as (router, _):
+        router.post("/v1/responses", TOKENS)
+        until(lambda: counted(router) == {"exact": 1}, "it is counted")
+        assert router.placing.placed[0].output_tokens == 7
+
+
+async def cut(asked: Asked, wire: Wire) -> None:
+    await wire.send(STREAM_HEAD, *map(chunk, events(None, usage(PREDICTED))[:2]))
+    wire.close()
+
+
+@pytest.mark.parametrize(
+    ("script", "body", "reason"),
+    [
+        (answer(PREDICTED), TEXT, "unpredicted"),
+        (plain(b"{}"), TOKENS, "no_usage"),
+        (stream(events(None, None)), TOKENS, "no_usage"),
+        (answer(None), TOKENS, "no_cached_tokens"),
+        (
+            plain(gzip.compress(json.dumps({"usage": usage(1)}).encode()), headers=["content-encoding: gzip"]),
+            TOKENS,
+            "encoded",
+        ),
+    ],
+)
+def test_what_nobody_can_know_is_counted_by_its_reason(script: Script, body: dict[str, Any], reason: str) -> None:
+    with fleet(script) as (router, _):
+        router.post(CHAT if body is TEXT else COMPLETIONS, body)
+        until(lambda: counted(router) == {"untold": 1}, "it is counted")
+        assert untold(router, reason) == 1
+        assert router.sample("predicted_cached_tokens_total", worker="w0") == 0
+
+
+@pytest.mark.parametrize("script", [plain(b'{"error": {}}', "400 Bad Request"), plain(b"{}", "500 Oh"), cut])
+def test_an_error_and_a_cut_answer_say_nothing_of_predictions(script: Script) -> None:
+    with fleet(script) as (router, _):
+        try:
+            router.post(COMPLETIONS, TOKENS)
+        except http.client.IncompleteRead:
+            assert script is cut
+        until(lambda: router.sample("proxy_open_requests") == 0, "it is over")
+        assert counted(router) == {}
+        assert router.sample("e2e_seconds_count", worker="w0") == 0
+
+
+def test_only_the_worker_that_answers_is_judged() -> None:
+    with fleet(reset, answer(PREDICTED)) as (router, *_):
+        router.post(COMPLETIONS, TOKENS)
+        until(lambda: counted(router, "w1") == {"exact": 1}, "it is counted")
+        assert counted(router, "w0") == {}
+
+
+def test_tokenizing_is_no_inference() -> None:
+    with fleet(answer(5)) as (router, _):
+        router.post("/tokenize", TOKENS)
+        until(lambda: router.sample("proxy_open_requests") == 0, "it is over")
+        assert counted(router) == {} and router.sample("e2e_seconds_count", worker="w0") == 0
+
+
+@pytest.mark.parametrize(
+    ("script", "count", "sentence"),
+    [
+        (answer(PREDICTED - 16), ALONE_MIN, "predictions do not come true"),
+        (answer(None), SILENT_MIN, "start the engine with --enable-prompt-tokens-details"),
+        (answer(PREDICTED, prompt=100), COUNTED_MIN, "counts other tokens than the router"),
+    ],
+)
+def test_what_is_wrong_with_a_workers_predictions_is_said(script: Script, count: int, sentence: str) -> None:
+    with fleet(script) as (router, _):
+        for _ in range(count):
+            assert router.get("/health")["status"] == "ok"
+            router.post(COMPLETIONS, TOKENS)
+        until(lambda: router.get("/health")["status"] == "degraded", "it is named")
+        (reason,) = router.get("/health")["reasons"]
+        assert reason.startswith("worker w0: ") and sentence in reason
+        (worker,) = router.core.registered
+        assert reason == f"worker w0: {router.quality.problem(worker)}"
+        router.on_loop(lambda: router.quality.on_view(worker, None))
+        assert router.get("/health")["status"] == "ok"
+
+
+def test_siblings_are_no_proof() -> None:
+    """More than enough requests that get less, but none of them was alone."""
+    with fleet(answer(PREDICTED - 16)) as (router, engine), router.connect() as client:
+        # One that never ends; the engine answers each on a connection of its own.
+        hanging: list[Wire] = []
+
+        async def first_hangs(asked: Asked, wire: Wire) -> None:
+            if not hanging:
+                hanging.append(wire)
+                await wire.gone.wait()
+            await answer(PREDICTED - 16)(asked, wire)
+
+        engine.script = first_hangs
+        client.sendall(raw_request(COMPLETIONS, json.dumps(TOKENS).encode()))
+        until(lambda: bool(hanging), "one is under way")
+        for _ in range(2 * ALONE_MIN):
+            router.post(COMPLETIONS, TOKENS)
+        until(lambda: counted(router) == {"less": 2 * ALONE_MIN}, "they are counted")
+        assert router.get("/health")["status"] == "ok"
+
+
+def test_a_workers_series_end_with_it() -> None:
+    with fleet(stream(events(None, usage(PREDICTED)))) as (router, _):
+        router.post(COMPLETIONS, TOKENS)
+        until(lambda: counted(router) == {"exact": 1}, "it is counted")
+        (worker,) = router.core.registered
+
+        def drop() -> None:
+            router.quality.on_view(worker, None)
+            router.metrics.forget_worker(worker)
+
+        router.on_loop(drop)
+        page = router.metrics.own_page().decode()
+        assert not [line for line in page.splitlines() if 'worker="w0"' in line]
+        router.post(COMPLETIONS, TOKENS)
+        until(lambda: counted(router) == {"exact": 1}, "it is counted anew")

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine's answer tells, read as it passes: however the bytes are cut, whatever stands in its text."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.router.quality.usage import MAX_USAGE_BYTES, Usage, UsageReader
+
+counts = st.integers(0, 2**31)
+# Text that looks like what is looked for.
+texts = st.lists(
+    st.sampled_from(
+        ['"usage":{"prompt_tokens":9}', "\ndata: x", "data:", "usage", "\\", '"', "ä", "[DONE]", "{", "\r\n"]
+    )
+).map("".join)
+
+
+@st.composite
+def usages(draw: st.DrawFn) -> tuple[dict[str, Any], Usage]:
+    """As an engine writes one, and what it says."""
+    prompt, completion, cached = draw(counts), draw(st.none() | counts), draw(st.none() | counts)
+    responses = draw(st.booleans())
+    names = ("input_tokens", "output_tokens") if responses else ("prompt_tokens", "completion_tokens")
+    body: dict[str, Any] = {names[0]: prompt, "total_tokens": prompt, names[1]: completion}
+    details = draw(st.sampled_from(["absent", "null", "object"]))
+    if details == "object" or cached is not None:
+        body[names[0] + "_details"] = {"audio_tokens": None, "cached_tokens": cached}
+    elif details == "null":
+        body[names[0] + "_details"] = None
+    return body, Usage(prompt, completion, cached)
+
+
+@st.composite
+def cuts(draw: st.DrawFn, raw: bytes) -> list[list[bytes]]:
+    """Reads of some parts each, together `raw`."""
+    ends = sorted(draw(st.lists(st.integers(0, len(raw)), max_size=12)))
+    pieces = [raw[a:b] for a, b in zip([0, *ends], [*ends, len(raw)], strict=True)]
+    reads: list[list[bytes]] = [[]]
+    for piece in pieces:
+        if draw(st.booleans()):
+            reads.append([])
+        reads[-1].append(piece)
+    return reads
+
+
+def read(reads: list[list[bytes]]) -> tuple[Usage | None, int, int]:
+    reader = UsageReader(streams=True)
+    begun = sum(reader.feed(parts) for parts in reads)
+    return reader.usage(), reader.events, begun
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[bytes, Usage | None, int]:
+    """A stream, its usage, and its events before the end."""
+    end = draw(st.sampled_from(["\n\n", "\r\n\r\n"]))
+    said: Usage | None = None
+    parts = []
+    texts_ = draw(st.lists(texts, max_size=6))
+    with_usage = draw(st.sampled_from(["never", "null", "each", "last"]))
+    for text in texts_:
+        event: dict[str, Any] = {"choices": [{"delta": {"content": text}}]}
+        if with_usage == "null":
+            event["usage"] = None
+        elif with_usage == "each":
+            event["usage"], said = draw(usages())
+        parts.append("data: " + json.dumps(event, ensure_ascii=draw(st.booleans())) + end)
+        if draw(st.booleans()):
+            parts.append(": ping" + end)
+    if with_usage == "last":
+        body, said = draw(usages())
+        parts.append("data: " + json.dumps({"choices": [], "usage": body}) + end)
+    events = len(texts_) + (with_usage == "last")
+    if draw(st.booleans()):
+        parts.append("data: [DONE]" + end)
+    return "".join(parts).encode(), said, events
+
+
+@given(data=st.data())
+def test_a_stream_is_read_alike_however_it_is_cut(data: st.DataObject) -> None:
+    raw, said, events = data.draw(streams())
+    usage, counted, begun = read(data.draw(cuts(raw)))
+    assert (usage, counted) == (said, events)
+    assert begun >= counted
+
+
+@given(data=st.data())
+def test_a_whole_answer_is_read_alike_however_it_is_cut(data: st.DataObject) -> None:
+    body, said = data.draw(usages())
+    answer = {
+        "choices": [{"message": {"content": data.draw(texts)}}],
+        "tools": [{"parameters": {"properties": {"usage": {"type": "object"}}}}],
+        "usage": body,
+        "prompt_logprobs": [0.5] * data.draw(st.sampled_from([0, 10, 2_000])),
+    }
+    raw = json.dumps(answer, indent=data.draw(st.sampled_from([None, 2]))).encode()
+    assert read(data.draw(cuts(raw)))[0] == said
+
+
+@given(st.lists(st.binary(max_size=60) | st.sampled_from([b'"usage"', b'"usage":{', b"{}", b'{"prompt_tokens":'])))
+def test_whatever_comes_nothing_breaks(parts: list[bytes]) -> None:
+    assert read([parts])[:2] == read([[part] for part in parts])[:2] == read([[b"".join(parts)]])[:2]
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b'"usage":null',
+        b'"usage":{"prompt_tokens":"9"}',
+        b'"usage":{"prompt_tokens":true}',
+        b'"usage":{"prompt_tokens":-1}',
+        b'"usage":{"prompt_tokens":1e3}',
+        b'"usage":{"completion_tokens":1}',
+        b'"usage":{"prompt_tokens":' + b"9" * 4_000 + b"}",
+        b'"usage":' + b'{"a":' * 2_000,
+        b'"usage":{"a":' + b"[" * 4_000,
+        b'"usage":{"pad":"' + b"x" * MAX_USAGE_BYTES + b'","prompt_tokens":1}',
+        b'\\"usage\\":{"prompt_tokens":1}',
+        b"\x1f\x8b\x08\x00garbage",
+    ],
+)
+def test_what_is_no_usage_is_none(raw: bytes) -> None:
+    assert read([[raw]])[0] is None
+
+
+def test_the_last_usage_counts_also_behind_what_only_has_its_name() -> None:
+    raw = b'{"usage":{"prompt_tokens":1},"usage":{"prompt_tokens":2},"x":{"usage":{"type":"object"}},"usage":null}'
+    assert read([[raw]])[0] == Usage(2)
+
+
+def test_what_is_kept_is_bounded() -> None:
+    reader = UsageReader(streams=True)
+    for _ in range(100):
+        reader.feed([b'"usage":{' + b"x" * 10_000])
+    kept = [*reader._candidates, reader._value or b"", reader._tail]
+    assert sum(map(len, kept)) <= 5 * MAX_USAGE_BYTES + 100

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Simulated replicas behind `kvrouter serve`, asked by OpenAI's client: what is predicted is delivered, counted and traced."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import openai
+import pytest
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from collector import Collector
+from fleet import until
+from router_process import RouterProcess
+
+MODEL = "sim"
+REQUESTS = 40
+STOP_S = 30.0
+# Some blocks of the shape, so that prefixes are reused and the pool evicts.
+PROMPT_TOKENS = (200, 900)
+
+
+@contextmanager
+def replicas(count: int, *arguments: str) -> Iterator[list[dict[str, Any]]]:
+    """The endpoints of so many replicas of one process."""
+    command = [sys.executable, "-m", "kvrouter.router.cli", "sim", "--replicas", str(count), "--instant", *arguments]
+    process = subprocess.Popen([*command, "--model", MODEL], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield [json.loads(process.stdout.readline()) for _ in range(count)]
+    finally:
+        process.terminate()
+        process.wait(STOP_S)
+        process.stdout.close()
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    with Collector() as found:
+        yield found
+
+
+@pytest.fixture
+def router(tmp_path: Path, collector: Collector) -> Iterator[RouterProcess]:
+    with replicas(2, "--shape", "gemma3", "--blocks", "600") as found:
+        flags = ["--otlp-endpoint", collector.url]
+        for number, endpoints in enumerate(found):
+            spec = f"w{number}={endpoints['url']},events={endpoints['events']},replay={endpoints['replay']}"
+            flags += ["--worker", f"{spec},model={MODEL}"]
+        environment = {"OTEL_BSP_SCHEDULE_DELAY": "20", "OTEL_SERVICE_NAME": "front door"}
+        with RouterProcess(tmp_path, flags, environment) as started:
+            # Whoever has no block yet has said nothing.
+            client = client_of(started)
+            for number in range(2):
+                only = {"x-kvrouter-worker": f"w{number}"}
+                client.completions.create(model=MODEL, prompt=[number + 1] * 100, max_tokens=1, extra_headers=only)
+            until(lambda: all(row["state"] == "live" for row in rows(started)), "the workers are live")
+            yield started
+
+
+def client_of(router: RouterProcess) -> Any:
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{router.port}/v1", api_key="x", max_retries=0, timeout=STOP_S)
+
+
+def rows(router: RouterProcess) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = router.request("GET", "/workers")["workers"]
+    return found
+
+
+def settle(router: RouterProcess) -> None:
+    """Until the router has seen all that the replicas published."""
+    before: object = None
+    while (seen := [row["seq"] for row in rows(router)]) != before:
+        before = seen
+        time.sleep(0.03)
+
+
+def counted(router: RouterProcess, name: str, **labels: str) -> float:
+    """Over all workers."""
+    found = 0.0
+    for line in router.text("/metrics").splitlines():
+        named = line.startswith((f"kvrouter_{name} ", f"kvrouter_{name}{{"))
+        if named and all(f'{label}="{value}"' in line for label, value in labels.items()):
+            found += float(line.rpartition(" ")[2])
+    return found
+
+
+def test_one_at_a_time_everything_predicted_is_delivered(router: RouterProcess, collector: Collector) -> None:
+    rng, client = Random(7), client_of(router)
+    prompts = [[rng.randrange(10, 50_000) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(4)]
+    said = reused = 0
+    before = {o: counted(router, "predictions_total", outcome=o) for o in ("exact", "less", "more", "untold")}
+    for number in range(REQUESTS):
+        settle(router)
+        prompt = [*rng.choice(prompts[-5:])[: rng.randint(100, 800)], *(rng.randrange(10, 50_000) for _ in range(30))]
+        prompts.append(prompt)
+        create = client.completions.with_raw_response.create
+        streams: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if number % 2 else {}
+        answer = create(model=MODEL, prompt=prompt, max_tokens=6, **streams)
+        said += int(answer.headers["x-kvrouter-predicted-hit"])
+        whole = list(answer.parse())[-1] if streams else answer.parse()
+        reused += whole.usage.prompt_tokens_details.cached_tokens
+    after = {o: counted(router, "predictions_total", outcome=o) for o in before}
+    assert {o: after[o] - before[o] for o in before} == {"exact": REQUESTS, "less": 0, "more": 0, "untold": 0}
+    assert counted(router, "predicted_cached_tokens_total") == counted(router, "delivered_cached_tokens_total") == said
+    assert said == reused > 0
+    assert counted(router, "token_count_mismatches_total") == 0
+    for name, count in (("ttft", REQUESTS / 2), ("itl", REQUESTS / 2), ("e2e", REQUESTS + 2), ("choice", REQUESTS + 2)):
+        assert counted(router, f"{name}_seconds_count") == count
+    assert router.request("GET", "/health") == {"status": "ok", "reasons": []}
+    # The rates of decoding are learned from what the answers tell.
+    shown = router.request("GET", "/loads")
+    assert "decode" in json.dumps(shown)
+    until(lambda: sum(span.kind == "SERVER" for span in collector.spans) == REQUESTS + 2, "every request is a trace")
+    assert {span.resource["service.name"] for span in collector.spans} == {"front door"}
+
+
+def test_a_router_with_a_collector_stops_as_fast_as_one_without(router: RouterProcess, collector: Collector) -> None:
+    client_of(router).completions.create(model=MODEL, prompt=[1] * 50, max_tokens=1)
+    collector.hangs.set()
+    began_s = time.monotonic()
+    router.signal(15)
+    assert router.wait() == 0
+    assert time.monotonic() - began_s < 12.0
+
+
+def test_traces_without_their_package_are_refused_with_the_fix(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['opentelemetry.sdk'] = None\nfrom kvrouter.router.cli import main; main()"
+    flags = ["serve", "--port", "0", "--otlp-endpoint", "http://h:1"]
+    command = [sys.executable, "-c", code, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+    assert done.returncode != 0
+    assert "pip install 'hybrid-kv-router[otel]'" in done.stderr
+    assert "Traceback" not in done.stderr

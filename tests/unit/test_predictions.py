@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When predictions are said not to come true, and when that would be a false alarm. And who was alone."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.quality.flights import Flights
+from kvrouter.router.quality.predictions import (
+    ALONE_MIN,
+    ALONE_WINDOW,
+    BUSY_MIN,
+    COUNTED_MIN,
+    SILENT_MIN,
+    Outcome,
+    Predictions,
+    outcome_of,
+)
+
+W0, W1 = WorkerKey("m", "w0", 0), WorkerKey("m", "w1", 0)
+
+
+def judged(*pairs: tuple[int, int], alone: bool = True) -> Predictions:
+    predictions = Predictions()
+    for predicted, delivered in pairs:
+        predictions.judge(predicted, delivered, alone=alone)
+    return predictions
+
+
+@pytest.mark.parametrize(("delivered", "outcome"), [(96, Outcome.EXACT), (95, Outcome.LESS), (97, Outcome.MORE)])
+def test_an_outcome_is_exact_or_it_is_not(delivered: int, outcome: Outcome) -> None:
+    assert outcome_of(96, delivered) is outcome
+
+
+def test_a_rule_that_is_a_block_too_generous_is_found_by_requests_that_were_alone() -> None:
+    assert judged(*[(4_096, 4_080)] * (ALONE_MIN - 1)).problem() is None
+    problem = judged(*[(4_096, 4_080)] * ALONE_MIN).problem()
+    assert problem is not None
+    assert problem.startswith("predictions do not come true: less was reused than predicted in 8 of the last 8 ")
+    assert "PYTHONHASHSEED" in problem
+
+
+def test_it_is_over_when_they_come_true_again() -> None:
+    predictions = judged(*[(96, 0)] * ALONE_WINDOW)
+    assert predictions.problem()
+    for _ in range(ALONE_WINDOW // 2):
+        predictions.judge(96, 96, alone=True)
+    assert predictions.problem() is None
+
+
+def test_more_than_predicted_and_nothing_predicted_are_no_alarm() -> None:
+    assert judged(*[(96, 960)] * 100).problem() is None
+    assert judged(*[(0, 0)] * 100).problem() is None
+    assert judged(*[(0, 960)] * 100, alone=False).problem() is None
+
+
+def test_evictions_and_siblings_among_others_are_no_alarm() -> None:
+    # Far worse than measured with 16 clients on caches that are much too small.
+    rng = Random(1)
+    for _ in range(100):
+        predictions = Predictions()
+        for _ in range(300):
+            luck = rng.random()
+            delivered = 512 if luck < 0.4 else 1_024 if luck < 0.6 else 768
+            predictions.judge(768, delivered, alone=False)
+            # A few tokens less each time is not what sends prompts to the wrong worker.
+        assert predictions.problem() is None
+    assert judged(*[(4_096, 4_080)] * 100, alone=False).problem() is None
+
+
+def test_a_cache_that_loses_most_of_what_is_predicted_is_told_also_among_others() -> None:
+    assert judged(*[(768, 0)] * (BUSY_MIN - 1), alone=False).problem() is None
+    problem = judged(*[(768, 0)] * BUSY_MIN, alone=False).problem()
+    assert problem is not None
+    assert "evicted before it is used" in problem and "(0 of 24576 tokens)" in problem
+
+
+def test_an_engine_that_never_tells_is_named() -> None:
+    predictions = Predictions()
+    for _ in range(SILENT_MIN):
+        assert predictions.problem() is None
+        assert predictions.delivered_of(None, 96) is None
+    problem = predictions.problem()
+    assert problem is not None and "--enable-prompt-tokens-details" in problem
+    assert predictions.delivered_of(0, 96) == 0
+    assert predictions.problem() is None
+
+
+def test_an_engine_that_leaves_zeros_out_means_zero() -> None:
+    predictions = Predictions()
+    assert predictions.delivered_of(None, 0) is None
+    assert predictions.delivered_of(64, 64) == 64
+    assert predictions.delivered_of(None, 0) == 0
+    assert [predictions.delivered_of(None, 96) for _ in range(SILENT_MIN)] == [0] * (SILENT_MIN - 1) + [None]
+    assert predictions.delivered_of(None, None) is None
+
+
+def test_other_lengths_are_another_tokenizer() -> None:
+    predictions = Predictions()
+    for _ in range(COUNTED_MIN - 1):
+        predictions.counted(100, 101)
+    assert predictions.problem() is None
+    predictions.counted(100, 101)
+    problem = predictions.problem()
+    assert problem is not None and "the last has 101 there and 100 here" in problem
+    for _ in range(COUNTED_MIN):
+        predictions.counted(100, 100)
+    assert predictions.problem() is None
+
+
+def test_alone_is_who_met_nobody_until_then() -> None:
+    flights = Flights()
+    first = flights.begun(W0)
+    elsewhere = flights.begun(W1)
+    assert first.alone and elsewhere.alone
+    second = flights.begun(W0)
+    assert not first.alone and not second.alone
+    first.ended()
+    assert not second.alone
+    second.ended()
+    third = flights.begun(W0)
+    assert third.alone
+    flights.forget(W0)
+    third.ended()
+    assert flights.begun(W0).alone
