@@ -260,8 +260,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         for name in SECRETS:
             if shown[name] is not None:
                 shown[name] = HIDDEN
-        if self.redis is not None:
-            shown["redis"] = without_password(self.redis)
+        for name in ("redis", "otlp_endpoint"):
+            if shown[name] is not None:
+                shown[name] = without_password(shown[name])
         return shown
 
 

@@ -24,6 +24,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import Counter
 
+from kvrouter.router.config import without_password
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.placement import Ask, Placement
 from kvrouter.router.quality.told import Told
@@ -132,7 +133,7 @@ class Tracing:
         for outcome in ("exported", "failed", "dropped"):
             spans.labels(outcome)
         self._sender: Any = OTLPSpanExporter(endpoint=url)
-        exporter = _Exporter(self._sender, spans, endpoint)
+        exporter = _Exporter(self._sender, spans, without_password(endpoint))
         resource = Resource.create({"service.version": VERSION})
         if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": SERVICE}))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -59,10 +60,10 @@ def router(tmp_path: Path, collector: Collector) -> Iterator[RouterProcess]:
         environment = {"OTEL_BSP_SCHEDULE_DELAY": "20", "OTEL_SERVICE_NAME": "front door"}
         with RouterProcess(tmp_path, flags, environment) as started:
             # Whoever has no block yet has said nothing.
-            client = client_of(started)
-            for number in range(2):
-                only = {"x-kvrouter-worker": f"w{number}"}
-                client.completions.create(model=MODEL, prompt=[number + 1] * 100, max_tokens=1, extra_headers=only)
+            with client_of(started) as client:
+                for number in range(2):
+                    only = {"x-kvrouter-worker": f"w{number}"}
+                    client.completions.create(model=MODEL, prompt=[number + 1] * 100, max_tokens=1, extra_headers=only)
             until(lambda: all(row["state"] == "live" for row in rows(started)), "the workers are live")
             yield started
 
@@ -95,20 +96,24 @@ def counted(router: RouterProcess, name: str, **labels: str) -> float:
 
 
 def test_one_at_a_time_everything_predicted_is_delivered(router: RouterProcess, collector: Collector) -> None:
-    rng, client = Random(7), client_of(router)
+    rng = Random(7)
     prompts = [[rng.randrange(10, 50_000) for _ in range(rng.randint(*PROMPT_TOKENS))] for _ in range(4)]
     said = reused = 0
     before = {o: counted(router, "predictions_total", outcome=o) for o in ("exact", "less", "more", "untold")}
-    for number in range(REQUESTS):
-        settle(router)
-        prompt = [*rng.choice(prompts[-5:])[: rng.randint(100, 800)], *(rng.randrange(10, 50_000) for _ in range(30))]
-        prompts.append(prompt)
-        create = client.completions.with_raw_response.create
-        streams: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if number % 2 else {}
-        answer = create(model=MODEL, prompt=prompt, max_tokens=6, **streams)
-        said += int(answer.headers["x-kvrouter-predicted-hit"])
-        whole = list(answer.parse())[-1] if streams else answer.parse()
-        reused += whole.usage.prompt_tokens_details.cached_tokens
+    with client_of(router) as client:
+        for number in range(REQUESTS):
+            settle(router)
+            prompt = [
+                *rng.choice(prompts[-5:])[: rng.randint(100, 800)],
+                *(rng.randrange(10, 50_000) for _ in range(30)),
+            ]
+            prompts.append(prompt)
+            create = client.completions.with_raw_response.create
+            streams: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}} if number % 2 else {}
+            answer = create(model=MODEL, prompt=prompt, max_tokens=6, **streams)
+            said += int(answer.headers["x-kvrouter-predicted-hit"])
+            whole = list(answer.parse())[-1] if streams else answer.parse()
+            reused += whole.usage.prompt_tokens_details.cached_tokens
     after = {o: counted(router, "predictions_total", outcome=o) for o in before}
     assert {o: after[o] - before[o] for o in before} == {"exact": REQUESTS, "less": 0, "more": 0, "untold": 0}
     assert counted(router, "predicted_cached_tokens_total") == counted(router, "delivered_cached_tokens_total") == said
@@ -124,8 +129,48 @@ def test_one_at_a_time_everything_predicted_is_delivered(router: RouterProcess, 
     assert {span.resource["service.name"] for span in collector.spans} == {"front door"}
 
 
+def test_events_of_another_engine_are_found_out_by_what_it_delivers(tmp_path: Path) -> None:
+    with replicas(2, "--shape", "llama") as found:
+        flags = []
+        for name, engine, other in (("w0", *found), ("w1", *reversed(found))):
+            spec = f"{name}={engine['url']},events={other['events']},replay={other['replay']},model={MODEL}"
+            flags += ["--worker", spec]
+        with RouterProcess(tmp_path, flags) as router, client_of(router) as client:
+            rng = Random(3)
+            for number in range(10):
+                prompt = [rng.randrange(10, 50_000) for _ in range(300)]
+                for name in ("w0", "w1"):
+                    create = client.completions.with_raw_response.create
+                    only = {"x-kvrouter-worker": name}
+                    answer = create(model=MODEL, prompt=prompt, max_tokens=1, extra_headers=only)
+                    until(lambda: all(row["state"] == "live" or row["seq"] is None for row in rows(router)), "live")
+                    settle(router)
+                if number:
+                    # What w0 computed is said to be at w1.
+                    assert int(answer.headers["x-kvrouter-predicted-hit"]) >= 288
+                    assert answer.parse().usage.prompt_tokens_details.cached_tokens == 0
+            until(lambda: router.request("GET", "/health")["status"] == "degraded", "it is found out")
+            shown = {row["worker_id"]: row["predictions"] for row in rows(router)}
+            assert shown["w1"].startswith("predictions do not come true: less was reused than predicted in ")
+            assert "worker w1: " + shown["w1"] in router.request("GET", "/health")["reasons"]
+            assert counted(router, "over_credit_tokens_total", worker="w1") >= 8 * 288
+            command = [
+                sys.executable,
+                "-m",
+                "kvrouter.router.cli",
+                "workers",
+                "--url",
+                f"http://127.0.0.1:{router.port}",
+            ]
+            table = subprocess.run(
+                command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "400"}
+            )
+            assert "predictions do not come true" in table.stdout
+
+
 def test_a_router_with_a_collector_stops_as_fast_as_one_without(router: RouterProcess, collector: Collector) -> None:
-    client_of(router).completions.create(model=MODEL, prompt=[1] * 50, max_tokens=1)
+    with client_of(router) as client:
+        client.completions.create(model=MODEL, prompt=[1] * 50, max_tokens=1)
     collector.hangs.set()
     began_s = time.monotonic()
     router.signal(15)
