@@ -82,7 +82,7 @@ class Metrics:
         self.internal_errors = counter("internal_errors_total", "Unhandled exceptions: each is a bug", "where")
         self.decide_seconds = Histogram(
             "kvrouter_decide_seconds",
-            "Time to answer a question, without HTTP; observed by the API",
+            "Time to answer a question of the API (/query, /select), without HTTP",
             buckets=DECIDE_BUCKETS_S,
             registry=registry,
         )
@@ -166,7 +166,7 @@ class Metrics:
         )
         self.choice_seconds = Histogram(
             "kvrouter_choice_seconds",
-            "Time to choose a worker: hashing, matching, comparing",
+            "Time to choose a worker, for the proxy and /select: hashing, matching, comparing",
             buckets=DECIDE_BUCKETS_S,
             registry=registry,
         )
