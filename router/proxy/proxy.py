@@ -243,12 +243,11 @@ class Proxy:
         if streams:
             # The first byte of any other answer comes with its last token.
             placement.first_token()
-        watch, output_tokens = request.watch, None
+        watch = request.watch
         try:
             client.begin(head, h.answer_headers(head.headers, added, request.request_id), connection)
             await connection.relay(watch.tap(client.send, head.status, head.headers, streams=streams))
             client.finish()
-            output_tokens = watch.output_tokens()
         except Failure as failure:
             connection.close()
             client.break_off()
@@ -258,7 +257,7 @@ class Proxy:
             connection.close()
             raise
         finally:
-            placement.done(output_tokens)
+            placement.done(watch.output_tokens())
         self._sending.give_back(answer.sent)
         outcome = _outcome(head.status)
         self._metrics.count_answer(placement.worker, outcome)

@@ -64,5 +64,10 @@ class Tap:
     def events(self) -> int:
         return 0 if self._reader is None else self._reader.events
 
+    @property
+    def done(self) -> bool:
+        """Whether a stream has said that it is over, which it does before its bytes end."""
+        return self._reader is not None and self._reader.done
+
     def usage(self) -> Usage | None:
         return None if self._reader is None else self._reader.usage()

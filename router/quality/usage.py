@@ -87,7 +87,12 @@ class UsageReader:
     @property
     def events(self) -> int:
         """Events with data so far, without the one that only says that the stream is over."""
-        return max(0, self._begun - self._tail.rstrip().endswith(DONE))
+        return max(0, self._begun - self.done)
+
+    @property
+    def done(self) -> bool:
+        """Whether a stream has said that it is over."""
+        return self._streams and self._tail.rstrip().endswith(DONE)
 
     def usage(self) -> Usage | None:
         """The last usage that the answer tells, None where it tells none."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Headers = list[tuple[bytes, bytes]]
 
 OK = "ok"
+CLIENT_GONE = "client_gone"
 # Where a model answers; the rest is the engine's HTTP process alone.
 INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
 # The shortest answer that has a time between its tokens.
@@ -169,8 +170,9 @@ class Watch:
 
     def output_tokens(self) -> int | None:
         """Tokens that were generated, where the answer says how many."""
-        usage = self.told().usage
-        return None if usage is None else usage.completion_tokens
+        if self._tap is None or (usage := self.told().usage) is None:
+            return None
+        return usage.completion_tokens
 
     def ended(self, outcome: str) -> None:
         """outcome: one of metrics.PROXY_OUTCOMES."""
@@ -202,7 +204,8 @@ class Watch:
         told, children = self.told(), self._quality.children(placement.worker)
         if told.ttft_s is not None and outcome != "server_error":
             children.ttft.observe(told.ttft_s)
-        if outcome != OK:
+        # Clients that have read `[DONE]` hang up, some before the end of the body has come to them.
+        if outcome != OK and not (outcome == CLIENT_GONE and tap.done):
             # What of an answer was cut off may have been its usage.
             return
         children.e2e.observe(told.e2e_s)

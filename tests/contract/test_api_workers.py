@@ -245,6 +245,7 @@ def test_workers_lists_every_field(core: TinyCore) -> None:
         "closed": "",
         "role": "both",
         "handover": "kv_transfer_params",
+        "predictions": "",
     }
     assert call(app, "GET", "/workers").json() == {"workers": [row]}
     packed = call(app, "GET", "/workers", headers={"accept": "application/msgpack"})

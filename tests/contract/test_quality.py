@@ -139,6 +139,40 @@ def test_an_error_and_a_cut_answer_say_nothing_of_predictions(script: Script) ->
         assert router.sample("e2e_seconds_count", worker="w0") == 0
 
 
+def test_a_client_that_hangs_up_after_the_last_event_has_a_whole_answer() -> None:
+    """OpenAI's client closes its connection when it has read [DONE]; the end of the body may not have come yet."""
+
+    async def never_ends(asked: Asked, wire: Wire) -> None:
+        await wire.send(STREAM_HEAD, *map(chunk, events(None, usage(PREDICTED))))
+        await wire.gone.wait()
+
+    with fleet(never_ends) as (router, _):
+        with router.connect() as client:
+            client.sendall(raw_request(COMPLETIONS, json.dumps(TOKENS).encode()))
+            got = b""
+            while b"[DONE]" not in got:
+                got += client.recv(65_536)
+        until(lambda: counted(router) == {"exact": 1}, "it is counted")
+        assert router.sample("proxy_requests_total", path=COMPLETIONS, outcome="client_gone") == 1
+        assert router.sample("e2e_seconds_count", worker="w0") == 1
+        assert router.placing.placed[0].output_tokens == 4
+
+
+def test_a_client_that_hangs_up_before_says_nothing() -> None:
+    async def stops(asked: Asked, wire: Wire) -> None:
+        await wire.send(STREAM_HEAD, *map(chunk, events(None, usage(PREDICTED))[:2]))
+        await wire.gone.wait()
+
+    with fleet(stops) as (router, _):
+        with router.connect() as client:
+            client.sendall(raw_request(COMPLETIONS, json.dumps(TOKENS).encode()))
+            got = b""
+            while b"cached_tokens" not in got:
+                got += client.recv(65_536)
+        until(lambda: router.sample("proxy_requests_total", path=COMPLETIONS, outcome="client_gone") == 1, "it is gone")
+        assert counted(router) == {}
+
+
 def test_only_the_worker_that_answers_is_judged() -> None:
     with fleet(reset, answer(PREDICTED)) as (router, *_):
         router.post(COMPLETIONS, TOKENS)

@@ -114,6 +114,7 @@ def test_one_at_a_time_everything_predicted_is_delivered(router: RouterProcess, 
             said += int(answer.headers["x-kvrouter-predicted-hit"])
             whole = list(answer.parse())[-1] if streams else answer.parse()
             reused += whole.usage.prompt_tokens_details.cached_tokens
+    until(lambda: counted(router, "proxy_open_requests") == 0, "all is over")
     after = {o: counted(router, "predictions_total", outcome=o) for o in before}
     assert {o: after[o] - before[o] for o in before} == {"exact": REQUESTS, "less": 0, "more": 0, "untold": 0}
     assert counted(router, "predicted_cached_tokens_total") == counted(router, "delivered_cached_tokens_total") == said
@@ -137,18 +138,19 @@ def test_events_of_another_engine_are_found_out_by_what_it_delivers(tmp_path: Pa
             flags += ["--worker", spec]
         with RouterProcess(tmp_path, flags) as router, client_of(router) as client:
             rng = Random(3)
-            for number in range(10):
+            create = client.completions.with_raw_response.create
+            for _ in range(10):
                 prompt = [rng.randrange(10, 50_000) for _ in range(300)]
-                for name in ("w0", "w1"):
-                    create = client.completions.with_raw_response.create
-                    only = {"x-kvrouter-worker": name}
-                    answer = create(model=MODEL, prompt=prompt, max_tokens=1, extra_headers=only)
-                    until(lambda: all(row["state"] == "live" or row["seq"] is None for row in rows(router)), "live")
-                    settle(router)
-                if number:
-                    # What w0 computed is said to be at w1.
-                    assert int(answer.headers["x-kvrouter-predicted-hit"]) >= 288
-                    assert answer.parse().usage.prompt_tokens_details.cached_tokens == 0
+
+                def at_w1(prompt: list[int] = prompt) -> bool:
+                    answer = router.request("POST", "/query", {"model": MODEL, "token_ids": prompt})
+                    return bool(answer["instances"]["w1"]["gpu"] >= 288)
+
+                create(model=MODEL, prompt=prompt, max_tokens=1, extra_headers={"x-kvrouter-worker": "w0"})
+                until(at_w1, "what w0 computed is said to be at w1")
+                answer = create(model=MODEL, prompt=prompt, max_tokens=1, extra_headers={"x-kvrouter-worker": "w1"})
+                assert int(answer.headers["x-kvrouter-predicted-hit"]) >= 288
+                assert answer.parse().usage.prompt_tokens_details.cached_tokens == 0
             until(lambda: router.request("GET", "/health")["status"] == "degraded", "it is found out")
             shown = {row["worker_id"]: row["predictions"] for row in rows(router)}
             assert shown["w1"].startswith("predictions do not come true: less was reused than predicted in ")
@@ -166,6 +168,30 @@ def test_events_of_another_engine_are_found_out_by_what_it_delivers(tmp_path: Pa
                 command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "400"}
             )
             assert "predictions do not come true" in table.stdout
+
+
+def test_what_a_prefill_worker_hands_over_is_a_trace_of_two_requests_and_no_prediction(
+    tmp_path: Path, collector: Collector
+) -> None:
+    with replicas(2, "--shape", "llama") as found:
+        flags = ["--otlp-endpoint", collector.url, "--handover-token-cost", "0"]
+        for name, role, at in (("p0", "prefill", found[0]), ("d0", "decode", found[1])):
+            spec = f"{name}={at['url']},events={at['events']},replay={at['replay']},model={MODEL},role={role}"
+            flags += ["--worker", spec]
+        with RouterProcess(tmp_path, flags, {"OTEL_BSP_SCHEDULE_DELAY": "20"}) as router, client_of(router) as client:
+            # So that a hand-over pays.
+            busy = {"model": MODEL, "worker_id": "d0", "isl_tokens": 60_000, "selection_id": "busy"}
+            router.request("POST", "/reservations", busy)
+            answer = client.completions.with_raw_response.create(model=MODEL, prompt=[*range(10, 2_010)], max_tokens=2)
+            assert answer.headers["x-kvrouter-prefill-worker"] == "p0"
+            name = "engine /v1/completions"
+            spans = collector.trace(lambda named: f"{name} #2" in named)
+            computing, decoding = spans[name], spans[f"{name} #2"]
+            assert (computing.attributes["kvrouter.worker"], decoding.attributes["kvrouter.worker"]) == ("p0", "d0")
+            assert computing.error is None and computing.end <= decoding.start
+            until(lambda: counted(router, "predictions_untold_total", reason="unpredicted") == 1, "it is counted")
+            assert counted(router, "predictions_total", outcome="untold", worker="d0") == 1
+            assert counted(router, "predicted_cached_tokens_total") == 0
 
 
 def test_a_router_with_a_collector_stops_as_fast_as_one_without(router: RouterProcess, collector: Collector) -> None:
