@@ -7,6 +7,7 @@ import msgspec
 
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.role import HandoverWay, Role
+from kvrouter.router.owners import REGISTER
 
 # The largest hybrid models have below ten groups. The hit rule's kernels have room for so many, and do not check.
 MAX_GROUPS = 64
@@ -55,6 +56,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     draining: it gets no new request, and is followed as ever.
     patch_key: the public key (Z85) that the patch must prove; then nothing that is not encrypted with it is listened to.
     handover: how it is handed a prompt that a prefill worker has computed.
+    source: who says that it is there (owners.py). note: what that source could not find out, for people.
     """
 
     worker: WorkerKey
@@ -69,3 +71,5 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     draining: bool = False
     role: Role = Role.BOTH
     handover: HandoverWay = HandoverWay.KV_TRANSFER_PARAMS
+    source: str = REGISTER
+    note: str = ""

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from kvrouter.router.owners import REGISTER
+
 
 class PatchStatus(msgspec.Struct, frozen=True):
     """The engine patch behind a worker whose reports are followed. mismatches: heartbeats that disagreed with the index."""
@@ -71,6 +73,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     # Blocks that it holds and that found no room here, so that they earn no credit: `reason` says why.
     refused_blocks: int = 0
     tokens: TokensStatus | None = None
+    # Who says that it is there (owners.py).
+    source: str = REGISTER
     # It was asked to take no new request; and why it takes none now, for whatever reason: empty when it does.
     draining: bool = False
     closed: str = ""

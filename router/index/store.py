@@ -186,6 +186,32 @@ class IndexStore:
 
         return frozenset(member.decode() for member in await self.servers.on(key, work)) | {token}
 
+    async def routers(self) -> frozenset[str]:
+        """The tokens of all routers that count now."""
+        key = keys.ROUTERS
+
+        async def work(connection: Connection) -> list[bytes]:
+            ((seconds, microseconds),) = await connection.run(command("TIME"), 1)
+            now_ms = int(seconds) * 1_000 + int(microseconds) // 1_000
+            (members,) = await connection.run(command("ZRANGEBYSCORE", key, f"({now_ms}", "+inf"), 1)
+            found: list[bytes] = members
+            return found
+
+        return frozenset(member.decode() for member in await self.servers.on(key, work))
+
+    async def put_claim(self, token: str, claim: bytes) -> None:
+        """What the sources of router `token` show it, in place of what it said before."""
+        await self.servers.run(keys.CLAIMS, command("HSET", keys.CLAIMS, token, claim))
+
+    async def claims(self) -> dict[str, bytes]:
+        """By token; also of routers that are gone."""
+        (fields,) = await self.servers.run(keys.CLAIMS, command("HGETALL", keys.CLAIMS))
+        return {token.decode(): claim for token, claim in _pairs(fields)}
+
+    async def drop_claims(self, tokens: Iterable[str]) -> None:
+        """`tokens` must not be empty."""
+        await self.servers.run(keys.CLAIMS, command("HDEL", keys.CLAIMS, *tokens))
+
     async def leave(self, token: str) -> None:
         """This process no longer counts among the routers."""
         await self.servers.run(keys.ROUTERS, command("ZREM", keys.ROUTERS, token))

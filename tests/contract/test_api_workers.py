@@ -241,6 +241,7 @@ def test_workers_lists_every_field(core: TinyCore) -> None:
         "patch": None,
         "refused_blocks": 0,
         "tokens": None,
+        "source": "register",
         "draining": False,
         "closed": "",
         "role": "both",

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which workers there are, the same in all router processes on one store, and a stream for each. The registry is in Redis.
+
+Who registers and drops is whoever is asked to; who follows a worker's events is in `shares.py` and `hold.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from kvrouter.router.allow_list import AllowList
+from kvrouter.router.config import Config
+from kvrouter.router.errors import Conflict, HostNotAllowed
+from kvrouter.router.hold import LOOKS_PER_TTL
+from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.owners import PLACES, wins
+from kvrouter.router.registration import Registration
+from kvrouter.router.shares import Attendance, shares
+from kvrouter.router.stream import WorkerStream
+
+log = logging.getLogger("kvrouter.fleet")
+
+# How soon a worker registered elsewhere is known here: a look is one GET. The whole registry is read again now and then all the
+# same, for a process that died between its change and telling of it.
+REGISTRY_LOOK_S = 0.25
+REGISTRY_READ_S = 10.0
+
+
+class Claims(msgspec.Struct, frozen=True):
+    """What one router process sees in its sources that are well: by the source's name, worker ids and ranks."""
+
+    workers: dict[str, list[tuple[str, int]]] = {}
+
+
+class Fleet:
+    """`streams` has one for each registered worker; it is the mirror's and the core's too, and only this changes it."""
+
+    def __init__(
+        self,
+        streams: dict[WorkerKey, WorkerStream],
+        *,
+        store: IndexStore,
+        config: Config,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        token: str,
+        allowed: AllowList,
+        make_stream: Callable[[Registration, Callable[[WorkerKey], bool]], WorkerStream],
+        take_image: Callable[[WorkerImage], None],
+        changed: Callable[[], None],
+        leaves: Callable[[WorkerKey], None],
+        forget: Callable[[WorkerKey], Awaitable[None]],
+    ) -> None:
+        """make_stream(registration, mine). take_image: what Redis holds of a new worker. changed: one came, went, or was
+        registered otherwise. leaves: its stream is to end; forget: it has ended."""
+        self._streams = streams
+        self._store = store
+        self._config = config
+        self._metrics = metrics
+        self._clock = clock
+        self._token = token
+        self._allowed = allowed
+        self._make_stream = make_stream
+        self._take_image = take_image
+        self._changed = changed
+        self._leaves = leaves
+        self._forget = forget
+        self._lock = asyncio.Lock()
+        self._attendance = Attendance(token)
+        # The workers that this process should follow; none before it attends.
+        self._mine: frozenset[WorkerKey] | None = None
+        self._attends = False
+        # The version of the registry that `_streams` was made from.
+        self._registry = 0
+        # Workers that were not in the registry at the last look, though nobody told of a change.
+        self._missing: set[WorkerKey] = set()
+
+    async def start(self) -> None:
+        """Load what Redis holds, and begin to follow it. Raises StoreError when Redis cannot be read."""
+        await self._follow_registry(await self._store.registry_version())
+        # After the loading, which takes its time: from here on others hand workers over to this process.
+        await self._attend()
+        for stream in self._streams.values():
+            stream.start()
+
+    async def stop(self) -> None:
+        """After the tasks: what was committed stays in Redis."""
+        await asyncio.gather(*(stream.stop() for stream in self._streams.values()))
+
+    async def leave(self) -> None:
+        """Count among the routers no longer."""
+        if self._attends:
+            with contextlib.suppress(StoreError):
+                await self._store.leave(self._token)
+
+    @property
+    def routers(self) -> int:
+        """Router processes that count as alive, this one included."""
+        return len(self._attendance.routers)
+
+    async def _attend(self) -> None:
+        """Count among the routers, and see who else does."""
+        seen = await self._store.attend(self._token, self._config.lease_ttl_s)
+        if self._attendance.look(seen) and self._attends:
+            log.info("routers changed", extra={"routers": len(self._attendance.routers)})
+            self._mine = None
+        self._attends = True
+
+    async def attend_always(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.lease_ttl_s / LOOKS_PER_TTL)
+            # Without the store nothing can be taken or handed over; its absence is shown where it is followed.
+            with contextlib.suppress(StoreError):
+                await self._attend()
+
+    def _is_mine(self, worker: WorkerKey) -> bool:
+        """Whether this process should follow the worker."""
+        if self._mine is None:
+            found = shares(self._streams, self._attendance.routers)
+            self._mine = frozenset(worker for worker, router in found.items() if router == self._token)
+        return worker in self._mine
+
+    async def watch_registry(self) -> None:
+        """Follow what other processes register and drop."""
+        read_s = self._clock()
+        while True:
+            await asyncio.sleep(REGISTRY_LOOK_S)
+            try:
+                async with self._lock:
+                    version = await self._store.registry_version()
+                    if version < self._registry:
+                        await self._restore_registry()
+                        version = await self._store.registry_version()
+                    due = version != self._registry or self._clock() > read_s + REGISTRY_READ_S
+                    if due and await self._follow_registry(version):
+                        read_s = self._clock()
+            except StoreError as error:
+                log.debug("registry not read", extra={"error": str(error)})
+            except Exception:
+                # A defect of ours must not end the task unseen: registrations of others would never be known.
+                self._metrics.internal_errors.labels("registry").inc()
+                log.exception("registry not followed")
+
+    async def _restore_registry(self) -> None:
+        """The store lost what was written to it: give it the registrations that are known here."""
+        known = {worker: msgspec.json.encode(stream.registration) for worker, stream in self._streams.items()}
+        log.warning("registry lost, written back", extra={"workers": len(known), "version": self._registry})
+        await self._store.restore_registrations(known, self._registry)
+        self._metrics.registry_repairs.inc()
+
+    async def _follow_registry(self, version: int) -> bool:
+        """Make the workers here those of the registry as it is at `version` or later. False: look again soon."""
+        stored: dict[WorkerKey, Registration] = {}
+        for worker, raw in (await self._store.registrations()).items():
+            try:
+                stored[worker] = msgspec.json.decode(raw, type=Registration)
+            except msgspec.MsgspecError as error:
+                log.warning("stored registration not readable", extra={"worker": worker, "error": str(error)})
+        missing = self._streams.keys() - stored.keys()
+        if missing and version == self._registry:
+            # Nobody told of a change: a node of a cluster lost it, or whoever drops them has not come to telling yet.
+            if missing == self._missing:
+                await self._restore_registry()
+            self._missing = missing
+            return False
+        self._missing = set()
+        for worker in missing:
+            await self._end(worker)
+            log.info("unregistered elsewhere", extra={"worker": worker})
+        for worker, registration in stored.items():
+            known = self._streams.get(worker)
+            if known is not None and known.registration == registration:
+                continue
+            if known is not None and _same_stream(known.registration, registration):
+                self._update(known, registration)
+                continue
+            if known is not None:
+                await self._end(worker)
+            elif len(self._streams) >= self._config.max_workers:
+                log.warning("registered worker left out: raise max_workers", extra={"worker": worker})
+                continue
+            await self._begin(registration)
+        self._registry = version
+        return True
+
+    async def register(self, registration: Registration) -> None:
+        """The same again is a no-op; a different one for the same id and rank replaces it. Raises HostNotAllowed, and Conflict
+        where a source that wins says something else."""
+        problem = self._allowed.registration_problem(registration)
+        if problem:
+            raise HostNotAllowed(problem)
+        async with self._lock:
+            worker = registration.worker
+            known = self._streams.get(worker)
+            if known is not None and _says_the_same(known.registration, registration):
+                return
+            replaced = [other for other in self._streams if other[1:] == worker[1:]]
+            for other in replaced:
+                self._check_owner(self._streams[other].registration, registration)
+            raw = msgspec.json.encode(registration)
+            if known is not None and _same_stream(known.registration, registration):
+                await self._store.put_registration(worker, raw)
+                self._update(known, registration)
+                return
+            self._check_room(registration, len(replaced))
+            for other in replaced:
+                await self._drop(other)
+            await self._store.put_registration(worker, raw)
+            await self._begin(registration)
+            log.info(
+                "registered", extra={"worker": worker, "events": registration.events, "source": registration.source}
+            )
+
+    def _check_owner(self, known: Registration, new: Registration) -> None:
+        if not wins(known.source, new.source):
+            return
+        worker = known.worker
+        raise Conflict(
+            f"worker {worker.worker_id!r} rank {worker.dp_rank} is kept by {PLACES.get(known.source, known.source)}: change it "
+            "there, or take another worker_id",
+            code="kept_by_source",
+        )
+
+    def _update(self, stream: WorkerStream, registration: Registration) -> None:
+        """Take over what the stream does not depend on."""
+        if stream.registration.draining != registration.draining:
+            state = "draining" if registration.draining else "active"
+            log.info("worker", extra={"worker": registration.worker, "state": state})
+        stream.update(registration)
+        self._changed()
+
+    def _check_room(self, registration: Registration, replaced: int) -> None:
+        limit = self._config.max_workers
+        if len(self._streams) >= limit and not replaced:
+            raise Conflict(
+                f"{limit} workers are registered, as many as this router follows: unregister one, or raise max_workers",
+                code="too_many_workers",
+            )
+
+    async def unregister(self, worker_id: str, dp_rank: int | None = None, model: str | None = None) -> int:
+        """Drop the workers that match, and their residency everywhere; returns how many there were. Raises Conflict where a
+        source of a living router would bring one back."""
+        async with self._lock:
+            matching = [
+                worker
+                for worker in self._streams
+                if worker.worker_id == worker_id and dp_rank in (None, worker.dp_rank) and model in (None, worker.model)
+            ]
+            claimed: set[tuple[str, int]] = set()
+            for source in {self._streams[worker].registration.source for worker in matching}:
+                claimed |= await self.claimed(source, own=True)
+            for worker in matching:
+                if (worker.worker_id, worker.dp_rank) in claimed:
+                    source = self._streams[worker].registration.source
+                    raise Conflict(
+                        f"worker {worker_id!r} would come back at once: take it out of {PLACES.get(source, source)}; or PATCH "
+                        'its state to "draining", and it gets no new request',
+                        code="kept_by_source",
+                    )
+            for worker in matching:
+                await self._drop(worker)
+            return len(matching)
+
+    async def withdraw(self, worker: WorkerKey, source: str) -> bool:
+        """Drop a worker that its source does not know any more; False: it is not (or no longer) this source's."""
+        async with self._lock:
+            stream = self._streams.get(worker)
+            if stream is None or stream.registration.source != source:
+                return False
+            await self._drop(worker)
+            return True
+
+    async def claim(self, claims: Claims) -> None:
+        """Tell the other routers what the sources of this one see."""
+        await self._store.put_claim(self._token, msgspec.json.encode(claims))
+
+    async def disclaim(self) -> None:
+        await self._store.drop_claims([self._token])
+
+    async def claimed(self, source: str, *, own: bool = False) -> frozenset[tuple[str, int]]:
+        """Ids and ranks that living routers see in a source of this name; own: this process's word counts too."""
+        living = self._attendance.routers | await self._store.routers()
+        found: set[tuple[str, int]] = set()
+        dead = []
+        for token, raw in (await self._store.claims()).items():
+            if token not in living:
+                dead.append(token)
+            elif own or token != self._token:
+                try:
+                    found.update(msgspec.json.decode(raw, type=Claims).workers.get(source, ()))
+                except msgspec.MsgspecError as error:
+                    log.warning("claims of another router not readable", extra={"router": token, "error": str(error)})
+        if dead:
+            await self._store.drop_claims(dead)
+        return frozenset(found)
+
+    async def _begin(self, registration: Registration) -> None:
+        worker = registration.worker
+        stream = self._make_stream(registration, self._is_mine)
+        image = await self._store.load(worker)
+        stream.prepare(image, await self._store.load_copies(worker))
+        self._streams[worker] = stream
+        self._mine = None
+        self._take_image(image)
+        self._changed()
+        if self._attends:
+            stream.start()
+
+    async def _drop(self, worker: WorkerKey) -> None:
+        """Drop it here and for all."""
+        stream = self._part_with(worker)
+        await stream.stop()
+        await self._forget(worker)
+        await self._store.drop_registration(worker)
+        log.info("unregistered", extra={"worker": worker})
+
+    async def _end(self, worker: WorkerKey) -> None:
+        """Another process dropped or replaced it: end it here, with what it has in Redis if it was followed here."""
+        stream = self._part_with(worker)
+        await stream.forget()
+        await self._forget(worker)
+
+    def _part_with(self, worker: WorkerKey) -> WorkerStream:
+        stream = self._streams.pop(worker)
+        self._mine = None
+        self._changed()
+        self._leaves(worker)
+        return stream
+
+
+def _says_the_same(known: Registration, new: Registration) -> bool:
+    """Whether `new` changes nothing: it may come from a source whose word does not count beside that of the known one."""
+    if wins(known.source, new.source):
+        new = msgspec.structs.replace(new, source=known.source, note=known.note)
+    return known == new
+
+
+def _same_stream(old: Registration, new: Registration) -> bool:
+    """Whether two registrations differ at most in what the stream does not depend on."""
+    kept = msgspec.structs.replace(
+        old,
+        url=new.url,
+        lora_name=new.lora_name,
+        draining=new.draining,
+        role=new.role,
+        handover=new.handover,
+        source=new.source,
+        note=new.note,
+    )
+    return kept == new

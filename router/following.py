@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mirror, kept equal to what Redis holds: it is loaded once, then the workers' logs are followed. Nothing else writes it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.index.follower import FollowerItem, LogFollower, Reload, StoreBack, StoreLost
+from kvrouter.router.index.log import LogEntry
+from kvrouter.router.index.mirror import Mirror, MirrorFull
+from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.stream import WorkerStream
+
+log = logging.getLogger("kvrouter.following")
+
+# Log entries applied before the loop may answer questions again, and transitions: about a millisecond at 2,048 an entry, and
+# some milliseconds for the largest entry there is (MAX_PENDING_BLOCKS of a stream).
+ENTRIES_PER_TURN = 8
+BLOCKS_PER_TURN = 32_768
+
+SWEEP_INTERVAL_S = 0.05
+# Before a worker that could not be loaded is tried again.
+RELOAD_PAUSE_S = 1.0
+
+
+class Following:
+    """Follows the log of each of `streams`; `mirror` is what it keeps."""
+
+    def __init__(
+        self,
+        streams: Mapping[WorkerKey, WorkerStream],
+        *,
+        store: IndexStore,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        rng: random.Random,
+        budget_bytes: int,
+    ) -> None:
+        """budget_bytes: the most memory that the mirror takes."""
+        self._streams = streams
+        self._store = store
+        self._metrics = metrics
+        self._clock = clock
+        self._budget_bytes = budget_bytes
+        self.mirror = Mirror(budget_bytes)
+        self._follower = LogFollower(store.servers, rng=rng)
+        # Why the log of a worker cannot be followed: in a cluster, some can and some cannot.
+        self._unfollowed: dict[WorkerKey, str] = {}
+        self._store_lost_s: float | None = None
+
+    async def close(self) -> None:
+        await self._follower.close()
+
+    async def forget(self, worker: WorkerKey) -> None:
+        """A worker is gone."""
+        await self._follower.remove(worker)
+        self._regain_store([worker])
+        self.mirror.forget(worker)
+
+    @property
+    def silent_s(self) -> float:
+        """Age of the answers while the store is away, else 0."""
+        return 0.0 if self._store_lost_s is None else self._clock() - self._store_lost_s
+
+    def take_image(self, image: WorkerImage) -> None:
+        """Make the mirror equal to what was loaded, and follow on from there."""
+        worker = image.worker
+        self.mirror.begin_epoch(worker, image.epoch or "")
+        for place, hashes in image.places.items():
+            self._add(worker, place, hashes)
+        self._follower.add_image(image)
+        self._streams[worker].take_image(image)
+        self._streams[worker].shown(image.epoch or "", image.seq, self._clock())
+
+    def _add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
+        try:
+            self.mirror.add(worker, place, hashes)
+        except MirrorFull as error:
+            self._metrics.mirror_refused_blocks.labels(self._metrics.worker_label(worker)).inc(len(hashes))
+            if self.refused(worker) == len(hashes):
+                log.warning("mirror full", extra={"worker": worker, "reason": str(error)})
+
+    def refused(self, worker: WorkerKey) -> int:
+        """Blocks of its epoch that found no room in the mirror."""
+        known = self.mirror.worker(worker)
+        return 0 if known is None else known.refused_blocks
+
+    def lost_credit(self, worker: WorkerKey) -> str:
+        refused = self.refused(worker)
+        if not refused:
+            return ""
+        return (
+            f"{refused} of its blocks found no room in memory and earn no credit until it begins anew: raise mirror_budget_bytes "
+            f"({self._budget_bytes}), or let this router follow fewer workers"
+        )
+
+    async def follow(self) -> None:
+        while True:
+            entries = blocks = 0
+            for item in in_turns(await self._follower.next()):
+                await self._take(item)
+                entries += 1
+                blocks += _size_blocks(item)
+                if entries >= ENTRIES_PER_TURN or blocks >= BLOCKS_PER_TURN:
+                    entries = blocks = 0
+                    await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    async def _take(self, item: FollowerItem) -> None:
+        if isinstance(item, LogEntry):
+            self._apply(item)
+        elif isinstance(item, Reload):
+            log.warning("reload", extra={"worker": item.worker, "reason": item.reason})
+            try:
+                image = await self._store.load(item.worker)
+                if item.worker in self._streams:
+                    self.take_image(image)
+                self._regain_store([item.worker])
+            except StoreError as error:
+                self._lose_store([item.worker], str(error))
+                await asyncio.sleep(RELOAD_PAUSE_S)
+                if item.worker in self._streams:
+                    self._follower.add(item.worker)
+        elif isinstance(item, StoreLost):
+            self._lose_store(item.workers, item.reason)
+        elif isinstance(item, StoreBack):
+            self._regain_store(item.workers)
+
+    @property
+    def store_problem(self) -> str | None:
+        if not self._unfollowed:
+            return None
+        reason = next(iter(self._unfollowed.values()))
+        return f"Redis does not answer ({reason}); answers come from memory and grow old"
+
+    def _lose_store(self, workers: Iterable[WorkerKey], reason: str) -> None:
+        if not self._unfollowed:
+            self._store_lost_s = self._clock()
+            log.warning("store lost", extra={"reason": reason})
+        for worker in workers:
+            self._unfollowed[worker] = reason
+            if (stream := self._streams.get(worker)) is not None:
+                stream.log_heard(False)
+        self._metrics.store_up.set(0)
+
+    def _regain_store(self, workers: Iterable[WorkerKey]) -> None:
+        was_lost = bool(self._unfollowed)
+        for worker in workers:
+            self._unfollowed.pop(worker, None)
+            if (stream := self._streams.get(worker)) is not None:
+                stream.log_heard(True)
+        if was_lost and not self._unfollowed:
+            self._store_lost_s = None
+            self._metrics.store_up.set(1)
+            log.info("store back")
+
+    def _apply(self, entry: LogEntry) -> None:
+        worker = entry.worker
+        stream = self._streams.get(worker)
+        if stream is None:
+            return
+        known = self.mirror.worker(worker)
+        if known is None or entry.opened_epoch or known.epoch != entry.epoch:
+            self.mirror.begin_epoch(worker, entry.epoch)
+        for change in entry.changes:
+            self.mirror.discard(worker, change.place, change.removed)
+            self._add(worker, change.place, change.added)
+        stream.take_entry(entry)
+        stream.shown(entry.epoch, entry.last_seq, self._clock())
+
+    async def sweep(self) -> None:
+        while True:
+            await asyncio.sleep(0 if self.mirror.sweep() else SWEEP_INTERVAL_S)
+
+
+def in_turns(items: list[FollowerItem]) -> Iterator[FollowerItem]:
+    """Each worker's in its order, one of each worker in turn: a worker with many does not keep the others waiting."""
+    queues: dict[WorkerKey | None, deque[FollowerItem]] = {}
+    for item in items:
+        worker = item.worker if isinstance(item, LogEntry | Reload) else None
+        queues.setdefault(worker, deque()).append(item)
+    while queues:
+        for worker in list(queues):
+            yield queues[worker].popleft()
+            if not queues[worker]:
+                del queues[worker]
+
+
+def _size_blocks(item: FollowerItem) -> int:
+    changes = item.changes if isinstance(item, LogEntry) else ()
+    return sum(len(change.added) + len(change.removed) for change in changes)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker as `/workers` and the metrics show it. Pure but for what it counts."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrouter.router.following import Following
+from kvrouter.router.metrics import RESYNCS, Metrics
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.report_ingest import ReportIngest
+from kvrouter.router.status import PatchStatus, Recovery, WorkerStatus
+from kvrouter.router.stream import WorkerStream
+
+
+def worker_status(stream: WorkerStream, following: Following, now: float) -> WorkerStatus:
+    """The row of `/workers`. now: on the stream's clock."""
+    ingest, registration = stream.shown_ingest, stream.registration
+    reasons = (following.store_problem, stream.view.reason, following.lost_credit(stream.worker), registration.note)
+    catalog = ingest.catalog
+    return WorkerStatus(
+        worker_id=stream.worker.worker_id,
+        dp_rank=stream.worker.dp_rank,
+        model=stream.worker.model,
+        url=registration.url,
+        state=stream.view.state.value,
+        state_age_s=round(now - stream.since_s, 3),
+        credited=stream.view.credited,
+        approximate=stream.view.approximate,
+        reason="; ".join(filter(None, reasons)),
+        epoch=stream.visible_epoch,
+        seq=stream.visible_seq,
+        catalog=catalog.as_dict(),
+        catalog_source=catalog.source,
+        hash_scheme=ingest.identity.label,
+        residency=stream.counts(),
+        lag_ms=None if stream.lag_s is None else round(stream.lag_s * 1000, 3),
+        gaps=stream.gaps,
+        recovery=Recovery(**{name: getattr(ingest.tally, name) for name in Recovery.__struct_fields__}),
+        last_event_age_s=_age_s(ingest.last_event_s, now),
+        patch=_patch_status(ingest, now),
+        refused_blocks=ingest.tally.refused + following.refused(stream.worker),
+        draining=registration.draining,
+        source=registration.source,
+        role=registration.role.value,
+        handover=registration.handover.value,
+    )
+
+
+def _age_s(then: float | None, now: float) -> float | None:
+    return None if then is None else round(now - then, 3)
+
+
+def _patch_status(ingest: ReportIngest, now: float) -> PatchStatus | None:
+    if ingest.greeting is None:
+        return None
+    hello = ingest.greeting.hello
+    return PatchStatus(
+        version=hello.patch_version,
+        epoch=ingest.report_epoch or hello.epoch,
+        heartbeat_age_s=_age_s(ingest.last_heartbeat_s, now),
+        heartbeats=ingest.tally.heartbeats,
+        mismatches=ingest.tally.mismatches,
+        snapshots=ingest.tally.snapshots,
+        features=hello.features,
+    )
+
+
+def count_worker(metrics: Metrics, worker: WorkerKey, stream: WorkerStream) -> None:
+    """What came in of a worker since the last time, and how its stream is, into the metrics."""
+    label = metrics.worker_label(worker)
+    now, before = stream.ingest.tally, stream.counted
+    counters = {
+        "batches": metrics.ingest_batches,
+        "events": metrics.ingest_events,
+        "blocks": metrics.ingest_blocks,
+        "broken": metrics.ingest_broken_events,
+        "unknown": metrics.ingest_unknown_events,
+        "refused": metrics.ingest_refused_blocks,
+        "gaps": metrics.stream_gaps,
+        "missed_batches": metrics.stream_missed_batches,
+        "ghost_blocks": metrics.stream_ghost_blocks,
+        "lost_blocks": metrics.stream_lost_blocks,
+        "restarts": metrics.stream_restarts,
+        "losses": metrics.stream_engine_losses,
+        "heartbeats": metrics.patch_heartbeats,
+        "mismatches": metrics.patch_mismatches,
+    }
+    for name, counter in counters.items():
+        # What it refused for want of room counts from zero when it begins again.
+        counter.labels(label).inc(max(0, getattr(now, name) - getattr(before, name)))
+    for how, name in RESYNCS.items():
+        metrics.stream_resyncs.labels(label, how).inc(max(0, getattr(now, name) - getattr(before, name)))
+    if stream.lag_s is not None:
+        metrics.stream_event_lag_seconds.labels(label).set(stream.lag_s)
+    stream.counted = msgspec.structs.replace(now)
+    metrics.set_stream_state(worker, stream.view.state.value)
