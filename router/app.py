@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import gc
 import logging
+import os
 import random
 import resource
 import signal
@@ -32,9 +32,10 @@ from kvrouter.router.api.asgi import Outer, build_api
 from kvrouter.router.api.hot_http import hot_protocol
 from kvrouter.router.api.http_limits import HttpLimits
 from kvrouter.router.api.ports import CorePort, TokensPort
-from kvrouter.router.config import Config, without_password
+from kvrouter.router.config import Config, Origin, without_password
 from kvrouter.router.core import Core
-from kvrouter.router.discover import ask_engine, register_when_known
+from kvrouter.router.discovery.discovery import Discovery
+from kvrouter.router.discovery.sources import sources_of
 from kvrouter.router.errors import SettingError, StartError
 from kvrouter.router.index.embedded import EmbeddedStore, EmbeddedStoreError
 from kvrouter.router.index.store import IndexStore, StoreError
@@ -52,7 +53,6 @@ from kvrouter.router.tokens.judging import LocalMaker
 from kvrouter.router.tokens.tokenizing import Tokenizing
 from kvrouter.router.version import VERSION
 from kvrouter.router.warm import warm
-from kvrouter.router.worker_spec import parse_worker
 
 if TYPE_CHECKING:
     from kvrouter.router.quality.tracing import Tracing
@@ -91,6 +91,7 @@ def build_router(
     placing: Placing,
     admission: Admission,
     tokens: Tokenizing,
+    discovery: Discovery,
     config: Config,
     metrics: Metrics,
     quality: Quality,
@@ -110,7 +111,7 @@ def build_router(
         worker_key=config.worker_api_key,
         has_own_key=config.api_key is not None,
     )
-    return build_api(core, placing, config, metrics, time.perf_counter, tokens, proxy, quality.tracing)
+    return build_api(core, placing, config, metrics, time.perf_counter, tokens, proxy, quality.tracing, discovery)
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -123,9 +124,9 @@ class Part(msgspec.Struct, frozen=True):
     folder: str
 
 
-async def serve(config: Config, part: Part | None = None) -> None:
-    """Runs a router until SIGTERM or SIGINT; one that is a part also until its supervisor is gone. Raises SettingError and
-    StartError before it serves."""
+async def serve(config: Config, origin: Origin, part: Part | None = None) -> None:
+    """Runs a router until SIGTERM or SIGINT; one that is a part also until its supervisor is gone. origin: where config came from.
+    Raises SettingError and StartError before it serves."""
     set_up_logs(config.log_level, config.log_format, sys.stderr)
     allow_descriptors()
     with _stopping_on_signals() as stopping:
@@ -135,7 +136,7 @@ async def serve(config: Config, part: Part | None = None) -> None:
             # First, as it is what fails most often, and fails fast.
             opened = bound_socket(config.host, config.port) if part is None else socket.socket(fileno=part.listener)
             listener = stack.enter_context(contextlib.closing(opened))
-            server = await stopping.unless_stopped(_start(config, part, listener, stack))
+            server = await stopping.unless_stopped(_start(config, origin, part, listener, stack))
             if server is not None:
                 stopping.server = server
                 try:
@@ -153,7 +154,9 @@ def allow_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-async def _start(config: Config, part: Part | None, listener: socket.socket, stack: AsyncExitStack) -> _Server:
+async def _start(
+    config: Config, origin: Origin, part: Part | None, listener: socket.socket, stack: AsyncExitStack
+) -> _Server:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
@@ -163,6 +166,15 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
     token = PRIVATE_TOKEN if config.redis is None else None
     if part is not None:
         token = part.token
+    sources = sources_of(
+        config,
+        origin,
+        os.environ,
+        alone=token is not None and (part is None or part.number == 0),
+        session=await stack.enter_async_context(aiohttp.ClientSession()),
+        rng=random.Random(),
+    )
+    if part is not None:
         siblings = Siblings(Path(part.folder), part.number, config.processes, metrics.own_page)
         stack.push_async_callback(siblings.close)
         await siblings.start()
@@ -209,7 +221,18 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
         await core.start()
         stack.push_async_callback(placing.stop)
         placing.start()
-        await stack.enter_async_context(_configured_workers(config, core))
+        discovery = Discovery(
+            core.fleet,
+            core.registrations,
+            sources,
+            session=http,
+            allowed=AllowList(config.allow_hosts),
+            metrics=metrics,
+            clock=time.monotonic,
+            rng=random.Random(),
+        )
+        stack.push_async_callback(discovery.stop)
+        await discovery.start()
     except (StoreError, EmbeddedStoreError) as error:
         raise StartError(str(error)) from None
     tokens = Tokenizing(
@@ -229,7 +252,7 @@ async def _start(config: Config, part: Part | None, listener: socket.socket, sta
         stack.push_async_callback(tracing.close)
     quality = Quality(metrics, time.monotonic, tracing)
     core.listen(quality.on_view)
-    outer = build_router(core, placing, admission, tokens, config, metrics, quality)
+    outer = build_router(core, placing, admission, tokens, discovery, config, metrics, quality)
     assert outer.proxy is not None
     stack.callback(outer.proxy.close)
     settings = uvicorn.Config(
@@ -314,10 +337,10 @@ def start_line(config: Config, listener: socket.socket, workers: int) -> str:
     else:
         data = f"its index is in {without_password(config.redis)}"
     at = "" if (host, port) == ("127.0.0.1", Config.port) else f" --url http://{shown}:{port}"
-    if workers or config.workers:
+    if workers or config.workers or config.workers_file or config.kubernetes_selector:
         following = f"`kvrouter workers{at}` shows the workers"
     else:
-        following = f"no worker yet: POST /register, or start with --worker; API: http://{shown}:{port}/docs"
+        following = f"no worker yet: POST /register, or start with --worker, --workers-file or --kubernetes-selector; API: http://{shown}:{port}/docs"
     return f"kvrouter {VERSION} listens on http://{shown}:{port}; {data}; {following}"
 
 
@@ -370,24 +393,6 @@ async def _keep_running(store: EmbeddedStore) -> None:
             if str(error) != told:
                 told = str(error)
                 log.error("private store cannot be started", extra={"error": told})
-
-
-@asynccontextmanager
-async def _configured_workers(config: Config, core: Core) -> AsyncIterator[None]:
-    """Registers the workers of the settings; those without a model as soon as their engine tells it."""
-    tasks = []
-    for spec in map(parse_worker, config.workers):
-        if spec.model is None:
-            ask = functools.partial(ask_engine, key=config.worker_api_key)
-            tasks.append(asyncio.get_running_loop().create_task(register_when_known(spec, core.register, ask)))
-        else:
-            await core.register(spec.registration(spec.model))
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class _Server(uvicorn.Server):

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from kvrouter.router.client import Client, ClientError
-from kvrouter.router.config import FIELDS, describe, load_config
+from kvrouter.router.config import FIELDS, Origin, describe, given_flags, load_config
 from kvrouter.router.errors import RouterError, SettingError, StartError
 from kvrouter.router.printable import printable_json
 from kvrouter.router.tables import candidates_table, text, tokens_line, worker_name, workers_table
@@ -63,6 +63,12 @@ Text = str | None
 def serve(
     config: Annotated[Path | None, typer.Option(metavar="FILE", help="settings as YAML [env: KVROUTER_CONFIG]")] = None,
     worker: Annotated[list[str] | None, _setting("workers", "SPEC", "--worker")] = None,
+    workers_file: Annotated[Text, _setting("workers_file", "FILE")] = None,
+    kubernetes_selector: Annotated[Text, _setting("kubernetes_selector", "SELECTOR")] = None,
+    kubernetes_namespace: Annotated[Text, _setting("kubernetes_namespace", "NAME")] = None,
+    kubernetes_api: Annotated[Text, _setting("kubernetes_api", "URL")] = None,
+    kubernetes_token_file: Annotated[Text, _setting("kubernetes_token_file", "FILE")] = None,
+    kubernetes_ca_file: Annotated[Text, _setting("kubernetes_ca_file", "FILE")] = None,
     allow_host: Annotated[list[str] | None, _setting("allow_hosts", "HOST", "--allow-host")] = None,
     tokenizer: Annotated[list[str] | None, _setting("tokenizers", "MODEL=FOLDER", "--tokenizer")] = None,
     model_alias: Annotated[list[str] | None, _setting("model_aliases", "NAME=MODEL", "--model-alias")] = None,
@@ -105,6 +111,12 @@ def serve(
     """
     flags = {
         "workers": worker,
+        "workers_file": workers_file,
+        "kubernetes_selector": kubernetes_selector,
+        "kubernetes_namespace": kubernetes_namespace,
+        "kubernetes_api": kubernetes_api,
+        "kubernetes_token_file": kubernetes_token_file,
+        "kubernetes_ca_file": kubernetes_ca_file,
         "allow_hosts": allow_host,
         "tokenizers": tokenizer,
         "model_aliases": model_alias,
@@ -143,11 +155,12 @@ def serve(
     named = os.environ.get("KVROUTER_CONFIG")
     file = config if config is not None else Path(named) if named else None
     settings = load_config(file, os.environ, flags)
+    origin = Origin(None if file is None else str(file), given_flags(flags))
     # The kernels' compiler takes a second to import; the client commands need none of it.
     from kvrouter.router.app import serve as run_router
     from kvrouter.router.supervise import supervise
 
-    _run(lambda: run_router(settings) if settings.processes == 1 else supervise(settings))
+    _run(lambda: run_router(settings, origin) if settings.processes == 1 else supervise(settings, origin))
 
 
 def _run(start: Callable[[], Coroutine[Any, Any, None]]) -> None:

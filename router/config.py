@@ -76,6 +76,31 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             description="a list of ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N]"
         ),
     ] = ()
+    workers_file: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(description="a YAML or JSON file that lists workers, watched for changes"),
+    ] = None
+    # With none, Kubernetes is not asked. The others say where it is, for a router that does not run in the cluster itself.
+    kubernetes_selector: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(description="a label selector like app=vllm: pods that it selects are workers"),
+    ] = None
+    kubernetes_namespace: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z")] | None,
+        msgspec.Meta(description="the namespace of the pods; without it, the router's own"),
+    ] = None
+    kubernetes_api: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"\Ahttps?://[^/@\s]+(/[^@\s]*)?\Z")] | None,
+        msgspec.Meta(description="the URL of Kubernetes' API; without it, that of the cluster that the router runs in"),
+    ] = None
+    kubernetes_token_file: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(description="the file with the token; without it, the service account's in a pod"),
+    ] = None
+    kubernetes_ca_file: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(description="the certificates that the API is known by; without it, the cluster's in a pod"),
+    ] = None
     # Empty allows all: engines come and go under addresses that only the operator knows, and who may register is bounded by the
     # API key and the loopback default already. Where clients with the key are not all trusted, list the engines' networks.
     allow_hosts: Annotated[
@@ -281,16 +306,30 @@ def without_password(url: str) -> str:
     return re.sub(r"(//).*@", rf"\1{HIDDEN}@", url, flags=re.DOTALL)
 
 
-def load_config(file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any]) -> Config:
+class Origin(msgspec.Struct, frozen=True):
+    """Where the settings of a process came from, to read them again: the settings file, and the flags that were given."""
+
+    file: str | None = None
+    flags: dict[str, str | list[str]] = {}
+
+
+def given_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that were given: None and empty lists were not."""
+    return {name: value for name, value in flags.items() if value is not None and value != []}
+
+
+def load_config(
+    file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any], content: str | None = None
+) -> Config:
     """The settings from their three sources. Raises SettingError.
 
-    flags: only those that were given; None and empty lists count as not given.
+    content: what the file holds, where it was read already.
     """
-    given = {name: value for name, value in flags.items() if value is not None and value != []}
+    given = given_flags(flags)
     if "redis" in given and "data_dir" in given:
         raise SettingError("--redis and --data-dir contradict each other: the data is either there or here; give one")
     values: dict[str, Any] = {}
-    for name, value in _from_file(file).items():
+    for name, value in _from_file(file, content).items():
         values[name] = _converted(name, value, f"{name} in {file}")
     for name, value in _from_environ(environ).items():
         values[name] = _converted(name, value, _variable(name))
@@ -312,11 +351,11 @@ def _flag(name: str) -> str:
     return LISTS.get(name) or f"--{name.replace('_', '-')}"
 
 
-def _from_file(file: Path | None) -> dict[str, Any]:
+def _from_file(file: Path | None, text: str | None) -> dict[str, Any]:
     if file is None:
         return {}
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+        content = yaml.safe_load(file.read_text(encoding="utf-8") if text is None else text)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise SettingError(f"cannot read the settings file {file}: {reason}; name a readable YAML file") from None
@@ -398,7 +437,7 @@ def _check_workers(specs: tuple[str, ...], where: str) -> None:
             worker = parse_worker(spec)
         except SettingError as error:
             raise SettingError(f"{where} {without_password(spec)!r}: {error.message}") from None
-        key = (worker.worker_id, worker.dp_rank)
+        key = (worker.worker_id, worker.dp_rank or 0)
         if key in seen:
             raise SettingError(f"{where}: {spec!r} and {seen[key]!r} name one worker; give each its own ID or dp_rank")
         seen[key] = spec

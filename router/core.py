@@ -211,7 +211,7 @@ class Core:
     def drains(self, worker: WorkerKey) -> bool:
         """Whether it was asked to take no new request."""
         stream = self._streams.get(worker)
-        return stream is not None and stream.registration.draining
+        return stream is not None and stream.registration.drains
 
     def models(self) -> list[str]:
         return sorted({worker.model for worker in self._streams})

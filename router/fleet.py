@@ -230,8 +230,8 @@ class Fleet:
 
     def _update(self, stream: WorkerStream, registration: Registration) -> None:
         """Take over what the stream does not depend on."""
-        if stream.registration.draining != registration.draining:
-            state = "draining" if registration.draining else "active"
+        if stream.registration.drains != registration.drains:
+            state = "draining" if registration.drains else "active"
             log.info("worker", extra={"worker": registration.worker, "state": state})
         stream.update(registration)
         self._changed()
@@ -349,6 +349,7 @@ def _same_stream(old: Registration, new: Registration) -> bool:
         url=new.url,
         lora_name=new.lora_name,
         draining=new.draining,
+        retiring=new.retiring,
         role=new.role,
         handover=new.handover,
         source=new.source,

@@ -138,6 +138,20 @@ class Metrics:
         )
         self.index_rewrites = counter("index_rewrites_total", "Workers written to the store anew from memory", "worker")
         self.registry_repairs = counter("registry_repairs_total", "Registrations that were lost and written back")
+        self.discovery_up = gauge("discovery_up", "1 while a source of workers can be read, else 0", "source")
+        self.discovery_workers = gauge("discovery_workers", "Workers that a source shows, as last known", "source")
+        self.discovery_waiting = gauge(
+            "discovery_waiting", "Workers that a source shows and that are not registered: /health says why", "source"
+        )
+        self.discovery_contested = gauge(
+            "discovery_contested", "Workers of a source of which another source or router says something else", "source"
+        )
+        self.discovery_conflicts = counter(
+            "discovery_conflicts_total", "Times that a worker of a source came to be contested", "source"
+        )
+        self.discovery_changes = counter(
+            "discovery_changes_total", "Workers that a source registered (also anew) or withdrew", "source", "change"
+        )
         self.store_silent_seconds = gauge("store_silent_seconds", "Age of the answers while the store is away, else 0")
         self.store_up = gauge("store_up", "1 while the store answers")
         self.mirror_entries = gauge("mirror_entries", "(worker, block) entries in memory")

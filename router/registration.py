@@ -6,8 +6,8 @@ from __future__ import annotations
 import msgspec
 
 from kvrouter.router.names import WorkerKey
-from kvrouter.router.role import HandoverWay, Role
 from kvrouter.router.owners import REGISTER
+from kvrouter.router.role import HandoverWay, Role
 
 # The largest hybrid models have below ten groups. The hit rule's kernels have room for so many, and do not check.
 MAX_GROUPS = 64
@@ -53,7 +53,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     """One worker as registered. `events` and `replay` are ZMQ endpoints, `url` the engine's HTTP address.
 
     patch: where the engine patch answers requests; None: beside `events`, if it does; NO_PATCH: not looked for.
-    draining: it gets no new request, and is followed as ever.
+    draining: it gets no new request, and is followed as ever, because a client said so; retiring: because its source did.
     patch_key: the public key (Z85) that the patch must prove; then nothing that is not encrypted with it is listened to.
     handover: how it is handed a prompt that a prefill worker has computed.
     source: who says that it is there (owners.py). note: what that source could not find out, for people.
@@ -71,5 +71,11 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     draining: bool = False
     role: Role = Role.BOTH
     handover: HandoverWay = HandoverWay.KV_TRANSFER_PARAMS
+    retiring: bool = False
     source: str = REGISTER
     note: str = ""
+
+    @property
+    def drains(self) -> bool:
+        """Whether it gets no new request."""
+        return self.draining or self.retiring

@@ -40,7 +40,7 @@ def worker_status(stream: WorkerStream, following: Following, now: float) -> Wor
         last_event_age_s=_age_s(ingest.last_event_s, now),
         patch=_patch_status(ingest, now),
         refused_blocks=ingest.tally.refused + following.refused(stream.worker),
-        draining=registration.draining,
+        draining=registration.drains,
         source=registration.source,
         role=registration.role.value,
         handover=registration.handover.value,

@@ -75,7 +75,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     tokens: TokensStatus | None = None
     # Who says that it is there (owners.py).
     source: str = REGISTER
-    # It was asked to take no new request; and why it takes none now, for whatever reason: empty when it does.
+    # It is to take no new request, by a client's word or its source's; and why it takes none now, for whatever reason: empty when
+    # it does.
     draining: bool = False
     closed: str = ""
     # both, prefill or decode; and how it is handed a prompt that was computed elsewhere.

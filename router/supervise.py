@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from kvrouter.router.app import PRIVATE_TOKEN, Part, bound_socket, private_store, serve, start_line
-from kvrouter.router.config import Config
+from kvrouter.router.config import Config, Origin
 from kvrouter.router.errors import RouterError, StartError
 from kvrouter.router.index.embedded import EmbeddedStoreError
 from kvrouter.router.logs import set_up_logs
@@ -44,16 +44,18 @@ class Order(msgspec.Struct, frozen=True):
 
     config: Config
     part: Part
+    origin: Origin
 
 
-async def supervise(config: Config) -> None:
-    """Runs config.processes routers until SIGTERM or SIGINT. Raises SettingError and StartError before they serve."""
+async def supervise(config: Config, origin: Origin) -> None:
+    """Runs config.processes routers until SIGTERM or SIGINT. origin: where config came from.
+    Raises SettingError and StartError before they serve."""
     set_up_logs(config.log_level, config.log_format, sys.stderr)
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    work = loop.create_task(_run(config))
+    work = loop.create_task(_run(config, origin))
     waiting = loop.create_task(stopped.wait())
     await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
     waiting.cancel()
@@ -64,7 +66,7 @@ async def supervise(config: Config) -> None:
     log.info("stopped")
 
 
-async def _run(config: Config) -> None:
+async def _run(config: Config, origin: Origin) -> None:
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(contextlib.closing(bound_socket(config.host, config.port)))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrouter-"))
@@ -74,10 +76,10 @@ async def _run(config: Config) -> None:
                 url = await stack.enter_async_context(private_store(Path(config.data_dir)))
             except EmbeddedStoreError as error:
                 raise StartError(str(error)) from None
-        children = [_Child(_order(config, url, number, folder, listener)) for number in range(config.processes)]
+        children = [_Child(_order(config, origin, url, number, folder, listener)) for number in range(config.processes)]
         try:
             async with asyncio.TaskGroup() as group:
-                # The first alone: it compiles what the others then load, and registers the configured workers.
+                # The first alone: it compiles what the others then load, and registers the workers of the sources.
                 for child in children:
                     group.create_task(child.keep())
                     if child is children[0]:
@@ -89,11 +91,14 @@ async def _run(config: Config) -> None:
             raise errors.exceptions[0] from None
 
 
-def _order(config: Config, url: str, number: int, folder: str, listener: socket.socket) -> Order:
-    own = msgspec.structs.replace(config, redis=url, workers=config.workers if number == 0 else ())
+def _order(config: Config, origin: Origin, url: str, number: int, folder: str, listener: socket.socket) -> Order:
+    own = msgspec.structs.replace(config, redis=url)
+    if number:
+        # The first knows the sources of workers, the others follow the registry.
+        own, origin = msgspec.structs.replace(own, workers=(), workers_file=None, kubernetes_selector=None), Origin()
     # The data directory admits one supervisor, so names can outlive a process: its next life has its leases at once.
     token = f"{PRIVATE_TOKEN}-{number}" if config.redis is None else None
-    return Order(own, Part(number=number, listener=listener.fileno(), token=token, folder=folder))
+    return Order(own, Part(number=number, listener=listener.fileno(), token=token, folder=folder), origin)
 
 
 class _Child:
@@ -162,7 +167,7 @@ def main() -> int:
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(order.config, order.part))
+            runner.run(serve(order.config, order.origin, order.part))
     except RouterError as error:
         print(f"kvrouter: {error}", file=sys.stderr)
         return 1

@@ -33,6 +33,7 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
         "LAG",
         "GAPS",
         "TOKENS",
+        "SOURCE",
         "URL",
         "REASON",
     ):
@@ -51,6 +52,7 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
             UNKNOWN if lag is None else f"{lag:.1f} ms",
             text(worker["gaps"]),
             text((worker.get("tokens") or {}).get("way")),
+            text(worker.get("source")),
             text(worker["url"]),
             text(worker["reason"] or worker.get("predictions")),
         )

@@ -45,11 +45,11 @@ KEYS = (
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """One `--worker`. `model` None: the engine at `url` has to be asked for its name."""
+    """One `--worker`. `model` None: the engine at `url` has to be asked for its name; `dp_rank` None: all that it has."""
 
     worker_id: str
     url: str
-    dp_rank: int = 0
+    dp_rank: int | None = None
     model: str | None = None
     events: str | None = None
     replay: str | None = None
@@ -64,7 +64,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     def registration(self, model: str) -> Registration:
         """The registration that this line stands for, as a worker of `model`."""
         return Registration(
-            worker=WorkerKey(model, self.worker_id, self.dp_rank),
+            worker=WorkerKey(model, self.worker_id, self.dp_rank or 0),
             events=self.events,
             replay=self.replay,
             url=self.url,
@@ -183,7 +183,7 @@ def parse_worker(spec: str) -> WorkerSpec:
     return WorkerSpec(
         worker_id=worker_id,
         url=url,
-        dp_rank=_number(values, "dp_rank", least=0, most=MAX_DP_RANK) if "dp_rank" in values else 0,
+        dp_rank=_number(values, "dp_rank", least=0, most=MAX_DP_RANK) if "dp_rank" in values else None,
         model=values.get("model"),
         events=values.get("events"),
         replay=values.get("replay"),

@@ -67,14 +67,17 @@ class Api:
         *,
         model: str,
         address: tuple[str, int],
+        streams: tuple[str, str | None],
         clock: Callable[[], float],
         restart: Callable[[float], Awaitable[None]],
     ) -> None:
-        """address: where HTTP listens. clock: wall-clock seconds. restart: gives the replica a new life after so many seconds."""
+        """address: where HTTP listens. streams: the endpoints of events and replay. clock: wall-clock
+        seconds. restart: gives the replica a new life after so many seconds."""
         self.life = life
         self.down = False
         self._model = model
         self._host, self._port = address
+        self._events, self._replay = streams
         self._clock = clock
         self._restart = restart
         self._numbers = itertools.count(1)
@@ -92,6 +95,7 @@ class Api:
         app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
         app.router.add_post("/sim/faults", self._set_faults)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/kv_event_sources", self._kv_event_sources)
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics)
@@ -238,6 +242,20 @@ class Api:
             "max_model_len": self.life.engine.replica.max_text_tokens,
         }
         return _json({"object": "list", "data": [card]})
+
+    async def _kv_event_sources(self, _: web.Request) -> web.Response:
+        # vLLM 0.32.0 config/kv_events.py, with its defaults; one entry for each data-parallel rank.
+        config = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self._events,
+            "replay_endpoint": self._replay,
+            "buffer_steps": 10_000,
+            "hwm": 100_000,
+            "max_queue_size": 100_000,
+            "topic": "",
+        }
+        return _json({"0": config})
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=503 if self._unhealthy else 200)

@@ -93,7 +93,14 @@ class ReplicaServer:
             self.publisher = EventPublisher(events, replay, context=context)
             undo.callback(self.publisher.close)
             address = (host, self._socket.getsockname()[1])
-            self.api = Api(make_life(), model=model, address=address, clock=clock, restart=self._restart)
+            self.api = Api(
+                make_life(),
+                model=model,
+                address=address,
+                streams=(self.publisher.endpoint, self.publisher.replay_endpoint),
+                clock=clock,
+                restart=self._restart,
+            )
             undo.pop_all()
         self.endpoints: Endpoints = {
             "model": model,

@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvrouter.router.api.asking import Asking
 from kvrouter.router.api.models import model_routes
-from kvrouter.router.api.ports import CorePort, TokensPort
+from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
 from kvrouter.router.api.replies import encode
 from kvrouter.router.api.reserving import load_routes
 from kvrouter.router.api.selecting import Selecting
@@ -390,11 +390,12 @@ def build_api(
     tokens: TokensPort | None = None,
     proxy: Proxy | None = None,
     tracing: Tracing | None = None,
+    sources: SourcesPort | None = None,
 ) -> Outer:
     """The whole HTTP API on `core` and `placing`. Holds no global state: several live side by side in one process.
 
     tokens: finds those of texts; without it texts are refused. clock: seconds, monotonic; measures decisions. proxy:
-    without it nothing is passed on. tracing: None where no traces are wanted."""
+    without it nothing is passed on. tracing: None where no traces are wanted. sources: say what is wrong with them."""
     app = FastAPI(
         title=PACKAGE,
         version=VERSION,
@@ -411,7 +412,7 @@ def build_api(
             Exception: _on_bug,
         },
     )
-    watching = watch_routes(core, placing, tokens, proxy, metrics, app, needs_key=config.api_key is not None)
+    watching = watch_routes(core, placing, tokens, proxy, sources, metrics, app, needs_key=config.api_key is not None)
     asking = Asking(core, metrics, clock)
     selecting = Selecting(core, placing, tokens, asking, metrics, clock)
     app.state.routes = []

@@ -78,3 +78,11 @@ class TokensPort(Protocol):
     def health(self) -> Sequence[str]:
         """Which tokens are not what the engines make; empty where all are."""
         ...
+
+
+class SourcesPort(Protocol):
+    """Where workers come from, as the API sees it; `router.discovery.Discovery` satisfies it."""
+
+    def health(self) -> Sequence[str]:
+        """What is wrong with the sources; empty where nothing is."""
+        ...

@@ -42,12 +42,17 @@ MAX_LORAS = 1_024
 MAX_PATH_CHARS = 4_096
 
 
-def registration_of(body: RegisterBody) -> Registration:
-    """The worker that the body describes. Raises BadQuestion."""
+def registration_of(body: RegisterBody, unknown_model: str | None = None) -> Registration:
+    """The worker that the body describes. unknown_model: its model where the body names none; None: it has to. Raises
+    BadQuestion."""
     if body.endpoint is None and body.url is None:
         raise BadQuestion("give endpoint (the ZMQ address of its KV events), url (its HTTP address), or both")
     registration = Registration(
-        worker=WorkerKey(model_name_of(body), worker_id_of(body), dp_rank_of(body.dp_rank) or 0),
+        worker=WorkerKey(
+            unknown_model if unknown_model is not None and model_of(body) is None else model_name_of(body),
+            worker_id_of(body),
+            dp_rank_of(body.dp_rank) or 0,
+        ),
         events=body.endpoint,
         replay=body.replay_endpoint,
         url=body.url,

@@ -7,7 +7,7 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from kvrouter.router.api.describe import document, gives, page
-from kvrouter.router.api.ports import CorePort, TokensPort
+from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
 from kvrouter.router.api.replies import HealthReply, ReadyReply, VersionReply
 from kvrouter.router.api.workers import respond
 from kvrouter.router.errors import NoWorker
@@ -22,6 +22,7 @@ def watch_routes(
     placing: Placing,
     tokens: TokensPort | None,
     proxy: Proxy | None,
+    sources: SourcesPort | None,
     shown: Metrics,
     app: FastAPI,
     *,
@@ -35,6 +36,7 @@ def watch_routes(
         """200 as long as the process serves; `degraded` has its reasons beside it."""
         reasons = [*core.health(), *placing.health(), *(() if tokens is None else tokens.health())]
         reasons += () if proxy is None else proxy.health()
+        reasons += () if sources is None else sources.health()
         return respond(request, HealthReply("degraded" if reasons else "ok", reasons))
 
     @router.get("/ready", summary="Can a worker be chosen?", operation_id="ready", responses=gives(ReadyReply, 503))

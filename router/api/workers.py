@@ -16,6 +16,7 @@ from kvrouter.router.api.registering import dp_rank_of, patched, registration_of
 from kvrouter.router.api.replies import RegisteredReply, WorkersReply, encode
 from kvrouter.router.errors import Conflict, UnknownWorker
 from kvrouter.router.names import WorkerKey
+from kvrouter.router.owners import PLACES, REGISTER
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.worker_spec import MAX_DP_RANK
 
@@ -84,7 +85,7 @@ def worker_routes(core: CorePort, tokens: TokensPort | None, proxy: Proxy | None
         summary="Drop a worker and its residency",
         operation_id="unregister",
         openapi_extra=takes(UnregisterBody),
-        responses=gives(RegisteredReply, 400, 404, 413, 503),
+        responses=gives(RegisteredReply, 400, 404, 409, 413, 503),
     )
     async def unregister(request: Request) -> Response:
         body: UnregisterBody = await read(request, unregister_reader)
@@ -124,7 +125,15 @@ def worker_routes(core: CorePort, tokens: TokensPort | None, proxy: Proxy | None
         if len(known) > 1 and not (body.endpoint is msgspec.UNSET and body.replay_endpoint is msgspec.UNSET):
             # Each rank has its own stream: one endpoint for all would count its blocks for each.
             raise Conflict(f"worker {worker_id!r} has {len(known)} ranks or models; say which by dp_rank and model")
-        for changed in [patched(registration, body) for registration in known]:
+        changes = [(registration, patched(registration, body)) for registration in known]
+        for before, changed in changes:
+            if before.source != REGISTER and msgspec.structs.replace(before, draining=changed.draining) != changed:
+                place = PLACES.get(before.source, before.source)
+                raise Conflict(
+                    f"worker {worker_id!r} is kept by {place}: change it there; only its state can be patched here",
+                    code="kept_by_source",
+                )
+        for _, changed in changes:
             await core.register(changed)
         return respond(request, RegisteredReply("ok", worker_id))
 
@@ -132,7 +141,7 @@ def worker_routes(core: CorePort, tokens: TokensPort | None, proxy: Proxy | None
         "/workers/{worker_id:name}",
         summary="Drop a worker and its residency",
         operation_id="drop_worker",
-        responses=gives(RegisteredReply, 400, 404, 503),
+        responses=gives(RegisteredReply, 400, 404, 409, 503),
     )
     async def delete(request: Request, worker_id: str, dp_rank: DpRank = None, model: Model = None) -> Response:
         return respond(request, await drop(worker_id, dp_rank, model))

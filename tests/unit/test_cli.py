@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `kvrouter`: what it prints, its one-line errors and exit codes; discovery of a worker's model; metrics' labels."""
+"""The command `kvrouter`: what it prints, its one-line errors and exit codes; metrics' labels."""
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import re
@@ -18,11 +17,8 @@ from prometheus_client import CollectorRegistry
 
 from kvrouter.router.cli import run
 from kvrouter.router.config import FIELDS, LISTS
-from kvrouter.router.discover import ask_engine, register_when_known
 from kvrouter.router.metrics import MAX_WORKER_LABEL_CHARS, OTHER_WORKER, Metrics
 from kvrouter.router.names import WorkerKey
-from kvrouter.router.registration import Registration
-from kvrouter.router.worker_spec import parse_worker
 
 WORKER = {
     "worker_id": "w0",
@@ -276,39 +272,6 @@ def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
         assert (LISTS.get(name) or f"--{name.replace('_', '-')}") in shown
     assert run([]) == 0
     assert "explain" in capsys.readouterr().out
-
-
-def test_an_engine_tells_its_base_model(stub: Any) -> None:
-    url, handler = stub
-    models = [{"id": "adapter", "parent": "base"}, {"id": "base", "parent": None, "object": "model"}]
-    handler.answers["/v1/models"] = (200, json.dumps({"object": "list", "data": models}).encode())
-    assert ask_engine(url) == "base"
-    handler.answers["/v1/models"] = (200, b'{"data": []}')
-    with pytest.raises(ValueError, match="names no model"):
-        ask_engine(url)
-    handler.answers["/v1/models"] = (200, b"<html>")
-    with pytest.raises(ValueError, match="no list of models"):
-        ask_engine(url)
-
-
-def test_a_worker_without_a_model_is_registered_once_its_engine_answers(caplog: pytest.LogCaptureFixture) -> None:
-    answers: list[Any] = [OSError("refused"), OSError("refused"), "m"]
-    registered: list[Registration] = []
-
-    def ask(url: str) -> str:
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return str(answer)
-
-    async def register(registration: Registration) -> None:
-        registered.append(registration)
-
-    spec = parse_worker("w0=http://h:1,events=tcp://h:2")
-    asyncio.run(register_when_known(spec, register, ask, retry_s=0.0))
-    assert registered == [Registration(WorkerKey("m", "w0", 0), events="tcp://h:2", url="http://h:1")]
-    # The same problem twice is told once.
-    assert len(caplog.records) == 1
 
 
 def test_worker_labels_are_short_printable_and_few(monkeypatch: pytest.MonkeyPatch) -> None:

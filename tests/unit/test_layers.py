@@ -29,7 +29,7 @@ ROUTER_LAYERS = (
     {"arrays", "model_names", "adapters"},
     {"quality.usage", "quality.predictions", "quality.flights"},
     {"quality.measures", "quality.tap", "quality.told"},
-    {"config", "metrics", "logs", "discover", "checkup", "siblings"},
+    {"config", "metrics", "logs", "checkup", "siblings"},
     {"segments", "approximate", "copies", "transitions", "catalog", "identity", "declared"},
     {"geometry", "residency"},
     {"ingest"},
@@ -73,6 +73,18 @@ ROUTER_LAYERS = (
     {"proxy.prefilling"},
     {"proxy"},
     {"api"},
+    {"discovery.told", "discovery.file_watch"},
+    {"discovery.candidate", "discovery.asking", "discovery.reconciling"},
+    {
+        "discovery.source",
+        "discovery.pods",
+        "discovery.workers_file",
+        "discovery.settings_file",
+        "discovery.file_source",
+    },
+    {"discovery.cluster_api"},
+    {"discovery.kubernetes"},
+    {"discovery.sources", "discovery.discovery"},
     {"warm"},
     {"app", "client", "tables"},
     {"supervise"},
@@ -80,7 +92,7 @@ ROUTER_LAYERS = (
 )
 
 # Packages whose modules stand in several layers; they hold nothing themselves.
-PACKAGE_NAMES = ("index", "load", "quality", "tokens")
+PACKAGE_NAMES = ("discovery", "index", "load", "quality", "tokens")
 
 ENGINE_SIDE_FORBIDDEN = {"numba", "fastapi", "uvicorn", "redis"}
 

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps the fleet as its sources show it: the async shell around `reconciling.py`.
+
+Every process that has sources does the same; each step is idempotent, so it does not matter who comes first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+from collections.abc import Callable, Sequence
+
+import aiohttp
+
+from kvrouter.router.allow_list import AllowList
+from kvrouter.router.discovery.asking import EngineAsker, Wanted
+from kvrouter.router.discovery.candidate import Candidate, completed
+from kvrouter.router.discovery.reconciling import Name, Plan, name_of, plan
+from kvrouter.router.discovery.source import Source
+from kvrouter.router.discovery.told import EngineTold
+from kvrouter.router.errors import RouterError
+from kvrouter.router.fleet import Claims, Fleet
+from kvrouter.router.index.store import StoreError
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.printable import printable
+from kvrouter.router.registration import Registration
+
+log = logging.getLogger(__name__)
+
+# What nobody told of (a registry that lost something, a router that is gone) is seen after this.
+LOOK_S = 1.0
+# So long a start waits for what engines tell of themselves: those that run answer at once, and what is not known comes later.
+FIRST_ASK_S = 2.5
+# Claims are written again now and then, for a store that lost them.
+CLAIM_S = 5.0
+# Of the workers that something is wrong with, so many are named in /health.
+NAMED = 3
+
+
+class _Kept:
+    """What is known of one source beside what it shows."""
+
+    def __init__(self) -> None:
+        # What this process registered last.
+        self.asserted: dict[Name, Registration] = {}
+        self.contested: dict[Name, str] = {}
+        # Of whom the model is not known, or that the fleet refuses.
+        self.waiting: dict[Name, str] = {}
+        self.told_problem = ""
+
+
+class Discovery:
+    """Belongs to one event loop."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        registrations: Callable[[], Sequence[Registration]],
+        sources: Sequence[Source],
+        *,
+        session: aiohttp.ClientSession,
+        allowed: AllowList,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        rng: random.Random,
+        look_s: float = LOOK_S,
+    ) -> None:
+        self._fleet = fleet
+        self._registrations = registrations
+        self._sources = sources
+        self._allowed = allowed
+        self._metrics = metrics
+        self._clock = clock
+        self._look_s = look_s
+        self._news = asyncio.Event()
+        self._asker = EngineAsker(session, clock=clock, rng=rng, changed=self._news.set)
+        self._kept = {source.name: _Kept() for source in sources}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._claims: Claims | None = None
+        self._claimed_s = 0.0
+
+    async def start(self) -> None:
+        """Register what is known already, and keep on. Raises StoreError."""
+        if self._sources:
+            await self.look()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_ASK_S):
+                    await self._asker.look()
+            await self.look()
+            loop = asyncio.get_running_loop()
+            self._tasks = [loop.create_task(source.run(self._news.set)) for source in self._sources]
+            self._tasks += [loop.create_task(self._asker.run()), loop.create_task(self._always())]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._claims is not None:
+            with contextlib.suppress(StoreError):
+                await self._fleet.disclaim()
+
+    async def _always(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(self._look_s):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+            self._news.clear()
+            try:
+                await self.look()
+            except StoreError as error:
+                # Shown where the store is followed; everything is done again at the next look.
+                log.debug("sources not compared", extra={"error": str(error)})
+            except Exception:
+                # A defect of ours must not end the task unseen: workers would come and go unnoticed.
+                self._metrics.internal_errors.labels("discovery").inc()
+                log.exception("sources not compared")
+
+    async def look(self) -> None:
+        """Compare all sources with what is registered, once."""
+        self._ask_engines()
+        shown: dict[str, tuple[list[Registration], set[Name]]] = {}
+        for source in self._sources:
+            self._report(source)
+            if source.shown is not None and not source.problem:
+                shown[source.name] = self._completed(source.name, source.shown)
+        await self._claim({name: [name_of(one) for one in found] for name, (found, _) in shown.items()})
+        for name, (found, only_known) in shown.items():
+            await self._reconcile(name, found, only_known)
+        for source in self._sources:
+            self._metrics.discovery_contested.labels(source.name).set(len(self._kept[source.name].contested))
+            self._metrics.discovery_waiting.labels(source.name).set(len(self._kept[source.name].waiting))
+
+    def _report(self, source: Source) -> None:
+        kept = self._kept[source.name]
+        up = source.shown is not None and not source.problem
+        self._metrics.discovery_up.labels(source.name).set(up)
+        self._metrics.discovery_workers.labels(source.name).set(len(source.shown or ()))
+        if source.problem != kept.told_problem:
+            kept.told_problem = source.problem
+            if source.problem:
+                log.warning("source lost", extra={"source": source.name, "reason": source.problem})
+            else:
+                log.info("source well", extra={"source": source.name, "workers": len(source.shown or ())})
+
+    def _ask_engines(self) -> None:
+        wanted: dict[str, Wanted] = {}
+        for source in self._sources:
+            for one in source.shown or ():
+                url = one.registration.url
+                if url is None or not (one.asks_model or one.asks_events) or self._allowed.problem(url):
+                    continue
+                before = wanted.get(url, Wanted())
+                wanted[url] = Wanted(before.model or one.asks_model, before.streams or one.asks_events)
+        self._asker.want(wanted)
+
+    def _completed(self, source: str, shown: Sequence[Candidate]) -> tuple[list[Registration], set[Name]]:
+        """The registrations that the source stands for, and the names of those that only count if they are registered."""
+        kept = self._kept[source]
+        kept.waiting = {}
+        known: dict[str, list[Registration]] = {}
+        for one in self._registrations():
+            if one.source == source:
+                known.setdefault(one.worker.worker_id, []).append(one)
+        found: list[Registration] = []
+        only_known: set[Name] = set()
+        for candidate in shown:
+            given = candidate.registration
+            ours = known.get(given.worker.worker_id, [])
+            problem = self._allowed.registration_problem(given)
+            if candidate.problem or problem:
+                kept.waiting[name_of(given)] = candidate.problem or problem or ""
+                found += ours if candidate.problem else ()
+                continue
+            told: EngineTold | None = EngineTold()
+            if given.url is not None and (candidate.asks_model or candidate.asks_events):
+                told = self._asker.told(given.url)
+            if told is None and not ours:
+                # It is being asked for the first time, which takes a moment.
+                kept.waiting[name_of(given)] = "its engine is being asked"
+                continue
+            told = told or EngineTold()
+            workers = completed(candidate, told, ours)
+            if not workers:
+                kept.waiting[name_of(given)] = told.problem
+            found += workers
+            if candidate.only_known:
+                only_known.update(map(name_of, workers))
+        return found, only_known
+
+    async def _claim(self, names: dict[str, list[Name]]) -> None:
+        """Before anything is registered, so that no other router takes it for gone."""
+        claims = Claims({name: sorted(set(found)) for name, found in names.items()})
+        now = self._clock()
+        if claims != self._claims or now > self._claimed_s + CLAIM_S:
+            await self._fleet.claim(claims)
+            self._claims, self._claimed_s = claims, now
+
+    async def _reconcile(self, source: str, shown: list[Registration], only_known: set[Name]) -> None:
+        kept = self._kept[source]
+
+        def planned(claimed: frozenset[Name]) -> Plan:
+            registered = self._registrations()
+            return plan(source, shown, only_known, registered, asserted=kept.asserted, claimed=claimed)
+
+        found = planned(frozenset())
+        if found.disputes:
+            found = planned(await self._fleet.claimed(source))
+        for name, why in found.contested.items():
+            if kept.contested.get(name) != why:
+                log.warning("worker contested", extra={"source": source, "worker": name, "reason": why})
+                self._metrics.discovery_conflicts.labels(source).inc()
+        kept.contested = found.contested
+        for worker in found.withdraw:
+            if await self._fleet.withdraw(worker, source):
+                self._metrics.discovery_changes.labels(source, "withdrawn").inc()
+                log.info("worker withdrawn", extra={"source": source, "worker": worker})
+        for registration in found.register:
+            try:
+                await self._fleet.register(registration)
+                kept.asserted[name_of(registration)] = registration
+                self._metrics.discovery_changes.labels(source, "registered").inc()
+            except RouterError as error:
+                kept.waiting[name_of(registration)] = error.message
+        names = set(map(name_of, shown))
+        for name in kept.asserted.keys() - names:
+            del kept.asserted[name]
+
+    def health(self) -> list[str]:
+        """What is wrong with the sources."""
+        problems = []
+        for source in self._sources:
+            kept = self._kept[source.name]
+            if source.problem:
+                problems.append(
+                    f"source {source.name} is down: {source.problem}; the {len(source.shown or ())} workers last known stay"
+                )
+            for what, named in (("is contested", kept.contested), ("is not registered", kept.waiting)):
+                some = sorted(named.items())
+                problems += [
+                    f"worker {printable(worker_id)} (rank {rank}) of {source.name} {what}: {why}"
+                    for (worker_id, rank), why in some[:NAMED]
+                ]
+                if len(some) > NAMED:
+                    problems.append(f"{len(some) - NAMED} more workers of {source.name}: {what}")
+        return problems

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sources the settings name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+
+import aiohttp
+
+from kvrouter.router.config import Config, Origin
+from kvrouter.router.discovery.candidate import candidate_of
+from kvrouter.router.discovery.cluster_api import ClusterApi, access_from
+from kvrouter.router.discovery.file_source import FileSource
+from kvrouter.router.discovery.kubernetes import KubernetesSource
+from kvrouter.router.discovery.settings_file import SettingsFile, overridden
+from kvrouter.router.discovery.source import Source, StaticSource
+from kvrouter.router.discovery.workers_file import parse_workers
+from kvrouter.router.owners import CONFIG, FILE, STATIC
+from kvrouter.router.worker_spec import parse_worker
+
+
+def sources_of(
+    config: Config,
+    origin: Origin,
+    environ: Mapping[str, str],
+    *,
+    alone: bool,
+    session: aiohttp.ClientSession,
+    rng: random.Random,
+) -> list[Source]:
+    """All of them, files read once. alone: no other host's router is on this store. session: for Kubernetes' API alone, as it
+    must be shown no engine's key. Raises SettingError for a file that is wrong."""
+    found: list[Source] = []
+    named = origin.file is None or overridden(origin, environ)
+    specs = config.workers if named else ()
+    if specs or alone:
+        # A router without any says nothing of them where others may name some; alone, that there are none.
+        found.append(StaticSource([candidate_of(parse_worker(spec), STATIC) for spec in specs]))
+    if origin.file is not None:
+        path = Path(origin.file)
+        found.append(_begun(FileSource(CONFIG, path, SettingsFile(path, origin, environ).read)))
+    if config.workers_file is not None:
+        where = config.workers_file
+        found.append(_begun(FileSource(FILE, Path(where), lambda text: parse_workers(text, where, FILE))))
+    if config.kubernetes_selector is not None:
+        access = access_from(
+            environ,
+            api=config.kubernetes_api,
+            namespace=config.kubernetes_namespace,
+            token_file=config.kubernetes_token_file,
+            ca_file=config.kubernetes_ca_file,
+        )
+        api = ClusterApi(session, access, config.kubernetes_selector, rng=rng)
+        found.append(KubernetesSource(api, rng=rng))
+    return found
+
+
+def _begun(source: FileSource) -> FileSource:
+    source.begin()
+    return source

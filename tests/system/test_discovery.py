@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that nobody registered, in whole routers: from flags and files alone, with simulated engines that tell the rest."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from router_process import RouterError, RouterProcess, free_port
+from store_server import StoreServer
+
+from kvrouter.simulator.server import ReplicaServer, ServerThread
+from kvrouter.simulator.shapes import make_geometry
+
+MODEL = "sim"
+TIMEOUT_S = 30.0
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        with contextlib.suppress(RouterError):
+            if found := condition():
+                return found
+        assert time.monotonic() < deadline, f"not in {TIMEOUT_S:g} s: {what}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def replicas(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[list[ReplicaServer]]:
+    made = [ReplicaServer(make_geometry("llama"), 64, context=context, model=MODEL) for _ in range(2)]
+    thread = ServerThread(made)
+    thread.start()
+    yield made
+    thread.stop()
+
+
+def rows(router: RouterProcess) -> dict[str, dict[str, Any]]:
+    return {row["worker_id"]: row for row in router.request("GET", "/workers")["workers"]}
+
+
+def said(router: RouterProcess) -> str:
+    return " | ".join(router.request("GET", "/health")["reasons"])
+
+
+def live(router: RouterProcess, *names: str) -> Callable[[], Any]:
+    def look() -> Any:
+        found = rows(router)
+        good = set(found) == set(names) and all(row["state"] != "connecting" for row in found.values())
+        return found if good else None
+
+    return look
+
+
+def write(file: Path, text: str) -> None:
+    """As a careful writer does: all at once."""
+    other = file.with_suffix(".new")
+    other.write_text(text)
+    other.rename(file)
+
+
+def test_an_address_is_enough(tmp_path: Path, replicas: list[ReplicaServer]) -> None:
+    engine = replicas[0].endpoints
+    with RouterProcess(tmp_path, ["--worker", f"w0={engine['url']}"]) as router:
+        row = until(lambda: rows(router).get("w0"), "registered")
+        assert (row["model"], row["source"], row["approximate"]) == (MODEL, "static", False)
+        router.wait_connected("w0")
+        # Its events are followed: a prompt that it computed is known here.
+        tokens = list(range(64))
+        body = {"model": MODEL, "prompt": tokens, "max_tokens": 1}
+        assert router.request("POST", "/v1/completions", body)["usage"]["prompt_tokens"] == 64
+        until(lambda: router.query(MODEL, "w0", tuple(tokens), None)["gpu"] >= 48, "its blocks are known")
+        assert router.metric("kvrouter_discovery_up", source="static") == 1
+
+
+def test_what_a_source_keeps_is_changed_there(tmp_path: Path, replicas: list[ReplicaServer]) -> None:
+    file = tmp_path / "workers.yaml"
+    file.write_text(f"- {{worker_id: w0, url: {replicas[0].endpoints['url']}}}\n")
+    with RouterProcess(tmp_path / "r", ["--workers-file", str(file)]) as router:
+        row = until(live(router, "w0"), "registered")["w0"]
+        assert row["source"] == "file"
+        same = {"worker_id": "w0", "model": MODEL, "url": row["url"], "endpoint": replicas[0].endpoints["events"]}
+        for method, path, body in (
+            ("DELETE", "/workers/w0", None),
+            ("POST", "/unregister", {"worker_id": "w0"}),
+            ("PATCH", "/workers/w0", {"block_size": 16}),
+            ("POST", "/register", {**same, "url": "http://127.0.0.1:1"}),
+        ):
+            with pytest.raises(RouterError, match=r"gave 409.*kept_by_source"):
+                router.request(method, path, body)
+        router.request("PATCH", "/workers/w0", {"state": "draining"})
+        time.sleep(2.5)
+        assert rows(router)["w0"]["draining"], "the source must leave a client's word alone"
+        # The same in other words is a no-op, so that engines can go on registering themselves.
+        router.request("POST", "/register", {**same, "replay_endpoint": replicas[0].endpoints["replay"]})
+        router.request("PATCH", "/workers/w0", {"state": "active"})
+        write(file, "[]\n")
+        until(lambda: not rows(router), "gone with its line")
+
+
+def test_a_file_is_followed_and_a_wrong_one_changes_nothing(tmp_path: Path, replicas: list[ReplicaServer]) -> None:
+    first, second = (replica.endpoints["url"] for replica in replicas)
+    file = tmp_path / "workers.yaml"
+    file.write_text(f"- w0={first}\n")
+    with RouterProcess(tmp_path / "r", ["--workers-file", str(file)]) as router:
+        until(live(router, "w0"), "the first")
+        epoch = rows(router)["w0"]["epoch"]
+        write(file, f"- w0={first}\n- worker_id: w1\n  url: {second}\n")
+        until(live(router, "w0", "w1"), "the second")
+        file.write_text(f"- w0={first}\n- worker_id: w1\n  urll: {second}\n")
+        until(lambda: "source file is down" in said(router), "told")
+        assert f"{file} line 3: urll is no field of a worker; did you mean url?" in said(router)
+        assert set(rows(router)) == {"w0", "w1"}
+        assert router.metric("kvrouter_discovery_up", source="file") == 0
+        file.unlink()
+        until(lambda: "put it back" in said(router), "told that it is gone")
+        write(file, f"- w0={first}\n")
+        until(live(router, "w0"), "the second went")
+        assert "source file" not in said(router)
+        assert rows(router)["w0"]["epoch"] == epoch, "what did not change is not touched"
+
+
+def test_the_settings_file_is_followed_for_its_workers_alone(tmp_path: Path, replicas: list[ReplicaServer]) -> None:
+    first, second = (replica.endpoints["url"] for replica in replicas)
+    file = tmp_path / "k.yaml"
+    file.write_text(f"queue_size: 7\nworkers: [w0={first}]\n")
+    with RouterProcess(tmp_path / "r", ["--config", str(file)]) as router:
+        assert until(live(router, "w0"), "the first")["w0"]["source"] == "config"
+        write(file, f"queue_size: 8\nlog_level: debug\nworkers: [w1={second}]\n")
+        until(live(router, "w1"), "the other")
+        log = router.log_tail()
+        assert log.count("settings changed: restart the router to apply them") == 1
+        assert "queue_size" in log and "log_level" in log
+        write(file, f"queue_size: eight\nworkers: [w0={first}]\n")
+        until(lambda: "queue_size" in said(router), "told")
+        assert set(rows(router)) == {"w1"}, "never half"
+
+
+def test_a_router_that_was_down_drops_what_went_meanwhile(
+    tmp_path: Path, server: StoreServer, replicas: list[ReplicaServer]
+) -> None:
+    first, second = (replica.endpoints["url"] for replica in replicas)
+    file = tmp_path / "workers.json"
+    file.write_text(json.dumps([f"w0={first}", f"w1={second}"]))
+    arguments = ["--redis", server.url, "--workers-file", str(file)]
+    with RouterProcess(tmp_path / "r", arguments) as router:
+        until(live(router, "w0", "w1"), "both")
+        router.request("POST", "/register", {"worker_id": "own", "model": MODEL, "url": "http://127.0.0.1:1"})
+        router.kill()
+    write(file, json.dumps([f"w0={first}"]))
+    with RouterProcess(tmp_path / "r", arguments) as router:
+        until(lambda: set(rows(router)) == {"w0", "own"}, "the one that went is dropped, a client's stays")
+
+
+def test_of_several_processes_one_has_the_sources(tmp_path: Path, replicas: list[ReplicaServer]) -> None:
+    file = tmp_path / "workers.yaml"
+    file.write_text(f"- w0={replicas[0].endpoints['url']}\n")
+    with RouterProcess(tmp_path / "r", ["--workers-file", str(file), "--processes", "2"]) as router:
+        until(lambda: set(rows(router)) == {"w0"}, "registered")
+        write(file, f"- w1={replicas[1].endpoints['url']}\n")
+        for _ in range(8):
+            router.reconnect()
+            until(lambda: set(rows(router)) == {"w1"}, "followed in all processes")
+
+
+def test_an_engine_that_does_not_tell_is_named(tmp_path: Path) -> None:
+    arguments = ["--worker", f"w0=http://127.0.0.1:{free_port()},model=m"]
+    with RouterProcess(tmp_path, arguments) as router:
+        row = until(lambda: rows(router).get("w0"), "registered")
+        assert row["approximate"]
+        assert "where its KV events are is not known" in row["reason"] and "write events=" in row["reason"]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("- w0=http://h:1\n- {worker_id: a, url: 'ftp://h'}\n", "line 2: url must be an HTTP address"),
+        ("w0: http://h:1\n", "line 1 is no list"),
+        ("- w0=http://h:1\n- w0=http://h:2\n", "line 2: 'w0' is in line 1 too"),
+        ("- {\n", "is not YAML"),
+        ("", "is empty"),
+    ],
+)
+def test_a_wrong_file_ends_the_start_with_one_line(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "workers.yaml"
+    file.write_text(text)
+    with pytest.raises(RouterError) as caught, RouterProcess(tmp_path / "r", ["--workers-file", str(file)]):
+        raise AssertionError("it started")
+    lines = str(caught.value).strip().splitlines()[1:]
+    assert len(lines) == 1 and words in lines[0], os.linesep.join(lines)
