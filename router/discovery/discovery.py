@@ -35,6 +35,8 @@ LOOK_S = 1.0
 FIRST_ASK_S = 2.5
 # Claims are written again now and then, for a store that lost them.
 CLAIM_S = 5.0
+# Before a source that failed by a defect is begun again.
+FAILED_PAUSE_S = 5.0
 # Of the workers that something is wrong with, so many are named in /health.
 NAMED = 3
 
@@ -90,7 +92,7 @@ class Discovery:
                     await self._asker.look()
             await self.look()
             loop = asyncio.get_running_loop()
-            self._tasks = [loop.create_task(source.run(self._news.set)) for source in self._sources]
+            self._tasks = [loop.create_task(self._run(source)) for source in self._sources]
             self._tasks += [loop.create_task(self._asker.run()), loop.create_task(self._always())]
 
     async def stop(self) -> None:
@@ -100,6 +102,18 @@ class Discovery:
         if self._claims is not None:
             with contextlib.suppress(StoreError):
                 await self._fleet.disclaim()
+
+    async def _run(self, source: Source) -> None:
+        while True:
+            try:
+                return await source.run(self._news.set)
+            except Exception:
+                # A defect of ours must not end the watch unseen.
+                self._metrics.internal_errors.labels("discovery").inc()
+                log.exception("source failed", extra={"source": source.name})
+                source.problem = "internal error, a bug in the router: its log has the details"
+                self._news.set()
+                await asyncio.sleep(FAILED_PAUSE_S)
 
     async def _always(self) -> None:
         while True:

@@ -26,8 +26,9 @@ FORM = "write a list of workers, like `- {worker_id: w0, url: http://10.0.0.5:80
 
 def parse_workers(text: str, where: str, source: str) -> list[Candidate]:
     """The workers that the text lists. where: what to call it in an error. Raises SettingError."""
-    loader = yaml.SafeLoader(text)
+    loader: yaml.SafeLoader | None = None
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             # What a writer that does not rename leaves for a moment; a fleet must not vanish over it.
@@ -41,7 +42,8 @@ def parse_workers(text: str, where: str, source: str) -> list[Candidate]:
         problem = getattr(error, "problem", None) or "cannot be read"
         raise SettingError(f"{where}{line} is not YAML ({problem}): {FORM}") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     found: list[Candidate] = []
     lines: dict[Name, int] = {}
     for item, entry in entries:

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kubernetes' API as workers, against a server that answers as one (tests/support/fake_cluster.py); no real one could be had."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
+
+from kvrouter.router.discovery import cluster_api
+from kvrouter.router.discovery.cluster_api import Access, ClusterApi, access_from
+from kvrouter.router.discovery.kubernetes import KubernetesSource
+from kvrouter.router.errors import SettingError
+
+TIMEOUT_S = 10.0
+
+
+class Watching:
+    """A source at work."""
+
+    def __init__(self, cluster: FakeCluster, source: KubernetesSource, token_file: Path) -> None:
+        self.cluster = cluster
+        self.source = source
+        self.token_file = token_file
+        self.changes = 0
+
+    def changed(self) -> None:
+        self.changes += 1
+
+    @property
+    def names(self) -> list[str] | None:
+        if self.source.shown is None:
+            return None
+        return [one.registration.worker.worker_id for one in self.source.shown]
+
+    async def until(self, condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition():
+                await asyncio.sleep(0.005)
+
+    async def until_names(self, *names: str) -> None:
+        await self.until(lambda: self.names == list(names) and not self.source.problem)
+
+
+@asynccontextmanager
+async def watching(folder: Path, *pods: dict[str, Any], **faults: Any) -> AsyncIterator[Watching]:
+    token = folder / "token"
+    token.write_text(f"{TOKEN}\n")
+    async with FakeCluster() as cluster, aiohttp.ClientSession() as session:
+        await cluster.put(*pods)
+        for name, value in faults.items():
+            setattr(cluster, name, value)
+        api = ClusterApi(session, Access(cluster.url, NAMESPACE, token), "app=vllm", rng=random.Random(1))
+        made = Watching(cluster, KubernetesSource(api, rng=random.Random(2), retry_s=0.05), token)
+        task = asyncio.create_task(made.source.run(made.changed))
+        try:
+            yield made
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+def run(main: Callable[[], Any]) -> None:
+    asyncio.run(main())
+
+
+def test_pods_come_and_go(tmp_path: Path) -> None:
+    async def main() -> None:
+        other = pod("other", labels={"app": "web"})
+        async with watching(tmp_path, pod("e-0"), other) as made:
+            await made.until_names("e-0")
+            await made.cluster.put(pod("e-1", "10.0.0.6"), pod("third", labels={"app": "web"}))
+            await made.until_names("e-0", "e-1")
+            await made.cluster.put(pod("e-0", terminating=True))
+            await made.until(lambda: made.source.shown[0].registration.retiring)
+            assert made.source.shown[0].registration.note == "its pod is terminating"
+            await made.cluster.delete("e-0")
+            await made.until_names("e-1")
+            (query,) = [asked for asked in made.cluster.asked if "watch" not in asked]
+            assert query == {"labelSelector": "app=vllm", "limit": "250"}
+
+    run(main)
+
+
+def test_a_long_list_comes_in_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_api, "PAGE_PODS", 3)
+
+    async def main() -> None:
+        names = [f"e-{number}" for number in range(8)]
+        async with watching(tmp_path, *map(pod, names)) as made:
+            await made.until_names(*names)
+            assert sum("watch" not in asked for asked in made.cluster.asked) == 3
+
+    run(main)
+
+
+@pytest.mark.parametrize("in_stream", [False, True])
+def test_who_is_too_far_behind_lists_again(tmp_path: Path, in_stream: bool) -> None:
+    async def main() -> None:
+        async with watching(tmp_path, pod("e-0"), pod("e-1"), gone_in_stream=in_stream) as made:
+            await made.until_names("e-0", "e-1")
+            await made.until(lambda: made.cluster.watches)
+            del made.cluster.pods["e-0"]
+            await made.cluster.compact()
+            made.cluster.cut()
+            await made.until_names("e-1")
+            assert sum("watch" not in asked for asked in made.cluster.asked) == 2
+
+    run(main)
+
+
+def test_a_bookmark_is_gone_on_from(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with watching(tmp_path, pod("e-0")) as made:
+            await made.until(lambda: made.cluster.watches)
+            await made.cluster.bookmark()
+            at = str(made.cluster.version)
+            made.cluster.compacted = made.cluster.version
+            await asyncio.sleep(0.1)
+            made.cluster.cut()
+            await made.until(lambda: made.cluster.asked[-1].get("resourceVersion") == at and made.cluster.watches)
+            await made.cluster.put(pod("e-1"))
+            await made.until_names("e-0", "e-1")
+            assert sum("watch" not in asked for asked in made.cluster.asked) == 1
+
+    run(main)
+
+
+def test_a_watch_that_is_cut_or_ends_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_api, "WATCH_S", (1, 1))
+
+    async def main() -> None:
+        async with watching(tmp_path, pod("e-0")) as made:
+            for number in range(1, 4):
+                await made.until(lambda: made.cluster.watches)
+                if number % 2:
+                    made.cluster.cut()
+                else:
+                    await made.until(lambda: not made.cluster.watches)
+                await made.cluster.put(pod(f"e-{number}"))
+                await made.until(lambda number=number: f"e-{number}" in made.names)
+                assert made.source.problem == "", "one cut is no outage"
+            assert sum("watch" not in asked for asked in made.cluster.asked) == 1
+
+    run(main)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        (403, "the service account may not list pods in namespace 'serving' (403): apply deploy/kubernetes/rbac.yaml"),
+        (401, "the API server does not know who asks (401)"),
+        (500, "the API server answers 500 to list pods in namespace 'serving': etcdserver: no leader"),
+        (429, "the API server answers 429"),
+    ],
+)
+def test_what_the_server_refuses_is_said_with_what_to_do(tmp_path: Path, status: int, words: str) -> None:
+    async def main() -> None:
+        async with watching(tmp_path, pod("e-0"), status=status) as made:
+            await made.until(lambda: words in made.source.problem)
+            assert made.source.shown is None
+            made.cluster.status = None
+            await made.until_names("e-0")
+
+    run(main)
+
+
+def test_nothing_is_lost_while_the_server_is_away(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with watching(tmp_path, pod("e-0"), pod("e-1")) as made:
+            await made.until_names("e-0", "e-1")
+            await made.until(lambda: made.cluster.watches)
+            made.cluster.status = 503
+            made.cluster.cut()
+            await made.until(lambda: "503 to watch pods" in made.source.problem)
+            assert made.names == ["e-0", "e-1"]
+            await made.cluster.delete("e-0")
+            made.cluster.status = None
+            await made.until_names("e-1")
+
+    run(main)
+
+
+def test_an_outage_of_the_connection_is_said(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with watching(tmp_path, pod("e-0")) as made:
+            await made.until_names("e-0")
+            await made.until(lambda: made.cluster.watches)
+            port = int(made.cluster.url.rpartition(":")[2])
+            (site,) = made.cluster._runner.sites
+            await site.stop()
+            made.cluster.cut()
+            await made.until(lambda: "cannot be reached" in made.source.problem)
+            assert made.names == ["e-0"]
+            await made.cluster.put(pod("e-1"))
+            await made.cluster.listen(port)
+            await made.until_names("e-0", "e-1")
+
+    run(main)
+
+
+def test_a_slow_server_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_api, "LIST_TIMEOUT_S", 0.2)
+
+    async def main() -> None:
+        async with watching(tmp_path, pod("e-0"), delay_s=1.0) as made:
+            await made.until(lambda: "did not answer" in made.source.problem)
+            made.cluster.delay_s = 0.0
+            await made.until_names("e-0")
+
+    run(main)
+
+
+def test_a_token_that_was_exchanged_is_read_again(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with watching(tmp_path, pod("e-0")) as made:
+            await made.until_names("e-0")
+            await made.until(lambda: made.cluster.watches)
+            made.token_file.write_text("expired")
+            made.cluster.cut()
+            await made.until(lambda: "401" in made.source.problem)
+            made.token_file.unlink()
+            await made.until(lambda: "kubernetes_token_file" in made.source.problem)
+            made.token_file.write_text(TOKEN)
+            await made.until_names("e-0")
+
+    run(main)
+
+
+def test_where_the_api_is_comes_from_the_pod_that_this_runs_in(tmp_path: Path) -> None:
+    nothing: dict[str, Any] = {"api": None, "namespace": None, "token_file": None, "ca_file": None}
+    environ = {"KUBERNETES_SERVICE_HOST": "fd00::1", "KUBERNETES_SERVICE_PORT": "6443"}
+    (tmp_path / "namespace").write_text("serving\n")
+    inside = access_from(environ, **nothing, account=tmp_path)
+    assert inside == Access("https://[fd00::1]:6443", "serving", tmp_path / "token", tmp_path / "ca.crt")
+    outside = access_from({}, **(nothing | {"api": "http://127.0.0.1:8001/", "namespace": "n"}), account=tmp_path)
+    assert outside == Access("http://127.0.0.1:8001", "n")
+    with pytest.raises(SettingError, match="set kubernetes_api"):
+        access_from({}, **nothing, account=tmp_path)
+    with pytest.raises(SettingError, match="kubernetes_namespace is missing"):
+        access_from(environ, **nothing, account=tmp_path / "none")

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random histories of several routers and sources on one registry: none takes what another owns, and all converge to the union."""
+
+from __future__ import annotations
+
+import msgspec
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvrouter.router.discovery.reconciling import Name, name_of, plan
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.owners import FILE, KUBERNETES, PRECEDENCE, REGISTER, STATIC, wins
+from kvrouter.router.registration import Registration
+
+NAMES: tuple[Name, ...] = tuple((worker_id, rank) for worker_id in ("a", "b", "c") for rank in (0, 1))
+SOURCES = (STATIC, FILE, KUBERNETES)
+ROUTERS = ("r0", "r1")
+
+names = st.sampled_from(NAMES)
+sources = st.sampled_from(SOURCES)
+routers = st.sampled_from(ROUTERS)
+
+
+def registration(name: Name, source: str, url: str = "http://h:1", model: str = "m") -> Registration:
+    return Registration(WorkerKey(model, *name), url=url, source=source)
+
+
+class Router:
+    """What one process knows; `shown` of a source that is down stays as it was."""
+
+    def __init__(self) -> None:
+        self.shown: dict[str, dict[Name, Registration]] = {source: {} for source in SOURCES}
+        self.down: set[str] = set()
+        self.asserted: dict[str, dict[Name, Registration]] = {source: {} for source in SOURCES}
+
+    def claims(self, source: str) -> set[Name]:
+        return set() if source in self.down else set(self.shown[source])
+
+
+class Machine(RuleBasedStateMachine):
+    """The registry as the fleet keeps it; what a client registered is in `own`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.routers = {name: Router() for name in ROUTERS}
+        self.registered: dict[Name, Registration] = {}
+
+    @rule(router=routers, source=sources, name=names, url=st.sampled_from(("http://h:1", "http://h:2")))
+    def appears(self, router: str, source: str, name: Name, url: str) -> None:
+        if source not in self.routers[router].down:
+            self.routers[router].shown[source][name] = registration(name, source, url)
+
+    @rule(router=routers, source=sources, name=names)
+    def vanishes(self, router: str, source: str, name: Name) -> None:
+        if source not in self.routers[router].down:
+            self.routers[router].shown[source].pop(name, None)
+
+    @rule(router=routers, source=sources)
+    def fails(self, router: str, source: str) -> None:
+        self.routers[router].down.add(source)
+
+    @rule(router=routers, source=sources)
+    def heals(self, router: str, source: str) -> None:
+        self.routers[router].down.discard(source)
+
+    @rule(router=routers)
+    def restarts(self, router: str) -> None:
+        known = self.routers[router]
+        known.asserted = {source: {} for source in SOURCES}
+
+    @rule(name=names)
+    def a_client_registers(self, name: Name) -> None:
+        self.write(registration(name, REGISTER))
+
+    @rule(name=names)
+    def a_client_unregisters(self, name: Name) -> None:
+        if name in self.registered and self.registered[name].source == REGISTER:
+            del self.registered[name]
+
+    @rule(router=routers)
+    def looks(self, router: str) -> None:
+        self.look(router)
+
+    def write(self, new: Registration) -> bool:
+        """As `Fleet.register` does."""
+        known = self.registered.get(name_of(new))
+        if known is not None and wins(known.source, new.source):
+            return False
+        self.registered[name_of(new)] = new
+        return True
+
+    def look(self, router: str) -> None:
+        known = self.routers[router]
+        for source in SOURCES:
+            if source in known.down:
+                continue
+            others = set().union(*(o.claims(source) for name, o in self.routers.items() if name != router))
+            before = dict(self.registered)
+            found = plan(
+                source,
+                known.shown[source].values(),
+                (),
+                self.registered.values(),
+                asserted=known.asserted[source],
+                claimed=others,
+            )
+            for worker in found.withdraw:
+                name = worker[1:]
+                assert before[name].source == source, "it took what another owns"
+                assert not any(name in o.claims(source) for o in self.routers.values()), "it took what somebody sees"
+                del self.registered[name]
+            for new in found.register:
+                assert self.write(new), "it wrote over what wins"
+                known.asserted[source][name_of(new)] = new
+
+    @invariant()
+    def looking_again_and_again_comes_to_rest_at_the_union(self) -> None:
+        kept = self.registered, {name: msgspec.structs.replace(one) for name, one in self.registered.items()}
+        asserted = {name: {s: dict(a) for s, a in r.asserted.items()} for name, r in self.routers.items()}
+        for _ in range(4):
+            for router in ROUTERS:
+                self.look(router)
+        rest = dict(self.registered)
+        for router in ROUTERS:
+            self.look(router)
+        assert self.registered == rest, "it swings"
+        for name in NAMES:
+            seen = {source for source in SOURCES for router in self.routers.values() if name in router.claims(source)}
+            found = self.registered.get(name)
+            if seen:
+                assert found is not None
+                # A source that is down everywhere keeps what it had, and its word still counts.
+                best = min(seen, key=PRECEDENCE.index)
+                assert found.source == best or wins(found.source, best)
+        for source in SOURCES:
+            if any(source not in router.down for router in self.routers.values()):
+                left = {name for name, one in self.registered.items() if one.source == source}
+                assert left <= set().union(*(router.claims(source) for router in self.routers.values()))
+        # As it was before: the next rule begins from there.
+        self.registered = kept[1]
+        for name, router in self.routers.items():
+            router.asserted = asserted[name]
+
+
+Machine.TestCase.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+TestReconciling = Machine.TestCase
+
+
+def one(source: str, url: str = "http://h:1", **given: object) -> Registration:
+    return msgspec.structs.replace(registration(("a", 0), source, url), **given)
+
+
+def test_what_a_client_said_of_it_stays_while_it_is_the_same_engine() -> None:
+    known = one(FILE, draining=True)
+    same = plan(FILE, [one(FILE)], (), [known], asserted={}, claimed=())
+    assert not same.register and not same.withdraw
+    (moved,) = plan(FILE, [one(FILE, "http://h:2")], (), [known], asserted={}, claimed=()).register
+    assert not moved.draining
+
+
+def test_a_pod_that_takes_no_request_is_of_interest_only_if_it_is_known() -> None:
+    leaving = one(KUBERNETES, retiring=True)
+    assert not plan(KUBERNETES, [leaving], [("a", 0)], [], asserted={}, claimed=()).register
+    others = plan(KUBERNETES, [leaving], [("a", 0)], [one(REGISTER)], asserted={}, claimed=())
+    assert not others.register, "it must not take over what a client registered"
+    assert plan(KUBERNETES, [leaving], [("a", 0)], [one(KUBERNETES)], asserted={}, claimed=()).register == [leaving]
+
+
+def test_two_routers_that_were_told_otherwise_do_not_write_in_turns() -> None:
+    mine, theirs = one(FILE, "http://h:1"), one(FILE, "http://h:2")
+    first = plan(FILE, [mine], (), [theirs], asserted={}, claimed=[("a", 0)])
+    assert first.register == [mine], "who says something new is heard"
+    again = plan(FILE, [mine], (), [theirs], asserted={("a", 0): mine}, claimed=[("a", 0)])
+    assert not again.register and "another router" in again.contested["a", 0]
+    alone = plan(FILE, [mine], (), [theirs], asserted={("a", 0): mine}, claimed=())
+    assert alone.register == [mine]
+
+
+def test_a_source_that_wins_takes_over_and_gives_back() -> None:
+    assert plan(STATIC, [one(STATIC)], (), [one(FILE)], asserted={}, claimed=()).register == [one(STATIC)]
+    contested = plan(FILE, [one(FILE)], (), [one(STATIC)], asserted={}, claimed=())
+    assert not contested.register and contested.contested == {("a", 0): "static says where it is, and that counts"}
+    assert plan(STATIC, [], (), [one(STATIC)], asserted={}, claimed=()).withdraw == [WorkerKey("m", "a", 0)]
+    assert plan(FILE, [one(FILE)], (), [], asserted={}, claimed=()).register == [one(FILE)]

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of workers: what they may hold, and that real changes of real files are seen, whole, and never half."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvrouter.router.config import Origin
+from kvrouter.router.discovery.file_source import FileSource
+from kvrouter.router.discovery.settings_file import SettingsFile
+from kvrouter.router.discovery.workers_file import parse_workers
+from kvrouter.router.errors import SettingError
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.owners import CONFIG, FILE
+from kvrouter.router.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.role import Role
+
+WHOLE = """
+- w0=http://h:8000,model=m,dp_rank=2
+- worker_id: w1
+  url: http://h:8001
+- {worker_id: 7, url: "http://h:8002", endpoint: "tcp://h:5557", replay_endpoint: "tcp://h:5558", model: m, role: prefill,
+   state: draining, catalog: {groups: [{group_idx: 0, kind: full_attention, block_size: 16}]}}
+"""
+
+
+def watched(path: Path) -> FileSource:
+    source = FileSource(FILE, path, lambda text: parse_workers(text, str(path), FILE))
+    source.begin()
+    return source
+
+
+def look(source: FileSource, times: int = 2) -> list[str]:
+    """The workers after so many looks; a change counts at the second."""
+    for _ in range(times):
+        source._look()
+    return [one.registration.worker.worker_id for one in source.shown or ()]
+
+
+def test_an_entry_is_a_spec_or_the_fields_of_register() -> None:
+    first, second, third = parse_workers(WHOLE, "w.yaml", FILE)
+    assert first.registration == Registration(WorkerKey("m", "w0", 2), url="http://h:8000", source=FILE)
+    assert not first.any_rank and not first.asks_model and first.asks_events
+    assert second.registration.worker == WorkerKey("", "w1") and second.any_rank and second.asks_model
+    assert third.registration == Registration(
+        WorkerKey("m", "7"),
+        url="http://h:8002",
+        events="tcp://h:5557",
+        replay="tcp://h:5558",
+        role=Role.PREFILL,
+        catalog=CatalogSpec(groups=(GroupSpec(0, "full_attention", 16),)),
+        retiring=True,
+        source=FILE,
+    )
+    assert not third.asks_events
+    as_json = json.dumps([{"worker_id": "w0", "url": "http://h:1"}])
+    assert [one.registration.worker.worker_id for one in parse_workers(as_json, "w.json", FILE)] == ["w0"]
+    assert parse_workers("[]", "w.yaml", FILE) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "is empty"),
+        ("# nothing\n", "is empty"),
+        ("workers: []", "line 1 is no list"),
+        ("- a=http://h:1\n- [", "line 2 is not YAML"),
+        ("- a=http://h:1\n- 5\n", "line 2: is no worker"),
+        ("- a=http://h:1\n\n- nothing\n", "line 3: write ID=HTTP_URL"),
+        ("- worker_id: a\n  url: http://h:1\n  replay_endpoint: x\n", "line 3: replay_endpoint must be a ZMQ endpoint"),
+        ("- worker_id: a\n  endpoint: tcp://h:1\n", "line 1: model is missing"),
+        (
+            "- worker_id: a\n  url: http://h:1\n  modell: m\n",
+            "line 3: modell is no field of a worker; did you mean model?",
+        ),
+        ("- worker_id: a\n  url: http://h:1\n  dp_rank: one\n", "line 3: dp_rank is wrong: Expected"),
+        ("- worker_id: a\n  url: http://h:1\n  state: off\n", "line 3: state must be one of active, draining"),
+        ("- url: http://h:1\n", "worker_id (or instance_id) is missing"),
+        ("- a=http://h:1\n- a=http://h:2\n", "line 2: 'a' is in line 1 too"),
+        ("- !!python/object/apply:os.system [ls]\n", "is not YAML"),
+        ("- &a [*a]\n", "line 1"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(text: str, words: str) -> None:
+    with pytest.raises(SettingError) as caught:
+        parse_workers(text, "w.yaml", FILE)
+    assert caught.value.message.startswith("w.yaml ") and words in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_rename_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "w.yaml"
+    file.write_text("- a=http://h:1\n")
+    source = watched(file)
+    assert look(source) == ["a"]
+    (tmp_path / "new").write_text("- b=http://h:1\n")
+    (tmp_path / "new").rename(file)
+    assert look(source, 1) == ["a"], "it may still be written"
+    assert look(source, 1) == ["b"]
+
+
+def test_a_config_maps_exchanged_link_is_seen(tmp_path: Path) -> None:
+    for number, name in enumerate("ab"):
+        (tmp_path / f"..{number}").mkdir()
+        (tmp_path / f"..{number}" / "w.yaml").write_text(f"- {name}=http://h:1\n")
+    (tmp_path / "..data").symlink_to("..0")
+    (tmp_path / "w.yaml").symlink_to("..data/w.yaml")
+    source = watched(tmp_path / "w.yaml")
+    assert look(source) == ["a"]
+    # As the kubelet does.
+    (tmp_path / "..data_tmp").symlink_to("..1")
+    (tmp_path / "..data_tmp").rename(tmp_path / "..data")
+    assert look(source) == ["b"]
+
+
+def test_what_is_written_in_place_is_read_when_it_rests(tmp_path: Path) -> None:
+    file = tmp_path / "w.yaml"
+    file.write_text("- a=http://h:1\n- b=http://h:1\n")
+    source = watched(file)
+    # Each half is a whole file of workers by itself.
+    with file.open("w") as writer:
+        for name in "abc":
+            writer.write(f"- {name}=http://h:2\n")
+            writer.flush()
+            assert look(source, 1) == ["a", "b"]
+    assert look(source, 1) == ["a", "b", "c"]
+    assert look(source, 3) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("text", ["", "- {", "- a=http://h:1\n- b\n", "\x00", "{}"])
+def test_a_wrong_one_keeps_what_was_known(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "w.yaml"
+    file.write_text("- a=http://h:1\n")
+    source = watched(file)
+    file.write_text(text)
+    assert look(source) == ["a"] and str(file) in source.problem
+    file.write_text("- b=http://h:1\n")
+    assert look(source) == ["b"] and source.problem == ""
+
+
+def test_one_that_is_gone_keeps_what_was_known_also_when_it_comes_back_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "w.yaml"
+    file.write_text("- a=http://h:1\n")
+    source = watched(file)
+    file.rename(tmp_path / "away")
+    assert look(source) == ["a"] and source.problem.endswith("put it back")
+    (tmp_path / "away").rename(file)
+    assert look(source) == ["a"] and source.problem == ""
+    file.write_bytes(b"\xff\xfe")
+    assert look(source) == ["a"] and "not UTF-8" in source.problem
+    file.unlink()
+    file.mkdir()
+    assert look(source) == ["a"] and "cannot read" in source.problem
+
+
+def settings(path: Path, flags: dict[str, str | list[str]], environ: dict[str, str]) -> FileSource:
+    origin = Origin(str(path), flags)
+    source = FileSource(CONFIG, path, SettingsFile(path, origin, environ).read)
+    source.begin()
+    return source
+
+
+def test_the_settings_file_names_workers_unless_a_flag_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text("port: 1\nworkers: [a=http://h:1]\n")
+    source = settings(file, {}, {})
+    assert settings(file, {"workers": ["b=http://h:1"]}, {}).shown is None
+    assert settings(file, {}, {"KVROUTER_WORKERS": "b=http://h:1"}).shown is None
+    file.write_text("port: 2\nworkers: [b=http://h:1]\n")
+    assert look(source) == ["b"]
+    file.write_text("port: 2\nworkers: [c=http://h:1]\n")
+    assert look(source) == ["c"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "settings changed: restart the router to apply them"
+    ], "told once"
+    file.write_text("port: 1\nqueue_size: many\nworkers: [d=http://h:1]\n")
+    assert look(source) == ["c"] and "queue_size" in source.problem, "never half"
+    file.write_text("")
+    assert look(source) == ["c"] and "is empty" in source.problem
+    file.write_text("port: 1\n")
+    assert look(source) == [] and source.problem == "", "who takes the list away wants none of it"
+
+
+def test_a_settings_file_that_names_none_says_nothing_of_them(tmp_path: Path) -> None:
+    file = tmp_path / "k.yaml"
+    file.write_text("")
+    assert settings(file, {}, {}).shown is None
+    file.write_text("port: 1\n")
+    source = settings(file, {}, {})
+    assert source.shown is None
+    file.write_text("port: 1\nworkers: []\n")
+    assert look(source) == [] and source.shown is not None

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a pod is as a worker: its address, its ports, its role, and whether it takes requests."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from fake_cluster import pod
+
+from kvrouter.router.discovery.candidate import Candidate
+from kvrouter.router.discovery.pods import Pod, candidates_of
+from kvrouter.router.discovery.told import Stream
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.owners import KUBERNETES
+from kvrouter.router.registration import Registration
+from kvrouter.router.role import HandoverWay, Role
+
+
+def candidates(*args: Any, **given: Any) -> list[Candidate]:
+    return candidates_of(msgspec.json.decode(json.dumps(pod(*args, **given)).encode(), type=Pod))
+
+
+def only(*args: Any, **given: Any) -> Candidate:
+    (found,) = candidates(*args, **given)
+    return found
+
+
+def test_a_bare_pod_is_its_address_and_the_engine_tells_the_rest() -> None:
+    assert only("e-0") == Candidate(
+        Registration(WorkerKey("", "e-0"), url="http://10.0.0.5:8000", source=KUBERNETES),
+        any_rank=True,
+        fallback=Stream("tcp://10.0.0.5:5557", "tcp://10.0.0.5:5558"),
+    )
+
+
+def test_what_is_said_of_it_is_taken() -> None:
+    found = only(
+        "e-0",
+        labels={"kvrouter/role": "decode", "kvrouter/model": "label"},
+        annotations={"kvrouter/model": "google/gemma-3-27b-it", "kvrouter/handover": "header", "kvrouter/port": "9000"},
+        ports={"http": 8080, "kv-events": 6000, "kv-replay": 6001, "metrics": 1},
+    ).registration
+    assert found == Registration(
+        WorkerKey("google/gemma-3-27b-it", "e-0"),
+        url="http://10.0.0.5:9000",
+        events="tcp://10.0.0.5:6000",
+        replay="tcp://10.0.0.5:6001",
+        role=Role.DECODE,
+        handover=HandoverWay.HEADER,
+        source=KUBERNETES,
+    )
+    assert only("e-0", ports={"http": 8080}).registration.url == "http://10.0.0.5:8080"
+
+
+def test_an_ipv6_pod_stands_in_brackets() -> None:
+    found = only("e-0", "fd00::5", ports={"kv-events": 5557, "kv-replay": 5558}).registration
+    assert (found.url, found.events, found.replay) == (
+        "http://[fd00::5]:8000",
+        "tcp://[fd00::5]:5557",
+        "tcp://[fd00::5]:5558",
+    )
+
+
+def test_ranks_have_ports_of_their_own() -> None:
+    found = candidates("e-0", annotations={"kvrouter/dp-ranks": "2", "kvrouter/events-port": "6000"})
+    assert [(one.registration.worker.dp_rank, one.registration.events) for one in found] == [
+        (0, "tcp://10.0.0.5:6000"),
+        (1, "tcp://10.0.0.5:6001"),
+    ]
+    second = candidates("e-0", annotations={"kvrouter/dp-ranks": "2"})[1]
+    assert second.fallback == Stream("tcp://10.0.0.5:5558", "tcp://10.0.0.5:5559")
+
+
+@pytest.mark.parametrize(
+    ("given", "note"), [({"terminating": True}, "its pod is terminating"), ({"ready": False}, "its pod is not ready")]
+)
+def test_one_that_takes_no_request_only_counts_if_it_is_known(given: dict[str, Any], note: str) -> None:
+    found = only("e-0", **given)
+    assert found.only_known and found.registration.retiring and found.registration.note == note
+
+
+def test_one_without_an_address_or_an_end_is_none() -> None:
+    assert candidates("e-0", None) == []
+    assert candidates("e-0", phase="Succeeded") == candidates("e-0", phase="Failed") == []
+
+
+def test_on_the_hosts_network_no_port_is_guessed() -> None:
+    assert only("e-0", hostNetwork=True).fallback is None
+
+
+@pytest.mark.parametrize(
+    "annotations",
+    [
+        {"kvrouter/port": "http"},
+        {"kvrouter/events-port": "70000"},
+        {"kvrouter/dp-ranks": "0"},
+        {"kvrouter/role": "router"},
+        {"kvrouter/model": " "},
+        {"kvrouter/handover": "mail"},
+    ],
+)
+def test_what_is_wrong_is_named_with_its_pod(annotations: dict[str, str]) -> None:
+    found = only("e-0", annotations=annotations)
+    (name,) = annotations
+    assert found.problem.startswith(f"pod e-0: {name} ")
+
+
+def test_an_address_that_is_none_is_not_used() -> None:
+    assert only("e-0", "127.0.0.1/../x").problem

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines say of themselves, and what becomes of a worker with it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrouter.router.discovery.candidate import Candidate, candidate_of, completed, ranked
+from kvrouter.router.discovery.told import EngineTold, Stream, model_in, streams_in
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.owners import STATIC
+from kvrouter.router.registration import Registration
+from kvrouter.router.worker_spec import parse_worker
+
+
+def config(**given: Any) -> dict[str, Any]:
+    """vLLM 0.32's KVEventsConfig as its HTTP shows it."""
+    return {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": "tcp://*:5557",
+        "replay_endpoint": None,
+        "buffer_steps": 10_000,
+        "hwm": 100_000,
+        "max_queue_size": 100_000,
+        "topic": "",
+    } | given
+
+
+def told(url: str = "http://10.0.0.5:8000", **by_rank: dict[str, Any]) -> EngineTold:
+    return streams_in(json.dumps({rank.removeprefix("r"): one for rank, one in by_rank.items()}).encode(), url)
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint", "events"),
+    [
+        ("http://10.0.0.5:8000", "tcp://*:5557", "tcp://10.0.0.5:5557"),
+        ("http://engine.example:8000", "tcp://0.0.0.0:5557", "tcp://engine.example:5557"),
+        ("http://[fd00::5]:8000", "tcp://[::]:5557", "tcp://[fd00::5]:5557"),
+        # A port that the engine was left to choose: it names its own address.
+        ("http://engine:8000", "tcp://10.0.0.9:41234", "tcp://10.0.0.9:41234"),
+        ("http://127.0.0.1:8000", "tcp://127.0.0.1:5557", "tcp://127.0.0.1:5557"),
+        ("http://localhost:8000", "ipc:///run/kv.sock", "ipc:///run/kv.sock"),
+        # It connects there, and listens nowhere: whoever listens on this port of its host is another engine.
+        ("http://10.0.0.5:8000", "tcp://collector:5557", None),
+        ("http://10.0.0.5:8000", "tcp://127.0.0.1:5557", None),
+        ("http://10.0.0.5:8000", "ipc:///run/kv.sock", None),
+        ("http://10.0.0.5:8000", "inproc://kv", None),
+        ("http://10.0.0.5:8000", "tcp://*:0x", None),
+        ("http://10.0.0.5:8000", "", None),
+    ],
+)
+def test_where_an_engine_publishes_as_seen_from_here(url: str, endpoint: str, events: str | None) -> None:
+    found = told(url, r0=config(endpoint=endpoint))
+    assert found.streams == ({} if events is None else {0: Stream(events)})
+    assert bool(found.problem) == (events is None)
+
+
+def test_a_replay_endpoint_is_bound_so_a_name_in_it_is_the_engines() -> None:
+    found = told("http://10.0.0.5:8000", r0=config(replay_endpoint="tcp://engine-host:5558"))
+    assert found.streams == {0: Stream("tcp://10.0.0.5:5557", "tcp://10.0.0.5:5558")}
+    lost = told("http://10.0.0.5:8000", r0=config(replay_endpoint="tcp://127.0.0.1:5558")).streams
+    assert lost is not None and lost[0].replay is None and "cannot be reached" in lost[0].note
+
+
+def test_an_engine_without_events_is_told_how_to_have_them() -> None:
+    for answer in (told(), told(r0=config(enable_kv_cache_events=False)), told(r0=config(publisher="null"))):
+        assert answer.streams == {} and "--kv-events-config" in answer.problem and not answer.silent
+
+
+@pytest.mark.parametrize("raw", [b"", b"[]", b"<html>", b'{"x": {}}', b'{"0": 5}', b"[" * 100_000])
+def test_what_is_no_answer_is_refused(raw: bytes) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        streams_in(raw, "http://h:1")
+
+
+def test_an_engine_tells_its_base_model() -> None:
+    models = [{"id": "adapter", "parent": "base"}, {"id": "base", "parent": None, "object": "model"}]
+    assert model_in(json.dumps({"data": models}).encode()) == "base"
+    for raw, words in ((b'{"data": []}', "names no model"), (b"<html>", "no list of models")):
+        with pytest.raises(ValueError, match=words):
+            model_in(raw)
+
+
+def spec(text: str) -> Candidate:
+    return candidate_of(parse_worker(text), STATIC)
+
+
+RANKS = told(
+    r0=config(replay_endpoint="tcp://*:6000"), r1=config(endpoint="tcp://*:5558", replay_endpoint="tcp://*:6001")
+)
+
+
+def test_an_address_alone_stands_for_all_ranks_of_its_engine() -> None:
+    found = completed(spec("w0=http://10.0.0.5:8000"), msgspec.structs.replace(RANKS, model="m"), [])
+    assert [(one.worker, one.events, one.replay, one.source) for one in found] == [
+        (WorkerKey("m", "w0", 0), "tcp://10.0.0.5:5557", "tcp://10.0.0.5:6000", STATIC),
+        (WorkerKey("m", "w0", 1), "tcp://10.0.0.5:5558", "tcp://10.0.0.5:6001", STATIC),
+    ]
+
+
+def test_a_rank_that_is_named_is_that_rank() -> None:
+    (one,) = completed(spec("w0=http://10.0.0.5:8000,model=m,dp_rank=1"), RANKS, [])
+    assert (one.worker, one.events) == (WorkerKey("m", "w0", 1), "tcp://10.0.0.5:5558")
+    (none,) = completed(spec("w0=http://10.0.0.5:8000,model=m,dp_rank=7"), RANKS, [])
+    assert none.events is None and "no rank 7: there are 0, 1" in none.note
+
+
+def test_the_only_core_behind_an_address_needs_no_rank() -> None:
+    (one,) = completed(spec("w3=http://10.0.0.5:8000,model=m"), told(r3=config(endpoint="tcp://*:5560")), [])
+    assert (one.worker, one.events) == (WorkerKey("m", "w3", 0), "tcp://10.0.0.5:5560")
+
+
+def test_what_was_written_is_not_asked() -> None:
+    written = spec("w0=http://h:1,model=m,events=tcp://h:2")
+    assert not written.asks_model and not written.asks_events
+    assert completed(written, EngineTold(), []) == [written.registration]
+    assert not spec("w0=http://h:1,model=m,patch=tcp://h:2").asks_events
+    assert spec("w0=http://h:1,model=m,patch=off").asks_events
+
+
+def test_nothing_is_forgotten_while_an_engine_is_away() -> None:
+    away = EngineTold(problem="it is not known (refused)")
+    assert completed(spec("w0=http://h:1"), away, []) == []
+    known = completed(spec("w0=http://h:1"), msgspec.structs.replace(RANKS, model="m"), [])
+    assert completed(spec("w0=http://h:1"), away, known) == known
+    assert completed(spec("w0=http://h:2"), away, known) == [], "at another address it is another engine"
+    (bare,) = completed(spec("w0=http://h:1,model=m"), away, [])
+    assert (bare.events, bare.note) == (None, away.problem)
+
+
+def test_the_usual_ports_are_tried_only_where_they_cannot_be_anothers() -> None:
+    silent = EngineTold(model="m", streams={}, silent=True, problem="no such path")
+    plain = spec("w0=http://h:1")
+    assert completed(plain, silent, [])[0].events is None
+    pod = msgspec.structs.replace(plain, fallback=Stream("tcp://h:5557", "tcp://h:5558"))
+    assert completed(pod, silent, [])[0].events == "tcp://h:5557"
+    without = EngineTold(model="m", streams={}, problem="it publishes none")
+    assert completed(pod, without, [])[0].events is None
+
+
+def test_ranks_count_the_ports_up_as_vllm_does() -> None:
+    one = Candidate(
+        Registration(WorkerKey("m", "w0"), events="tcp://h:5557", replay="tcp://[fd00::1]:6000"), any_rank=True
+    )
+    found = [candidate.registration for candidate in ranked(one, 3)]
+    assert [(r.worker.dp_rank, r.events, r.replay) for r in found] == [
+        (0, "tcp://h:5557", "tcp://[fd00::1]:6000"),
+        (1, "tcp://h:5558", "tcp://[fd00::1]:6001"),
+        (2, "tcp://h:5559", "tcp://[fd00::1]:6002"),
+    ]
