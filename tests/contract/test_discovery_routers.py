@@ -1,0 +1,380 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several routers with sources of their own on one real store: who registers, who takes away, what one that is down does."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from engine_http import EngineHttp
+from fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
+
+from kvrouter.router.allow_list import AllowList
+from kvrouter.router.config import Config
+from kvrouter.router.core import Core
+from kvrouter.router.discovery.candidate import Candidate, candidate_of
+from kvrouter.router.discovery.cluster_api import Access, ClusterApi
+from kvrouter.router.discovery.discovery import Discovery
+from kvrouter.router.discovery.kubernetes import KubernetesSource
+from kvrouter.router.discovery.source import Source
+from kvrouter.router.errors import Conflict
+from kvrouter.router.index.store import IndexStore
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.owners import FILE, KUBERNETES, STATIC
+from kvrouter.router.registration import Registration
+from kvrouter.router.worker_spec import parse_worker
+
+TIMEOUT_S = 20.0
+LOOK_S = 0.05
+# As many looks as it takes to be sure that nothing happens.
+STILL_S = 20 * LOOK_S
+
+
+class Listed:
+    """A source that shows what the test gives it."""
+
+    def __init__(self, name: str, *specs: str) -> None:
+        self.name = name
+        self.problem = ""
+        self.shown: Sequence[Candidate] | None = None
+        self.show(*specs)
+
+    def show(self, *specs: str) -> None:
+        """Each with its model and events, so that no engine is asked."""
+        self.shown = [
+            candidate_of(parse_worker(f"{spec},model=m,events=tcp://127.0.0.1:1"), self.name) for spec in specs
+        ]
+
+    async def run(self, changed: Callable[[], None]) -> None:
+        """It only changes when it is told to."""
+
+
+class Router:
+    def __init__(self, core: Core, discovery: Discovery, metrics: Metrics) -> None:
+        self.core = core
+        self.discovery = discovery
+        self._metrics = metrics
+
+    @property
+    def owners(self) -> dict[str, str]:
+        """By worker's id, who says that it is there."""
+        return {one.worker.worker_id: one.source for one in self.core.registrations()}
+
+    def url(self, worker_id: str) -> str | None:
+        return next(one.url for one in self.core.registrations() if one.worker.worker_id == worker_id)
+
+    async def owners_are(self, **expected: str) -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            while self.owners != expected:
+                await asyncio.sleep(0.01)
+
+    async def owners_stay(self, **expected: str) -> None:
+        until_s = time.monotonic() + STILL_S
+        while time.monotonic() < until_s:
+            assert self.owners == expected
+            await asyncio.sleep(0.01)
+
+    def metric(self, name: str, **labels: str) -> float:
+        return self._metrics.registry.get_sample_value(f"kvrouter_{name}", labels) or 0.0
+
+
+@asynccontextmanager
+async def routing(url: str, *sources: Source, allow: tuple[str, ...] = ()) -> AsyncIterator[Router]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    metrics = Metrics(CollectorRegistry())
+    async with AsyncExitStack() as stack:
+        stack.callback(context.destroy, linger=0)
+        store = await IndexStore.open(url)
+        stack.push_async_callback(store.close)
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        core = Core(
+            store=store,
+            config=Config(health_interval_s=0.0, lease_ttl_s=0.5, allow_hosts=allow),
+            metrics=metrics,
+            zmq_context=context,
+            clock=time.monotonic,
+            rng=random.Random(),
+        )
+        await core.start()
+        stack.push_async_callback(core.stop)
+        discovery = Discovery(
+            core.fleet,
+            core.registrations,
+            sources,
+            session=session,
+            allowed=AllowList(allow),
+            metrics=metrics,
+            clock=time.monotonic,
+            rng=random.Random(),
+            look_s=LOOK_S,
+        )
+        stack.push_async_callback(discovery.stop)
+        await discovery.start()
+        yield Router(core, discovery, metrics)
+
+
+@pytest.fixture
+def url(embedded_url: str) -> str:
+    """The store, empty."""
+    import redis
+
+    client = redis.Redis.from_url(embedded_url)
+    client.flushall()
+    client.close()
+    return embedded_url
+
+
+def run(main: Callable[[], Any]) -> None:
+    asyncio.run(main())
+
+
+A, B, C = "a=http://127.0.0.1:1", "b=http://127.0.0.1:2", "c=http://127.0.0.1:3"
+
+
+def test_a_source_takes_away_its_own_and_nothing_else(url: str) -> None:
+    async def main() -> None:
+        file, cluster = Listed(FILE, A, B), Listed(KUBERNETES, C)
+        async with routing(url, file, cluster) as router:
+            await router.core.register(Registration(WorkerKey("m", "own"), url="http://127.0.0.1:9"))
+            await router.owners_are(a=FILE, b=FILE, c=KUBERNETES, own="register")
+            file.show(B)
+            await router.owners_are(b=FILE, c=KUBERNETES, own="register")
+            cluster.show()
+            await router.owners_are(b=FILE, own="register")
+            file.show()
+            await router.owners_are(own="register")
+            assert router.metric("discovery_changes_total", source=FILE, change="withdrawn") == 2
+
+    run(main)
+
+
+def test_a_source_that_is_down_changes_nothing_and_says_so(url: str) -> None:
+    async def main() -> None:
+        file = Listed(FILE, A, B)
+        async with routing(url, file) as router:
+            await router.owners_are(a=FILE, b=FILE)
+            assert router.metric("discovery_up", source=FILE) == 1 and router.discovery.health() == []
+            file.problem = "the disk is gone"
+            file.shown = []
+            await router.owners_stay(a=FILE, b=FILE)
+            assert router.metric("discovery_up", source=FILE) == 0
+            assert router.discovery.health() == ["source file is down: the disk is gone; the 0 workers last known stay"]
+            file.problem = ""
+            await router.owners_are()
+
+    run(main)
+
+
+def test_two_routers_that_see_the_same_do_it_once_and_one_that_is_behind_takes_nothing_away(url: str) -> None:
+    async def main() -> None:
+        first, second = Listed(KUBERNETES, A), Listed(KUBERNETES, A)
+        async with routing(url, first) as left, routing(url, second) as right:
+            await right.owners_are(a=KUBERNETES)
+            first.show(A, B)
+            await left.owners_are(a=KUBERNETES, b=KUBERNETES)
+            await right.owners_are(a=KUBERNETES, b=KUBERNETES)
+            await right.owners_stay(a=KUBERNETES, b=KUBERNETES)
+            second.show(A, B)
+            first.show(B)
+            await left.owners_stay(a=KUBERNETES, b=KUBERNETES)
+            second.show(B)
+            await left.owners_are(b=KUBERNETES)
+            await right.owners_are(b=KUBERNETES)
+            # One that cannot see does not keep what another sees gone.
+            second.problem = "down"
+            first.show(C)
+            await right.owners_are(c=KUBERNETES)
+
+    run(main)
+
+
+def test_routers_with_lists_of_their_own_keep_both(url: str) -> None:
+    async def main() -> None:
+        async with routing(url, Listed(STATIC, A)) as left:
+            await left.owners_are(a=STATIC)
+            async with routing(url, Listed(STATIC, B)) as right:
+                await right.owners_are(a=STATIC, b=STATIC)
+                await left.owners_are(a=STATIC, b=STATIC)
+                await left.owners_stay(a=STATIC, b=STATIC)
+            await left.owners_are(a=STATIC)
+
+    run(main)
+
+
+def test_routers_that_are_told_otherwise_do_not_write_in_turns(url: str) -> None:
+    async def main() -> None:
+        first, second = Listed(FILE, A), Listed(FILE, "a=http://127.0.0.1:7")
+        async with routing(url, first) as left, routing(url, second) as right:
+            async with asyncio.timeout(TIMEOUT_S):
+                while not left.discovery.health():
+                    await asyncio.sleep(0.01)
+            assert "another router's file says something else" in left.discovery.health()[0]
+            written = [
+                router.metric("discovery_changes_total", source=FILE, change="registered") for router in (left, right)
+            ]
+            await asyncio.sleep(STILL_S)
+            assert sum(written) <= 3
+            assert written == [
+                router.metric("discovery_changes_total", source=FILE, change="registered") for router in (left, right)
+            ]
+            first.show("a=http://127.0.0.1:7")
+            async with asyncio.timeout(TIMEOUT_S):
+                while left.discovery.health() or right.discovery.health():
+                    await asyncio.sleep(0.01)
+            assert left.url("a") == right.url("a") == "http://127.0.0.1:7"
+
+    run(main)
+
+
+def test_what_went_while_no_router_ran_is_taken_away_at_the_next_start(url: str) -> None:
+    async def main() -> None:
+        async with routing(url, Listed(FILE, A, B)) as router:
+            await router.core.register(Registration(WorkerKey("m", "own"), url="http://127.0.0.1:9"))
+            await router.owners_are(a=FILE, b=FILE, own="register")
+        async with routing(url) as router:
+            await router.owners_stay(a=FILE, b=FILE, own="register")
+        broken = Listed(FILE)
+        broken.problem = "not read yet"
+        async with routing(url, broken) as router:
+            await router.owners_stay(a=FILE, b=FILE, own="register")
+            broken.show(B)
+            broken.problem = ""
+            await router.owners_are(b=FILE, own="register")
+
+    run(main)
+
+
+def test_of_two_sources_the_first_counts_and_the_other_is_named_and_steps_in(url: str) -> None:
+    async def main() -> None:
+        static, cluster = Listed(STATIC, A), Listed(KUBERNETES, "a=http://127.0.0.1:8", B)
+        async with routing(url, cluster, static) as router:
+            await router.owners_are(a=STATIC, b=KUBERNETES)
+            await router.owners_stay(a=STATIC, b=KUBERNETES)
+            assert router.metric("discovery_contested", source=KUBERNETES) == 1
+            assert router.metric("discovery_conflicts_total", source=KUBERNETES) == 1
+            assert router.discovery.health() == [
+                "worker a (rank 0) of kubernetes is contested: static says where it is, and that counts"
+            ]
+            with pytest.raises(Conflict, match="kept by --worker"):
+                await router.core.register(Registration(WorkerKey("m", "a"), url="http://127.0.0.1:9"))
+            with pytest.raises(Conflict, match="take it out of --worker"):
+                await router.core.unregister("a")
+            static.show()
+            await router.owners_are(a=KUBERNETES, b=KUBERNETES)
+            assert router.url("a") == "http://127.0.0.1:8" and router.discovery.health() == []
+
+    run(main)
+
+
+def test_a_client_may_drop_what_no_living_router_sees(url: str) -> None:
+    async def main() -> None:
+        async with routing(url, Listed(STATIC, A)) as router:
+            await router.owners_are(a=STATIC)
+        async with routing(url) as router:
+            await router.owners_are(a=STATIC)
+            assert await router.core.unregister("a") == 1
+            await router.owners_stay()
+
+    run(main)
+
+
+def test_what_is_not_allowed_is_not_registered_and_not_asked(url: str) -> None:
+    async def main() -> None:
+        engine = EngineHttp()
+        source = Listed(FILE, "b=http://10.1.2.3:1")
+        source.shown = [candidate_of(parse_worker(f"a={engine.url}"), FILE)]
+        async with routing(url, source, allow=("10.0.0.0/8",)) as router:
+            await router.owners_stay()
+            assert (
+                "worker a (rank 0) of file is not registered: url: 127.0.0.1 is not in" in router.discovery.health()[0]
+            )
+        assert engine.asked == []
+        engine.stop()
+
+    run(main)
+
+
+def test_an_engine_that_says_otherwise_is_followed_otherwise(url: str) -> None:
+
+    async def main() -> None:
+        engine = EngineHttp()
+
+        def tell(*ports: int) -> None:
+            config = {"enable_kv_cache_events": True, "publisher": "zmq"}
+            sources = {str(rank): {**config, "endpoint": f"tcp://*:{port}"} for rank, port in enumerate(ports)}
+            engine.pages["/kv_event_sources"] = msgspec.json.encode(sources)
+
+        engine.pages["/v1/models"] = b'{"data": [{"id": "m"}]}'
+        tell(6000)
+        source = Listed(FILE)
+        source.shown = [candidate_of(parse_worker(f"a={engine.url}"), FILE)]
+        async with routing(url, source) as router:
+            router.discovery._asker._again_s = router.discovery._asker._retry_s = 0.05
+
+            async def events_are(*ports: int) -> None:
+                expected = [(rank, f"tcp://127.0.0.1:{port}") for rank, port in enumerate(ports)]
+                async with asyncio.timeout(TIMEOUT_S):
+                    while sorted((r.worker.dp_rank, r.events) for r in router.core.registrations()) != expected:
+                        await asyncio.sleep(0.01)
+
+            await events_are(6000)
+            tell(7000, 7001)
+            await events_are(7000, 7001)
+            engine.stop()
+            await asyncio.sleep(STILL_S)
+            await events_are(7000, 7001)
+            engine.start()
+            tell(7000)
+            await events_are(7000)
+        engine.stop()
+
+    run(main)
+
+
+def test_a_pod_that_leaves_is_drained_then_dropped(url: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        (tmp_path / "token").write_text(TOKEN)
+        given = {"ports": {"http": 1, "kv-events": 2}, "annotations": {"kvrouter/model": "m"}}
+        async with FakeCluster() as cluster, aiohttp.ClientSession() as session:
+            api = ClusterApi(
+                session, Access(cluster.url, NAMESPACE, tmp_path / "token"), "app=vllm", rng=random.Random(1)
+            )
+            source = KubernetesSource(api, rng=random.Random(1), retry_s=0.05)
+            await cluster.put(pod("e-0", "127.0.0.1", **given), pod("e-1", "127.0.0.1", ready=False, **given))
+            async with routing(url, source) as router:
+                await router.owners_are(**{"e-0": KUBERNETES})
+                await cluster.put(pod("e-1", "127.0.0.1", **given))
+                await router.owners_are(**{"e-0": KUBERNETES, "e-1": KUBERNETES})
+
+                async def drains(worker_id: str, expected: bool) -> None:
+                    async with asyncio.timeout(TIMEOUT_S):
+                        while router.core.drains(WorkerKey("m", worker_id)) is not expected:
+                            await asyncio.sleep(0.01)
+
+                await cluster.put(pod("e-1", "127.0.0.1", ready=False, **given))
+                await drains("e-1", True)
+                await cluster.put(pod("e-1", "127.0.0.1", **given))
+                await drains("e-1", False)
+                await cluster.put(pod("e-0", "127.0.0.1", terminating=True, **given))
+                await drains("e-0", True)
+                (status,) = [one for one in router.core.statuses() if one.worker_id == "e-0"]
+                assert "its pod is terminating" in status.reason and status.source == KUBERNETES
+                await router.owners_stay(**{"e-0": KUBERNETES, "e-1": KUBERNETES})
+                await cluster.delete("e-0")
+                await router.owners_are(**{"e-1": KUBERNETES})
+
+    run(main)
