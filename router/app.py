@@ -336,7 +336,7 @@ def start_line(config: Config, listener: socket.socket, workers: int) -> str:
         data = f"its index is in {Path(config.data_dir).resolve()}"
     else:
         data = f"its index is in {without_password(config.redis)}"
-    at = "" if (host, port) == ("127.0.0.1", Config.port) else f" --url http://{shown}:{port}"
+    at = "" if (host, port) == ("127.0.0.1", Config().port) else f" --url http://{shown}:{port}"
     if workers or config.workers or config.workers_file or config.kubernetes_selector:
         following = f"`kvrouter workers{at}` shows the workers"
     else:

@@ -156,6 +156,15 @@ def test_one_that_is_gone_keeps_what_was_known_also_when_it_comes_back_the_same(
     assert look(source) == ["a"] and "cannot read" in source.problem
 
 
+def test_one_that_is_too_large_keeps_what_was_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrouter.router.discovery.file_source.MAX_FILE_BYTES", 100)
+    file = tmp_path / "w.yaml"
+    file.write_text("- a=http://h:1\n")
+    source = watched(file)
+    file.write_text("- b=http://h:1\n" + "#" * 100)
+    assert look(source) == ["a"] and "at most 100 are read" in source.problem
+
+
 def settings(path: Path, flags: dict[str, str | list[str]], environ: dict[str, str]) -> FileSource:
     origin = Origin(str(path), flags)
     source = FileSource(CONFIG, path, SettingsFile(path, origin, environ).read)
