@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from kvrouter.router.core import in_turns
+from kvrouter.router.following import in_turns
 from kvrouter.router.index.follower import FollowerItem, Reload, StoreBack
 from kvrouter.router.index.log import LogEntry
 from kvrouter.router.names import WorkerKey
