@@ -106,7 +106,9 @@ class EngineAsker:
         await asyncio.gather(*map(self._ask, due))
 
     async def _ask(self, url: str) -> None:
-        what, before = self._wanted[url], self._told.get(url)
+        what, before = self._wanted.get(url), self._told.get(url)
+        if what is None:
+            return
         async with self._slots:
             found = await self._asked(url, what, before or EngineTold())
         if url not in self._wanted:

@@ -45,7 +45,7 @@ class _Kept:
     """What is known of one source beside what it shows."""
 
     def __init__(self) -> None:
-        # What this process registered last.
+        # What of it this process last registered, or saw registered.
         self.asserted: dict[Name, Registration] = {}
         self.contested: dict[Name, str] = {}
         # Of whom the model is not known, or that the fleet refuses.
@@ -93,7 +93,7 @@ class Discovery:
             await self.look()
             loop = asyncio.get_running_loop()
             self._tasks = [loop.create_task(self._run(source)) for source in self._sources]
-            self._tasks += [loop.create_task(self._asker.run()), loop.create_task(self._always())]
+            self._tasks += [loop.create_task(self._ask_always()), loop.create_task(self._always())]
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -108,12 +108,23 @@ class Discovery:
             try:
                 return await source.run(self._news.set)
             except Exception:
-                # A defect of ours must not end the watch unseen.
-                self._metrics.internal_errors.labels("discovery").inc()
-                log.exception("source failed", extra={"source": source.name})
+                self._failed("source failed", source.name)
                 source.problem = "internal error, a bug in the router: its log has the details"
                 self._news.set()
                 await asyncio.sleep(FAILED_PAUSE_S)
+
+    async def _ask_always(self) -> None:
+        while True:
+            try:
+                await self._asker.run()
+            except Exception:
+                self._failed("engines not asked", "")
+                await asyncio.sleep(FAILED_PAUSE_S)
+
+    def _failed(self, what: str, source: str) -> None:
+        """A defect of ours must not end a task unseen: workers would come and go unnoticed."""
+        self._metrics.internal_errors.labels("discovery").inc()
+        log.exception(what, extra={"source": source})
 
     async def _always(self) -> None:
         while True:
@@ -129,9 +140,7 @@ class Discovery:
                 # Shown where the store is followed; everything is done again at the next look.
                 log.debug("sources not compared", extra={"error": str(error)})
             except Exception:
-                # A defect of ours must not end the task unseen: workers would come and go unnoticed.
-                self._metrics.internal_errors.labels("discovery").inc()
-                log.exception("sources not compared")
+                self._failed("sources not compared", "")
 
     async def look(self) -> None:
         """Compare all sources with what is registered, once."""
@@ -239,6 +248,7 @@ class Discovery:
                 self._metrics.discovery_changes.labels(source, "registered").inc()
             except RouterError as error:
                 kept.waiting[name_of(registration)] = error.message
+        kept.asserted |= {name_of(one): one for one in found.agreed}
         names = set(map(name_of, shown))
         for name in kept.asserted.keys() - names:
             del kept.asserted[name]

@@ -22,10 +22,12 @@ Name: TypeAlias = tuple[str, int]
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What is to be done. contested: of whom a source that wins, or another router, says something else, and why."""
+    """What is to be done. agreed: of whom the registry says what the source does. contested: of whom a source that wins, or another
+    router, says something else, and why."""
 
     register: list[Registration] = []
     withdraw: list[WorkerKey] = []
+    agreed: list[Registration] = []
     contested: dict[Name, str] = {}
 
     @property
@@ -48,8 +50,8 @@ def plan(
     claimed: Collection[Name],
 ) -> Plan:
     """shown: all that the source shows now; of two with one name the first counts. only_known: those of them that are of
-    interest only if they are registered. asserted: what this process registered last for this source. claimed: what other living
-    routers see in a source of this name."""
+    interest only if they are registered. asserted: what of this source this process last registered, or saw registered. claimed:
+    what other living routers see in a source of this name."""
     known = {name_of(one): one for one in registered}
     found = Plan()
     seen: set[Name] = set()
@@ -72,9 +74,12 @@ def plan(
             # What a client said with PATCH stays while it is the same engine.
             wanted = msgspec.structs.replace(wanted, draining=now.draining)
         if now == wanted:
+            found.agreed.append(wanted)
             continue
         if now.source == source and name in claimed and _same(asserted.get(name), wanted):
             # It was said already, and another router said otherwise after that: saying it again would go on for ever.
+            if msgspec.structs.replace(now, note=wanted.note) == wanted:
+                continue
             found.contested[name] = f"another router's {source} says something else of it: give all routers the same"
             continue
         found.register.append(wanted)

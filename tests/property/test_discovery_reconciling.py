@@ -113,6 +113,7 @@ class Machine(RuleBasedStateMachine):
             for new in found.register:
                 assert self.write(new), "it wrote over what wins"
                 known.asserted[source][name_of(new)] = new
+            known.asserted[source] |= {name_of(one): one for one in found.agreed}
 
     @invariant()
     def looking_again_and_again_comes_to_rest_at_the_union(self) -> None:
@@ -173,6 +174,10 @@ def test_two_routers_that_were_told_otherwise_do_not_write_in_turns() -> None:
     assert first.register == [mine], "who says something new is heard"
     again = plan(FILE, [mine], (), [theirs], asserted={("a", 0): mine}, claimed=[("a", 0)])
     assert not again.register and "another router" in again.contested["a", 0]
+    reworded = msgspec.structs.replace(mine, note="its engine did not answer")
+    noted = plan(FILE, [mine], (), [reworded], asserted={("a", 0): mine}, claimed=[("a", 0)])
+    assert not noted.register and not noted.contested, "why an engine does not answer may differ from router to router"
+    assert plan(FILE, [mine], (), [mine], asserted={}, claimed=()).agreed == [mine]
     alone = plan(FILE, [mine], (), [theirs], asserted={("a", 0): mine}, claimed=())
     assert alone.register == [mine]
 
