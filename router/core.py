@@ -286,6 +286,10 @@ class Core:
         stream = self._streams.get(worker)
         return None if stream is None else stream.registration.url
 
+    def given_id(self, worker: WorkerKey) -> str | int:
+        stream = self._streams.get(worker)
+        return worker.worker_id if stream is None else stream.registration.given_id
+
     def workers(self) -> list[WorkerKey]:
         return list(self._streams)
 

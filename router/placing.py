@@ -21,6 +21,7 @@ from kvrouter.router.line import RETRY_AFTER_S, Line
 from kvrouter.router.load.gauges import EngineLoad
 from kvrouter.router.load.messages import PREFILL_COMPLETE, RELEASE
 from kvrouter.router.load.pending import PENDING_TTL_S, SELECTED_TTL_S
+from kvrouter.router.load.selections import SELECTION_TTL_S, Selected, Selections
 from kvrouter.router.load.share import LoadShare
 from kvrouter.router.load.table import LoadTable
 from kvrouter.router.load.weights import Burden, Correction, Weights
@@ -81,6 +82,7 @@ class Placing:
             unavailable=unavailable,
             prefillers=prefillers,
         )
+        self._selections = Selections()
         self._placements: dict[str, Placement] = {}
         self._line = Line(self.reserve, self.tick, config, metrics, clock)
         self._share: LoadShare | None = None
@@ -107,19 +109,26 @@ class Placing:
 
     # -- choosing
 
-    def choose(self, ask: Ask) -> Choice:
+    def choose(self, ask: Ask, selection_id: str | None = None) -> Choice:
         """The worker for this prompt; nothing is reserved. Raises UnknownModel, UnknownWorker, NoWorker.
+
+        selection_id: under which it can be claimed later.
 
         Also where all are saturated: the cheapest, and its reason says so."""
         now = self._clock()
         choice, names = self._decide(ask, now)
         self._deciding.went(ask, choice, names, now, SELECTED_TTL_S)
+        if selection_id is not None:
+            kept = msgspec.structs.replace(choice, candidates=()) if choice.candidates else choice
+            model, num_tokens, until_s = ask.question.model, ask.question.num_tokens, now + SELECTION_TTL_S
+            self._selections.keep(selection_id, Selected(model, kept, names, num_tokens, ask.max_tokens, until_s))
         return choice
 
-    def reserve(self, ask: Ask, *, anyway: bool = False) -> Placement:
+    def reserve(self, ask: Ask, *, anyway: bool = False, prefill_tokens: int | None = None) -> Placement:
         """Chooses, and counts the load there from now on. Raises what `choose` raises, Saturated, and Conflict for an id in use.
 
-        anyway: also where all are saturated, and whatever a worker is there for; the client has decided already."""
+        anyway: also where all are saturated, and whatever a worker is there for; the client has decided already. prefill_tokens:
+        what it says is to be computed."""
         now = self._clock()
         choice, names = self._decide(ask, now, anyway=anyway)
         if choice.all_saturated and not anyway:
@@ -128,14 +137,40 @@ class Placing:
                 "cache full and prompts waiting): try again, or add workers",
                 retry_after_s=self._retry_after_s(choice.hit.worker),
             )
-        num_tokens = ask.question.num_tokens
-        selection_id = ask.selection_id or self.new_id()
-        output_tokens = min(ask.max_tokens if ask.max_tokens is not None else USUAL_OUTPUT_TOKENS, USUAL_OUTPUT_TOKENS)
+        if prefill_tokens is not None:
+            choice = msgspec.structs.replace(choice, prefill_tokens=prefill_tokens)
+        placement = self._book(
+            ask.selection_id or self.new_id(), choice, names, ask.question.num_tokens, ask.max_tokens, now
+        )
+        self._deciding.went(ask, choice, names, now, PENDING_TTL_S)
+        return placement
+
+    def claim(self, selection_id: str, model: str | None) -> Placement:
+        """Counts the load of what `choose` chose under this id from now on, once. Raises UnknownSelection, and Conflict for an id
+        in use."""
+        now = self._clock()
+        selected = self._selections.find(selection_id, now)
+        gone = selected is None or selected.choice.hit.worker not in self._fleet.workers()
+        if selected is None or gone or model not in (None, selected.model):
+            raise UnknownSelection(
+                f"no selection {printable(selection_id)!r} to reserve: it was reserved before, has expired, never was made here, "
+                "or its worker is gone; send worker_id and the prompt, or use /select_and_reserve"
+            )
+        placement = self._book(
+            selection_id, selected.choice, selected.names, selected.num_tokens, selected.max_tokens, now
+        )
+        self._selections.drop(selection_id)
+        self._deciding.begins(selected.choice.hit.worker, selected.names, now)
+        return placement
+
+    def _book(
+        self, selection_id: str, choice: Choice, names: list[int], num_tokens: int, max_tokens: int | None, now: float
+    ) -> Placement:
+        output_tokens = min(max_tokens if max_tokens is not None else USUAL_OUTPUT_TOKENS, USUAL_OUTPUT_TOKENS)
         placement = Placement(self, selection_id, choice, names, num_tokens, now)
         self._count(selection_id, choice, num_tokens + output_tokens // 2, now)
         self._placements[selection_id] = placement
         self.weights.typical(choice.prefill_tokens, num_tokens)
-        self._deciding.went(ask, choice, names, now, PENDING_TTL_S)
         if choice.prefill is not None:
             self._begin_prefill(placement, choice.prefill, now)
         self._touched()
@@ -312,6 +347,10 @@ class Placing:
             )
         return found
 
+    def decode_tokens(self, worker: WorkerKey) -> int:
+        """What the worker holds for the answers that it decodes."""
+        return self.weights.burden(worker).decode_tokens
+
     def hash_block_size(self, model: str) -> int:
         """Tokens of a block of the model, 1 while that is not known."""
         return self._fleet.hash_block_size(model)
@@ -344,6 +383,7 @@ class Placing:
         self._forget(self._table.expire(now), "expired")
         self.weights.tick(workers, now)
         self._deciding.expire(now)
+        self._selections.expire(now)
         if self._share is not None:
             self._share.tick()
         self._touched()

@@ -54,6 +54,7 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
 
     patch: where the engine patch answers requests; None: beside `events`, if it does; NO_PATCH: not looked for.
     draining: it gets no new request, and is followed as ever, because a client said so; retiring: because its source did.
+    numbered: see `given_id`.
     patch_key: the public key (Z85) that the patch must prove; then nothing that is not encrypted with it is listened to.
     handover: how it is handed a prompt that a prefill worker has computed.
     source: who says that it is there (owners.py). note: what that source could not find out, for people.
@@ -74,8 +75,15 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     retiring: bool = False
     source: str = REGISTER
     note: str = ""
+    # Its id came as a number: clients of Dynamo's services want it back as one.
+    numbered: bool = False
 
     @property
     def drains(self) -> bool:
         """Whether it gets no new request."""
         return self.draining or self.retiring
+
+    @property
+    def given_id(self) -> str | int:
+        """The worker's id as it was given."""
+        return int(self.worker.worker_id) if self.numbered else self.worker.worker_id

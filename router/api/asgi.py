@@ -416,7 +416,12 @@ def build_api(
     asking = Asking(core, metrics, clock)
     selecting = Selecting(core, placing, tokens, asking, metrics, clock)
     app.state.routes = []
-    for router in (worker_routes(core, tokens, proxy), load_routes(placing, selecting), model_routes(core), watching):
+    for router in (
+        worker_routes(core, tokens, proxy),
+        load_routes(core, placing, selecting),
+        model_routes(core),
+        watching,
+    ):
         app.include_router(router)
         app.state.routes += router.routes
     hot: dict[str, HotHandler] = {

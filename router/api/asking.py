@@ -21,6 +21,7 @@ from kvrouter.router.api.bodies import (
     model_of,
     worker_ids_of,
 )
+from kvrouter.router.api.dynamo import DEFAULT_MODEL, check_group
 from kvrouter.router.api.ports import CorePort
 from kvrouter.router.api.replies import QueryReply, query_reply
 from kvrouter.router.arrays import hash_array, token_array
@@ -95,7 +96,10 @@ class Asking:
 
     def served(self, body: Any) -> Served:
         """Whom the body's model means. Raises BadQuestion, UnknownModel."""
+        check_group(body.routing_group)
         model = model_of(body)
+        if model is None and DEFAULT_MODEL in self._core.models():
+            model = DEFAULT_MODEL
         if not model:
             raise BadQuestion("model is missing: name the model that the workers were registered with")
         return self._core.resolve(model)

@@ -49,6 +49,7 @@ class _Asked(msgspec.Struct, kw_only=True):
     model: str | None = None
     model_name: str | None = None
     modelname: str | None = None
+    routing_group: str | None = None
     lora_name: str | None = None
     cache_salt: str | None = None
     workers: WorkerIds | None = None
@@ -75,12 +76,18 @@ class PinnedBody(msgspec.Struct, kw_only=True):
     dp_rank: int | None = None
 
 
+class SessionBody(msgspec.Struct, kw_only=True):
+    """What Dynamo's clients say of a session; the rest of it is theirs alone."""
+
+    session_id: str
+
+
 class SelectBody(_Asked, kw_only=True):
     """`POST /select` and `/select_and_reserve`: one of token_ids, block_hashes, prompt and messages.
 
     prompt and messages are those of OpenAI's completions and chats; what stands beside them (tools, chat_template_kwargs, ...)
-    counts as it would there. allowed_worker_ids, isl_tokens, expected_output_tokens and pinned_worker are Dynamo's names of
-    workers, num_tokens, max_tokens and of a worker and no other."""
+    counts as it would there. allowed_worker_ids, isl_tokens, expected_output_tokens, session_context and pinned_worker are Dynamo's
+    names of workers, num_tokens, max_tokens, session_id and of a worker and no other."""
 
     token_ids: TokenIds | None = None
     block_hashes: BlockHashes | None = None
@@ -96,14 +103,20 @@ class SelectBody(_Asked, kw_only=True):
     allowed_worker_ids: WorkerIds | None = None
     isl_tokens: NumTokens | None = None
     expected_output_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    session_context: SessionBody | None = None
     pinned_worker: PinnedBody | None = None
 
 
 class ReservationBody(SelectBody, kw_only=True):
     """`POST /reservations`: the client has chosen the worker; its load is to count there. isl_tokens alone is enough to know a
-    prompt's load; with its tokens or hashes, what the worker has of it is taken off."""
+    prompt's load; with its tokens or hashes, what the worker has of it is taken off. Without worker_id: what an earlier
+    `/select` chose under this selection_id.
 
-    worker_id: str | int
+    effective_prefill_tokens: what is to be computed, where the client knows better. track_prefill_tokens: whether that counts."""
+
+    worker_id: str | int | None = None
+    effective_prefill_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_NUM_TOKENS)] | None = None
+    track_prefill_tokens: bool | None = None
 
 
 class GroupBody(msgspec.Struct, kw_only=True):
@@ -133,8 +146,19 @@ class CatalogBody(msgspec.Struct, kw_only=True):
     lora_paths: dict[str, str] | None = None
 
 
-class WorkerPatch(msgspec.Struct, kw_only=True):
-    """`PATCH /workers/{id}`: null unsets, absent keeps. `dp_rank` and `model` say which worker is meant.
+class DynamoWorker(msgspec.Struct, kw_only=True):
+    """How Dynamo's selection service has a worker's addresses: `endpoint` is HTTP, and these beside it (`dynamo.py`)."""
+
+    kv_events_endpoint: str | None = None
+    kv_events_endpoints: dict[str, str] | None = None
+    data_parallel_start_rank: int | None = None
+    data_parallel_size: int | None = None
+    routing_group: str | None = None
+
+
+class WorkerPatch(DynamoWorker, kw_only=True):
+    """`PATCH /workers/{id}`: null unsets, absent keeps. `dp_rank` and `model` say which worker is meant. With a field of Dynamo's,
+    null keeps too.
 
     state: draining takes no new request and lets running ones finish."""
 
@@ -155,7 +179,7 @@ class WorkerPatch(msgspec.Struct, kw_only=True):
     handover: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
-class RegisterBody(msgspec.Struct, kw_only=True):
+class RegisterBody(DynamoWorker, kw_only=True):
     """`POST /register` and `POST /workers`. One of instance_id and worker_id, and one of the model's three names.
 
     role: both (default), prefill or decode. handover: kv_transfer_params (default) or header."""

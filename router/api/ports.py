@@ -33,6 +33,10 @@ class CorePort(Protocol):
         """What is registered now, as it was given; `PATCH /workers/{id}` changes one of these."""
         ...
 
+    def given_id(self, worker: WorkerKey) -> str | int:
+        """The worker's id as it was registered, a number where it was one."""
+        ...
+
     def statuses(self) -> Sequence[WorkerStatus]: ...
 
     def ask(self, question: Question) -> Sequence[Hit]:

@@ -63,6 +63,7 @@ def registration_of(body: RegisterBody, unknown_model: str | None = None) -> Reg
         patch_key=body.patch_key,
         role=role_of(body.role),
         handover=handover_of(body.handover),
+        numbered=isinstance(body.worker_id, int) or isinstance(body.instance_id, int),
     )
     _check_addresses(registration)
     return registration

@@ -34,25 +34,28 @@ class InstanceReply(msgspec.Struct, kw_only=True):
 
 
 class QueryReply(msgspec.Struct):
-    """Of `/query` and `/query_by_hash`: every worker of the model, also those without a hit."""
+    """Of `/query` and `/query_by_hash`: every worker of the model, also those without a hit. frequencies: always empty, as in
+    `dynamo.indexer`, whose clients want it there."""
 
     instances: dict[str, InstanceReply]
     scores: dict[str, dict[str, int]]
+    frequencies: tuple[int, ...] = ()
 
 
 class Overlap(msgspec.Struct):
-    """Tokens that would not be computed again; cumulative, and longest_matched equals disk."""
+    """Tokens that would not be computed again; cumulative, and longest_matched equals disk. dp: the same for the rank."""
 
     longest_matched: int
     gpu: int
     cpu: int
     disk: int
+    dp: dict[str, int]
 
 
 class CandidateReply(msgspec.Struct, kw_only=True):
     """One worker as it stood in the choice; lower cost wins."""
 
-    worker_id: str
+    worker_id: str | int
     dp_rank: int
     overlap: Overlap
     # Tokens: cost = the parts' sum, session taken off; load = what of it is others' work.
@@ -93,11 +96,12 @@ class PrefillReply(msgspec.Struct, kw_only=True):
 
 class SelectReply(msgspec.Struct, kw_only=True):
     """Of `/select` and `/select_and_reserve`. `endpoint` is the engine's URL, null for a worker that was registered without
-    one; effective_prefill_tokens: what it does not reuse. model_name, isl_tokens and block_size are for Dynamo's clients."""
+    one; effective_prefill_tokens: what it does not reuse. worker_id: a number where it was registered as one. model_name,
+    routing_group, isl_tokens, block_size and potential_decode_blocks (what the worker decodes then) are for Dynamo's clients."""
 
     selection_id: str
     model: str
-    worker_id: str
+    worker_id: str | int
     dp_rank: int
     endpoint: str | None
     overlap: Overlap
@@ -106,8 +110,10 @@ class SelectReply(msgspec.Struct, kw_only=True):
     # Only where a text was asked.
     tokens: TokensReply | msgspec.UnsetType = msgspec.UNSET
     model_name: str
+    routing_group: str
     isl_tokens: int
     block_size: int
+    potential_decode_blocks: int
     reserved: bool
     candidates: list[CandidateReply] | msgspec.UnsetType = msgspec.UNSET
     # Only where it is worth it.
@@ -127,7 +133,7 @@ class WorkerLoadReply(msgspec.Struct):
     """One worker's load, of all routers and of what came by other ways. The first five are Dynamo's; saturated: it takes no more
     prompts; rates in tokens/s, null until they are measured."""
 
-    worker_id: str
+    worker_id: str | int
     dp_rank: int
     potential_prefill_tokens: int
     potential_decode_blocks: int
@@ -154,7 +160,8 @@ class ReservedReply(msgspec.Struct):
 
     selection_id: str
     model_name: str
-    worker_id: str
+    routing_group: str
+    worker_id: str | int
     dp_rank: int
     endpoint: str | None
 
@@ -188,11 +195,19 @@ class ModelsReply(msgspec.Struct):
 
 
 class RegisteredReply(msgspec.Struct):
-    """Of all that register, change or drop a worker; `dropped` counts the ranks that were."""
+    """Of all that register, change or drop a worker; `dropped` counts the ranks that were. What follows it is for Dynamo's clients,
+    where they use its paths. lifecycle: schedulable; incomplete, without an address for requests; unschedulable, once dropped."""
 
     status: str
-    worker_id: str
+    worker_id: str | int
     dropped: int | msgspec.UnsetType = msgspec.UNSET
+    model_name: str | msgspec.UnsetType = msgspec.UNSET
+    routing_group: str | msgspec.UnsetType = msgspec.UNSET
+    lifecycle: str | msgspec.UnsetType = msgspec.UNSET
+    endpoint: str | msgspec.UnsetType | None = msgspec.UNSET
+    kv_events_endpoint: str | msgspec.UnsetType | None = msgspec.UNSET
+    replay_endpoint: str | msgspec.UnsetType | None = msgspec.UNSET
+    block_size: int | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class HealthReply(msgspec.Struct):
@@ -203,9 +218,11 @@ class HealthReply(msgspec.Struct):
 
 
 class ReadyReply(msgspec.Struct):
-    """Of `GET /ready`."""
+    """Of `GET /ready`. The last two are for Dynamo's clients; schedulable_workers counts ids."""
 
     status: str
+    ready: bool
+    schedulable_workers: int
 
 
 class VersionReply(msgspec.Struct):
@@ -293,4 +310,4 @@ def query_reply(hits: Iterable[Hit], explain: bool) -> QueryReply:
 
 
 def overlap_of(hit: Hit) -> Overlap:
-    return Overlap(hit.disk, hit.gpu, hit.cpu, hit.disk)
+    return Overlap(hit.disk, hit.gpu, hit.cpu, hit.disk, {str(hit.worker.dp_rank): hit.disk})

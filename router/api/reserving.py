@@ -9,6 +9,8 @@ from fastapi import APIRouter, Query, Request, Response
 
 from kvrouter.router.api.bodies import ReservationBody
 from kvrouter.router.api.describe import gives, takes
+from kvrouter.router.api.dynamo import ROUTING_GROUP
+from kvrouter.router.api.ports import CorePort
 from kvrouter.router.api.replies import (
     EndedReply,
     EngineReply,
@@ -17,19 +19,14 @@ from kvrouter.router.api.replies import (
     WorkerLoadReply,
     encode,
 )
-from kvrouter.router.api.selecting import Selecting
+from kvrouter.router.api.selecting import Selecting, decode_blocks
 from kvrouter.router.placing import Placing, WorkerBurden
-
-# Dynamo's clients know groups of workers within a model; here a model is one group.
-ROUTING_GROUP = "default"
-# Dynamo counts decode load in blocks of the model; where none is known, in the usual ones.
-USUAL_BLOCK_TOKENS = 16
 
 OneModel = Annotated[str | None, Query(alias="model_name", description="only this model")]
 
 
-def load_routes(placing: Placing, selecting: Selecting) -> APIRouter:
-    """The routes, bound to `placing`."""
+def load_routes(core: CorePort, placing: Placing, selecting: Selecting) -> APIRouter:
+    """The routes, bound to `placing`; `core` knows the workers' ids as they were given."""
     router = APIRouter(tags=["load"])
 
     def respond(request: Request, reply: Any, status: int = 200) -> Response:
@@ -47,7 +44,10 @@ def load_routes(placing: Placing, selecting: Selecting) -> APIRouter:
     async def reserve(request: Request) -> Response:
         placement = selecting.reserve_at(await request.body(), request.headers.get("content-type", ""))
         worker = placement.worker
-        reply = ReservedReply(placement.selection_id, worker.model, worker.worker_id, worker.dp_rank, placement.url)
+        worker_id = core.given_id(worker)
+        reply = ReservedReply(
+            placement.selection_id, worker.model, ROUTING_GROUP, worker_id, worker.dp_rank, placement.url
+        )
         return respond(request, reply, 201)
 
     @router.delete(
@@ -72,6 +72,17 @@ def load_routes(placing: Placing, selecting: Selecting) -> APIRouter:
         await placing.prefill_complete(selection_id)
         return respond(request, EndedReply("ok"))
 
+    @router.post(
+        "/reservations/{selection_id}/output_block",
+        summary="A block of the answer came: the prefill counts no longer",
+        operation_id="output_block",
+        responses=gives(EndedReply, 404, 413, 503),
+    )
+    async def output_block(request: Request, selection_id: str) -> Response:
+        """What an answer will hold was counted with its prompt, so that a block of it adds nothing."""
+        await placing.prefill_complete(selection_id)
+        return respond(request, EndedReply("ok"))
+
     @router.get(
         "/loads", summary="The load of all workers", operation_id="loads", responses=gives(ModelLoadReply, many=True)
     )
@@ -84,25 +95,24 @@ def load_routes(placing: Placing, selecting: Selecting) -> APIRouter:
 
     def _model_load(name: str, shown: list[WorkerBurden]) -> ModelLoadReply:
         block_tokens = placing.hash_block_size(name)
-        block_tokens = block_tokens if block_tokens > 1 else USUAL_BLOCK_TOKENS
         waiting, tokens = placing.waiting(name)
-        loads = [_worker_load(one, block_tokens, placing.now()) for one in shown]
+        loads = [_worker_load(one, core.given_id(one.worker), block_tokens, placing.now()) for one in shown]
         return ModelLoadReply(name, ROUTING_GROUP, loads, waiting, tokens)
 
     return router
 
 
-def _worker_load(shown: WorkerBurden, block_tokens: int, now: float) -> WorkerLoadReply:
+def _worker_load(shown: WorkerBurden, worker_id: str | int, block_tokens: int, now: float) -> WorkerLoadReply:
     burden, heard = shown.burden, shown.engine
     engine = None
     if heard is not None:
         said = heard.said
         engine = EngineReply(said.waiting, said.running, said.kv_usage, round(now - heard.heard_s, 3))
     return WorkerLoadReply(
-        shown.worker.worker_id,
+        worker_id,
         shown.worker.dp_rank,
         burden.queued_tokens,
-        -(-burden.decode_tokens // block_tokens),
+        decode_blocks(burden.decode_tokens, block_tokens),
         burden.requests,
         burden.decode_tokens,
         burden.saturated,

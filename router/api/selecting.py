@@ -13,7 +13,16 @@ import msgspec
 import numpy as np
 
 from kvrouter.router.api.asking import Asking, both
-from kvrouter.router.api.bodies import NULLS, BodyReader, ReservationBody, SelectBody, is_msgpack, worker_ids_of
+from kvrouter.router.api.bodies import (
+    NULLS,
+    BodyReader,
+    ReservationBody,
+    SelectBody,
+    is_msgpack,
+    model_of,
+    worker_ids_of,
+)
+from kvrouter.router.api.dynamo import ROUTING_GROUP, check_group
 from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.api.replies import CandidateReply, PrefillReply, SelectReply, TokensReply, overlap_of
 from kvrouter.router.arrays import hash_array, token_array
@@ -26,6 +35,8 @@ from kvrouter.router.placing import Placing
 from kvrouter.router.question import Question
 from kvrouter.router.role import HandoverWay
 from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH
+
+USUAL_BLOCK_TOKENS = 16
 
 
 class Selecting:
@@ -61,6 +72,8 @@ class Selecting:
     def reserve_at(self, raw: bytes, content_type: str) -> Placement:
         """`POST /reservations`: where the client has chosen the worker."""
         body = self._reservation_reader.read(raw, content_type)
+        if body.worker_id is None:
+            return self._claim(body)
         length = _length(body)
         if bytes(body.token_ids) not in NULLS or bytes(body.block_hashes) not in NULLS:
             question = self._known(body, is_msgpack(content_type))
@@ -69,7 +82,18 @@ class Selecting:
         else:
             raise BadQuestion("give token_ids, block_hashes or isl_tokens: they say how much load the prompt is")
         pinned = Pin(str(body.worker_id), body.dp_rank)
-        return self._placing.reserve(msgspec.structs.replace(_ask(body, question), pinned=pinned), anyway=True)
+        ask = msgspec.structs.replace(_ask(body, question), pinned=pinned)
+        prefill_tokens = 0 if body.track_prefill_tokens is False else body.effective_prefill_tokens
+        if prefill_tokens is not None and prefill_tokens > question.num_tokens:
+            raise BadQuestion(f"effective_prefill_tokens is over the prompt's {question.num_tokens} tokens")
+        return self._placing.reserve(ask, anyway=True, prefill_tokens=prefill_tokens)
+
+    def _claim(self, body: Any) -> Placement:
+        """What was selected before, by its id."""
+        check_group(body.routing_group)
+        if body.selection_id is None:
+            raise BadQuestion("give worker_id, or selection_id alone for what an earlier /select chose under it")
+        return self._placing.claim(body.selection_id, model_of(body))
 
     def _select(
         self, raw: bytes, content_type: str, decide: Callable[[Ask], SelectReply]
@@ -134,10 +158,11 @@ class Selecting:
         return reply
 
     def _choose(self, ask: Ask) -> SelectReply:
+        selection_id = ask.selection_id or self._placing.new_id()
         start = self._clock()
-        choice = self._placing.choose(ask)
+        choice = self._placing.choose(ask, selection_id)
         self._observe(self._clock() - start)
-        return self._reply(ask.question, choice, ask.selection_id or self._placing.new_id(), reserved=False)
+        return self._reply(ask.question, choice, selection_id, reserved=False)
 
     def _reserve(self, ask: Ask) -> SelectReply:
         start = self._clock()
@@ -147,44 +172,56 @@ class Selecting:
 
     def _reply(self, question: Question, choice: Choice, selection_id: str, *, reserved: bool) -> SelectReply:
         worker = choice.hit.worker
+        decode_tokens = self._placing.decode_tokens(worker) + (0 if reserved else question.num_tokens)
+        block_size = self._core.hash_block_size(question.model)
         reply = SelectReply(
             selection_id=selection_id,
             model=question.model,
-            worker_id=worker.worker_id,
+            worker_id=self._core.given_id(worker),
             dp_rank=worker.dp_rank,
             endpoint=choice.url,
             overlap=overlap_of(choice.hit),
             effective_prefill_tokens=question.num_tokens - choice.hit.disk,
             reason=choice.reason,
             model_name=question.model,
+            routing_group=ROUTING_GROUP,
             isl_tokens=question.num_tokens,
-            block_size=self._core.hash_block_size(question.model),
+            block_size=block_size,
+            potential_decode_blocks=decode_blocks(decode_tokens, block_size),
             reserved=reserved,
         )
         if choice.prefill is not None:
             reply.prefill = self._prefill(question, choice.prefill, self._core.handover(worker))
         if question.explain:
-            reply.candidates = [_candidate(candidate) for candidate in choice.candidates]
+            given_id = self._core.given_id
+            reply.candidates = [_candidate(one, given_id(one.hit.worker)) for one in choice.candidates]
         return reply
 
     def _prefill(self, question: Question, there: Choice, handover: HandoverWay) -> PrefillReply:
-        worker = there.hit.worker
+        worker, given_id = there.hit.worker, self._core.given_id
         return PrefillReply(
-            worker_id=worker.worker_id,
+            worker_id=given_id(worker),
             dp_rank=worker.dp_rank,
             endpoint=there.url,
             overlap=overlap_of(there.hit),
             effective_prefill_tokens=question.num_tokens - there.hit.disk,
             handover=handover,
             reason=there.reason,
-            candidates=[_candidate(one) for one in there.candidates] if question.explain else msgspec.UNSET,
+            candidates=[_candidate(one, given_id(one.hit.worker)) for one in there.candidates]
+            if question.explain
+            else msgspec.UNSET,
         )
 
 
-def _candidate(candidate: Candidate) -> CandidateReply:
+def decode_blocks(decode_tokens: int, block_size: int) -> int:
+    """Decode load in blocks of the model, in which Dynamo counts it; where none is known, in the usual ones."""
+    return -(-decode_tokens // (block_size if block_size > 1 else USUAL_BLOCK_TOKENS))
+
+
+def _candidate(candidate: Candidate, worker_id: str | int) -> CandidateReply:
     hit = candidate.hit
     return CandidateReply(
-        worker_id=hit.worker.worker_id,
+        worker_id=worker_id,
         dp_rank=hit.worker.dp_rank,
         overlap=overlap_of(hit),
         load=candidate.load,
@@ -203,7 +240,9 @@ def _ask(body: Any, question: Question) -> Ask:
     max_tokens = body.expected_output_tokens if body.max_tokens is None else body.max_tokens
     pinned = body.pinned_worker
     pin = None if pinned is None else Pin(str(pinned.worker_id), pinned.dp_rank)
-    return Ask(question, body.session_id, max_tokens, pin, body.selection_id)
+    context = body.session_context
+    session_id = body.session_id if context is None else context.session_id
+    return Ask(question, session_id, max_tokens, pin, body.selection_id)
 
 
 def _length(body: Any) -> int | None:

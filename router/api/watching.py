@@ -45,7 +45,8 @@ def watch_routes(
         reason = core.readiness()
         if reason is not None:
             raise NoWorker(f"not ready: {reason}", code="not_ready")
-        return respond(request, ReadyReply("ready"))
+        ids = {(known.worker.model, known.worker.worker_id) for known in core.registrations() if not known.draining}
+        return respond(request, ReadyReply("ready", True, len(ids)))
 
     @router.get(
         "/metrics",

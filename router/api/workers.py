@@ -11,6 +11,7 @@ from starlette.convertors import Convertor, register_url_convertor
 
 from kvrouter.router.api.bodies import BodyReader, RegisterBody, UnregisterBody, WorkerPatch, model_of
 from kvrouter.router.api.describe import gives, takes
+from kvrouter.router.api.dynamo import INCOMPLETE, ROUTING_GROUP, SCHEDULABLE, UNSCHEDULABLE, patch_in, registrations_in
 from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.api.registering import dp_rank_of, patched, registration_of, worker_id_of
 from kvrouter.router.api.replies import RegisteredReply, WorkersReply, encode
@@ -18,6 +19,7 @@ from kvrouter.router.errors import Conflict, UnknownWorker
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.owners import PLACES, REGISTER
 from kvrouter.router.proxy.proxy import Proxy
+from kvrouter.router.registration import Registration
 from kvrouter.router.worker_spec import MAX_DP_RANK
 
 
@@ -55,24 +57,45 @@ def worker_routes(core: CorePort, tokens: TokensPort | None, proxy: Proxy | None
     async def read(request: Request, reader: BodyReader) -> Any:
         return reader.read(await request.body(), request.headers.get("content-type", ""))
 
-    async def drop(worker_id: str, dp_rank: int | None, model: str | None) -> RegisteredReply:
+    def named(worker_id: str, dp_rank: int | None, model: str | None) -> list[Registration]:
+        return [
+            registration
+            for registration in core.registrations()
+            if registration.worker.worker_id == worker_id
+            and dp_rank in (None, registration.worker.dp_rank)
+            and model in (None, registration.worker.model)
+        ]
+
+    async def drop(
+        worker_id: str, dp_rank: int | None, model: str | None
+    ) -> tuple[Registration | None, RegisteredReply]:
+        known = named(worker_id, dp_rank, model)
         dropped = await core.unregister(worker_id, dp_rank, model)
         if not dropped:
             raise UnknownWorker(missing(worker_id, dp_rank, model))
-        return RegisteredReply("ok", worker_id, dropped)
+        given_id = known[0].given_id if known else worker_id
+        return known[0] if known else None, RegisteredReply("ok", given_id, dropped)
+
+    async def add(request: Request) -> Registration:
+        registrations = [registration_of(body) for body in registrations_in(await read(request, register_reader))]
+        for registration in registrations:
+            # Engines may register again and again, and know nothing of what an operator said with PATCH.
+            draining = any(known.draining for known in core.registrations() if known.worker == registration.worker)
+            await core.register(msgspec.structs.replace(registration, draining=draining))
+        return registrations[0]
 
     async def register(request: Request) -> Response:
         """The same registration again is a no-op; a different one for the same id and rank replaces it."""
-        registration = registration_of(await read(request, register_reader))
-        # Engines may register again and again, and know nothing of what an operator said with PATCH.
-        draining = any(known.draining for known in core.registrations() if known.worker == registration.worker)
-        await core.register(msgspec.structs.replace(registration, draining=draining))
-        return respond(request, RegisteredReply("ok", registration.worker.worker_id))
+        return respond(request, RegisteredReply("ok", (await add(request)).given_id))
 
-    for path, name in (("/register", "register"), ("/workers", "add_worker")):
+    async def add_worker(request: Request) -> Response:
+        """As /register, and the answer says what is registered, as Dynamo's does; with data_parallel_size, each of its ranks."""
+        return respond(request, _described(await add(request)))
+
+    for path, name, handler in (("/register", "register", register), ("/workers", "add_worker", add_worker)):
         router.add_api_route(
             path,
-            register,
+            handler,
             methods=["POST"],
             summary="Register a worker",
             operation_id=name,
@@ -89,7 +112,7 @@ def worker_routes(core: CorePort, tokens: TokensPort | None, proxy: Proxy | None
     )
     async def unregister(request: Request) -> Response:
         body: UnregisterBody = await read(request, unregister_reader)
-        return respond(request, await drop(worker_id_of(body), dp_rank_of(body.dp_rank), model_of(body)))
+        return respond(request, (await drop(worker_id_of(body), dp_rank_of(body.dp_rank), model_of(body)))[1])
 
     @router.get("/workers", summary="All workers", operation_id="workers", responses=gives(WorkersReply))
     async def workers(request: Request) -> Response:
@@ -111,15 +134,9 @@ def worker_routes(core: CorePort, tokens: TokensPort | None, proxy: Proxy | None
     )
     async def patch(request: Request, worker_id: str) -> Response:
         """What is absent stays; null unsets. All ranks change, where dp_rank is absent."""
-        body: WorkerPatch = await read(request, patch_reader)
+        body = patch_in(await read(request, patch_reader))
         model, dp_rank = model_of(body), dp_rank_of(body.dp_rank)
-        known = [
-            registration
-            for registration in core.registrations()
-            if registration.worker.worker_id == worker_id
-            and dp_rank in (None, registration.worker.dp_rank)
-            and model in (None, registration.worker.model)
-        ]
+        known = named(worker_id, dp_rank, model)
         if not known:
             raise UnknownWorker(missing(worker_id, dp_rank, model))
         if len(known) > 1 and not (body.endpoint is msgspec.UNSET and body.replay_endpoint is msgspec.UNSET):
@@ -135,7 +152,7 @@ def worker_routes(core: CorePort, tokens: TokensPort | None, proxy: Proxy | None
                 )
         for _, changed in changes:
             await core.register(changed)
-        return respond(request, RegisteredReply("ok", worker_id))
+        return respond(request, _described(changes[0][1]))
 
     @router.delete(
         "/workers/{worker_id:name}",
@@ -144,9 +161,29 @@ def worker_routes(core: CorePort, tokens: TokensPort | None, proxy: Proxy | None
         responses=gives(RegisteredReply, 400, 404, 409, 503),
     )
     async def delete(request: Request, worker_id: str, dp_rank: DpRank = None, model: Model = None) -> Response:
-        return respond(request, await drop(worker_id, dp_rank, model))
+        registration, reply = await drop(worker_id, dp_rank, model)
+        if registration is None:
+            return respond(request, reply)
+        return respond(request, _described(registration, dropped=reply.dropped))
 
     return router
+
+
+def _described(registration: Registration, dropped: int | msgspec.UnsetType = msgspec.UNSET) -> RegisteredReply:
+    """The answer with what Dynamo's clients read of it."""
+    lifecycle = INCOMPLETE if registration.url is None or registration.draining else SCHEDULABLE
+    return RegisteredReply(
+        "ok",
+        registration.given_id,
+        dropped,
+        model_name=registration.worker.model,
+        routing_group=ROUTING_GROUP,
+        lifecycle=lifecycle if dropped is msgspec.UNSET else UNSCHEDULABLE,
+        endpoint=registration.url,
+        kv_events_endpoint=registration.events,
+        replay_endpoint=registration.replay,
+        block_size=registration.block_size,
+    )
 
 
 def missing(worker_id: str, dp_rank: int | None, model: str | None) -> str:

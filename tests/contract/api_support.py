@@ -105,6 +105,10 @@ class TinyCore:
     def url(self, worker: WorkerKey) -> str | None:
         return "http://w:8000"
 
+    def given_id(self, worker: WorkerKey) -> str | int:
+        known = self.registered.get(worker)
+        return worker.worker_id if known is None else known.given_id
+
     def sent(self, question: Question, worker: WorkerKey) -> None:
         pass
 

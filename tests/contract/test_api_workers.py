@@ -55,7 +55,8 @@ def test_a_full_registration(core: TinyCore, path: str) -> None:
         },
     }
     answer = call(build(core)[0], "POST", path, body)
-    assert (answer.status, answer.json()) == (200, {"status": "ok", "worker_id": "w0"})
+    assert answer.status == 200
+    assert answer.json().items() >= {"status": "ok", "worker_id": "w0"}.items()
     assert core.registrations() == [
         Registration(
             worker=WorkerKey("m", "w0", 3),
@@ -93,7 +94,11 @@ def test_a_full_registration(core: TinyCore, path: str) -> None:
 )
 def test_a_bare_dynamo_or_mooncake_registration_works(core: TinyCore, body: dict[str, Any]) -> None:
     answer = call(build(core)[0], "POST", "/register", body)
-    assert answer.json() == {"status": "ok", "worker_id": "42"}
+    # A number comes back as one.
+    assert answer.json() == {
+        "status": "ok",
+        "worker_id": "42" if body["instance_id"] == "42" and "worker_id" not in body else 42,
+    }
     assert list(core.registered) == [WorkerKey("m", "42", 0)]
 
 

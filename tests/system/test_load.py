@@ -156,7 +156,7 @@ def test_a_client_that_knows_only_the_selection_service(tmp_path: Path) -> None:
         body = {"model_name": MODEL, "selection_id": "mine", "token_ids": list(range(TOKENS)), "allowed_worker_ids": [1],
                 "expected_output_tokens": 100, "routing_constraints": {}}  # fmt: skip
         chosen = router.request("POST", "/select_and_reserve", body)
-        assert (chosen["selection_id"], chosen["worker_id"], chosen["dp_rank"]) == ("mine", "1", 0)
+        assert (chosen["selection_id"], chosen["worker_id"], chosen["dp_rank"]) == ("mine", 1, 0)
         assert (chosen["effective_prefill_tokens"], chosen["isl_tokens"]) == (TOKENS, TOKENS)
         with pytest.raises(RouterError, match="409"):
             router.request("POST", "/select_and_reserve", body)
@@ -170,7 +170,7 @@ def test_a_client_that_knows_only_the_selection_service(tmp_path: Path) -> None:
             assert router.request("POST", "/reservations/mine/prefill_complete") == {"status": "ok"}
         booked = {"selection_id": "other", "worker_id": 1, "model_name": MODEL, "token_ids": list(range(64))}
         assert status_of(router, "/reservations", booked) == 201
-        assert queued(router) == {"1": 64}
+        assert queued(router) == {1: 64}
         for selection_id in ("mine", "other"):
             assert router.request("DELETE", f"/reservations/{selection_id}") == {"status": "ok"}
         assert status(router, "DELETE", "/reservations/mine") == 404

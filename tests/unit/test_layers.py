@@ -46,6 +46,7 @@ ROUTER_LAYERS = (
     {"load.messages", "load.weights"},
     {"load.share", "policies"},
     {"choose", "candidates"},
+    {"load.selections"},
     {"disaggregation", "losses"},
     {"placement"},
     {"line"},

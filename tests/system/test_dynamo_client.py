@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A client that knows only Dynamo's or Mooncake's shapes, at Dynamo's own services where they are installed, and at ours."""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from dynamo_client import LARGEST_ID, Client, Exchange, drive_indexer, drive_ranks, drive_selection
+from fake_engine import FakeEngine, hashes, prompt, removed, stored
+from router_process import RouterProcess, free_port
+
+from kvrouter.events.codec import encode_batch
+
+VERSION = "1.6.1"
+DYNAMO = (
+    Path.home() / ".cache" / "hybrid-kv-router" / f"dynamo-{VERSION}-{platform.python_version()}" / "bin" / "python"
+)
+GOLDEN = Path(__file__).parents[1] / "golden" / "dynamo_1_6_1.json"
+TOKENS = prompt(1)
+
+# What an answer of theirs has and ours has not: hints of their scheduler, and what it was told of the worker and we do not use.
+NOT_OURS = frozenset(
+    (
+        *("sequence_hashes", "track_prefill_tokens", "kv_events_endpoints", "data_parallel_start_rank"),
+        *("data_parallel_size", "max_num_batched_tokens", "total_kv_blocks", "stable_routing_id", "is_eagle", "taints"),
+        *("topology_domains", "kv_transfer_domain", "kv_transfer_enforcement", "kv_transfer_preferred_weight"),
+        # GET /ready lists them there, and GET /workers here.
+        "workers",
+    )
+)
+# Numbers of each one's own: here an answer's load is counted with its prompt, and so is a prompt of which only the length is known;
+# ids are made; of several ranks the chosen one is told. What the client reads of them it checks itself.
+OWN_NUMBERS = frozenset({"potential_decode_blocks", "potential_prefill_tokens", "selection_id", "dp"})
+# Done is done: 201 is 200 here where a worker is added. What is not there is 404 here, what is over its bounds 400.
+OWN_STATUSES = {
+    "register": 200,
+    "register ranks": 200,
+    "no such model": 404,
+    "no such worker allowed": 404,
+    "a text for a number": 400,
+}
+
+
+@contextmanager
+def service(module: str, folder: Path) -> Iterator[int]:
+    """Dynamo's own, on a free port."""
+    port = free_port()
+    with (folder / f"{module}.log").open("wb") as log:
+        command = [str(DYNAMO), "-m", module, "--port", str(port)]
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+    try:
+        deadline = time.monotonic() + 60.0
+        while process.poll() is None and time.monotonic() < deadline:
+            try:
+                socket.create_connection(("127.0.0.1", port), 1.0).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        yield port
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@pytest.fixture
+def pair(context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]) -> tuple[FakeEngine, FakeEngine]:
+    engines += [FakeEngine(context), FakeEngine(context)]
+    return engines[0], engines[1]
+
+
+def addresses(engine: FakeEngine) -> tuple[str, str]:
+    assert engine.replay_endpoint is not None
+    return engine.endpoint, engine.replay_endpoint
+
+
+def selection_exchanges(port: int, pair: tuple[FakeEngine, FakeEngine]) -> list[Exchange]:
+    """Everything that such a client does, at whoever listens there."""
+    first, second = pair
+    client = Client(port)
+
+    def publish() -> None:
+        first.publish(stored(TOKENS, 0, 12))
+        second.publish(stored(TOKENS, 0, 3))
+
+    drive_selection(client, [addresses(first), addresses(second)], publish, TOKENS)
+    other = prompt(2)
+
+    def publish_rank() -> None:
+        second.publish_raw(encode_batch(time.time(), [stored(other, 0, 12)], 5))
+
+    drive_ranks(client, [first.endpoint, second.endpoint], publish_rank, other)
+    client.close()
+    return client.exchanges
+
+
+def indexer_exchanges(port: int, engine: FakeEngine) -> list[Exchange]:
+    client = Client(port)
+    drive_indexer(client, addresses(engine), lambda: engine.publish(stored(TOKENS, 0, 12)), TOKENS)
+    client.close()
+    return client.exchanges
+
+
+def golden(name: str) -> list[Exchange]:
+    return msgspec.convert(json.loads(GOLDEN.read_text())[name], list[Exchange])
+
+
+def written(exchanges: Sequence[Exchange], engines: Sequence[FakeEngine]) -> list[dict[str, Any]]:
+    """As the golden file has them: without what differs from run to run."""
+    text = msgspec.json.encode(exchanges).decode().replace(json.dumps(TOKENS, separators=(",", ":")), '"TOKENS"')
+    text = text.replace(json.dumps(prompt(2), separators=(",", ":")), '"OTHER TOKENS"')
+    for n, engine in enumerate(engines, 1):
+        text = text.replace(engine.endpoint, f"tcp://events-{n}").replace(addresses(engine)[1], f"tcp://replay-{n}")
+    made = [one["path"].rpartition("/")[2] for one in json.loads(text) if one["method"] == "DELETE"]
+    for selection_id in made:
+        if len(selection_id) >= 30:
+            text = text.replace(selection_id, "MADE")
+    return list(json.loads(text))
+
+
+def check_alike(ours: Sequence[dict[str, Any]], theirs: Sequence[Exchange]) -> None:
+    """Ours says what theirs says, and may say more."""
+    assert [one["name"] for one in ours] == [one.name for one in theirs]
+    for mine, their in zip(ours, theirs, strict=True):
+        where = f"{their.name}: {their.method} {their.path}"
+        wanted = OWN_STATUSES.get(their.name, their.status)
+        assert mine["status"] == wanted or (mine["status"] // 100 == 2 == their.status // 100), (where, mine)
+        if their.status < 300:
+            check_value(mine["answer"], their.answer, where)
+        else:
+            assert mine["answer"]["error"]["message"], where
+
+
+def check_value(mine: Any, theirs: Any, where: str) -> None:
+    if isinstance(theirs, dict):
+        assert isinstance(mine, dict), where
+        for name, value in theirs.items():
+            if name in NOT_OURS:
+                continue
+            assert name in mine, f"{where} has no {name}"
+            if name in OWN_NUMBERS:
+                assert type(mine[name]) is type(value), f"{where}: {name}"
+            else:
+                check_value(mine[name], value, f"{where}.{name}")
+    elif isinstance(theirs, list):
+        assert isinstance(mine, list) and len(mine) == len(theirs), where
+        for one, other in zip(mine, theirs, strict=True):
+            check_value(one, other, where)
+    elif theirs is not None:
+        assert mine == theirs, where
+
+
+@pytest.mark.skipif(not DYNAMO.exists(), reason=f"ai-dynamo-runtime {VERSION} is not installed in {DYNAMO.parents[1]}")
+def test_the_clients_are_those_of_dynamos_own_services(tmp_path: Path, pair: tuple[FakeEngine, FakeEngine]) -> None:
+    with service("dynamo.select_service", tmp_path) as port:
+        found = written(selection_exchanges(port, pair), pair)
+    assert [(one["name"], one["status"]) for one in found] == [(one.name, one.status) for one in golden("selection")]
+    with service("dynamo.indexer", tmp_path) as port:
+        found = written(indexer_exchanges(port, pair[0]), pair)
+    assert [(one["name"], one["status"]) for one in found] == [(one.name, one.status) for one in golden("indexer")]
+
+
+def test_a_client_of_the_selection_service(tmp_path: Path, pair: tuple[FakeEngine, FakeEngine]) -> None:
+    with RouterProcess(tmp_path) as router:
+        check_alike(written(selection_exchanges(router.port, pair), pair), golden("selection"))
+        # Nothing of the client's is left.
+        assert router.request("GET", "/workers") == {"workers": []}
+
+
+def test_a_client_of_the_indexer(router: RouterProcess, pair: tuple[FakeEngine, FakeEngine]) -> None:
+    ours = written(indexer_exchanges(router.port, pair[0]), pair)
+    # It lists no worker without a hit; a client that looks for one in the map finds the same.
+    by_hash = next(one for one in golden("indexer") if one.name == "query by hash")
+    assert by_hash.answer["instances"] == {}
+    check_alike(ours, golden("indexer"))
+
+
+def test_a_client_of_mooncakes_rfc(router: RouterProcess, pair: tuple[FakeEngine, FakeEngine]) -> None:
+    """Its names: modelname, type, additionalsalt, tenant_id; instance ids are texts; hashes are u64."""
+    first, second = pair
+    for rank, engine in enumerate(pair):
+        events, replay = addresses(engine)
+        body = {"endpoint": events, "replay_endpoint": replay, "type": "vLLM", "modelname": "rfc", "lora_name": "",
+                "tenant_id": "default", "instance_id": "vllm-prefill-node1", "block_size": 16, "dp_rank": rank,
+                "additionalsalt": ""}  # fmt: skip
+        assert router.request("POST", "/register", body) == {"status": "ok", "worker_id": "vllm-prefill-node1"}
+    time.sleep(1.0)
+    first.publish(stored(TOKENS, 0, 12))
+    second.publish(stored(TOKENS, 0, 6))
+    asked = {"model": "rfc", "lora_name": None, "token_ids": TOKENS, "tenant_id": "default", "block_size": 16}
+    deadline = time.monotonic() + 30.0
+    while True:
+        answer = router.request("POST", "/query", asked)
+        row = answer["instances"]["vllm-prefill-node1"]
+        if row["dp"] == {"0": 192, "1": 96}:
+            break
+        assert time.monotonic() < deadline, answer
+        time.sleep(0.02)
+    assert (row["longest_matched"], row["gpu"], row["cpu"], row["disk"]) == (192, 192, 192, 192)
+    by_hash = {"model": "rfc", "block_hashes": hashes(TOKENS)[:6], "tenant_id": "default", "block_size": 16}
+    found = router.request("POST", "/query_by_hash", by_hash)["instances"]["vllm-prefill-node1"]
+    assert (found["longest_matched"], found["dp"]) == (96, {"0": 96, "1": 96})
+    first.publish(*removed(hashes(TOKENS)[3:]))
+    while router.request("POST", "/query", asked)["instances"]["vllm-prefill-node1"]["dp"]["0"] != 48:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    gone = {"type": "vLLM", "modelname": "rfc", "tenant_id": "default", "instance_id": "vllm-prefill-node1",
+            "block_size": 16, "dp_rank": 0}  # fmt: skip
+    assert router.request("POST", "/unregister", gone)["status"] == "ok"
+    assert router.request("POST", "/query", asked)["instances"]["vllm-prefill-node1"]["dp"] == {"1": 96}
+    router.request("POST", "/unregister", gone | {"dp_rank": 1})
+
+
+def test_a_group_of_its_own_is_refused_and_never_mixed_in(router: RouterProcess) -> None:
+    body = {"worker_id": LARGEST_ID, "model_name": "m", "routing_group": "acme", "endpoint": "http://127.0.0.1:9001"}
+    status, answer = router._ask("POST", "/workers", json.dumps(body))
+    assert status == 400 and "routing_group" in json.loads(answer)["error"]["message"]
+    assert router.request("GET", "/workers") == {"workers": []}
