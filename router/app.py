@@ -10,11 +10,11 @@ import logging
 import os
 import random
 import resource
+import secrets
 import signal
 import socket
 import sys
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import datetime
@@ -83,7 +83,7 @@ def build_app(
 
 def new_selection_id() -> str:
     """Nobody can guess it, so nobody can end another's reservation."""
-    return uuid.uuid4().hex
+    return secrets.token_hex(16)
 
 
 def build_router(

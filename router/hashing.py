@@ -176,6 +176,11 @@ def check_token_ids(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[n
         return np.empty(0, np.int64)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ValueError(f"token ids must be a list of integers from 0 to 2**63-1, got {found.dtype} {found.shape}")
+    if found.dtype == np.int64:
+        # One pass for both bounds: seen as unsigned, a negative id is the largest.
+        if int(found.view(np.uint64).max()) > MAX_TOKEN_ID:
+            raise ValueError(f"token ids must be from 0 to 2**63-1, got {int(found.min())}")
+        return np.ascontiguousarray(found)
     low, high = int(found.min()), int(found.max())
     if low < 0 or high > MAX_TOKEN_ID:
         raise ValueError(f"token ids must be from 0 to 2**63-1, got {low if low < 0 else high}")

@@ -267,6 +267,8 @@ class Metrics:
         # Of the proxy's: to find a child costs more than to count.
         self._proxy_children: dict[tuple[str, str], Counter] = {}
         self._answer_children: dict[tuple[WorkerKey, str], Counter] = {}
+        self._prompt_children: dict[str, tuple[Counter, Histogram]] = {}
+        self.reservations_released = self.reservations_ended.labels("released")
         # Per-worker metrics, to drop a worker's series when it is unregistered.
         self._per_worker = (
             self.ingest_batches,
@@ -344,8 +346,12 @@ class Metrics:
 
     def count_prompt(self, source: str, reason: str | None, seconds: float) -> None:
         """Counts one text by where its tokens came from, and by why they are not (all) known."""
-        self.prompts.labels(source).inc()
-        self.prompt_seconds.labels(source).observe(seconds)
+        children = self._prompt_children.get(source)
+        if children is None:
+            children = self.prompts.labels(source), self.prompt_seconds.labels(source)
+            self._prompt_children[source] = children
+        children[0].inc()
+        children[1].observe(seconds)
         if reason is not None:
             self.prompts_unknown.labels(reason).inc()
 

@@ -276,7 +276,7 @@ class Placing:
                 self._end_prefill(placement)
         elif output_tokens is not None and placement.told_s is not None:
             self.weights.rates_of(placement.worker).decoded(output_tokens - 1, now - placement.told_s)
-        self._metrics.reservations_ended.labels("released").inc()
+        self._metrics.reservations_released.inc()
         self._freed()
 
     def _learn(self, choice: Choice, num_tokens: int, seconds: float) -> None:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
 from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import unquote
@@ -41,7 +41,7 @@ class Request:
     def __init__(self, client: Client, watch: Watch) -> None:
         self.client = client
         self.watch = watch
-        self.request_id = h.header(client.headers, h.REQUEST_ID) or uuid.uuid4().hex.encode()
+        self.request_id = h.header(client.headers, h.REQUEST_ID) or secrets.token_hex(16).encode()
         self.pin = h.header(client.headers, h.PIN)
         self.attempts = Attempts(client.path, pinned=self.pin is not None)
         self.body = client.body

@@ -127,11 +127,26 @@ class Tokenizing:
 
         authorization: the header that the client sent for the engine. Raises BadQuestion where the body cannot be read."""
         start_s = self._clock()
-        prompt = await self._prompt(path, model, raw, authorization)
+        asked: Asked | NDArray[np.int64] | Unknown | None = None
+        if len(raw) <= READ_BYTES:
+            try:
+                asked = read(path, raw)
+            except Unknown as unknown:
+                asked = unknown
+        if asked is None or isinstance(asked, Asked):
+            prompt = await self._prompt(path, model, raw, asked, authorization)
+        elif isinstance(asked, Unknown):
+            prompt = _unknown(asked, len(raw))
+        else:
+            # Nothing is waited for: no deadline, no place among those that wait.
+            prompt = Prompt(len(asked), asked, "given")
         self._metrics.count_prompt(prompt.source, prompt.reason, self._clock() - start_s)
         return prompt
 
-    async def _prompt(self, path: str, model: str, raw: bytes, authorization: str | None) -> Prompt:
+    async def _prompt(
+        self, path: str, model: str, raw: bytes, asked: Asked | NDArray[np.int64] | None, authorization: str | None
+    ) -> Prompt:
+        """asked: what is in `raw`, None where it was too long to be read at once."""
         size_bytes = len(raw)
         if self._waiting >= MAX_WAITING:
             return _unknown(
@@ -140,9 +155,8 @@ class Tokenizing:
         self._waiting += 1
         try:
             async with asyncio.timeout(self._timeout_s):
-                asked = (
-                    read(path, raw) if size_bytes <= READ_BYTES else await self._in_thread(lambda: _whole(path, raw))
-                )
+                if asked is None:
+                    asked = await self._in_thread(lambda: _whole(path, raw))
                 if not isinstance(asked, Asked):
                     return Prompt(len(asked), asked, "given")
                 if asked.media_at is not None:
