@@ -19,7 +19,7 @@ import httpx
 import uvloop
 from http_client import HttpClient
 from processes import HERE, free_port
-from proxy_overhead import bodies
+from proxy_overhead import Prompts
 from report import machine, markdown
 
 from kvrouter.router.proxy.headers import request_head
@@ -74,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=4_000, help="exchanges a round")
     count = parser.parse_args().count
-    (body,) = bodies("ids", 256, 1)
+    body = Prompts("ids", 256).body()
     port = free_port()
     stub = subprocess.Popen([sys.executable, str(HERE / "proxy_stub.py"), str(port)])
     try:

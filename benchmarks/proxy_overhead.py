@@ -1,40 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the proxy adds to a request at the median and at the 99th percentile, and how many a core takes, beside vllm-router.
 
-Two stub engines answer at once; the same client asks them directly, through `kvrouter serve`, and through vllm-router (cache_aware,
-and kv_aware with the same event streams), in turns. Prompts are 256, 4,096 and 32,768 tokens, as text of a chat and as ids of a
-completion, over 1 connection (what is added) and over 64 (requests for each second of the router's CPU). kvrouter's engines know no
-tokenizer, so its texts are placed by load; ids are hashed and looked up.
+Two stub engines answer at once; the same client asks one of them directly, and through `kvrouter serve` (kv with an engine's
+render endpoint, kv with a tokenizer of its own, round_robin) and vllm-router (cache_aware, and kv_aware with the same events).
+Prompts are 256, 4,096 and 32,768 tokens: ids of a completion, or the text of a chat; no text is asked twice at one router.
+
+- One connection, in turns whose order changes from round to round: what is added to the same request sent directly.
+- 64 connections: requests for each second of the router's CPU (its own, and its Valkey's), and what a request then takes; the
+  client and the engines run on the same machine.
+- Streams of 32 chunks: what is added until the first byte, what is added to each chunk, and the router's CPU for a chunk.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
+import re
+import socket
 import statistics
-import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
-from http_client import HttpClient
-from processes import HERE, Publisher, child, cpu_s, free_port
+from http_client import TIMEOUT_S, HttpClient
+from processes import cpu_s
+from proxy_stub import CHUNKS
+from proxy_ways import DIRECT, load_now, ways
 from report import Others, Result, machine, markdown, progress, save
-from workload import MODEL, Publishing, Workload, write_frames
+from workload import MODEL
 
 SIZES = (256, 4_096, 32_768)
-ENGINES = 2
+KINDS = ("ids", "text")
 CONNECTIONS = 64
-WORDS = 997
-START_TIMEOUT_S = 120.0
+WARM_REQUESTS = 10
+# One connection: requests of each size, a round.
+COUNTS = {256: 400, 4_096: 200, 32_768: 60}
+# A text is tokenized each time, in tens of milliseconds for the longest.
+TEXT_COUNTS = {256: 300, 4_096: 80, 32_768: 15}
+STREAMS = 12
+SENT_NS = re.compile(rb'"sent_ns":(\d+)')
 
 
 class ProxyRow(msgspec.Struct):
-    """One router, kind and size of prompt. added: to the same request sent directly, in us."""
+    """One router, kind and size of prompt: medians of the rounds, which are in `rounds`. added: to the same request sent directly,
+    in us; p50 and p99 at 64 connections are whole, in ms."""
 
     router: str
     kind: str
@@ -43,29 +56,52 @@ class ProxyRow(msgspec.Struct):
     added_p99_us: float
     requests_per_cpu_s: float
     requests_per_s: float
+    p50_64_ms: float
+    p99_64_ms: float
+    rounds: dict[str, list[float]]
 
 
-def bodies(kind: str, tokens: int, count: int) -> list[bytes]:
-    """Different prompts with a common beginning of half their length."""
-    rng = np.random.default_rng(tokens)
-    common = rng.integers(10, 100_000, tokens // 2).tolist()
-    made = []
-    for _ in range(count):
-        ids = [*common, *rng.integers(10, 100_000, tokens - len(common)).tolist()]
-        if kind == "ids":
-            made.append(json.dumps({"model": MODEL, "prompt": ids, "max_tokens": 1}).encode())
-            continue
-        # Some four bytes a token.
-        text = " ".join(f"{token % WORDS:03d}" for token in ids)
-        messages = [{"role": "user", "content": text}]
-        made.append(json.dumps({"model": MODEL, "messages": messages, "max_tokens": 1}).encode())
-    return made
+class StreamRow(msgspec.Struct):
+    """One router: what it adds to a stream, in us. first: until the first chunk; chunk: to each chunk after it, at the median and
+    the 99th percentile; cpu: of the router for a chunk, the request included."""
+
+    router: str
+    added_first_p50_us: float
+    added_chunk_p50_us: float
+    added_chunk_p99_us: float
+    cpu_per_chunk_us: float
 
 
-def request_of(port: int, kind: str, body: bytes) -> bytes:
-    path = "/v1/completions" if kind == "ids" else "/v1/chat/completions"
-    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
-    return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
+class Found(msgspec.Struct):
+    requests: list[ProxyRow]
+    streams: list[StreamRow]
+    load: list[float]
+
+
+class Prompts:
+    """Bodies with a common beginning of half their length. Of texts no two are alike: none is remembered."""
+
+    def __init__(self, kind: str, tokens: int) -> None:
+        self._kind, self._rng = kind, np.random.default_rng(tokens)
+        self._common = self._rng.integers(10, 100_000, tokens // 2).tolist()
+        self._own = tokens - len(self._common)
+        self._path = "/v1/completions" if kind == "ids" else "/v1/chat/completions"
+
+    def body(self, *, stream: bool = False) -> bytes:
+        ids = [*self._common, *self._rng.integers(10, 100_000, self._own).tolist()]
+        if self._kind == "ids":
+            prompt: dict[str, object] = {"prompt": ids}
+        else:
+            # Four tokens of the tokenizer at hand for each of these words, so a quarter as many of them.
+            text = " ".join(f"{token % 997:03d}" for token in ids[::4])
+            prompt = {"messages": [{"role": "user", "content": text}]}
+        more = {"max_tokens": CHUNKS, "stream": True} if stream else {"max_tokens": 1}
+        return json.dumps({"model": MODEL} | prompt | more).encode()
+
+    def request(self, port: int, *, stream: bool = False) -> bytes:
+        body = self.body(stream=stream)
+        head = f"POST {self._path} HTTP/1.1\r\nhost: 127.0.0.1:{port}\r\ncontent-type: application/json\r\n"
+        return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
 def timed(client: HttpClient, request: bytes) -> float:
@@ -78,31 +114,31 @@ def timed(client: HttpClient, request: bytes) -> float:
     return taken
 
 
-def latencies(ports: dict[str, int], kind: str, made: list[bytes], count: int) -> dict[str, list[float]]:
-    """The same requests by each way in turns, so that what else the machine does meets all alike."""
-    clients = {name: HttpClient(port) for name, port in ports.items()}
-    found: dict[str, list[float]] = {name: [] for name in ports}
-    for n in range(count + 20):
-        for name, client in clients.items():
-            taken = timed(client, request_of(ports[name], kind, made[n % len(made)]))
-            if n >= 20:
+def latencies(ports: dict[str, int], prompts: Prompts, count: int, order: Sequence[str]) -> dict[str, list[float]]:
+    """Each way in turn, so that what else the machine does meets all alike."""
+    clients = {name: HttpClient(ports[name]) for name in order}
+    found: dict[str, list[float]] = {name: [] for name in order}
+    for n in range(count + WARM_REQUESTS):
+        for name in order:
+            taken = timed(clients[name], prompts.request(ports[name]))
+            if n >= WARM_REQUESTS:
                 found[name].append(taken)
     for client in clients.values():
         client.close()
     return found
 
 
-def throughput(port: int, pid: int, kind: str, made: list[bytes], seconds: float) -> tuple[float, float]:
-    """(requests for each second of the router's CPU, requests/s) with CONNECTIONS at once."""
-    requests = [request_of(port, kind, body) for body in made]
-    counts = [0] * CONNECTIONS
+def throughput(port: int, pid: int, prompts: Prompts, seconds: float) -> tuple[float, float, float, float]:
+    """(requests for each second of the router's CPU, requests/s, p50 and p99 in ms) with CONNECTIONS at once."""
+    # Made before: else the client is what is measured. Two seconds of them.
+    requests = [[prompts.request(port) for _ in range(8)] for _ in range(CONNECTIONS)]
+    taken: list[list[float]] = [[] for _ in range(CONNECTIONS)]
     until = time.monotonic() + seconds
 
     def ask(number: int) -> None:
         client = HttpClient(port)
         while time.monotonic() < until:
-            timed(client, requests[(number + counts[number]) % len(requests)])
-            counts[number] += 1
+            taken[number].append(timed(client, requests[number][len(taken[number]) % 8]))
         client.close()
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(CONNECTIONS)]
@@ -111,98 +147,135 @@ def throughput(port: int, pid: int, kind: str, made: list[bytes], seconds: float
         thread.start()
     for thread in threads:
         thread.join()
-    return sum(counts) / (cpu_s(pid) - before), sum(counts) / (time.monotonic() - began)
+    used, lasted = cpu_s(pid) - before, time.monotonic() - began
+    every = sorted(one for some in taken for one in some)
+    return len(every) / used, len(every) / lasted, at(every, 0.5) * 1e3, at(every, 0.99) * 1e3
 
 
-@contextlib.contextmanager
-def serving(command: list[str], port: int, log: Path) -> Iterator[int]:
-    """A router that answers; its process id."""
-    with child(command, log) as process:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{command} does not serve; see {log}: {log.read_text()[-2000:]}")
-            with contextlib.suppress(OSError, ValueError):
-                client = HttpClient(port)
-                if client.send(client.request("GET", "/health"))[0] == 200:
-                    break
-            time.sleep(0.1)
-        yield process.pid
+def streamed(port: int, request: bytes) -> tuple[float, list[float]]:
+    """(seconds to the first chunk, seconds from the sending of each further chunk to its arrival)."""
+    with socket.create_connection(("127.0.0.1", port), TIMEOUT_S) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        began = time.monotonic_ns()
+        connection.sendall(request)
+        first, late, kept = 0.0, list[float](), b""
+        while b"[DONE]" not in kept:
+            data = connection.recv(65_536)
+            now = time.monotonic_ns()
+            if not data:
+                raise ConnectionError("the stream broke off")
+            for sent in SENT_NS.findall(data):
+                if not first:
+                    first = (now - began) / 1e9
+                else:
+                    late.append((now - int(sent)) / 1e9)
+            kept = kept[-16:] + data
+        return first, late
 
 
-@contextlib.contextmanager
-def routers(folder: Path, vllm_router: Path | None) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
-    """Ports and process ids by name; `direct` is the first engine itself."""
-    with contextlib.ExitStack() as stack:
-        chains = Workload().chains(ENGINES)
-        frames = folder / "frames.bin"
-        write_frames(frames, Publishing(ENGINES).frames(enumerate(chains), 32))
-        publisher = stack.enter_context(Publisher.run(frames, ENGINES))
-        engines = [free_port() for _ in range(ENGINES)]
-        for port in engines:
-            stub = [sys.executable, str(HERE / "proxy_stub.py"), str(port)]
-            stack.enter_context(serving(stub, port, folder / "stub.log"))
-        ports, pids = {"direct": engines[0]}, {}
-        port = free_port()
-        command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--port", str(port), "--log-level", "warning"]
-        command += ["--data-dir", str(folder / "data")]
-        for n, (engine, endpoint) in enumerate(zip(engines, publisher.endpoints, strict=True)):
-            command += ["--worker", f"w{n}=http://127.0.0.1:{engine},events={endpoint},model={MODEL},block_size=16"]
-        pids["kvrouter"] = stack.enter_context(serving(command, port, folder / "kvrouter.log"))
-        ports["kvrouter"] = port
-        if vllm_router is not None:
-            urls = [f"http://127.0.0.1:{engine}" for engine in engines]
-            for policy in ("cache_aware", "kv_aware"):
-                port = free_port()
-                command = [str(vllm_router), "--port", str(port), "--policy", policy, "--worker-urls", *urls]
-                command += ["--prometheus-port", str(free_port()), "--log-level", "warning"]
-                if policy == "kv_aware":
-                    pairs = zip(urls, publisher.endpoints, strict=True)
-                    command += [part for url, end in pairs for part in ("--kv-event-source", f"{url}={end}")]
-                    command += ["--kv-event-block-size", "16", "--kv-event-model", MODEL]
-                name = f"vllm-router {policy}"
-                pids[name] = stack.enter_context(serving(command, port, folder / f"{policy}.log"))
-                ports[name] = port
-        publisher.wait()
-        publisher.send(len(list(Publishing(ENGINES).frames(enumerate(chains), 32))))
-        time.sleep(1.0)
-        yield ports, pids
+def streams(ports: dict[str, int], pids: dict[str, int], rounds: int) -> list[StreamRow]:
+    prompts = Prompts("ids", 256)
+    firsts: dict[str, list[float]] = {name: [] for name in ports}
+    lates: dict[str, list[float]] = {name: [] for name in ports}
+    used = dict.fromkeys(pids, 0.0)
+    for turn in range(rounds):
+        for name in ordered(ports, turn):
+            before = cpu_s(pids[name]) if name in pids else 0.0
+            for _ in range(STREAMS):
+                first, late = streamed(ports[name], prompts.request(ports[name], stream=True))
+                firsts[name].append(first)
+                lates[name] += late
+            if name in pids:
+                used[name] += cpu_s(pids[name]) - before
+    first_direct, late_direct = at(sorted(firsts[DIRECT]), 0.5), sorted(lates[DIRECT])
+    return [
+        StreamRow(
+            name,
+            (at(sorted(firsts[name]), 0.5) - first_direct) * 1e6,
+            (at(sorted(lates[name]), 0.5) - at(late_direct, 0.5)) * 1e6,
+            (at(sorted(lates[name]), 0.99) - at(late_direct, 0.99)) * 1e6,
+            used[name] / (STREAMS * rounds * CHUNKS) * 1e6,
+        )
+        for name in pids
+    ]
 
 
-def measure(folder: Path, vllm_router: Path | None, *, quick: bool) -> tuple[list[ProxyRow], list[str]]:
-    rows, notes = [], []
-    with routers(folder, vllm_router) as (ports, pids):
-        for kind in ("ids", "text"):
+def at(ordered_values: Sequence[float], share: float) -> float:
+    return ordered_values[min(len(ordered_values) - 1, int(len(ordered_values) * share))]
+
+
+def ordered(ports: dict[str, int], turn: int) -> list[str]:
+    """Another one is first each time."""
+    names = list(ports)
+    return names[turn % len(names) :] + names[: turn % len(names)]
+
+
+def measure(folder: Path, vllm_router: Path | None, *, quick: bool) -> tuple[Found, list[str]]:
+    found, notes = Found([], [], [load_now()]), list[str]()
+    rounds = 1 if quick else 3
+    with ways(folder, vllm_router) as (ports, pids):
+        for kind in KINDS:
             for tokens in SIZES:
-                progress(f"proxy: {tokens} tokens, {kind}")
-                made = bodies(kind, tokens, 32 if quick else 256)
-                count = 200 if quick else max(400, min(3_000, 20_000_000 // tokens))
-                times = latencies(ports, kind, made, count)
-                direct = sorted(times["direct"])
-                notes.append(f"{tokens} tokens as {kind}: {statistics.median(direct) * 1e6:.0f} us directly")
-                for name in pids:
-                    found = sorted(times[name])
-                    per_cpu_s, per_s = throughput(ports[name], pids[name], kind, made, 1.0 if quick else 4.0)
-                    p50 = statistics.median(found) - statistics.median(direct)
-                    at = int(len(found) * 0.99)
-                    rows.append(
-                        ProxyRow(name, kind, tokens, p50 * 1e6, (found[at] - direct[at]) * 1e6, per_cpu_s, per_s)
-                    )
-    return rows, notes
+                counts = COUNTS if kind == "ids" else TEXT_COUNTS
+                count = max(5, counts[tokens] // 10) if quick else counts[tokens]
+                seen: dict[str, dict[str, list[float]]] = {name: {} for name in pids}
+                direct_us: list[float] = []
+                for turn in range(rounds):
+                    progress(f"proxy: {tokens} tokens, {kind}, round {turn + 1}")
+                    prompts, order = Prompts(kind, tokens), ordered(ports, turn)
+                    times = {name: sorted(some) for name, some in latencies(ports, prompts, count, order).items()}
+                    direct = times.pop(DIRECT)
+                    direct_us.append(at(direct, 0.5) * 1e6)
+                    for name, some in times.items():
+                        numbers = ((at(some, 0.5) - at(direct, 0.5)) * 1e6, (at(some, 0.99) - at(direct, 0.99)) * 1e6)
+                        for what, number in zip(("added_p50_us", "added_p99_us"), numbers, strict=True):
+                            seen[name].setdefault(what, []).append(number)
+                    for name in (name for name in order if name in pids):
+                        every = throughput(ports[name], pids[name], prompts, 0.5 if quick else 1.5)
+                        for what, number in zip(
+                            ("requests_per_cpu_s", "requests_per_s", "p50_64_ms", "p99_64_ms"), every, strict=True
+                        ):
+                            seen[name].setdefault(what, []).append(number)
+                    found.load.append(load_now())
+                notes.append(f"{tokens} tokens as {kind}: {statistics.median(direct_us):.0f} us directly")
+                for name, values in seen.items():
+                    medians = {what: statistics.median(some) for what, some in values.items()}
+                    found.requests.append(ProxyRow(name, kind, tokens, **medians, rounds=values))
+        progress("proxy: streams")
+        found.streams = streams(ports, pids, rounds)
+    loads = f"{min(found.load):.1f} to {max(found.load):.1f}"
+    notes.append(f"load average while it ran, the benchmark's own included: {loads}")
+    return found, notes
 
 
-def table(rows: list[ProxyRow]) -> str:
-    head = ["prompt", "router", "adds p50, us", "adds p99, us", "requests a CPU second", "requests/s, 64 connections"]
-    lines = [head]
-    for row in rows:
-        numbers = (row.added_p50_us, row.added_p99_us, row.requests_per_cpu_s, row.requests_per_s)
-        lines.append([f"{row.tokens} tokens, {row.kind}", row.router, *(f"{number:,.0f}" for number in numbers)])
-    return markdown(lines)
+def tables(found: Found) -> str:
+    lines = [
+        [
+            "prompt",
+            "router",
+            "adds p50, us",
+            "p99, us",
+            "requests a CPU second",
+            "requests/s, 64 conn.",
+            "p50, ms",
+            "p99, ms",
+        ]
+    ]
+    for row in found.requests:
+        whole = (row.added_p50_us, row.added_p99_us, row.requests_per_cpu_s, row.requests_per_s)
+        fine = (row.p50_64_ms, row.p99_64_ms)
+        numbers = [*(f"{number:,.0f}" for number in whole), *(f"{number:.1f}" for number in fine)]
+        lines.append([f"{row.tokens:,} tokens, {row.kind}", row.router, *numbers])
+    of_streams = [["router", "first chunk, us", "each chunk p50, us", "p99, us", "CPU a chunk, us"]]
+    for stream in found.streams:
+        values = (
+            stream.added_first_p50_us, stream.added_chunk_p50_us, stream.added_chunk_p99_us, stream.cpu_per_chunk_us,
+        )  # fmt: skip
+        of_streams.append([stream.router, *(f"{value:,.0f}" for value in values)])
+    return f"{markdown(lines)}\n\n{markdown(of_streams)}"
 
 
 def main() -> None:
-    import tempfile
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how fast")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
@@ -213,10 +286,10 @@ def main() -> None:
     about = machine()
     others = Others()
     with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
-        rows, notes = measure(Path(folder), arguments.vllm_router, quick=arguments.quick)
+        found, notes = measure(Path(folder), arguments.vllm_router, quick=arguments.quick)
     notes.append(others.note())
-    save(Result("proxy_overhead", arguments.quick, about, rows, notes), arguments.json)
-    print(table(rows))
+    save(Result("proxy_overhead", arguments.quick, about, [found], notes), arguments.json)
+    print(tables(found))
     for note in notes:
         print(f"- {note}")
     print("- " + "; ".join(f"{name}: {value}" for name, value in about.items()))

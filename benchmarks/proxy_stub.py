@@ -1,49 +1,114 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that answers every POST at once with the same completion: what is left is the cost of whoever stands in front."""
+"""An engine that answers every POST at once with the same completion: what is left is the cost of whoever stands in front.
+
+A stream has CHUNKS chunks, one every CHUNK_S; each says when it was sent (CLOCK_MONOTONIC, ns). With `--tokenizer FOLDER` it also
+answers `/tokenize` and `/v1/chat/completions/render`, and tells the ids of a prompt to whom asks for them, as vLLM does.
+"""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import re
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 import httptools
 import uvloop
 
+from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH, Asked, read
+from kvrouter.router.tokens.local import LocalTokenizer
+
+CHUNKS = 32
+# A fast decode step; longer than all that stands in front takes for a chunk.
+CHUNK_S = 0.004
 BODY = (
     b'{"id":"cmpl-0","object":"text_completion","created":1,"model":"m","choices":[{"index":0,"text":" yes","logprobs":null,'
     b'"finish_reason":"length"}],"usage":{"prompt_tokens":256,"completion_tokens":1,"total_tokens":257}}'
 )
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
 MODELS = b'{"object":"list","data":[{"id":"m","object":"model","created":1,"owned_by":"stub"}]}'
+STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = b'data: {"id":"c","object":"text_completion","choices":[{"index":0,"text":" yes"}],"sent_ns":%d}\n\n'
+# Routers write the body anew, each in its own way.
+STREAM_ASKED = re.compile(rb'"stream":\s*true')
+LAST_EVENT = b"data: [DONE]\n\n"
 
 
 class Stub(asyncio.Protocol):
     """One connection."""
 
-    def __init__(self) -> None:
+    def __init__(self, tokenizer: LocalTokenizer | None) -> None:
         self._parser = httptools.HttpRequestParser(self)
+        self._tokenizer = tokenizer
+        self._body = bytearray()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
+        self._transport: Any = transport
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
 
     def on_url(self, url: bytes) -> None:
         self._url = url
+        self._body.clear()
+
+    def on_body(self, data: bytes) -> None:
+        self._body += data
 
     def on_message_complete(self) -> None:
-        body = BODY if self._parser.get_method() == b"POST" else MODELS if self._url == b"/v1/models" else b"{}"
-        self._transport.write(ANSWER % (len(body), body))  # type: ignore[attr-defined]
+        if self._parser.get_method() != b"POST":
+            self._answer(MODELS if self._url == b"/v1/models" else b"{}")
+        elif self._url.endswith(b"/render"):
+            rendered = {"request_id": "r", "token_ids": self._ids(), "features": None, "sampling_params": {}}
+            self._answer(json.dumps(rendered if b"chat" in self._url else [rendered]).encode())
+        elif self._url == b"/tokenize":
+            ids = self._ids()
+            self._answer(json.dumps({"count": len(ids), "max_model_len": 100_000, "tokens": ids}).encode())
+        elif self._tokenizer is not None and b'"return_token_ids":true' in self._body:
+            found = json.loads(BODY) | {"prompt_token_ids": self._ids()}
+            self._answer(json.dumps(found).encode())
+        elif STREAM_ASKED.search(self._body):
+            self._transport.write(STREAM)
+            self._send_chunk(CHUNKS)
+        else:
+            self._answer(BODY)
+
+    def _answer(self, body: bytes) -> None:
+        self._transport.write(ANSWER % (len(body), body))
+
+    def _send_chunk(self, left: int) -> None:
+        if self._transport.is_closing():
+            return
+        event = EVENT % time.monotonic_ns() if left else LAST_EVENT
+        end = b"" if left else b"0\r\n\r\n"
+        self._transport.write(b"%x\r\n%s\r\n%s" % (len(event), event, end))
+        if left:
+            asyncio.get_running_loop().call_later(CHUNK_S, self._send_chunk, left - 1)
+
+    def _ids(self) -> list[int]:
+        assert self._tokenizer is not None
+        raw = bytes(self._body)
+        asked = read(CHAT_PATH if b'"messages"' in raw else TEXT_PATH, raw)
+        if not isinstance(asked, Asked):
+            return [int(token) for token in asked]
+        return [int(token) for token in self._tokenizer.ids(asked, self._tokenizer.likely_habits()[0])]
 
 
-async def serve(port: int) -> None:
-    server = await asyncio.get_running_loop().create_server(Stub, "127.0.0.1", port, backlog=512)
+async def serve(port: int, tokenizer: LocalTokenizer | None) -> None:
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(lambda: Stub(tokenizer), "127.0.0.1", port, backlog=512)
     await server.serve_forever()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("port", type=int)
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER")
+    arguments = parser.parse_args()
+    made = None if arguments.tokenizer is None else LocalTokenizer(arguments.tokenizer, datetime.now)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(parser.parse_args().port))
+        runner.run(serve(arguments.port, made))

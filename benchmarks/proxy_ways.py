@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The routers that `proxy_overhead.py` compares, in front of the same two stub engines and event streams, as child processes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from http_client import HttpClient
+from processes import HERE, Publisher, child, free_port
+from workload import MODEL, Publishing, Workload, write_frames
+
+sys.path.insert(0, str(HERE.parent / "tests" / "support"))
+
+from tiny_tokenizer import write_tokenizer
+
+ENGINES = 2
+START_TIMEOUT_S = 120.0
+
+DIRECT = "direct"
+# kv asks an engine for the tokens of texts, as kv_aware does; "kv, own tokenizer" makes them itself.
+OURS = "kvrouter kv"
+OURS_LOCAL = "kvrouter kv, own tokenizer"
+OURS_ROUND_ROBIN = "kvrouter round_robin"
+CACHE_AWARE = "vllm-router cache_aware"
+KV_AWARE = "vllm-router kv_aware"
+
+
+@contextlib.contextmanager
+def serving(command: list[str], port: int, log: Path) -> Iterator[int]:
+    """A router that answers; its process id."""
+    with child(command, log) as process:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command} does not serve; see {log}: {log.read_text()[-2000:]}")
+            with contextlib.suppress(OSError, ValueError):
+                client = HttpClient(port)
+                if client.send(client.request("GET", "/health"))[0] == 200:
+                    break
+            time.sleep(0.1)
+        yield process.pid
+
+
+@contextlib.contextmanager
+def ways(folder: Path, vllm_router: Path | None) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
+    """Ports and process ids by name; DIRECT is the first engine itself and has no process id."""
+    with contextlib.ExitStack() as stack:
+        tokenizer = write_tokenizer(folder / "tokenizer")
+        chains = Workload().chains(ENGINES)
+        frames = folder / "frames.bin"
+        write_frames(frames, Publishing(ENGINES).frames(enumerate(chains), 32))
+        publisher = stack.enter_context(Publisher.run(frames, ENGINES))
+        engines = [free_port() for _ in range(ENGINES)]
+        for port in engines:
+            stub = [sys.executable, str(HERE / "proxy_stub.py"), str(port), "--tokenizer", str(tokenizer)]
+            stack.enter_context(serving(stub, port, folder / "stub.log"))
+        ports, pids = {DIRECT: engines[0]}, {}
+        commands: dict[str, list[str]] = {}
+        for name, more in (
+            (OURS, []),
+            (OURS_LOCAL, ["--tokenizer", f"{MODEL}={tokenizer}"]),
+            (OURS_ROUND_ROBIN, ["--policy", "round_robin"]),
+        ):
+            command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--log-level", "warning", *more]
+            command += ["--data-dir", str(folder / f"data-{len(commands)}")]
+            for n, (engine, endpoint) in enumerate(zip(engines, publisher.endpoints, strict=True)):
+                command += ["--worker", f"w{n}=http://127.0.0.1:{engine},events={endpoint},model={MODEL},block_size=16"]
+            commands[name] = command
+        if vllm_router is not None:
+            urls = [f"http://127.0.0.1:{engine}" for engine in engines]
+            for name, policy in ((CACHE_AWARE, "cache_aware"), (KV_AWARE, "kv_aware")):
+                command = [str(vllm_router), "--policy", policy, "--worker-urls", *urls]
+                command += ["--prometheus-port", str(free_port()), "--log-level", "warning"]
+                if policy == "kv_aware":
+                    pairs = zip(urls, publisher.endpoints, strict=True)
+                    command += [part for url, end in pairs for part in ("--kv-event-source", f"{url}={end}")]
+                    command += ["--kv-event-block-size", "16", "--kv-event-model", MODEL]
+                commands[name] = command
+        for n, (name, command) in enumerate(commands.items()):
+            ports[name] = free_port()
+            command += ["--port", str(ports[name])]
+            pids[name] = stack.enter_context(serving(command, ports[name], folder / f"router-{n}.log"))
+        publisher.wait()
+        publisher.send(len(list(Publishing(ENGINES).frames(enumerate(chains), 32))))
+        _wait_for_tokens(ports)
+        yield ports, pids
+
+
+def _wait_for_tokens(ports: dict[str, int]) -> None:
+    """Until our routers know how to find the tokens of texts; the others are given the same time."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    for name, way in ((OURS, "render"), (OURS_LOCAL, "local")):
+        client = HttpClient(ports[name])
+        # Engines are judged once a text was asked for.
+        client.call("POST", "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
+        while True:
+            rows = client.call("GET", "/workers")["workers"]
+            if all(row["tokens"]["way"] == way and not row["tokens"]["problem"] for row in rows):
+                break
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{name} finds no tokens: {[row['tokens'] for row in rows]}")
+            time.sleep(0.2)
+        client.close()
+
+
+def load_now() -> float:
+    """The machine's load of the last minute."""
+    return os.getloadavg()[0]
