@@ -239,7 +239,7 @@ class Placing:
     def _end_prefill(self, placement: Placement) -> None:
         part, placement.prefill = placement.prefill, None
         if part is not None and self._table.release(part.reservation_id):
-            self._metrics.reservations_ended.labels("released").inc()
+            self._metrics.reservations_released.inc()
 
     # -- ending
 
