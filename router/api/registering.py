@@ -6,6 +6,7 @@ from __future__ import annotations
 import msgspec
 
 from kvrouter.router.api.bodies import CatalogBody, GroupBody, RegisterBody, UnregisterBody, WorkerPatch, model_of
+from kvrouter.router.arrays import UINT64_MAX
 from kvrouter.router.errors import BadQuestion
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, GroupSpec, Registration
@@ -63,7 +64,7 @@ def registration_of(body: RegisterBody, unknown_model: str | None = None) -> Reg
         patch_key=body.patch_key,
         role=role_of(body.role),
         handover=handover_of(body.handover),
-        numbered=isinstance(body.worker_id, int) or isinstance(body.instance_id, int),
+        numbered=_is_number(body.worker_id) or _is_number(body.instance_id),
     )
     _check_addresses(registration)
     return registration
@@ -96,6 +97,11 @@ def patched(known: Registration, patch: WorkerPatch) -> Registration:
         raise BadQuestion("endpoint and url cannot both be unset; DELETE the worker to drop it")
     _check_addresses(registration)
     return registration
+
+
+def _is_number(given: str | int | None) -> bool:
+    """Whether it goes back as a number: MessagePack has none over 64 bits, and no client of Dynamo's has."""
+    return isinstance(given, int) and 0 <= given <= UINT64_MAX
 
 
 def worker_id_of(body: RegisterBody | UnregisterBody) -> str:

@@ -194,7 +194,7 @@ def test_patch_keeps_what_is_absent_and_unsets_null(core: TinyCore) -> None:
     app, _ = build(core)
     call(app, "POST", "/register", {**BARE, "url": "http://h:1", "replay_endpoint": "tcp://h:2", "block_size": 16})
     answer = call(app, "PATCH", "/workers/w0", {"url": "http://h:9", "replay_endpoint": None})
-    assert (answer.status, answer.json()) == (200, {"status": "ok", "worker_id": "w0"})
+    assert answer.status == 200 and answer.json().items() >= {"status": "ok", "worker_id": "w0"}.items()
     assert core.registered[W0] == Registration(W0, events=BARE["endpoint"], url="http://h:9", block_size=16)
 
 

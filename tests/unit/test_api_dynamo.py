@@ -29,6 +29,12 @@ def test_an_http_endpoint_is_the_url_and_the_events_stand_beside_it() -> None:
     assert one.given_id == 7
 
 
+def test_what_is_no_64_bit_number_goes_back_as_text() -> None:
+    for given, back in ((2**64 - 1, 2**64 - 1), (0, 0), (2**64, str(2**64)), (-1, "-1"), ("7", "7")):
+        (one,) = registered(worker_id=given, model="m", endpoint="tcp://h:1")
+        assert one.given_id == back
+
+
 def test_ours_stays_as_it_is() -> None:
     (one,) = registered(model="m", endpoint="tcp://h:5557", url=URL)
     assert (one.url, one.events) == (URL, "tcp://h:5557")
