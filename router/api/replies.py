@@ -84,7 +84,7 @@ class TokensReply(msgspec.Struct):
 class PrefillReply(msgspec.Struct, kw_only=True):
     """The worker that is to compute the prompt before the chosen one is asked, and how it is told to that one."""
 
-    worker_id: str
+    worker_id: str | int
     dp_rank: int
     endpoint: str | None
     overlap: Overlap
