@@ -3,12 +3,17 @@
 
 Nothing waits and nothing is concurrent: whoever drives a fleet submits requests at the times at which they arrive and
 asks what happened up to the next of them. The same requests at the same times give the same run.
+
+Steps in which each running request decodes one token and nothing else happens are most of a run; they are taken together,
+with the times that they have one by one. Until the last of them ends, or a request arrives, jobs' lengths are those before them.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, repeat
 from typing import Literal
 
 from kvrouter.simulator.job import Job
@@ -40,12 +45,18 @@ class VirtualReplica:
         # When the step under way is computed, or a load ends that is waited for; None while there is neither.
         self.next_s: float | None = None
         self._step: Step | None = None
+        # The ends of quiet steps that are under way together, the next one first.
+        self._quiet_ends_s: list[float] = []
         self._transfers = TransferTimes(timing)
 
     def submit(self, text: Text, max_tokens: int, now_s: float) -> Job:
         """A request arrives; an idle replica begins a step at once. Raises RequestRefused."""
         job = self.replica.submit(text, max_tokens)
-        if self._step is None:
+        if self._quiet_ends_s:
+            # It joins after the step that is under way now.
+            self._quiet_ends_s = self._quiet_ends_s[: bisect_right(self._quiet_ends_s, now_s) + 1]
+            self.next_s = self._quiet_ends_s[-1]
+        elif self._step is None:
             self._begin(now_s)
         return job
 
@@ -54,7 +65,10 @@ class VirtualReplica:
         now_s, step = self.next_s, self._step
         assert now_s is not None
         moments: list[tuple[Job, Literal["first_token", "done"]]] = []
-        if step is not None:
+        if self._quiet_ends_s:
+            self.replica.scheduler.skip(len(self._quiet_ends_s))
+            self._quiet_ends_s = []
+        elif step is not None:
             self.replica.end_step(step, self._transfers.ended(now_s))
             moments += [(job, "first_token") for job in step.sampled if job.sampled == 1]
             moments += [(job, "done") for job in step.finished]
@@ -63,6 +77,13 @@ class VirtualReplica:
 
     def _begin(self, now_s: float) -> None:
         """Begin the next step that computes something. Those without tokens, between transfers, take no time."""
+        self._step = None
+        quiet = self.replica.scheduler.quiet_steps()
+        if quiet > 1:
+            step_s = self.slowdown * self.timing.step_s(0, len(self.replica.scheduler.running))
+            self._quiet_ends_s = list(accumulate(repeat(step_s, quiet), initial=now_s))[1:]
+            self.next_s = self._quiet_ends_s[-1]
+            return
         while self.replica.busy:
             step = self.replica.begin_step()
             self._transfers.begin(step, now_s)
@@ -74,7 +95,7 @@ class VirtualReplica:
             self.replica.end_step(step, ended)
             if not ended and not self._transfers.has_stores:
                 break
-        self._step, self.next_s = None, self._transfers.next_load_s
+        self.next_s = self._transfers.next_load_s
         if self.next_s is None and not self.replica.scheduler.idle:
             raise Stuck(self.replica.scheduler.num_waiting)
 

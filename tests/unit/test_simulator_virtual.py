@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvrouter.simulator.replica import Replica
-from kvrouter.simulator.shapes import Geometry, gpt_oss, llama
+from kvrouter.simulator.shapes import Geometry, gpt_oss, llama, qwen3_next
 from kvrouter.simulator.text import PieceText
 from kvrouter.simulator.timing import Timing
 from kvrouter.simulator.virtual import Fleet, Moment, VirtualReplica
@@ -103,6 +105,40 @@ def test_no_more_than_the_pool_holds_and_all_come_to_their_end() -> None:
     assert len(done) == len(jobs) and all(job.finished for job in jobs)
     assert sum(job.preemptions for job in jobs) > 0
     assert sim.replicas[0].replica.pool.num_free == 29
+
+
+@pytest.mark.parametrize(("geometry", "blocks"), [(llama(16), 60), (gpt_oss(16, 32), 90), (qwen3_next(32), 120)])
+def test_quiet_steps_taken_together_are_those_taken_one_by_one(geometry: Geometry, blocks: int) -> None:
+    def run(together: bool) -> tuple[list[tuple[float, int, str]], list[object], int]:
+        rng, events, skipped = random.Random(7), list[object](), 0
+        replica = Replica(geometry, blocks, on_step=events.extend, chunk_tokens=64)
+        sim = Fleet([VirtualReplica(replica, TIMING)])
+        skip = replica.scheduler.skip
+
+        def counted(steps: int) -> None:
+            nonlocal skipped
+            skipped += steps
+            skip(steps)
+
+        replica.scheduler.skip = counted  # type: ignore[method-assign]
+        if not together:
+            replica.scheduler.quiet_steps = lambda: 0  # type: ignore[method-assign]
+        numbers, moments, now_s = {}, [], 0.0
+        for number in range(60):
+            now_s += rng.expovariate(2.0)
+            for moment in sim.advance(now_s):
+                moments.append((moment.time_s, numbers[moment.job], moment.kind))
+            ids = range((first := 10 * rng.randrange(5)), first + 5)
+            text = PieceText(
+                ids, rng.randrange(1, 150), piece_tokens=32, hash_block_size=geometry.hash_block_size, number=number
+            )
+            numbers[sim.submit(0, text, rng.randrange(1, 120), now_s)] = number
+        moments += [(moment.time_s, numbers[moment.job], moment.kind) for moment in sim.advance()]
+        return moments, events, skipped
+
+    moments, events, skipped = run(together=True)
+    assert (moments, events, 0) == run(together=False)
+    assert skipped > 1000 and len(moments) == 120
 
 
 def test_pieces_that_are_equal_have_equal_hashes_and_no_others() -> None:
