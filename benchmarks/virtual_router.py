@@ -25,7 +25,7 @@ from kvrouter.router.names import WorkerKey
 from kvrouter.router.placement import Ask, Placement
 from kvrouter.router.placing import Placing
 from kvrouter.router.question import Hit, Question
-from kvrouter.router.registration import Registration
+from kvrouter.router.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.segments import SegmentMemory
 from kvrouter.router.states import credited
 from kvrouter.simulator.pool import Event
@@ -47,6 +47,13 @@ class VirtualFleet:
         self.keys = [WorkerKey(MODEL, f"w{number}") for number in range(workers)]
         self.now_s = 0.0
         self._geometry = geometry
+        # As the engine patch declares it; a chunk's size is not on the wire.
+        self._catalog = CatalogSpec(
+            tuple(
+                GroupSpec(n, group.kind, group.block_size, group.sliding_window, group.attention_chunk)
+                for n, group in enumerate(geometry.groups)
+            )
+        )
         self._mirror = Mirror(MIRROR_BYTES)
         self._matcher = Matcher(self._mirror, SegmentMemory(0))
         self._ingests = [self._ingest(key) for key in self.keys]
@@ -57,7 +64,9 @@ class VirtualFleet:
             self._mirror.begin_epoch(key, "")
 
     def _ingest(self, key: WorkerKey) -> Ingest:
-        ingest = Ingest(Registration(key), seed=None, decoder=BatchDecoder(), new_epoch=lambda: "e")
+        ingest = Ingest(
+            Registration(key, catalog=self._catalog), seed=None, decoder=BatchDecoder(), new_epoch=lambda: "e"
+        )
         ingest.apply(Connected(), 0.0)
         return ingest
 

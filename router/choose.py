@@ -13,8 +13,10 @@ import msgspec
 
 from kvrouter.router.cost import (
     DECODE_TOKEN_COST,
+    DELAY_WEIGHT,
     JUNCTION_SHARE,
     Parts,
+    delay_tokens,
     junction_tokens,
     prefill_tokens,
     session_bonus,
@@ -46,14 +48,14 @@ class Candidate(msgspec.Struct, frozen=True):
     hit: Hit
     cost: int
     load: int = 0
-    parts: Parts = Parts(0, 0, 0, 0, 0)
+    parts: Parts = Parts(0, 0, 0, 0, 0, 0)
     saturated: bool = False
     pending: int = 0
 
 
 class Scene(msgspec.Struct, frozen=True):
-    """What counts besides the hits. turn: prompts of this model that were placed before; blind: the prompt's tokens are not
-    known, so hits say nothing."""
+    """What counts besides the hits. now: by the clock of the load; turn: prompts of this model that were placed before; blind: the
+    prompt's tokens are not known, so hits say nothing."""
 
     num_tokens: int
     weights: Weights
@@ -62,6 +64,7 @@ class Scene(msgspec.Struct, frozen=True):
     policy: Policy = LEAST_COST
     turn: int = 0
     blind: bool = False
+    now: float = 0.0
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -90,6 +93,7 @@ def choose(hits: Sequence[Hit], scene: Scene, rng: Random, *, explain: bool = Fa
     loads, corrections, slow = weights.table.loads, weights.corrections, weights.slowness
     limit, tiers, pending, session = weights.saturation_tokens, weights.tiers, scene.pending, scene.session
     cpu_cost, disk_cost = tiers.cpu, tiers.disk
+    delay_share = DELAY_WEIGHT / (2 * weights.usual_prefill_tokens)
     costs: list[int] = []
     burdens: list[int] = []
     saturated: set[int] = set()
@@ -98,15 +102,17 @@ def choose(hits: Sequence[Hit], scene: Scene, rng: Random, *, explain: bool = Fa
     for i, hit in enumerate(hits):
         worker = hit.worker
         load = loads.get(worker, _NO_LOAD)
-        queued = load.prefill_tokens
+        queued: float = load.prefill_tokens
         decode = load.decode_tokens
         if corrections and (correction := corrections.get(worker)) is not None:
             queued += correction.foreign_prefill_tokens
             decode += correction.foreign_decode_tokens
-            if weights.is_saturated(queued, correction):
+            if weights.is_saturated(int(queued), correction):
                 saturated.add(i)
         elif queued > limit:
             saturated.add(i)
+        if load.prefill_tokens:
+            queued -= weights.progress_tokens(worker, load, scene.now)
         burden = queued + decode * DECODE_TOKEN_COST
         disk = hit.disk
         prefill: float = num_tokens - disk
@@ -114,9 +120,10 @@ def choose(hits: Sequence[Hit], scene: Scene, rng: Random, *, explain: bool = Fa
             prefill += (hit.cpu - hit.gpu) * cpu_cost + (disk - hit.cpu) * disk_cost
         if pending and worker in pending:
             prefill = min(prefill, num_tokens - pending[worker])
-        cost = prefill + burden
+        work = prefill
         if slow and worker in slow:
-            cost += (slow[worker] - 1.0) * (prefill + queued)
+            work, queued = slow[worker] * work, slow[worker] * queued
+        cost = work + queued + decode * DECODE_TOKEN_COST + delay_share * work * (2 * queued + work)
         if hit.full_attention > longest:
             cost -= (hit.full_attention - longest) * JUNCTION_SHARE
         if session is not None and session.worker == worker:
@@ -126,14 +133,14 @@ def choose(hits: Sequence[Hit], scene: Scene, rng: Random, *, explain: bool = Fa
     chosen, free = _pick(hits, costs, burdens, saturated, scene, rng)
     hit = hits[chosen]
     best = chosen if hit.disk == longest else next(i for i, other in enumerate(hits) if other.disk == longest)
-    lost = "" if best == chosen else _loss(hits, costs, burdens, best, chosen, saturated, scene)
+    lost = "" if best == chosen else _loss(hits, best, chosen, saturated, scene)
     return Choice(
         hit,
         None,
         _reason(hits, costs, burdens, best, chosen, lost, saturated, scene),
         _candidates(hits, scene, longest, chosen) if explain else (),
         int(prefill_tokens(hit, num_tokens, pending.get(hit.worker, 0), tiers) + 0.5),
-        weights.burden(hit.worker).queued_tokens,
+        int(_queued_tokens(hit.worker, scene) + 0.5),
         longest,
         lost,
         not free,
@@ -162,16 +169,32 @@ def weigh(hit: Hit, scene: Scene, longest: int) -> Candidate:
     pending = scene.pending.get(worker, 0)
     factor = weights.slowness.get(worker, 1.0)
     prefill = prefill_tokens(hit, scene.num_tokens, pending, weights.tiers)
+    queued = factor * _queued_tokens(worker, scene)
     decode = burden.decode_tokens * DECODE_TOKEN_COST
     bonus = 0.0
     if scene.session is not None and scene.session.worker == worker:
         bonus = session_bonus(scene.session.tokens, prefill, _is_known(hit, scene))
     junction = junction_tokens(hit, longest) * JUNCTION_SHARE
-    cost = factor * (prefill + burden.queued_tokens) + decode - junction - bonus
-    parts = Parts(
-        round(factor * prefill), round(factor * burden.queued_tokens), round(decode), round(junction), round(bonus)
-    )
+    work = factor * prefill
+    delay = delay_tokens(work, queued, weights.usual_prefill_tokens)
+    parts = Parts(round(work), round(queued), round(decode), round(delay), round(junction), round(bonus))
+    cost = work + queued + decode + delay - junction - bonus
     return Candidate(hit, int(cost + 0.5), parts.load, parts, burden.saturated, pending)
+
+
+def _idle_cost(hit: Hit, scene: Scene, longest: int) -> float:
+    """What it would cost if nothing else were to be done there."""
+    parts = weigh(hit, scene, longest).parts
+    alone = delay_tokens(parts.prefill, 0.0, scene.weights.usual_prefill_tokens)
+    return parts.prefill + alone - parts.junction - parts.session
+
+
+def _queued_tokens(worker: WorkerKey, scene: Scene) -> float:
+    """What is queued there now, without what is computed of the prompt under way."""
+    weights = scene.weights
+    load = weights.table.loads.get(worker)
+    progress = weights.progress_tokens(worker, load, scene.now) if load is not None and load.prefill_tokens else 0.0
+    return weights.burden(worker).queued_tokens - progress
 
 
 def _candidates(hits: Sequence[Hit], scene: Scene, longest: int, chosen: int) -> tuple[Candidate, ...]:
@@ -187,22 +210,15 @@ def _is_known(hit: Hit, scene: Scene) -> bool:
     return not (scene.blind or hit.reason or hit.approximate)
 
 
-def _loss(
-    hits: Sequence[Hit],
-    costs: Sequence[int],
-    burdens: Sequence[int],
-    best: int,
-    chosen: int,
-    saturated: set[int],
-    scene: Scene,
-) -> str:
+def _loss(hits: Sequence[Hit], best: int, chosen: int, saturated: set[int], scene: Scene) -> str:
     if best in saturated and chosen not in saturated:
         return LOAD
     if scene.policy is not LEAST_COST:
         return TEMPERATURE if scene.policy.softened else POLICY
     worker = hits[chosen].worker
+    longest = hits[best].disk
     slow = hits[best].worker in scene.weights.slowness
-    if slow or costs[chosen] + burdens[best] >= costs[best] + burdens[chosen]:
+    if slow or _idle_cost(hits[best], scene, longest) <= _idle_cost(hits[chosen], scene, longest):
         return LOAD
     if worker in scene.pending or (scene.session is not None and scene.session.worker == worker):
         return AFFINITY

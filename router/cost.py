@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What it costs a worker to take a prompt: one number in tokens, lower wins. Pure.
 
-    cost = slowness * (prefill + queued) + decode - junction - session
+    cost = slowness * (prefill + queued) + decode + delay - junction - session
 
 prefill: what the worker must still do for this prompt before its first token, in tokens it would compute in the same time.
-queued: the same of all prompts before it there. decode: what the sequences that run there take from prefill. junction: a bonus
-for the worker that will keep a checkpoint where the prompt leaves what it knows. session: one for the worker that has the
-session. Invariant: a cost is a whole number, so equal costs are equal, and ties are real."""
+queued: the same of all prompts before it there, less what is computed of the one under way. decode: what the sequences that run
+there take from prefill. delay: what prompts to come will wait longer. junction: a bonus for the worker that will keep a checkpoint
+where the prompt leaves what it knows. session: one for the worker that has the session.
+Invariants: a cost is a whole number, so equal costs are equal, and ties are real; of two workers the one that is no worse in any
+respect costs no more."""
 
 from __future__ import annotations
 
@@ -20,16 +22,22 @@ from kvrouter.router.question import Hit
 CPU_TOKEN_COST = 0.2
 DISK_TOKEN_COST = 0.7
 
-# What a token of context that is being decoded costs a new prompt. A step of a running batch reads the context of all its
-# sequences, and the new prompt's chunks share these steps: by the simulator's timing (0.4 ms a sequence beside 0.1 ms a token of
-# prefill, contexts of thousands of tokens) a sequence takes some tokens from each step. Reasoned and not tuned by a sweep.
-DECODE_TOKEN_COST = 0.02
+# What a token of context that is being decoded costs a new prompt. Its chunks share their steps with the running sequences, and a
+# sequence of some thousand tokens takes 0.2 to 0.4 ms of a step (simulator/timing.py), as much as 4 to 6 tokens of prefill, in each
+# of the one to three steps of a prompt. docs/choosing.md has what more brings: longer queues elsewhere.
+DECODE_TOKEN_COST = 0.001
 
 # A worker may hold full attention's blocks of a hybrid model's prompt further than anybody can resume at, as windows or states
 # there were not kept. Where such a prompt leaves that run, vLLM keeps a checkpoint (a junction), so the next prompt with this
 # beginning does resume there: for that part, computing it there is worth nearly as much as a hit. Below 1, so that of two equal
 # lengths the actual hit wins. docs/choosing.md has what it brings; with 0.25 a short queue outweighs most of it.
 JUNCTION_SHARE = 0.9
+
+# Computing a prompt keeps those back that come after it, and evicts what they might have reused. By queueing theory (one server,
+# first come first served, arrivals by chance, mean work m, load r) work x behind queued work q makes all later ones together wait
+# r / (1 - r) * x * (2 * q + x) / (2 * m) longer. At a load of a half the first factor is 1. The load of the next minute is not
+# known; docs/choosing.md has what other values bring.
+DELAY_WEIGHT = 1.0
 
 # A bonus and never a rule: of what the session's worker would have to compute anyway. Where its cache is known, the hit says what
 # the session is worth there, and the bonus only decides what is nearly equal. Where nothing is known of it (text that was not
@@ -59,6 +67,7 @@ class Parts(msgspec.Struct, frozen=True):
     prefill: int
     queued: int
     decode: int
+    delay: int
     junction: int
     session: int
 
@@ -76,6 +85,13 @@ def prefill_tokens(hit: Hit, num_tokens: int, pending: int = 0, tiers: TierCosts
 def junction_tokens(hit: Hit, longest: int) -> int:
     """What a checkpoint there would add to what the next prompt with this beginning can reuse. longest: hit of all workers."""
     return max(0, hit.full_attention - longest)
+
+
+def delay_tokens(work: float, queued: float, usual: float) -> float:
+    """What prompts to come will wait longer, all together, for `work` tokens behind `queued` ones. usual: a prompt's on average.
+
+    Source: the M/G/1 queue's relative value, r / (1 - r) * u * u / (2 * m) for u tokens of work in it; here its difference."""
+    return DELAY_WEIGHT / (2 * usual) * work * (2 * queued + work)
 
 
 def session_bonus(last_tokens: int, prefill: float, known: bool) -> float:

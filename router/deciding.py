@@ -118,6 +118,7 @@ class Deciding:
             policy=self._policy,
             turn=self._turns.get(question.model, 0),
             blind=question.token_ids is None and (question.block_hashes is None or not len(question.block_hashes)),
+            now=now,
         )
 
     def _with_prefill(

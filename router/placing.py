@@ -29,11 +29,13 @@ from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.placement import Ask, Placement, PrefillPart
 from kvrouter.router.printable import printable
+from kvrouter.router.states import StreamState
 
 # The most that a client is told to wait by what is queued.
 RETRY_AFTER_MAX_S = 30.0
 # Of an answer whose length is not known: half of it is there on average while it is decoded.
 USUAL_OUTPUT_TOKENS = 512
+LIVE = StreamState.LIVE.value
 # A reservation's part at the prefill worker; no client's id has a slash.
 PREFILL_PART = "/prefill"
 
@@ -212,7 +214,7 @@ class Placing:
         placement.prefilled_at = part.worker
         self._deciding.computed(part.worker, placement.names, now)
         self._learn(part.choice, placement.num_tokens, now - part.placed_s)
-        self._end_prefill(placement)
+        self._end_prefill(placement, now)
         # From now on it is the decode worker's; until now its engine may have said that it is idle.
         self._table.renew(placement.selection_id, now)
         self._deciding.begins(placement.worker, placement.names, now)
@@ -225,7 +227,7 @@ class Placing:
             return
         now = self._clock()
         self._deciding.failed(part.worker, placement.names, now)
-        self._end_prefill(placement)
+        self._end_prefill(placement, now)
         there = None if ask is None else self._deciding.another_prefill(ask, placement.choice, now)
         if there is not None:
             self._deciding.begins(there.hit.worker, placement.names, now)
@@ -236,9 +238,9 @@ class Placing:
             self._deciding.begins(placement.worker, placement.names, now)
         self._freed()
 
-    def _end_prefill(self, placement: Placement) -> None:
+    def _end_prefill(self, placement: Placement, now: float) -> None:
         part, placement.prefill = placement.prefill, None
-        if part is not None and self._table.release(part.reservation_id):
+        if part is not None and self._table.release(part.reservation_id, now):
             self._metrics.reservations_released.inc()
 
     # -- ending
@@ -254,10 +256,10 @@ class Placing:
             placement.prefilled_at = part.worker
             self._deciding.computed(part.worker, placement.names, now)
             self._deciding.begins(placement.worker, placement.names, now)
-            self._end_prefill(placement)
+            self._end_prefill(placement, now)
         elif placement.prefilled_at is None:
             self._learn(placement.choice, placement.num_tokens, now - placement.placed_s)
-        self._table.prefill_done(placement.selection_id)
+        self._table.prefill_done(placement.selection_id, now)
         self._deciding.computed(placement.worker, placement.names, now)
         self._freed()
 
@@ -266,14 +268,14 @@ class Placing:
         if self._placements.pop(placement.selection_id, None) is None:
             return
         now = self._clock()
-        self._table.release(placement.selection_id)
+        self._table.release(placement.selection_id, now)
         if placement.prefilling:
             # It may never have come to computing the prefix.
             placement.prefilling = False
             self._deciding.failed(placement.worker, placement.names, now)
             if placement.prefill is not None:
                 self._deciding.failed(placement.prefill.worker, placement.names, now)
-                self._end_prefill(placement)
+                self._end_prefill(placement, now)
         elif output_tokens is not None and placement.told_s is not None:
             self.weights.rates_of(placement.worker).decoded(output_tokens - 1, now - placement.told_s)
         self._metrics.reservations_released.inc()
@@ -283,7 +285,7 @@ class Placing:
         """How long a worker took for a prompt of so many tokens, from being asked to its first token."""
         hit = choice.hit
         # Where siblings were being computed, or a disk was read, the time is not that of the prompt's own tokens.
-        if hit.reason or hit.approximate or hit.disk > hit.cpu or choice.prefill_tokens < num_tokens - hit.disk:
+        if hit.state != LIVE or hit.approximate or hit.disk > hit.cpu or choice.prefill_tokens < num_tokens - hit.disk:
             return
         rates = self.weights.rates_of(hit.worker)
         rates.first_token(num_tokens - hit.disk, hit.cpu - hit.gpu, choice.queued_tokens, seconds)
@@ -318,7 +320,7 @@ class Placing:
         for reservation_id in reservation_ids:
             placement = self._placements.pop(reservation_id, None)
             if placement is not None:
-                self._end_prefill(placement)
+                self._end_prefill(placement, self._clock())
             self._metrics.reservations_ended.labels(how).inc()
 
     # -- load

@@ -230,7 +230,7 @@ class LoadShare:
     def _take(self, message: LoadMessage) -> None:
         now = self._clock()
         if message.leaves:
-            self._table.forget_process(message.process)
+            self._table.forget_process(message.process, now)
             return
         before = self._table.others
         totals = {told.worker: told.totals for told in message.totals}
@@ -252,7 +252,8 @@ class LoadShare:
 
     def tick(self) -> None:
         """Now and then: forget who is silent."""
-        gone = self._table.forget_silent(self._clock() - SILENT_S)
+        now = self._clock()
+        gone = self._table.forget_silent(now - SILENT_S, now)
         if gone:
             log.info("routers not heard, their load is dropped", extra={"routers": len(gone)})
             self._changed()

@@ -38,16 +38,23 @@ NOTHING = Totals()
 
 
 class WorkerLoad:
-    """What is in flight at one worker, of all processes. Read by each choice, so plain attributes."""
+    """What is in flight at one worker, of all processes. Read by each choice, so plain attributes.
 
-    __slots__ = ("decode_tokens", "prefill_tokens", "requests")
+    since_s: when it began with the prompt that it computes: the last one's first token, or when there was none before.
+    head_tokens: of that prompt, if it is one of this process, else 0."""
+
+    __slots__ = ("decode_tokens", "head_tokens", "prefill_tokens", "requests", "since_s")
 
     def __init__(self) -> None:
         self.prefill_tokens = 0
         self.decode_tokens = 0
         self.requests = 0
+        self.since_s = 0.0
+        self.head_tokens = 0
 
-    def change(self, before: Totals, after: Totals) -> None:
+    def change(self, before: Totals, after: Totals, now: float) -> None:
+        if after.prefill_tokens < before.prefill_tokens or not self.prefill_tokens:
+            self.since_s = now
         self.prefill_tokens += after.prefill_tokens - before.prefill_tokens
         self.decode_tokens += after.decode_tokens - before.decode_tokens
         self.requests += after.requests - before.requests
@@ -83,6 +90,8 @@ class LoadTable:
         # By age, as all live equally long.
         self._reservations: dict[str, Reservation] = {}
         self._prefilling: dict[str, Reservation] = {}
+        # The same by worker, the first to be computed first.
+        self._queues: dict[WorkerKey, dict[str, Reservation]] = {}
         self._own: dict[WorkerKey, Totals] = {}
         self._others: dict[str, tuple[float, dict[WorkerKey, Totals]]] = {}
         self._loads: dict[WorkerKey, WorkerLoad] = {}
@@ -111,21 +120,22 @@ class LoadTable:
         dropped = []
         while len(self._reservations) >= self._max:
             dropped.append(next(iter(self._reservations)))
-            self.release(dropped[-1])
+            self.release(dropped[-1], now)
         made = Reservation(worker, prefill_tokens, decode_tokens, now)
-        self._reservations[selection_id] = self._prefilling[selection_id] = made
-        self._add(worker, prefill_tokens, decode_tokens, 1)
+        self._reservations[selection_id] = made
+        self._join_queue(selection_id, made)
+        self._add(worker, prefill_tokens, decode_tokens, 1, now)
         return dropped
 
-    def prefill_done(self, selection_id: str) -> bool:
+    def prefill_done(self, selection_id: str, now: float) -> bool:
         """Its prefill counts no longer. False: there is no such reservation here."""
         found = self._reservations.get(selection_id)
         if found is None:
             return False
+        self._leave_queue(selection_id, found.worker)
         if found.counts and found.prefill_tokens:
-            self._add(found.worker, -found.prefill_tokens, 0, 0)
+            self._add(found.worker, -found.prefill_tokens, 0, 0, now)
         found.prefill_tokens = 0
-        self._prefilling.pop(selection_id, None)
         return True
 
     def renew(self, selection_id: str, now: float, prefill_tokens: int | None = None) -> None:
@@ -134,51 +144,64 @@ class LoadTable:
         found = self._reservations.pop(selection_id, None)
         if found is None:
             return
-        self._prefilling.pop(selection_id, None)
-        self._uncount(found)
+        self._leave_queue(selection_id, found.worker)
+        self._uncount(found, now)
         if prefill_tokens is not None:
             found.prefill_tokens = prefill_tokens
         found.made_s, found.counts = now, True
-        self._reservations[selection_id] = self._prefilling[selection_id] = found
-        self._add(found.worker, found.prefill_tokens, found.decode_tokens, 1)
+        self._reservations[selection_id] = found
+        self._join_queue(selection_id, found)
+        self._add(found.worker, found.prefill_tokens, found.decode_tokens, 1, now)
 
-    def release(self, selection_id: str) -> bool:
+    def release(self, selection_id: str, now: float) -> bool:
         """It counts no longer and is forgotten. False: there is no such reservation here."""
         found = self._reservations.pop(selection_id, None)
         if found is None:
             return False
-        self._prefilling.pop(selection_id, None)
-        self._uncount(found)
+        self._leave_queue(selection_id, found.worker)
+        self._uncount(found, now)
         return True
 
-    def void(self, worker: WorkerKey, before: float) -> int:
+    def void(self, worker: WorkerKey, before: float, now: float) -> int:
         """The engine says that it is idle: what was reserved there before then is over, whoever forgot to say so."""
         ended = 0
         if worker not in self._own:
             return 0
-        for found in self._reservations.values():
+        for selection_id, found in self._reservations.items():
             if found.made_s >= before:
                 break
             if found.worker == worker and found.counts:
-                self._uncount(found)
+                self._leave_queue(selection_id, worker)
+                self._uncount(found, now)
                 ended += 1
         return ended
 
     def expire(self, now: float) -> list[str]:
         """Ends what is too old; returns which reservations that were."""
         for selection_id in _made_until(self._prefilling, now - self._prefill_ttl_s):
-            self.prefill_done(selection_id)
+            self.prefill_done(selection_id, now)
         expired = _made_until(self._reservations, now - self._ttl_s)
         for selection_id in expired:
-            self.release(selection_id)
+            self.release(selection_id, now)
         return expired
 
-    def _uncount(self, found: Reservation) -> None:
+    def _join_queue(self, selection_id: str, made: Reservation) -> None:
+        self._prefilling[selection_id] = made
+        if made.prefill_tokens:
+            self._queues.setdefault(made.worker, {})[selection_id] = made
+
+    def _leave_queue(self, selection_id: str, worker: WorkerKey) -> None:
+        self._prefilling.pop(selection_id, None)
+        queue = self._queues.get(worker)
+        if queue is not None and queue.pop(selection_id, None) is not None and not queue:
+            del self._queues[worker]
+
+    def _uncount(self, found: Reservation, now: float) -> None:
         if found.counts:
             found.counts = False
-            self._add(found.worker, -found.prefill_tokens, -found.decode_tokens, -1)
+            self._add(found.worker, -found.prefill_tokens, -found.decode_tokens, -1, now)
 
-    def _add(self, worker: WorkerKey, prefill_tokens: int, decode_tokens: int, requests: int) -> None:
+    def _add(self, worker: WorkerKey, prefill_tokens: int, decode_tokens: int, requests: int, now: float) -> None:
         before = self._own.get(worker, NOTHING)
         after = Totals(
             before.prefill_tokens + prefill_tokens, before.decode_tokens + decode_tokens, before.requests + requests
@@ -188,7 +211,7 @@ class LoadTable:
         else:
             self._own[worker] = after
         self._changed.add(worker)
-        self._change(worker, before, after)
+        self._change(worker, before, after, now)
 
     def own(self) -> dict[WorkerKey, Totals]:
         """What this process has in flight; workers with nothing are left out."""
@@ -211,24 +234,24 @@ class LoadTable:
         """What `process` says of itself. whole: of all workers; else of these, and the others are as they were."""
         _, known = self._others.get(process, (now, {}))
         for worker in [worker for worker in known if whole and worker not in totals]:
-            self._change(worker, known.pop(worker), NOTHING)
+            self._change(worker, known.pop(worker), NOTHING, now)
         for worker, after in totals.items():
-            self._change(worker, known.pop(worker, NOTHING), after)
+            self._change(worker, known.pop(worker, NOTHING), after, now)
             if after != NOTHING:
                 known[worker] = after
         self._others[process] = (now, known)
 
-    def forget_silent(self, before: float) -> list[str]:
+    def forget_silent(self, before: float, now: float) -> list[str]:
         """Processes that were last heard before then: they are gone, and their load with them."""
         gone = [process for process, (heard_s, _) in self._others.items() if heard_s < before]
         for process in gone:
-            self.forget_process(process)
+            self.forget_process(process, now)
         return gone
 
-    def forget_process(self, process: str) -> None:
+    def forget_process(self, process: str, now: float) -> None:
         _, known = self._others.pop(process, (0.0, {}))
         for worker, totals in known.items():
-            self._change(worker, totals, NOTHING)
+            self._change(worker, totals, NOTHING, now)
 
     @property
     def others(self) -> int:
@@ -240,11 +263,13 @@ class LoadTable:
         """Their names."""
         return set(self._others)
 
-    def _change(self, worker: WorkerKey, before: Totals, after: Totals) -> None:
+    def _change(self, worker: WorkerKey, before: Totals, after: Totals, now: float) -> None:
         load = self._loads.get(worker)
         if load is None:
             load = self._loads[worker] = WorkerLoad()
-        load.change(before, after)
+        load.change(before, after, now)
+        queue = self._queues.get(worker)
+        load.head_tokens = next(iter(queue.values())).prefill_tokens if queue else 0
         if load.is_idle:
             del self._loads[worker]
 

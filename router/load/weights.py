@@ -15,7 +15,7 @@ import msgspec
 from kvrouter.router.cost import DISK_TOKEN_COST, TierCosts, slowness
 from kvrouter.router.load.gauges import EngineLoad
 from kvrouter.router.load.rates import WorkerRates
-from kvrouter.router.load.table import LoadTable
+from kvrouter.router.load.table import LoadTable, WorkerLoad
 from kvrouter.router.names import WorkerKey
 
 # What an engine said of itself counts for some of its polls; then nobody asks it any more.
@@ -25,6 +25,8 @@ GAUGE_TTL_S = 10.0
 IDLE_GRACE_S = 3.0
 # A full cache and prompts that wait: what runs is about to be preempted, and a new prompt makes it worse.
 KV_USAGE_FULL = 0.95
+# Of the prompt that a worker is at, at most so much counts as computed: one that takes longer than it should is not done yet.
+PROGRESS_MAX = 0.9
 # Requests whose share of a running mean counts like the rest together; and the mean before the first one.
 TYPICAL_REQUESTS = 64
 FIRST_PREFILL_TOKENS = 1_000.0
@@ -74,7 +76,7 @@ class Weights:
         """An engine's own numbers; returns how many reservations they ended here."""
         ended = 0
         if said.requests == 0:
-            ended = self.table.void(worker, now - IDLE_GRACE_S)
+            ended = self.table.void(worker, now - IDLE_GRACE_S, now)
         load = self.table.loads.get(worker)
         foreign = max(0, said.requests - (load.requests if load is not None else 0))
         before = self.corrections.get(worker)
@@ -91,7 +93,23 @@ class Weights:
         )
         return ended
 
+    @property
+    def usual_prefill_tokens(self) -> float:
+        """What a prompt makes a worker compute, on average."""
+        return self._prefill_tokens
+
+    def progress_tokens(self, worker: WorkerKey, load: WorkerLoad, now: float) -> float:
+        """Of what is queued there, what the worker has computed since its last first token, at its measured speed: of the prompt
+        that it is at, never of those behind it. 0 while its speed is not known."""
+        rates = self.rates.get(worker)
+        if rates is None or rates.prefill_rate is None:
+            return 0.0
+        # Another process's prompt is taken to be like ours.
+        head = load.head_tokens or min(load.prefill_tokens, self._prefill_tokens)
+        return min(head * PROGRESS_MAX, rates.prefill_rate * max(0.0, now - load.since_s))
+
     def burden(self, worker: WorkerKey) -> Burden:
+        """As the reservations and the engine say it, without what is computed of a prompt under way."""
         load, correction = self.table.loads.get(worker), self.corrections.get(worker)
         queued = load.prefill_tokens if load is not None else 0
         decode = load.decode_tokens if load is not None else 0

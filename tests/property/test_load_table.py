@@ -59,18 +59,18 @@ class Machine(RuleBasedStateMachine):
 
     @rule(name=ids)
     def prefill_done(self, name: str) -> None:
-        assert self.table.prefill_done(name) == (name in self.held)
+        assert self.table.prefill_done(name, self.now) == (name in self.held)
         if name in self.held:
             self.held[name].prefill = 0
 
     @rule(name=ids)
     def release(self, name: str) -> None:
-        assert self.table.release(name) == (self.held.pop(name, None) is not None)
+        assert self.table.release(name, self.now) == (self.held.pop(name, None) is not None)
         assert name not in self.table
 
     @rule(worker=workers, age=st.floats(0, 50))
     def void(self, worker: WorkerKey, age: float) -> None:
-        ended = self.table.void(worker, self.now - age)
+        ended = self.table.void(worker, self.now - age, self.now)
         mine = [h for h in self.held.values() if h.worker == worker and h.made_s < self.now - age and h.counts]
         assert ended == len(mine)
         for one in mine:
@@ -95,7 +95,7 @@ class Machine(RuleBasedStateMachine):
     @rule(age=st.floats(0, 10))
     def forget_silent(self, age: float) -> None:
         gone = {process for process, (heard_s, _) in self.others.items() if heard_s < self.now - age}
-        assert set(self.table.forget_silent(self.now - age)) == gone
+        assert set(self.table.forget_silent(self.now - age, self.now)) == gone
         for process in gone:
             del self.others[process]
 
@@ -124,6 +124,15 @@ class Machine(RuleBasedStateMachine):
         assert self.table.others == len(self.others)
 
     @invariant()
+    def the_prompt_under_way_is_the_oldest_of_ours_and_began_when_something_changed(self) -> None:
+        for worker, load in self.table.loads.items():
+            waiting = [
+                held.prefill for held in self.held.values() if held.worker == worker and held.counts and held.prefill
+            ]
+            assert load.head_tokens == (waiting[0] if waiting else 0)
+            assert load.head_tokens <= load.prefill_tokens and load.since_s <= self.now
+
+    @invariant()
     def what_was_told_and_what_changed_is_what_is(self) -> None:
         if not self.table.has_changes:
             assert all(self.told.get(worker, NOTHING) == self.own(worker) for worker in WORKERS)
@@ -134,7 +143,7 @@ class Machine(RuleBasedStateMachine):
         for name in list(self.held):
             self.release(name)
         for process in list(self.others):
-            self.table.forget_process(process)
+            self.table.forget_process(process, self.now)
             del self.others[process]
         assert not self.table.loads and not self.table.own()
         self.told = {}

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claim: what one router process places is load in the other's eyes well within a tenth of a second, and placing waits for nobody.
+
+    python benchmarks/load_share.py [--placements 1000] [--per-second 100]
+
+Two processes share a real Valkey. One places prompts (`Placing.reserve`, 8 workers, no hits) at random moments, the other notes
+when it hears how many there are. Both read one clock, so the time from placing to being counted there is seen directly; a burst
+is told in one message, so the first of it waits longest. Beside it, how long the placing itself took."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import multiprocessing
+import random
+import statistics
+import sys
+import tempfile
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+from prometheus_client import CollectorRegistry
+from report import machine
+
+from kvrouter.router.config import Config
+from kvrouter.router.index.servers import Servers
+from kvrouter.router.load.share import LoadShare
+from kvrouter.router.load.table import LoadTable
+from kvrouter.router.load.weights import Weights
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.placing import Ask, Placing
+from kvrouter.router.question import Hit, Question
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from store_server import StoreServer
+
+WORKERS = 8
+NUM_TOKENS = 4_096
+BLOCK_TOKENS = 16
+# At most until both processes have heard of each other, and until the last message has come.
+MEET_S = 30.0
+SETTLE_S = 1.0
+
+
+class Fleet:
+    """Workers that hold nothing."""
+
+    def __init__(self) -> None:
+        self.keys = [WorkerKey("m", f"w{number}") for number in range(WORKERS)]
+        self._hits = [Hit(key, 0, 0, 0, "live") for key in self.keys]
+
+    def hits(self, question: Question) -> Sequence[Hit]:
+        return self._hits
+
+    def url(self, worker: WorkerKey) -> str | None:
+        return None
+
+    def sent(self, question: Question, worker: WorkerKey) -> None: ...
+
+    def hash_block_size(self, model: str) -> int:
+        return BLOCK_TOKENS
+
+    def workers(self) -> list[WorkerKey]:
+        return self.keys
+
+
+async def hear(url: str, pipe: Connection) -> None:
+    """The other process: when it knew of how many requests, at all workers together."""
+    servers = await Servers.open(url)
+    weights = Weights(LoadTable(), 1 << 40)
+    heard: list[tuple[float, int]] = []
+
+    def changed() -> None:
+        known = sum(load.requests for load in weights.table.loads.values())
+        if not heard or known > heard[-1][1]:
+            heard.append((time.monotonic(), known))
+
+    share = LoadShare(
+        weights,
+        servers,
+        process="b",
+        clock=time.monotonic,
+        rng=random.Random(2),
+        end_here=lambda *_: False,
+        changed=changed,
+    )
+    share.start()
+    await asyncio.to_thread(pipe.recv)
+    await share.stop()
+    await servers.close()
+    pipe.send(heard)
+
+
+def hear_process(url: str, pipe: Connection) -> None:
+    asyncio.run(hear(url, pipe))
+
+
+async def place(url: str, placements: int, per_second: float) -> tuple[list[float], list[float]]:
+    """When each was placed, and how long that took, in seconds."""
+    servers, rng, ids = await Servers.open(url), random.Random(1), itertools.count()
+    placing = Placing(
+        Fleet(), config=Config(), metrics=Metrics(CollectorRegistry()), clock=time.monotonic, rng=rng,
+        new_id=lambda: str(next(ids)), servers=servers, process="a",
+    )  # fmt: skip
+    placing.start()
+    async with asyncio.timeout(MEET_S):
+        while not placing.weights.table.others:
+            await asyncio.sleep(0.05)
+    placed_s, took_s = [], []
+    for number in range(placements):
+        ask = Ask(Question("m", NUM_TOKENS, block_hashes=np.full(NUM_TOKENS // BLOCK_TOKENS, number, np.uint64)))
+        began_s = time.monotonic()
+        placing.reserve(ask, anyway=True)
+        took_s.append(time.monotonic() - began_s)
+        placed_s.append(began_s)
+        await asyncio.sleep(rng.expovariate(per_second))
+    await asyncio.sleep(SETTLE_S)
+    await placing.stop()
+    await servers.close()
+    return placed_s, took_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--placements", type=int, default=1_000)
+    parser.add_argument("--per-second", type=float, default=100.0)
+    given = parser.parse_args()
+    print(f"{' '.join(['python', *sys.argv])}\n{json.dumps(machine())}")
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    with tempfile.TemporaryDirectory() as folder, StoreServer(Path(folder)) as server:
+        other = context.Process(target=hear_process, args=(server.url, theirs))
+        other.start()
+        placed_s, took_s = asyncio.run(place(server.url, given.placements, given.per_second))
+        ours.send("stop")
+        heard: list[tuple[float, int]] = ours.recv()
+        other.join()
+    counts = [known for _, known in heard]
+    if not counts or counts[-1] < given.placements:
+        raise SystemExit(f"the other process heard of {counts[-1] if counts else 0} of {given.placements} placements")
+    seen_s = [heard[bisect_left(counts, n + 1)][0] - then for n, then in enumerate(placed_s)]
+    print("| | p50 | p99 | longest |\n|---|---|---|---|")
+    for what, found, unit, form in (
+        ("counted at the other, ms", seen_s, 1e3, ".1f"),
+        ("reserve, us", took_s, 1e6, ".0f"),
+    ):
+        cuts = statistics.quantiles(found, n=100)
+        print(f"| {what} | {cuts[49] * unit:{form}} | {cuts[98] * unit:{form}} | {max(found) * unit:{form}} |")
+
+
+if __name__ == "__main__":
+    main()
