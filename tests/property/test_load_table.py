@@ -63,6 +63,14 @@ class Machine(RuleBasedStateMachine):
         if name in self.held:
             self.held[name].prefill = 0
 
+    @rule(name=ids, prefill=st.none() | tokens)
+    def renew(self, name: str, prefill: int | None) -> None:
+        self.table.renew(name, self.now, prefill_tokens=prefill)
+        if name in self.held:
+            held = self.held[name] = self.held.pop(name)
+            held.made_s, held.counts = self.now, True
+            held.prefill = held.prefill if prefill is None else prefill
+
     @rule(name=ids)
     def release(self, name: str) -> None:
         assert self.table.release(name, self.now) == (self.held.pop(name, None) is not None)
