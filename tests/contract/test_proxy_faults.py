@@ -7,6 +7,7 @@ import asyncio
 import http.client
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ import pytest
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-from proxy_support import CHAT, WAIT_S, fleet, raw_request, received, until
-from scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, hang, plain, reset, stream
+from proxy_support import CHAT, WAIT_S, fleet, proxying, raw_request, received, until, worker
+from scripted_engine import STREAM_HEAD, Asked, Script, ScriptedEngine, Wire, chunk, hang, plain, reset, stream
 
 from kvrouter.router.match import WorkerView
 from kvrouter.router.metrics import BREAKER_STATES, FAILURE_KINDS
@@ -88,6 +89,19 @@ def test_what_may_have_changed_something_is_not_sent_twice() -> None:
         status, headers, answer = router.post(RESPONSES, BODY)
         assert (status, code(answer), headers["x-kvrouter-retried"]) == (502, "worker_unreachable", "w0 reset")
         assert not other.asked
+
+
+def test_another_rank_of_the_same_worker_is_asked_where_it_has_a_url_of_its_own() -> None:
+    with ExitStack() as stack:
+        one, two = (stack.enter_context(ScriptedEngine(script)) for script in (reset, OK))
+        router = stack.enter_context(proxying(worker("w0", one.url), worker("w0", two.url, rank=1)))
+        status, headers, _ = router.post(CHAT, BODY)
+        assert (status, headers["x-kvrouter-worker"], headers["x-kvrouter-retried"]) == (200, "w0@1", "w0 reset")
+    with ExitStack() as stack:
+        engine = stack.enter_context(ScriptedEngine(reset))
+        router = stack.enter_context(proxying(worker("w0", engine.url), worker("w0", engine.url, rank=1)))
+        # The same process: what killed it once is not sent there again.
+        assert router.post(CHAT, BODY)[0] == 502 and len(engine.asked) == 1
 
 
 def test_a_pinned_request_goes_nowhere_else() -> None:

@@ -103,6 +103,10 @@ def test_addresses_of_a_fleet() -> None:
     assert {worker.worker_id for worker in found.unreachable} == {"silent", "far"}
     assert found.models == {"m", "a", "b"}
     assert len(found.targets) == 5
+    # One process is gone for all of its ranks, and for no other worker of the name.
+    assert found.sharing(WorkerKey("m", "dp", 1)) == {WorkerKey("m", "dp", 0), WorkerKey("m", "dp", 1)}
+    assert found.sharing(WorkerKey("m", "alone", 3)) == {WorkerKey("m", "alone", 3)}
+    assert found.sharing(WorkerKey("m", "silent", 0)) == {WorkerKey("m", "silent", 0)}
 
 
 @pytest.mark.parametrize(
