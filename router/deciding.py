@@ -86,7 +86,7 @@ class Deciding:
         everybody = self._fleet.hits(question)
         found = candidates(everybody, question, ask.pinned, unavailable)
         prefillers = NOBODY if anyway else self._prefillers(question.model)
-        hits, others = parted(found.hits, prefillers)
+        hits, others = parted(found.hits, prefillers) if prefillers else (found.hits, [])
         if not hits:
             wanted = [hit.worker for hit in found.wanted if hit.worker in prefillers]
             raise nobody(question.model, found, RETRY_AFTER_S, wanted)
