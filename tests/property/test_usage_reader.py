@@ -140,3 +140,11 @@ def test_what_is_kept_is_bounded() -> None:
         reader.feed([b'"usage":{' + b"x" * 10_000])
     kept = [*reader._candidates, reader._value or b"", reader._tail]
     assert sum(map(len, kept)) <= 5 * MAX_USAGE_BYTES + 100
+
+
+def test_every_cut_and_all_of_them_are_the_same() -> None:
+    raw = b'data: {"x": 1}\r\n\r\ndata: {"usage": {"prompt_tokens": 7, "completion_tokens": 3}}\n\ndata: [DONE]\n\n'
+    expected = (Usage(7, 3), 2, 3)
+    assert read([[raw]]) == expected
+    assert read([[raw[i : i + 1]] for i in range(len(raw))]) == expected
+    assert all(read([[raw[:cut]], [raw[cut:]]]) == expected for cut in range(len(raw)))
