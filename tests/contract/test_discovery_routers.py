@@ -7,7 +7,7 @@ import asyncio
 import random
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+import redis
 import zmq
 from prometheus_client import CollectorRegistry
 
@@ -128,14 +129,13 @@ async def routing(url: str, *sources: Source, allow: tuple[str, ...] = ()) -> As
 
 
 @pytest.fixture
-def url(embedded_url: str) -> str:
-    """The store, empty."""
-    import redis
-
+def url(embedded_url: str) -> Iterator[str]:
+    """The store, empty; and afterwards, as other tests have it too."""
     client = redis.Redis.from_url(embedded_url)
     client.flushall()
+    yield embedded_url
+    client.flushall()
     client.close()
-    return embedded_url
 
 
 def run(main: Callable[[], Any]) -> None:
