@@ -261,6 +261,21 @@ def test_what_went_while_no_router_ran_is_taken_away_at_the_next_start(url: str)
     run(main)
 
 
+def test_what_a_dead_router_saw_keeps_nothing(url: str) -> None:
+    async def main() -> None:
+        file = Listed(FILE, A, B)
+        async with routing(url, file) as router:
+            await router.owners_are(a=FILE, b=FILE)
+            client = redis.Redis.from_url(url)
+            client.hset("kvr:claims", "dead", b'{"workers":{"file":[["a",0]]}}')
+            file.show(B)
+            await router.owners_are(b=FILE)
+            assert client.hget("kvr:claims", "dead") is None
+            client.close()
+
+    run(main)
+
+
 def test_of_two_sources_the_first_counts_and_the_other_is_named_and_steps_in(url: str) -> None:
     async def main() -> None:
         static, cluster = Listed(STATIC, A), Listed(KUBERNETES, "a=http://127.0.0.1:8", B)
