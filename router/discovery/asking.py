@@ -118,7 +118,8 @@ class EngineAsker:
         self._due_s[url] = self._clock() + pause_s
         if found != before:
             self._told[url] = found
-            log.info("engine told", extra={"url": url, "model": found.model, "problem": found.problem})
+            level = logging.WARNING if found.problem else logging.INFO
+            log.log(level, "engine told", extra={"url": url, "model": found.model, "problem": found.problem})
             self._changed()
 
     async def _asked(self, url: str, what: Wanted, before: EngineTold) -> EngineTold:

@@ -153,7 +153,7 @@ def test_an_engine_cannot_redirect_the_router(tmp_path: Path, victim: Victim) ->
         with RouterProcess(tmp_path, ["--allow-host", GOOD, "--worker", worker]) as router:
             assert asked.wait(WAIT_S)
             assert not victim.was_reached()
-            assert "its model is unknown" in router.log_tail()
+            assert "its model is not known" in router.log_tail()
     finally:
         engine.shutdown()
         serving.join()
