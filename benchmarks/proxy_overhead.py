@@ -3,10 +3,11 @@
 
 Two stub engines answer at once; the same client asks one of them directly, and through `kvrouter serve` (kv with an engine's
 render endpoint, kv with a tokenizer of its own, round_robin) and vllm-router (cache_aware, and kv_aware with the same events).
-Prompts are 256, 4,096 and 32,768 tokens: ids of a completion, or the text of a chat; no text is asked twice at one router.
+Prompts are 256, 4,096 and 32,768 tokens: ids of a completion, or the text of a chat.
 
-- One connection, in turns whose order changes from round to round: what is added to the same request sent directly.
-- 64 connections: requests for each second of the router's CPU (its own, and its Valkey's), and what a request then takes; the
+- One connection, in turns whose order changes from round to round: what is added to the same request sent directly. No prompt comes
+  twice.
+- 64 connections, 512 prompts: requests for each second of the router's CPU (its own, and its Valkey's), and what a request then takes; the
   client and the engines run on the same machine.
 - Streams of 32 chunks: what is added until the first byte, what is added to each chunk, and the router's CPU for a chunk.
 """
@@ -79,7 +80,7 @@ class Found(msgspec.Struct):
 
 
 class Prompts:
-    """Bodies with a common beginning of half their length. Of texts no two are alike: none is remembered."""
+    """Bodies with a common beginning of half their length, no two alike."""
 
     def __init__(self, kind: str, tokens: int) -> None:
         self._kind, self._rng = kind, np.random.default_rng(tokens)
@@ -130,7 +131,7 @@ def latencies(ports: dict[str, int], prompts: Prompts, count: int, order: Sequen
 
 def throughput(port: int, pid: int, prompts: Prompts, seconds: float) -> tuple[float, float, float, float]:
     """(requests for each second of the router's CPU, requests/s, p50 and p99 in ms) with CONNECTIONS at once."""
-    # Made before: else the client is what is measured. Two seconds of them.
+    # Made before: else the client is what is measured.
     requests = [[prompts.request(port) for _ in range(8)] for _ in range(CONNECTIONS)]
     taken: list[list[float]] = [[] for _ in range(CONNECTIONS)]
     until = time.monotonic() + seconds

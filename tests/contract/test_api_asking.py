@@ -223,6 +223,9 @@ def test_select_has_the_shape_of_the_contract(core: TinyCore) -> None:
         "model_name": "m",
         "isl_tokens": 200,
         "block_size": 16,
+        "routing_group": "default",
+        # 200 tokens of the prompt.
+        "potential_decode_blocks": 13,
         "reserved": False,
     }
     assert core.asked[0].exclude_worker_ids == {"w9"}
