@@ -7,8 +7,8 @@ Prompts are 256, 4,096 and 32,768 tokens: ids of a completion, or the text of a 
 
 - One connection, in turns whose order changes from round to round: what is added to the same request sent directly. No prompt comes
   twice.
-- 64 connections, 512 prompts: requests for each second of the router's CPU (its own, and its Valkey's), and what a request then takes; the
-  client and the engines run on the same machine.
+- 64 connections, 512 prompts: requests for each second of the router's CPU (its own, and its Valkey's), and what a request
+  then takes; the client and the engines run on the same machine.
 - Streams of 32 chunks: what is added until the first byte, what is added to each chunk, and the router's CPU for a chunk.
 """
 
