@@ -31,6 +31,7 @@ def test_query_has_the_shape_of_the_contract(core: TinyCore) -> None:
             "w1": {"longest_matched": 0, "gpu": 0, "cpu": 0, "disk": 0, "dp": {"0": 0}, "state": "live"},
         },
         "scores": {"w0": {"0": 192}, "w1": {"0": 0}},
+        "frequencies": [],
     }
 
 
