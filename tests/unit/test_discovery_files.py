@@ -54,6 +54,7 @@ def test_an_entry_is_a_spec_or_the_fields_of_register() -> None:
         catalog=CatalogSpec(groups=(GroupSpec(0, "full_attention", 16),)),
         retiring=True,
         source=FILE,
+        numbered=True,
     )
     assert not third.asks_events
     as_json = json.dumps([{"worker_id": "w0", "url": "http://h:1"}])
