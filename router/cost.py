@@ -35,9 +35,10 @@ JUNCTION_SHARE = 0.9
 
 # Computing a prompt keeps those back that come after it, and evicts what they might have reused. By queueing theory (one server,
 # first come first served, arrivals by chance, mean work m, load r) work x behind queued work q makes all later ones together wait
-# r / (1 - r) * x * (2 * q + x) / (2 * m) longer. At a load of a half the first factor is 1. The load of the next minute is not
-# known; docs/choosing.md has what other values bring.
-DELAY_WEIGHT = 1.0
+# r / (1 - r) * x * (2 * q + x) / (2 * m) longer: once that at a load of a half. What is evicted by a second copy of a prefix, and
+# computed again for it, costs more than the wait; how much depends on the workload. By a sweep from 0 to 16 (docs/choosing.md): up
+# to here reuse grows and first tokens come as soon, or sooner under load; beyond, they come later.
+DELAY_WEIGHT = 8.0
 
 # A bonus and never a rule: of what the session's worker would have to compute anyway. Where its cache is known, the hit says what
 # the session is worth there, and the bonus only decides what is nearly equal. Where nothing is known of it (text that was not

@@ -200,9 +200,12 @@ def test_a_drained_worker_stays_drained_over_a_restart_of_the_router(tmp_path: P
         for _ in range(10):
             assert router.request("POST", CHAT, body) == ANSWER
         assert not chats(drained) and len(chats(other)) == 10
-        # Another router on the same data, with the same flags.
+        # Another router on the same data, with the same workers.
         router.__exit__()
-        with RouterProcess(tmp_path, ["--data-dir", str(tmp_path / "data")]) as again:
+        workers = [
+            part for n, engine in enumerate((drained, other)) for part in ("--worker", f"w{n}={engine.url},model=m")
+        ]
+        with RouterProcess(tmp_path, ["--data-dir", str(tmp_path / "data"), *workers]) as again:
             assert again.worker("w0")["draining"]
             again.request("PATCH", "/workers/w0", {"state": "active"})
             assert not again.worker("w0")["draining"]

@@ -55,7 +55,7 @@ def test_prompts_spread_as_load_gathers() -> None:
 
 def test_a_new_cold_worker_gets_traffic_although_others_have_the_prefix() -> None:
     stage = Stage(hit("warm", 600), hit("cold"))
-    placed = [name_of(stage.placing.reserve(ask(seed))) for seed in range(9)]
+    placed = [name_of(stage.placing.reserve(ask(seed))) for seed in range(12)]
     assert placed[0] == "warm" and placed.count("cold") >= 2
 
 
@@ -125,7 +125,7 @@ def test_each_lost_token_has_its_reason() -> None:
     assert stage.counted("lost_hit_tokens_total", reason="exclusion") == 100
     assert stage.counted("lost_hit_tokens_total", reason="state") == 700
     stage = Stage(hit("a", 600), hit("b"))
-    for seed in range(3):
+    for seed in range(4):
         stage.placing.reserve(ask(seed))
     lost = stage.counted("lost_hit_tokens_total", reason="load")
     assert lost == 600
