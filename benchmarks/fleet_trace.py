@@ -43,6 +43,8 @@ from kvrouter.simulator.virtual import Fleet, VirtualReplica
 
 PIECE_TOKENS = 512
 REPLICAS = 8
+# Longer than any prompt of a trace: none is refused.
+CONTEXT_TOKENS = 2**20
 # A trace tells prompts apart in whole pieces, so a next turn leaves the prompt before it at a piece's end. With smaller blocks the
 # checkpoint at a prompt's end would lie in its last, partial piece, where no trace can show that the next turn goes on.
 BLOCK_TOKENS = PIECE_TOKENS
@@ -143,7 +145,7 @@ def endless(setting: Setting, requests: Sequence[Request]) -> Run:
     a_block = min(group.block_size for group in geometry.groups)
     # Full attention keeps each token once, the others less.
     blocks = 2 * sum(request.input_length for request in requests) // a_block
-    replica = Replica(geometry, blocks, on_step=lambda events: None)
+    replica = Replica(geometry, blocks, on_step=lambda events: None, max_text_tokens=CONTEXT_TOKENS)
     reused = []
     for number, request in enumerate(requests):
         job = replica.submit(text_of(request, geometry, number), 1)
@@ -169,7 +171,10 @@ def simulate(setting: Setting, requests: Sequence[Request]) -> Run:
 
     def replica(number: int) -> VirtualReplica:
         blocks = blocks_of(geometry, setting.cache_tokens)
-        return VirtualReplica(Replica(geometry, blocks, on_step=lambda events: published(number, events)), TIMING)
+        made = Replica(
+            geometry, blocks, on_step=lambda events: published(number, events), max_text_tokens=CONTEXT_TOKENS
+        )
+        return VirtualReplica(made, TIMING)
 
     fleet = Fleet([replica(number) for number in range(REPLICAS)])
     began_s = time.perf_counter()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from engine_process import MAX_MODEL_LEN
-from router_process import free_port
+from router_process import end_process, free_port
 
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 120.0
@@ -83,12 +83,7 @@ class ChatServer:
         process, self._process = self._process, None
         if process is None:
             return
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_process(process, STOP_TIMEOUT_S)
 
     def log_tail(self) -> str:
         return self._log.read_text(errors="replace")[-6000:]

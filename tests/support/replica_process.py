@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-STOP_TIMEOUT_S = 15.0
+from router_process import end_process
+
 HTTP_TIMEOUT_S = 30.0
 
 
@@ -42,12 +43,7 @@ class ReplicaProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_process(process)
         assert process.stdout is not None
         process.stdout.close()
 

@@ -44,6 +44,16 @@ def free_port() -> int:
             return port
 
 
+def end_process(process: subprocess.Popen[bytes], timeout_s: float = STOP_TIMEOUT_S) -> None:
+    """Asks it to end, and kills it when it does not."""
+    process.terminate()
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
 class RouterProcess:
     """Starts on entry, stops on exit; one keep-alive connection."""
 
@@ -83,12 +93,7 @@ class RouterProcess:
         process, self._process = self._process, None
         if process is None:
             return
-        process.terminate()
-        try:
-            process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_process(process)
 
     def kill(self) -> None:
         """kill -9: no goodbye to the store, the engines or the lease. Its embedded store lives on."""
