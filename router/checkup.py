@@ -59,6 +59,11 @@ class Checkup:
         self._wanted = asyncio.Event()
         self.vitals = Vitals(start_s)
 
+    def move(self, url: str) -> None:
+        """The engine is asked there from now on."""
+        self._url = url.rstrip("/")
+        self._wanted.set()
+
     def ask_now(self) -> None:
         """Since when it lives is wanted at once: its stream was connected again."""
         self._wanted.set()

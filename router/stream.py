@@ -188,6 +188,8 @@ class WorkerStream:
 
     def update(self, registration: Registration) -> None:
         """Take over a registration that differs in nothing that the stream depends on."""
+        if self._checkup is not None and registration.url not in (None, self.registration.url):
+            self._checkup.move(registration.url)
         self.registration = registration
         self._refresh()
 

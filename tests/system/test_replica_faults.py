@@ -150,3 +150,29 @@ def test_nobody_is_blamed_for_a_clients_mistakes(tmp_path: Path) -> None:
                 assert status == 400 and b'"error"' in said
         assert [router.worker(name)["closed"] for name in ("w0", "w1")] == ["", ""]
         assert ask(router.port, {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 1})[0] == 200
+
+
+def test_an_engine_with_another_address_is_asked_there_whether_it_lives(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        here, there = [stack.enter_context(ReplicaProcess(tmp_path / f"r{n}", REPLICA)) for n in range(2)]
+        router = stack.enter_context(RouterProcess(tmp_path / "router", ["--health-interval-s", "0.1"]))
+        at = here.endpoints
+        router.request(
+            "POST",
+            "/register",
+            {
+                "worker_id": "w0",
+                "model": MODEL,
+                "endpoint": at["events"],
+                "replay_endpoint": at["replay"],
+                "url": at["url"],
+            },
+        )
+        wait(lambda: router.worker("w0")["state"] == "live", "followed")
+        router.request("PATCH", "/workers/w0", {"url": there.endpoints["url"]})
+        here.faults(unhealthy=True)
+        there.faults(unhealthy=True)
+        wait(lambda: there.endpoints["url"] in router.worker("w0")["closed"], "the new address counts")
+        there.faults(unhealthy=False)
+        # The old one is still unwell, and nobody asks it.
+        wait(lambda: not router.worker("w0")["closed"], "it is back")
