@@ -11,6 +11,8 @@ from http import HTTPStatus
 import aiohttp
 import msgspec
 
+from kvrouter.router.bounded import read_whole
+
 log = logging.getLogger(__name__)
 
 # Adapters are loaded while an engine runs; a request for one that is not known here yet has to wait for this.
@@ -83,7 +85,7 @@ class AdapterWatch:
             ):
                 if answer.status != HTTPStatus.OK:
                     return
-                found = adapters_in(await _bounded(answer))
+                found = adapters_in(await read_whole(answer, MAX_ANSWER_BYTES))
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
             # Whether it lives is asked and told elsewhere.
             return
@@ -91,12 +93,3 @@ class AdapterWatch:
             self.listed[url] = found
         elif found is not None:
             self.listed.pop(url, None)
-
-
-async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
-    content = b""
-    async for part in answer.content.iter_any():
-        content += part
-        if len(content) > MAX_ANSWER_BYTES:
-            raise ValueError("the answer is too long for a list of models")
-    return content

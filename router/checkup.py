@@ -12,6 +12,7 @@ from http import HTTPStatus
 
 import aiohttp
 
+from kvrouter.router.bounded import read_at_most
 from kvrouter.router.load.gauges import EngineLoad, parse_engine_load
 from kvrouter.router.vitals import NoPulse, Pulse, Vitals, VitalSign
 
@@ -108,20 +109,8 @@ class Checkup:
     async def _pulse(self, answer: aiohttp.ClientResponse) -> Pulse:
         if answer.status != HTTPStatus.OK:
             return Pulse()
-        page = await _read(answer)
+        page, _ = await read_at_most(answer, MAX_METRICS_BYTES)
         if (said := parse_engine_load(page, self._dp_rank)) is not None:
             self._load(said)
         found = START_TIME.search(page)
         return Pulse(float(found[1]) if found else None)
-
-
-async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """The page, or as much of it as an engine may send."""
-    parts: list[bytes] = []
-    size_bytes = 0
-    async for part in answer.content.iter_any():
-        parts.append(part)
-        size_bytes += len(part)
-        if size_bytes > MAX_METRICS_BYTES:
-            break
-    return b"".join(parts)

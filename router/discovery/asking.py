@@ -15,6 +15,7 @@ from http import HTTPStatus
 import aiohttp
 import msgspec
 
+from kvrouter.router.bounded import read_whole
 from kvrouter.router.discovery.told import MODELS_PATH, SOURCES_PATH, WRITE_THEM, EngineTold, model_in, streams_in
 
 log = logging.getLogger(__name__)
@@ -161,19 +162,10 @@ class EngineAsker:
                     raise NoSuchPath(path)
                 if answer.status != HTTPStatus.OK:
                     raise Unanswered(f"{whole} answers {answer.status}")
-                return await _bounded(answer)
+                return await read_whole(answer, MAX_ANSWER_BYTES)
         except TimeoutError:
             raise Unanswered(f"{whole} did not answer in {TIMEOUT_S:g} s") from None
         except aiohttp.ClientConnectorError as error:
             raise Unanswered(f"{url} cannot be reached: {error.os_error.strerror or error.os_error}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise Unanswered(f"{whole} did not answer: {error or type(error).__name__}") from None
-
-
-async def _bounded(answer: aiohttp.ClientResponse) -> bytes:
-    content = b""
-    async for part in answer.content.iter_any():
-        content += part
-        if len(content) > MAX_ANSWER_BYTES:
-            raise ValueError(f"its answer is longer than {MAX_ANSWER_BYTES} bytes")
-    return content

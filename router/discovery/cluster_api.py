@@ -16,6 +16,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from kvrouter.router.bounded import read_whole
 from kvrouter.router.discovery.pods import Pod, PodMetadata
 from kvrouter.router.discovery.told import bracketed
 from kvrouter.router.errors import SettingError
@@ -142,7 +143,7 @@ class ClusterApi:
             try:
                 async with asyncio.timeout(LIST_TIMEOUT_S), self._get(params, LIST_TIMEOUT_S) as answer:
                     await self._check(answer, "list")
-                    page = _lists.decode(await _bounded(answer, MAX_PAGE_BYTES))
+                    page = _lists.decode(await read_whole(answer, MAX_PAGE_BYTES))
             except TimeoutError:
                 raise ClusterError(f"{self._access.url} did not answer in {LIST_TIMEOUT_S:g} s") from None
             except (aiohttp.ClientError, OSError) as error:
@@ -247,20 +248,9 @@ async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
             raise ValueError(f"an event has more than {MAX_EVENT_BYTES} bytes")
 
 
-async def _bounded(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    pieces: list[bytes] = []
-    size_bytes = 0
-    async for part in answer.content.iter_any():
-        pieces.append(part)
-        size_bytes += len(part)
-        if size_bytes > most_bytes:
-            raise ValueError(f"the answer has more than {most_bytes} bytes")
-    return b"".join(pieces)
-
-
 async def _reason(answer: aiohttp.ClientResponse) -> str:
     try:
-        return _statuses.decode(await _bounded(answer, MAX_EVENT_BYTES)).message[:MAX_REASON_CHARS]
+        return _statuses.decode(await read_whole(answer, MAX_EVENT_BYTES)).message[:MAX_REASON_CHARS]
     except (msgspec.MsgspecError, ValueError):
         return answer.reason or "it does not say why"
 

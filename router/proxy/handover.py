@@ -13,10 +13,10 @@ from typing import Any
 
 import msgspec
 
-CHAT_PATH = "/v1/chat/completions"
-COMPLETION_PATH = "/v1/completions"
+from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH
+
 # vLLM reads kv_transfer_params there.
-PATHS = frozenset({CHAT_PATH, COMPLETION_PATH})
+PATHS = frozenset({CHAT_PATH, TEXT_PATH})
 
 PARAMS = "kv_transfer_params"
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import aiohttp
 
+from kvrouter.router.bounded import read_at_most
 from kvrouter.router.printable import printable
 from kvrouter.router.tokens.engine_forms import refusal_of
 from kvrouter.router.tokens.prompt import Unknown
@@ -75,22 +76,17 @@ class EngineClient:
     async def _post(self, where: str, body: bytes, headers: dict[str, str]) -> bytes:
         # A redirect would take us to hosts that nobody registered.
         async with self._session.post(where, data=body, headers=headers, allow_redirects=False) as answer:
-            return _judged(answer.status, await _bounded(answer, _most_bytes(body)), where)
+            most_bytes = _most_bytes(body)
+            said, whole = await read_at_most(answer, most_bytes)
+            if not whole:
+                raise Unknown(
+                    "unreachable", f"{answer.url} answers with more than {most_bytes} bytes, which is no tokens"
+                )
+            return _judged(answer.status, said, where)
 
 
 def _most_bytes(body: bytes) -> int:
     return ANSWER_BYTES + ANSWER_BYTES_PER_BYTE * len(body)
-
-
-async def _bounded(answer: aiohttp.ClientResponse, most_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in answer.content.iter_any():
-        parts.append(part)
-        size += len(part)
-        if size > most_bytes:
-            raise Unknown("unreachable", f"{answer.url} answers with more than {most_bytes} bytes, which is no tokens")
-    return b"".join(parts)
 
 
 def _judged(status: int, content: bytes, where: str) -> bytes:
