@@ -24,12 +24,17 @@ SHOWN_MISMATCHES = 3
 
 @dataclass
 class Tally:
-    """What one run compared. `early`: questions asked before a learned catalog was whole, where less is allowed."""
+    """What one run compared. `early`: questions asked before a learned catalog was whole, where less is allowed.
+
+    in_transfer: probes with a chunk on its way, judged by what is held; cut_short: those where the engine does not wait
+    for it and yet takes something else than what is held.
+    """
 
     name: str
     probes: int = 0
     early: int = 0
-    deferred: int = 0
+    in_transfer: int = 0
+    cut_short: int = 0
     gpu_hits: int = 0
     external_hits: int = 0
     hit_tokens: int = 0
@@ -40,7 +45,19 @@ class Tally:
     cpu_evicted: int = 0
     mismatches: list[str] = field(default_factory=list)
 
-    HEADINGS = ("set", "probes", "early", "non-zero", "mean hit", "cpu beyond gpu", "steps", "evicted", "cpu evicted")
+    HEADINGS = (
+        "set",
+        "probes",
+        "early",
+        "non-zero",
+        "mean hit",
+        "cpu beyond gpu",
+        "in transfer",
+        "cut short",
+        "steps",
+        "evicted",
+        "cpu evicted",
+    )
 
     def row(self) -> tuple[str, ...]:
         share = self.gpu_hits / max(1, self.probes)
@@ -52,6 +69,8 @@ class Tally:
             f"{share:.0%}",
             f"{mean:.0f}",
             str(self.external_hits),
+            str(self.in_transfer),
+            str(self.cut_short),
             str(self.steps),
             str(self.evicted),
             str(self.cpu_evicted),
@@ -133,7 +152,7 @@ class Comparison:
         if not self._whole:
             tally.early += 1
             tally.gpu_hits += found["gpu"] > 0
-            if found["gpu"] > truth.gpu or (truth.cpu is not None and found["cpu"] > truth.cpu):
+            if found["gpu"] > truth.gpu or found["cpu"] > truth.cpu:
                 self._report("more than the engine gives, before the catalog is whole", prompt, truth)
             return
         tally.probes += 1
@@ -141,12 +160,12 @@ class Comparison:
         tally.hit_tokens += truth.gpu
         if found["gpu"] != truth.gpu:
             self._report("gpu", prompt, truth)
-        elif truth.cpu is None:
-            tally.deferred += 1
-        else:
-            tally.external_hits += truth.cpu > truth.gpu
-            if found["cpu"] != truth.cpu:
-                self._report("cpu", prompt, truth)
+            return
+        tally.in_transfer += truth.transfer
+        tally.cut_short += truth.now is not None and truth.now != truth.cpu
+        tally.external_hits += truth.cpu > truth.gpu
+        if found["cpu"] != truth.cpu:
+            self._report("cpu", prompt, truth)
 
     def _report(self, what: str, prompt: Prompt, truth: Answer) -> None:
         """Note a mismatch with all that is needed to run it again and to see which group is to blame."""

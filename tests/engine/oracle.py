@@ -25,6 +25,7 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -63,10 +64,16 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens that the engine would not compute; `cpu` includes `gpu` and is None while a transfer must end first."""
+    """Tokens that the engine would not compute, by what its tiers hold; `cpu` includes `gpu`.
+
+    transfer: a chunk that the engine looked up, or would load, is on its way. `now` is what the engine says of such a
+    prompt: None, it waits for the transfer, or tokens, which may be fewer than `cpu`. Else `now` is `cpu`.
+    """
 
     gpu: int
-    cpu: int | None
+    cpu: int
+    now: int | None
+    transfer: bool = False
 
 
 class Oracle:
@@ -183,23 +190,52 @@ class Oracle:
         _, local, _ = self.scheduler.kv_cache_manager.get_computed_blocks(request)
         connector = self.scheduler.connector
         if connector is None:
-            return Answer(local, local)
+            return Answer(local, local, local)
         tail = local % self.block_size
-        offload = connector.connector_scheduler
-        tracker = offload._events_tracker
+
+        def cpu(external: int) -> int:
+            # A load supersedes a local sub-block tail only when it reaches further (scheduler.py, WAITING requests).
+            return local - tail + external if external > tail else local
+
+        external, pending = self._external(request, local - tail)
+        if external is not None and not pending:
+            return Answer(local, cpu(external), cpu(external))
+        held, _ = self._external(request, local - tail, settled=True)
+        assert held is not None, "a chunk that is neither held nor on its way"
+        return Answer(local, cpu(held), None if external is None else cpu(external), transfer=True)
+
+    def _external(self, request: Request, local: int, settled: bool = False) -> tuple[int | None, bool]:
+        """(tokens beyond `local` that the connector offers or None: wait, whether a chunk looked up was being written).
+
+        settled: by what is written, with no transfer under way; still by vLLM's own look-up.
+        """
+        offload = self.scheduler.connector.connector_scheduler
+        tracker, manager, loading = offload._events_tracker, offload.manager, offload._chunks_being_loaded
+        pending = False
+
+        def lookup(key: Any, context: Any) -> LookupResult:
+            nonlocal pending
+            found = look_up(key, context)
+            pending |= found is LookupResult.HIT_PENDING
+            return LookupResult.MISS if settled and found is LookupResult.HIT_PENDING else found
+
         # A look-up refills the payload of an event to come, where a re-stored chunk has lost it.
         payloads = dict(tracker._pending_event_metadata)
-        connector.on_new_request(request)
-        external, _ = connector.get_num_new_matched_tokens(request, local - tail)
+        look_up, manager.lookup = manager.lookup, lookup
+        if settled:
+            offload._chunks_being_loaded = set()
+        try:
+            self.scheduler.connector.on_new_request(request)
+            external, _ = self.scheduler.connector.get_num_new_matched_tokens(request, local)
+        finally:
+            del manager.lookup
+            offload._chunks_being_loaded = loading
         tracker._pending_event_metadata = payloads
         status = offload._req_status.pop(request.request_id)
-        if isinstance(offload.manager, HybridOffloadingManager):
+        if isinstance(manager, HybridOffloadingManager):
             # Its only effect: what a question waited for is not kept for it. With vLLM's manager this would count as a use.
-            offload.manager.on_request_finished(status.req_context)
-        if external is None:
-            return Answer(local, None)
-        # A load supersedes a local sub-block tail only when it reaches further (scheduler.py, WAITING requests).
-        return Answer(local, local - tail + external if external > tail else local)
+            manager.on_request_finished(status.req_context)
+        return external, pending
 
     def per_group(self, prompt: Prompt) -> str:
         """For reports: which block boundaries each group holds, `#` held and `.` not, as the engine sees it."""

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 ROUNDS = 110
 QUESTIONS = 6
-# A prompt whose blocks are in flight has no answer yet, and a learned catalog needs a few batches.
+# A learned catalog needs a few batches.
 MIN_PROBES = ROUNDS * QUESTIONS * 3 // 4
 MIN_EXTERNAL_SHARE = 0.08
 MIN_CPU_EVICTED = 30
@@ -40,9 +40,8 @@ def test_cpu_hit_equals_the_engines(
         oracle.close()
     table("GPU and CPU hits, router against vLLM's scheduler with an OffloadingConnector", Tally.HEADINGS, tally.row())
     verdict(tally)
-    compared = tally.probes - tally.deferred
-    assert compared >= MIN_PROBES
-    assert tally.external_hits >= MIN_EXTERNAL_SHARE * compared
+    assert tally.probes >= MIN_PROBES
+    assert tally.external_hits >= MIN_EXTERNAL_SHARE * tally.probes
     assert tally.cpu_evicted >= MIN_CPU_EVICTED
 
 
