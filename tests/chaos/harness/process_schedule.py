@@ -134,7 +134,7 @@ class ProcessSchedule(Stage):
         await asyncio.gather(self._meanwhile(scene), asyncio.sleep(self._rng.uniform(0.5 * LEASE_S, 4 * LEASE_S)))
         now = time.monotonic()
         for engine in self._engines:
-            self._blocked_until[engine.name] = now
+            self._block(engine, now)
         router.go_on()
         self._say(f"{router.name} goes on")
 
@@ -146,7 +146,7 @@ class ProcessSchedule(Stage):
         self._wires[number].swallowing = True
         noticed_s = time.monotonic() + UNHEARD_S
         for engine in self._engines:
-            self._blocked_until[engine.name] = noticed_s
+            self._block(engine, noticed_s)
         await asyncio.gather(self._meanwhile(scene), asyncio.sleep(self._rng.uniform(0.5 * LEASE_S, 12 * LEASE_S)))
         self._wires[number].heal()
         self._say(f"{routers[number].name} reaches the store again")

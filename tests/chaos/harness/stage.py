@@ -135,7 +135,11 @@ class Stage:
     def _note_blocked(self, now: float) -> None:
         for engine in self._engines:
             if engine.news_blocked:
-                self._blocked_until[engine.name] = now
+                self._block(engine, now)
+
+    def _block(self, engine: Engine, until_s: float) -> None:
+        """News of the engine may not reach the routers until then."""
+        self._blocked_until[engine.name] = max(until_s, self._blocked_until.get(engine.name, 0.0))
 
     def _engine(self, name: str) -> Engine:
         return next(engine for engine in self._engines if engine.name == name)
