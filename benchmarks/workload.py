@@ -8,6 +8,7 @@ beside them the hashes that dynamo computes from the same tokens. Pure but for t
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -72,7 +73,7 @@ class Workload:
         return self._rng.integers(0, VOCABULARY, blocks * BLOCK_TOKENS)
 
     def _digests(self, parent: bytes | None, tokens: NDArray[np.int64]) -> list[bytes]:
-        return list(hash_chain(self._space.scheme, parent, tokens, BLOCK_TOKENS, None, None))
+        return list(hash_chain(self._space.scheme, parent, tokens, BLOCK_TOKENS, itertools.repeat(None)))
 
     def chain(self, family: int) -> Chain:
         prefix, prefix_digests = self._families[family]

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64_intdigest
 
+from kvrouter.router.multimodal import named
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.question import Hit, Question
 
@@ -77,6 +78,7 @@ def pieces_of(question: Question) -> list[int]:
     name = xxh3_64_intdigest(f"{question.lora_name or ''}\0{question.cache_salt or ''}".encode())
     names = []
     for start in range(0, len(tokens) - PIECE_TOKENS + 1, PIECE_TOKENS):
+        name = named(name, question.items, start, start + PIECE_TOKENS)
         name = xxh3_64_intdigest(tokens[start : start + PIECE_TOKENS].tobytes(), seed=name)
         names.append(name)
     return names

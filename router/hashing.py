@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -19,6 +20,8 @@ import msgspec
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+
+from kvrouter.router.multimodal import Items
 
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
@@ -207,20 +210,19 @@ def hash_chain(
     parent: bytes | None,
     token_ids: NDArray[np.int64],
     block_size: int,
-    first_extra_keys: ExtraKeys | None,
-    other_extra_keys: ExtraKeys | None,
+    extra_keys: Iterable[ExtraKeys | None],
 ) -> list[bytes]:
-    """The full digests of the successive full blocks of `token_ids` (already checked), the first one after `parent`."""
+    """The full digests of the successive full blocks of `token_ids` (already checked), the first one after `parent`.
+
+    extra_keys: one for each block, in their order; more than that do no harm."""
     algorithm = _algorithm(scheme.algo)
     serialize, digest = algorithm.serialize, algorithm.digest
     tail = parent or scheme.none_hash
-    extra_keys = first_extra_keys
     digests = []
     tokens = iter(token_ids[: len(token_ids) // block_size * block_size].tolist())
-    for block in zip(*[tokens] * block_size, strict=True):
-        tail = digest(serialize((tail, block, extra_keys)))
+    for block, keys in zip(zip(*[tokens] * block_size, strict=True), extra_keys, strict=False):
+        tail = digest(serialize((tail, block, keys)))
         digests.append(tail)
-        extra_keys = other_extra_keys
     return digests
 
 
@@ -244,8 +246,10 @@ def _as_received(text: str) -> str:
     return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
 
 
-def extra_keys_for(space: HashSpace, block_index: int) -> ExtraKeys | None:
-    """The tagged extra keys of a text prompt's block: the LoRA in every block, then the cache salt in block 0.
+def extra_keys_for(space: HashSpace, block_index: int, items: Items = ()) -> ExtraKeys | None:
+    """The tagged extra keys of a block: the LoRA in every block, its multimodal items, then the cache salt in block 0.
+
+    items: those with tokens in this block, their offsets from its start (`multimodal.within`).
 
     Source: vLLM 0.32.0 kv_cache_utils.py:625 (generate_block_hash_extra_keys).
     """
@@ -253,6 +257,8 @@ def extra_keys_for(space: HashSpace, block_index: int) -> ExtraKeys | None:
     if space.lora is not None:
         name, path = space.lora
         keys.append(("lora", _as_received(name), _as_received(path)))
+    for item in items:
+        keys.append(("mm", _as_received(item.identifier), item.offset_tokens))
     if block_index == 0 and space.cache_salt:
         keys.append(("cache_salt", _as_received(space.cache_salt)))
     return tuple(keys) or None
@@ -331,10 +337,11 @@ def verify_scheme(
     # Their keys are those of the announced block; its hash blocks may have others, which are not on the wire.
     located = any(key[0] in ("mm", "prompt_embeds") for key in first or ())
     others = tuple(key for key in first or () if key[0] == "lora") or None
+    keys = (first, *itertools.repeat(others, block_size // min(sizes) - 1))
     schemes = list(candidates)
     for size in sizes:
         for scheme in schemes:
-            digests = hash_chain(scheme, None, tokens, size, first, others)
+            digests = hash_chain(scheme, None, tokens, size, keys)
             if reduce_hash(digests[-1]) == block_hash:
                 return Verified(scheme, size)
     if located and hash_block_size != block_size:

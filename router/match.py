@@ -236,7 +236,7 @@ class Matcher:
     def _hashes(self, question: Question, plan: Plan, space: HashSpace) -> NDArray[np.uint64]:
         """Hash the prompt segment by segment, until no worker can reach further."""
         assert question.token_ids is not None
-        hasher = PromptHasher(space, question.token_ids, self._memory, plan.segment_blocks)
+        hasher = PromptHasher(space, question.token_ids, self._memory, plan.segment_blocks, question.items)
         while True:
             segment = hasher.extend()
             if not len(segment):

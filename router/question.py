@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.errors import UnknownWorker
+from kvrouter.router.multimodal import Items
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.printable import printable
 
@@ -18,13 +19,15 @@ class Question(msgspec.Struct, frozen=True):
     """How many tokens of this prompt would each worker of `model` reuse?
 
     Exactly one of `token_ids` (int64, from the first on) and `block_hashes` (uint64, at the hash block size, from block 0) is
-    given. num_tokens is the prompt's length, also when only its hashes or its first tokens are known.
+    given. num_tokens is the prompt's length, also when only its hashes or its first tokens are known. items: the images and the
+    like among the token_ids.
     """
 
     model: str
     num_tokens: int
     token_ids: NDArray[np.int64] | None = None
     block_hashes: NDArray[np.uint64] | None = None
+    items: Items = ()
     lora_name: str | None = None
     cache_salt: str | None = None
     worker_ids: frozenset[str] | None = None

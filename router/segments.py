@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Iterable
+from itertools import chain, repeat
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.hashing import HashSpace, check_token_ids, extra_keys_for, hash_chain, reduce_hashes
+from kvrouter.router.hashing import ExtraKeys, HashSpace, check_token_ids, extra_keys_for, hash_chain, reduce_hashes
+from kvrouter.router.multimodal import Items, within
 
 # Blocks hashed before the caller may stop: 0.1 ms of work at 16 tokens, and 8 look-ups for a prompt of 8,192 tokens.
 SEGMENT_BLOCKS = 64
@@ -21,8 +24,12 @@ SEGMENT_BLOCKS = 64
 # Key and value tuples, array header, dict and list slots of one entry; a test compares with tracemalloc.
 ENTRY_OVERHEAD_BYTES = 640
 
-# (space, parent's full digest or None at the root, blocks, raw token bytes); the block count tells the ids' width.
-_Key = tuple[HashSpace, bytes | None, int, bytes]
+# One multimodal item of an entry: its tuple, two numbers and the header of its name.
+ITEM_OVERHEAD_BYTES = 220
+
+# (space, parent's full digest or None at the root, blocks, raw token bytes, items with offsets from the segment's start); the
+# block count tells the ids' width.
+_Key = tuple[HashSpace, bytes | None, int, bytes, Items]
 _Value = tuple[NDArray[np.uint64], bytes]
 
 
@@ -45,9 +52,12 @@ class SegmentMemory:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def get(self, space: HashSpace, parent: bytes | None, blocks: int, tokens: bytes) -> _Value | None:
-        """(hashes, last digest) of a segment, or None. tokens: the raw ids of its `blocks` blocks, at one width."""
-        key = (space, parent, blocks, tokens)
+    def get(
+        self, space: HashSpace, parent: bytes | None, blocks: int, tokens: bytes, items: Items = ()
+    ) -> _Value | None:
+        """(hashes, last digest) of a segment, or None. tokens: the raw ids of its `blocks` blocks, at one width. items: with
+        offsets from its start."""
+        key = (space, parent, blocks, tokens, items)
         found = self._entries.get(key)
         if found is None:
             self.misses += 1
@@ -64,9 +74,10 @@ class SegmentMemory:
         tokens: bytes,
         hashes: NDArray[np.uint64],
         last_digest: bytes,
+        items: Items = (),
     ) -> None:
         """Remember a segment; its hashes become read-only, because every later asker shares them."""
-        key, value = (space, parent, blocks, tokens), (hashes, last_digest)
+        key, value = (space, parent, blocks, tokens, items), (hashes, last_digest)
         size = _entry_bytes(key, value)
         if size > self.budget_bytes:
             return
@@ -81,7 +92,7 @@ class SegmentMemory:
 
 
 def _entry_bytes(key: _Key, value: _Value) -> int:
-    space, parent, _, tokens = key
+    space, parent, _, tokens, items = key
     hashes, last_digest = value
     # Each entry is charged for its space, although the segments of one prompt share it: users choose salts, so a
     # cheaper count could be exceeded at will.
@@ -93,13 +104,14 @@ def _entry_bytes(key: _Key, value: _Value) -> int:
         + sys.getsizeof(last_digest)
         + (0 if parent is None else sys.getsizeof(parent))
         + sum(map(sys.getsizeof, names))
+        + sum(ITEM_OVERHEAD_BYTES + len(item.identifier) for item in items)
     )
 
 
 class PromptHasher:
     """The block hashes of one prompt in one space, as far as `extend` was asked.
 
-    token_ids: shape (num_tokens,); do not change them meanwhile. Raises ValueError on ids outside 0..2**63-1.
+    token_ids: shape (num_tokens,); do not change them meanwhile. items: the prompt's. Raises ValueError on ids outside 0..2**63-1.
     total_blocks: num_tokens // block_size; tokens after the last full block have no hash.
     """
 
@@ -109,6 +121,7 @@ class PromptHasher:
         token_ids: NDArray[np.int64],
         memory: SegmentMemory,
         segment_blocks: int = SEGMENT_BLOCKS,
+        items: Items = (),
     ) -> None:
         if segment_blocks < 1:
             raise ValueError(f"segment_blocks must be at least 1, got {segment_blocks}")
@@ -119,6 +132,7 @@ class PromptHasher:
         self._raw = self._tokens.astype(np.uint32) if narrow else self._tokens
         self._memory = memory
         self._segment_blocks = segment_blocks
+        self._items = items
         self.total_blocks = len(self._tokens) // space.block_size
         self._hashes = np.empty(self.total_blocks, np.uint64)
         self._done = 0
@@ -139,24 +153,32 @@ class PromptHasher:
             return np.empty(0, np.uint64)
         size = self._space.block_size
         raw = self._raw[first * size : last * size].tobytes()
-        found = self._memory.get(self._space, self._parent, last - first, raw)
+        items = within(self._items, first * size, last * size)
+        found = self._memory.get(self._space, self._parent, last - first, raw, items)
         if found is None:
-            found = self._hash(first, last)
-            self._memory.put(self._space, self._parent, last - first, raw, *found)
+            found = self._hash(first, last, items)
+            self._memory.put(self._space, self._parent, last - first, raw, *found, items)
         hashes, self._parent = found
         self._hashes[first:last] = hashes
         self._done = last
         return hashes
 
-    def _hash(self, first: int, last: int) -> _Value:
+    def _hash(self, first: int, last: int, items: Items) -> _Value:
+        """items: with offsets from block `first`."""
         space = self._space
+        size = space.block_size
+        keys: Iterable[ExtraKeys | None]
+        if items:
+            starts = range(0, (last - first) * size, size)
+            keys = [extra_keys_for(space, first + i, within(items, at, at + size)) for i, at in enumerate(starts)]
+        else:
+            keys = chain((extra_keys_for(space, first),), repeat(extra_keys_for(space, first + 1)))
         digests = hash_chain(
             space.scheme,
             self._parent,
-            self._tokens[first * space.block_size : last * space.block_size],
-            space.block_size,
-            extra_keys_for(space, first),
-            extra_keys_for(space, first + 1),
+            self._tokens[first * size : last * size],
+            size,
+            keys,
         )
         hashes = reduce_hashes(digests)
         hashes.setflags(write=False)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
+from kvrouter.router.multimodal import named
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.question import Question
 
@@ -40,6 +41,8 @@ def names_of(question: Question, hash_block_size: int, seed: int) -> tuple[list[
         size_bytes = PIECE_TOKENS * question.token_ids.itemsize
         names = []
         for start in range(0, len(tokens) - size_bytes + 1, size_bytes):
+            first = start // question.token_ids.itemsize
+            name = named(name, question.items, first, first + PIECE_TOKENS)
             name = xxh3_64_intdigest(tokens[start : start + size_bytes], name)
             names.append(name)
         return names, PIECE_TOKENS

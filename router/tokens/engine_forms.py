@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvrouter.router.arrays import token_array
 from kvrouter.router.errors import BadQuestion
+from kvrouter.router.multimodal import Items, MultimodalItem, in_order
 from kvrouter.router.tokens.asked import CHAT_PATH, RESPONSES_PATH, TEXT_PATH, TRUNCATION, Asked, Kind
 from kvrouter.router.tokens.prompt import Unknown
 
@@ -114,9 +115,21 @@ def with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
     return changed
 
 
+class _Placeholder(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class _Features(msgspec.Struct):
+    """By kind (image, audio, video); each list in the order of the others."""
+
+    mm_hashes: dict[str, list[str]] = {}
+    mm_placeholders: dict[str, list[_Placeholder]] = {}
+
+
 class _Rendered(msgspec.Struct):
     token_ids: msgspec.Raw
-    features: msgspec.Raw = msgspec.Raw(b"null")
+    features: _Features | None = None
 
 
 class _Tokenized(msgspec.Struct):
@@ -155,13 +168,31 @@ _refusal = msgspec.json.Decoder(_Refusal)
 _real = msgspec.json.Decoder(_Real)
 
 
-def rendered_ids(kind: Kind, answer: bytes) -> NDArray[np.int64]:
-    """Raises Unknown where it is no answer of a render endpoint."""
+def rendered(kind: Kind, answer: bytes) -> tuple[NDArray[np.int64], Items]:
+    """The ids and the images and the like among them. Raises Unknown where it is no answer of a render endpoint.
+
+    Source: vLLM 0.32.0 entrypoints/scale_out/token_in_token_out/protocol.py (MultiModalFeatures)."""
     try:
         found = _rendered_texts.decode(answer)[0] if kind == "text" else _rendered.decode(answer)
-        return _ids(found.token_ids)
+        ids = _ids(found.token_ids)
+        items = () if found.features is None else _items(found.features)
+        if items and items[-1].offset_tokens + items[-1].length_tokens > len(ids):
+            raise ValueError(f"an item ends after the prompt's {len(ids)} tokens")
+        return ids, items
     except (msgspec.MsgspecError, BadQuestion, ValueError, IndexError, RecursionError) as error:
-        raise Unknown("unreachable", f"its render answers without token ids: {error}") from None
+        raise Unknown("unreachable", f"its render answers with something else than a prompt: {error}") from None
+
+
+def _items(features: _Features) -> Items:
+    if features.mm_hashes.keys() != features.mm_placeholders.keys():
+        raise ValueError("mm_hashes and mm_placeholders are of different kinds")
+    return in_order(
+        [
+            MultimodalItem(identifier, place.offset, place.length)
+            for kind, identifiers in features.mm_hashes.items()
+            for identifier, place in zip(identifiers, features.mm_placeholders[kind], strict=True)
+        ]
+    )
 
 
 def tokenized_ids(answer: bytes) -> NDArray[np.int64]:

@@ -227,4 +227,4 @@ def way_of(verdict: Verdict, asked: Asked) -> Source | None:
 
 
 def _tokenizable(asked: Asked) -> bool:
-    return asked.kind != "responses" and not any(asked.has(name) for name in ONLY_RENDERED)
+    return asked.kind != "responses" and asked.media_at is None and not any(asked.has(name) for name in ONLY_RENDERED)

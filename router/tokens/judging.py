@@ -25,7 +25,7 @@ from kvrouter.router.tokens.engine_forms import (
     Habits,
     real_ids,
     render_body,
-    rendered_ids,
+    rendered,
     tokenize_body,
     tokenized_ids,
 )
@@ -105,7 +105,7 @@ class Judge:
             if renders:
                 try:
                     answer = await self._client.post(url, RENDER_PATHS[probe.kind], render_body(probe))
-                    return True, rendered_ids(probe.kind, answer)
+                    return True, rendered(probe.kind, answer)[0]
                 except Absent:
                     renders = False
             return renders, real_ids(await self._client.post(url, REAL_PATHS[probe.kind], running(probe)))

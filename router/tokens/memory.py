@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.tokens.prompt import Source
+from kvrouter.router.multimodal import Items
+from kvrouter.router.tokens.prompt import Found, Source
 
 # Some 5 M tokens at four bytes, less what each entry costs.
 MEMORY_BYTES = 32 * 1024**2
@@ -30,6 +31,7 @@ Key = tuple[str, bytes]
 class _Entry(NamedTuple):
     ids: NDArray[np.int32]
     source: Source
+    items: Items
     until_s: float
 
 
@@ -42,7 +44,7 @@ class PromptMemory:
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self.held_bytes = 0
 
-    def get(self, key: Key) -> tuple[NDArray[np.int64], Source] | None:
+    def get(self, key: Key) -> Found | None:
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -50,12 +52,12 @@ class PromptMemory:
             self._drop(key)
             return None
         self._entries.move_to_end(key)
-        return entry.ids.astype(np.int64), entry.source
+        return Found(entry.ids.astype(np.int64), entry.source, entry.items)
 
-    def put(self, key: Key, ids: NDArray[np.int64], source: Source) -> None:
+    def put(self, key: Key, found: Found) -> None:
         if key in self._entries:
             self._drop(key)
-        entry = _Entry(ids.astype(np.int32), source, self._clock() + LIFE_S)
+        entry = _Entry(found.ids.astype(np.int32), found.source, found.items, self._clock() + LIFE_S)
         self._entries[key] = entry
         self.held_bytes += _size_bytes(entry)
         while self.held_bytes > self._memory_bytes:
@@ -71,4 +73,4 @@ class PromptMemory:
 
 
 def _size_bytes(entry: _Entry) -> int:
-    return entry.ids.nbytes + OVERHEAD_BYTES
+    return entry.ids.nbytes + OVERHEAD_BYTES + sum(OVERHEAD_BYTES + len(item.identifier) for item in entry.items)

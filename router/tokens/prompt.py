@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrouter.router.multimodal import Items
 from kvrouter.router.question import Question
 
 # Where the ids come from: the client, an engine's render endpoint, an engine's /tokenize, a tokenizer here, or nowhere.
@@ -35,12 +36,21 @@ REASONS: tuple[Reason, ...] = (
 BYTES_PER_TOKEN = 4
 
 
+class Found(NamedTuple):
+    """All the tokens of a prompt (int64), where they come from, and the images and the like among them."""
+
+    ids: NDArray[np.int64]
+    source: Source
+    items: Items = ()
+
+
 class Prompt(msgspec.Struct, frozen=True, eq=False):
     """num_tokens: its length, an estimate where not all ids are known. token_ids: int64, as the engine will have them.
 
     known_tokens: where only so many ids are known, from the beginning; token_ids then has these alone. problem: why not all are
     known, with the fix. refused: the engine says that the request itself is wrong, in `problem`. replaces: the ids may be
-    sent in place of the text, as all engines of the model are known to make the same of one."""
+    sent in place of the text, as all engines of the model are known to make the same of one. items: the images and the like
+    among the ids."""
 
     num_tokens: int
     token_ids: NDArray[np.int64] | None
@@ -50,12 +60,13 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     reason: Reason | None = None
     refused: bool = False
     replaces: bool = False
+    items: Items = ()
 
     def question(self, model: str, **others: Any) -> Question:
         """What to ask the index: for the tokens that are known, of a prompt of this length. others: further fields of Question."""
         if self.token_ids is None or not len(self.token_ids):
             return Question(model, self.num_tokens, block_hashes=np.empty(0, np.uint64), **others)
-        return Question(model, self.num_tokens, token_ids=self.token_ids, **others)
+        return Question(model, self.num_tokens, token_ids=self.token_ids, items=self.items, **others)
 
 
 class Unknown(Exception):

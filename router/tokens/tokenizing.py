@@ -26,14 +26,14 @@ from kvrouter.router.tokens.engine_forms import (
     TOKENIZE_PATH,
     Habits,
     render_body,
-    rendered_ids,
+    rendered,
     tokenize_body,
     tokenized_ids,
 )
 from kvrouter.router.tokens.engines import LOOK_S, JudgedEngines, way_of
 from kvrouter.router.tokens.judging import EQUAL, LocalMaker, Verdict
 from kvrouter.router.tokens.memory import Key, PromptMemory
-from kvrouter.router.tokens.prompt import Prompt, Source, Unknown, estimated_tokens
+from kvrouter.router.tokens.prompt import Found, Prompt, Unknown, estimated_tokens
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,9 @@ TOKENS_OF_MEDIA = 1_024
 # Two texts that have no token in common, in place of a message with media.
 STAND_INS = ("A", "7")
 
+# Of the deadline, for an engine's render of a prompt with media: it may fetch a picture first. The rest is for the text before it.
+MEDIA_SHARE = 0.6
 
-Found = tuple[NDArray[np.int64], Source]
 T = TypeVar("T")
 
 
@@ -161,9 +162,9 @@ class Tokenizing:
                     return Prompt(len(asked), asked, "given")
                 if asked.media_at is not None:
                     size_bytes = asked.text_bytes
-                    return await self._before_media(model, asked, asked.media_at, authorization)
-                ids, source = await self._ids(model, asked, authorization)
-                return Prompt(len(ids), ids, source, replaces=self._engines.all_alike(model))
+                    return await self._with_media(model, asked, asked.media_at, authorization)
+                ids, source, items = await self._found(model, asked, authorization)
+                return Prompt(len(ids), ids, source, replaces=self._engines.all_alike(model), items=items)
         except Unknown as unknown:
             return _unknown(unknown, size_bytes)
         except TimeoutError:
@@ -171,6 +172,18 @@ class Tokenizing:
             return _unknown(Unknown("timeout", why), size_bytes)
         finally:
             self._waiting -= 1
+
+    async def _with_media(self, model: str, asked: Asked, at: int, authorization: str | None) -> Prompt:
+        """All of it where an engine's render tells its items, else what comes before message `at`, the first that has media."""
+        try:
+            async with asyncio.timeout(self._timeout_s * MEDIA_SHARE):
+                ids, source, items = await self._asked_once(model, asked, authorization)
+        except (Unknown, TimeoutError) as error:
+            log.debug("not known through its media", extra={"reason": str(error) or "not in time"})
+        else:
+            if items:
+                return Prompt(len(ids), ids, source, items=items)
+        return await self._before_media(model, asked, at, authorization)
 
     async def _before_media(self, model: str, asked: Asked, at: int, authorization: str | None) -> Prompt:
         """What comes before the first message with more than text: that which two chats have in common that differ in it alone."""
@@ -184,12 +197,12 @@ class Tokenizing:
                 add_generation_prompt=None,
             )
             try:
-                both.append(await self._ids(model, stand_in, authorization))
+                both.append(await self._found(model, stand_in, authorization))
             except Unknown as unknown:
                 # It is not the client's request that was refused.
                 reason = "media" if unknown.reason == "refused" else unknown.reason
                 raise Unknown(reason, f"up to its first message with media: {unknown.problem}") from None
-        (one, source), (other, _) = both
+        (one, source, _), (other, _, _) = both
         most = min(len(one), len(other))
         apart = np.flatnonzero(one[:most] != other[:most])
         # Less one: what stands before the message's text may become one token with what is put there instead.
@@ -203,7 +216,7 @@ class Tokenizing:
             reason="media",
         )
 
-    async def _ids(self, model: str, asked: Asked, authorization: str | None) -> Found:
+    async def _found(self, model: str, asked: Asked, authorization: str | None) -> Found:
         """Raises Unknown."""
         local = self._local.get(model)
         if local is not None:
@@ -211,13 +224,17 @@ class Tokenizing:
             if habits is not None:
                 try:
                     if asked.size_bytes <= MAKE_BYTES:
-                        return local.ids(asked, habits), "local"
-                    return await self._in_thread(lambda: local.ids(asked, habits)), "local"
+                        return Found(local.ids(asked, habits), "local")
+                    return Found(await self._in_thread(lambda: local.ids(asked, habits)), "local")
                 except Unknown as unknown:
                     # What it does not read, or its template refuses, the engine decides; where there is one.
                     if not self._engines.of(model):
                         raise
                     log.debug("left to the engine", extra={"reason": unknown.problem})
+        return await self._asked_once(model, asked, authorization)
+
+    async def _asked_once(self, model: str, asked: Asked, authorization: str | None) -> Found:
+        """What an engine said or says of it; those that wait for the same share one question. Raises Unknown."""
         key = (model, asked.key)
         known = self._memory.get(key)
         if known is not None:
@@ -241,7 +258,7 @@ class Tokenizing:
     async def _asked_in_time(self, key: Key, asked: Asked, authorization: str | None) -> Found:
         async with asyncio.timeout(self._timeout_s):
             found = await self._ask_engines(key[0], asked, authorization)
-        self._memory.put(key, *found)
+        self._memory.put(key, found)
         return found
 
     async def _ask_engines(self, model: str, asked: Asked, authorization: str | None) -> Found:
@@ -272,13 +289,14 @@ class Tokenizing:
         """Raises Absent and Unknown."""
         if way_of(verdict, asked) == "render":
             answer = await self._client.post(url, RENDER_PATHS[asked.kind], render_body(asked), authorization)
-            return await self._parsed(answer, lambda: rendered_ids(asked.kind, answer)), "render"
+            ids, items = await self._parsed(answer, lambda: rendered(asked.kind, answer))
+            return Found(ids, "render", items)
         answer = await self._client.post(
             url, TOKENIZE_PATH, tokenize_body(asked, verdict.tokenize_habits), authorization
         )
-        return await self._parsed(answer, lambda: tokenized_ids(answer)), "tokenize"
+        return Found(await self._parsed(answer, lambda: tokenized_ids(answer)), "tokenize")
 
-    async def _parsed(self, answer: bytes, parse: Callable[[], NDArray[np.int64]]) -> NDArray[np.int64]:
+    async def _parsed(self, answer: bytes, parse: Callable[[], T]) -> T:
         return parse() if len(answer) <= PARSE_BYTES else await self._in_thread(parse)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
@@ -297,8 +315,8 @@ class Tokenizing:
 def _whole(path: str, raw: bytes) -> Asked | NDArray[np.int64]:
     """`read`, with all that is worked out of a long body later."""
     asked = read(path, raw)
-    if isinstance(asked, Asked) and asked.media_at is None:
-        asked.key, asked.features  # noqa: B018
+    if isinstance(asked, Asked):
+        asked.key, asked.media_at, asked.features  # noqa: B018
     return asked
 
 

@@ -431,8 +431,55 @@ def test_images_are_known_up_to_the_first() -> None:
             # The next message's role is known too, less one token.
             assert known == [*whole, *b"user"]
             assert prompt.num_tokens > len(known)
-            # No picture went anywhere.
-            assert not any("image_url" in str(body) for _, body in it.engines[0].asked)
+
+    run(test())
+
+
+def test_an_engine_that_tells_its_items_makes_all_of_it_known() -> None:
+    async def test() -> None:
+        part = {"type": "image_url", "image_url": {"url": "data:,x"}}
+        picture = {"role": "user", "content": [part, {"type": "text", "text": "what?"}]}
+        async with case() as it:
+            engine = it.engines[0]
+            engine.tokens = lambda body: [5] * 40 if "image_url" in str(body) else tokens_of(body)
+            engine.features = {
+                "mm_hashes": {"image": ["b", "a"]},
+                "mm_placeholders": {"image": [{"offset": 30, "length": 2}, {"offset": 4, "length": 20}]},
+            }
+            for asked in (1, 1):
+                prompt = await it.chat(messages=[picture])
+                assert (ids(prompt), prompt.reason, prompt.source) == ([5] * 40, None, "render")
+                assert prompt.known_tokens is None and prompt.num_tokens == 40
+                assert prompt.items == prompt.question(MODEL).items == (("a", 4, 20), ("b", 30, 2))
+                bodies = [body for path, body in engine.asked if path == RENDER_CHAT and "image_url" in str(body)]
+                # Remembered; and the pictures themselves are not sent back.
+                assert len(bodies) == asked and bodies[0]["mm_payload"] == "none"
+            tools = {"mm_hashes": {"image": ["c"]}, "mm_placeholders": {"image": [{"offset": 39, "length": 2}]}}
+            for wrong in (None, {}, {"mm_hashes": {"image": ["c"]}, "mm_placeholders": {"audio": []}}, tools):
+                engine.features = wrong
+                prompt = await it.chat(messages=[picture, {"role": "user", "content": repr(wrong)}])
+                assert (prompt.reason, prompt.items) == ("media", ())
+
+    run(test())
+
+
+def test_an_engine_slow_with_pictures_leaves_time_for_the_text_before_them() -> None:
+    async def test() -> None:
+        picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}
+        async with case() as it:
+            it.engines[0].slow = "image_url"
+            it.engines[0].features = {
+                "mm_hashes": {"image": ["a"]},
+                "mm_placeholders": {"image": [{"offset": 0, "length": 1}]},
+            }
+            chat = [{"role": "system", "content": "long ago"}, picture]
+            prompt = await it.chat(messages=chat)
+            assert prompt.reason == "media" and ids(prompt)
+            it.engines[0].go_on.set()
+            # What came too late is known the next time.
+            while not (prompt := await it.chat(messages=chat)).items:
+                await asyncio.sleep(0.01)
+            assert prompt.reason is None
 
     run(test())
 

@@ -21,7 +21,7 @@ from router_process import end_process, free_port
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
-# Some prompts of a thousand tokens in six groups of 32-token blocks.
+# Some prompts of a thousand tokens in six groups; a block is 128 tokens on the CPU, less with --block-size.
 NUM_BLOCKS = 400
 
 

@@ -18,6 +18,7 @@ from kvrouter.router.hashing import (
     reduce_hash,
     verify_scheme,
 )
+from kvrouter.router.multimodal import Items, MultimodalItem
 from kvrouter.router.segments import PromptHasher, SegmentMemory
 
 pytest.importorskip("vllm")
@@ -58,8 +59,9 @@ def received(value: Any, kind: Any) -> Any:
     return MsgpackDecoder(kind).decode(MsgpackEncoder().encode(value))
 
 
-def request(function: Any, space: HashSpace, ids: list[int]) -> Any:
+def request(function: Any, space: HashSpace, ids: list[int], items: Items = ()) -> Any:
     from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_utils import get_request_block_hasher
     from vllm.v1.request import Request
@@ -71,6 +73,10 @@ def request(function: Any, space: HashSpace, ids: list[int]) -> Any:
         sampling_params=SamplingParams(max_tokens=1),
         pooling_params=None,
         lora_request=lora,
+        mm_features=[
+            MultiModalFeatureSpec(None, "image", received(name, str), PlaceholderRange(offset, length))
+            for name, offset, length in items
+        ],
         cache_salt=None if space.cache_salt is None else received(space.cache_salt, str),
         block_hasher=get_request_block_hasher(space.block_size, function),
     )
@@ -91,6 +97,14 @@ def random_space(scheme: HashScheme, chance: random.Random) -> HashSpace:
     return HashSpace(scheme, chance.choice((1, 2, 3, 4, 16, 16, 32, 100)), lora, salt)
 
 
+def random_items(num_tokens: int, chance: random.Random) -> Items:
+    """None in most prompts; else up to four images, some of them twice, side by side or apart."""
+    count = min(chance.choice((0, 0, 0, 0, 0, 0, 1, 2, 4)), num_tokens // 2)
+    cuts = sorted(chance.sample(range(num_tokens + 1), 2 * count))
+    starts = [chance.choice((cuts[2 * i - 1] if i else 0, cuts[2 * i])) for i in range(count)]
+    return tuple(MultimodalItem(chance.choice(NAMES), start, cuts[2 * i + 1] - start) for i, start in enumerate(starts))
+
+
 @pytest.mark.parametrize("algo", ALGORITHMS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_prompts_hash_as_in_vllm(engine: Any, algo: str, seed: str | None) -> None:
@@ -104,11 +118,12 @@ def test_random_prompts_hash_as_in_vllm(engine: Any, algo: str, seed: str | None
         space, width = chance.choice(spaces), chance.choice(WIDTHS)
         ids = prefix[: chance.randrange(201)] + [chance.randrange(width) for _ in range(chance.randrange(100))]
         ids = ids or [0]
-        hasher = PromptHasher(space, np.array(ids, np.int64), memory, chance.choice((1, 3, 64)))
+        items = random_items(len(ids), chance)
+        hasher = PromptHasher(space, np.array(ids, np.int64), memory, chance.choice((1, 3, 64)), items)
         while hasher.extend().size:
             pass
-        expected = [reduce_hash(digest) for digest in request(function, space, ids).block_hashes]
-        assert hasher.hashes.tolist() == expected, (space, ids)
+        expected = [reduce_hash(digest) for digest in request(function, space, ids, items).block_hashes]
+        assert hasher.hashes.tolist() == expected, (space, ids, items)
     assert memory.hits
     assert memory.misses
 

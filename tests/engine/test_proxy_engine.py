@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -17,18 +15,12 @@ import pytest
 
 pytest.importorskip("vllm")
 
-# vLLM brings it.
-import openai
+from chat_fleet import MODEL, WAIT_S, Fleet, ask, chat_fleet, predicted, until
 from chat_model import VOCAB_SIZE, write_chat_model
 from chat_server import ChatServer
-from router_process import RouterProcess
 
 pytestmark = pytest.mark.engine
 
-MODEL = "chat-tiny"
-WAIT_S = 120.0
-# Events are with the router some milliseconds after the answer is with the client.
-SETTLE_S = 0.08
 REQUESTS = 220
 MIN_HITS = 60
 CLIENTS = 16
@@ -46,75 +38,15 @@ TOOLS = [
 ]
 
 
-class Fleet:
-    """The router, its engines by worker id, and a client of each kind."""
-
-    def __init__(self, router: RouterProcess, engines: dict[str, ChatServer]) -> None:
-        self.router = router
-        self.engines = engines
-        self.client: Any = client_of(f"http://127.0.0.1:{router.port}")
-
-    def settle(self) -> None:
-        """Until the router has seen all that the engines published."""
-        before: object = None
-        while True:
-            seen = [
-                (row["worker_id"], row["epoch"], row["seq"])
-                for row in self.router.request("GET", "/workers")["workers"]
-            ]
-            if seen == before:
-                return
-            before = seen
-            time.sleep(SETTLE_S)
-
-
-def client_of(url: str) -> Any:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
-
-
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("proxy")
-    model = write_chat_model(folder / "model")
-    with ExitStack() as stack:
-        engines = {f"w{n}": stack.enter_context(ChatServer(folder, model)) for n in range(2)}
-        flags = []
-        for name, engine in engines.items():
-            spec = f"{name}={engine.url},events={engine.endpoint},replay={engine.replay_endpoint},model={MODEL}"
-            flags += ["--worker", spec]
-        router = stack.enter_context(RouterProcess(folder / "router", flags))
-        made = Fleet(router, engines)
-        # The engines must have told of their cache once, and their tokenizers be judged.
-        for engine in engines.values():
-            client_of(engine.url).completions.create(model=MODEL, prompt=list(range(10, 200)), max_tokens=2)
-        until(lambda: all(row["state"] == "live" for row in router.request("GET", "/workers")["workers"]), "live")
-        until(lambda: predicted(ask(made, messages=text(Random(1), 60)))[0] is not None, "tokens of chats are known")
-        yield made
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {WAIT_S:g} s: {what}"
-        time.sleep(0.05)
+    with chat_fleet(folder, write_chat_model(folder / "model")) as running:
+        yield running
 
 
 def text(rng: Random, words: int) -> list[dict[str, str]]:
     return [{"role": "user", "content": " ".join(rng.choice(WORDS) for _ in range(words))}]
-
-
-def ask(fleet: Fleet, **body: Any) -> Any:
-    """The raw answer to a chat, or to a completion where the body has a prompt."""
-    of = fleet.client.completions if "prompt" in body else fleet.client.chat.completions
-    return of.with_raw_response.create(model=MODEL, max_tokens=body.pop("max_tokens", 4), temperature=0, **body)
-
-
-def predicted(answer: Any) -> tuple[int | None, int, str]:
-    """What the router said would be reused, what the engine says that was, and by whom."""
-    said = answer.headers.get("x-kvrouter-predicted-hit")
-    details = answer.parse().usage.prompt_tokens_details
-    reused = 0 if details is None else details.cached_tokens or 0
-    return None if said is None else int(said), reused, answer.headers["x-kvrouter-worker"]
 
 
 def test_openais_client_is_answered_as_by_the_engine_itself(fleet: Fleet) -> None:

@@ -24,7 +24,7 @@ def tokens_of(body: dict[str, Any], *, drop_tools: bool = False) -> list[int]:
     for message in body["messages"]:
         content = message["content"]
         if isinstance(content, list):
-            content = "".join(part["text"] if isinstance(part, dict) else part for part in content)
+            content = "".join(part.get("text", "") if isinstance(part, dict) else part for part in content)
         found += [*message["role"].encode(), 0, *(content or "").encode(), 2]
     return found if body.get("continue_final_message") else [*found, 3]
 
@@ -38,6 +38,11 @@ class TokenEngine:
         # Whole answers in place of those with tokens, by path.
         self.answers: dict[str, bytes] = {}
         self.delay_s = 0.0
+        # Requests with this in them wait for `go_on`.
+        self.slow: str | None = None
+        self.go_on = asyncio.Event()
+        # What render tells of images and the like, of requests that have them.
+        self.features: dict[str, Any] | None = None
         self.tokens: Callable[[dict[str, Any]], list[int]] = tokens_of
         # What /tokenize makes, where it is not what the engine makes.
         self.tokenize: Callable[[dict[str, Any]], list[int]] | None = None
@@ -74,6 +79,8 @@ class TokenEngine:
         self.most_at_once = max(self.most_at_once, self.at_once)
         try:
             await asyncio.sleep(self.delay_s)
+            if self.slow is not None and self.slow in str(body):
+                await self.go_on.wait()
             return self._answer(path, body)
         finally:
             self.at_once -= 1
@@ -89,7 +96,8 @@ class TokenEngine:
             ids = ids if self.tokenize is None else self.tokenize(body)
             return web.json_response({"count": len(ids), "max_model_len": 4096, "tokens": ids})
         if path.endswith("/render"):
-            rendered = {"request_id": "r", "token_ids": ids, "features": None, "sampling_params": {"max_tokens": 1}}
+            features = self.features if "image_url" in str(body) else None
+            rendered = {"request_id": "r", "token_ids": ids, "features": features, "sampling_params": {"max_tokens": 1}}
             return web.json_response([rendered] if "completions/render" in path and "chat" not in path else rendered)
         usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "total_tokens": len(ids) + 1}
         found: dict[str, Any] = {"id": "c", "choices": [{"index": 0}], "usage": usage}

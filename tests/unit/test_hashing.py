@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +57,7 @@ def test_digests_equal_vllms(algo: str) -> None:
     for vector in vectors:
         space = space_of(vector)
         ids = check_token_ids(prompt_ids(vector["prompt"]))
-        first, others = extra_keys_for(space, 0), extra_keys_for(space, 1)
-        digests = hash_chain(space.scheme, None, ids, space.block_size, first, others)
+        digests = hash_chain(space.scheme, None, ids, space.block_size, map(partial(extra_keys_for, space), count()))
         assert [digest.hex() for digest in digests] == vector["hashes"], vector
         assert [reduce_hash(digest) for digest in digests] == vector["reduced"]
         assert reduce_hashes(digests).tolist() == vector["reduced"]
@@ -119,8 +120,8 @@ def test_a_chain_is_its_blocks_one_after_another(ids: list[int], block_size: int
         block = ids[index * block_size : (index + 1) * block_size]
         parent = hash_block(DEFAULT, parent, block, extra_keys_for(space, index))
         expected.append(parent)
-    first, others = extra_keys_for(space, 0), extra_keys_for(space, 1)
-    assert hash_chain(DEFAULT, None, check_token_ids(ids), block_size, first, others) == expected
+    keys = map(partial(extra_keys_for, space), count())
+    assert hash_chain(DEFAULT, None, check_token_ids(ids), block_size, keys) == expected
 
 
 def test_hash_block_takes_arrays_as_it_takes_lists() -> None:

@@ -12,14 +12,17 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvrouter.router.hashing import HashScheme, HashSpace, extra_keys_for, hash_block, reduce_hash
+from kvrouter.router.multimodal import Items, MultimodalItem, within
 from kvrouter.router.segments import PromptHasher, SegmentMemory
 
 SPACE = HashSpace(HashScheme.default(), 4)
 PLENTY = 1 << 20
 
 
-def hashed(space: HashSpace, ids: NDArray[np.int64], memory: SegmentMemory, segment_blocks: int = 2) -> list[int]:
-    hasher = PromptHasher(space, ids, memory, segment_blocks)
+def hashed(
+    space: HashSpace, ids: NDArray[np.int64], memory: SegmentMemory, segment_blocks: int = 2, items: Items = ()
+) -> list[int]:
+    hasher = PromptHasher(space, ids, memory, segment_blocks, items)
     handed: list[int] = []
     while (segment := hasher.extend()).size:
         assert segment.dtype == np.uint64
@@ -29,11 +32,12 @@ def hashed(space: HashSpace, ids: NDArray[np.int64], memory: SegmentMemory, segm
     return handed
 
 
-def one_by_one(space: HashSpace, ids: NDArray[np.int64]) -> list[int]:
+def one_by_one(space: HashSpace, ids: NDArray[np.int64], items: Items = ()) -> list[int]:
     parent, hashes = None, []
     for index in range(len(ids) // space.block_size):
-        block = ids[index * space.block_size : (index + 1) * space.block_size]
-        parent = hash_block(space.scheme, parent, block, extra_keys_for(space, index))
+        start, end = index * space.block_size, (index + 1) * space.block_size
+        keys = extra_keys_for(space, index, within(items, start, end))
+        parent = hash_block(space.scheme, parent, ids[start:end], keys)
         hashes.append(reduce_hash(parent))
     return hashes
 
@@ -44,22 +48,43 @@ def spaces() -> st.SearchStrategy[HashSpace]:
     return st.builds(HashSpace, schemes, st.integers(1, 3), loras, st.sampled_from([None, "s", "t"]))
 
 
+def items_within(tokens: int) -> st.SearchStrategy[Items]:
+    """Two items at most, of two contents."""
+    names = st.sampled_from(["cat", "dog"])
+    cuts = st.lists(st.integers(0, tokens), min_size=4, max_size=4, unique=True).map(sorted)
+    return st.builds(
+        lambda at, one, other, count: (
+            MultimodalItem(one, at[0], at[1] - at[0]),
+            MultimodalItem(other, at[2], at[3] - at[2]),
+        )[:count],
+        cuts,
+        names,
+        names,
+        st.integers(0, 2),
+    )
+
+
 @given(
     st.lists(
-        st.tuples(spaces(), st.lists(st.sampled_from([0, 1, 2**32 - 1, 2**32, 2**40]), max_size=14), st.integers(1, 4)),
+        st.tuples(
+            spaces(),
+            st.lists(st.sampled_from([0, 1, 2**32 - 1, 2**32, 2**40]), max_size=14),
+            st.integers(1, 4),
+            items_within(14),
+        ),
         min_size=1,
         max_size=8,
     ),
     st.sampled_from([0, 1500, 4000, PLENTY]),
 )
 def test_remembered_hashes_equal_computed_ones(
-    prompts: list[tuple[HashSpace, list[int], int]], budget_bytes: int
+    prompts: list[tuple[HashSpace, list[int], int, Items]], budget_bytes: int
 ) -> None:
     # Few ids and small spaces, so that prompts of one memory share prefixes, widths and evicted segments.
     memory = SegmentMemory(budget_bytes)
-    for space, ids, segment_blocks in prompts * 2:
+    for space, ids, segment_blocks, items in prompts * 2:
         array = np.array(ids, np.int64)
-        assert hashed(space, array, memory, segment_blocks) == one_by_one(space, array)
+        assert hashed(space, array, memory, segment_blocks, items) == one_by_one(space, array, items)
         assert memory.bytes <= budget_bytes
 
 
@@ -168,7 +193,8 @@ def test_the_budget_covers_what_is_really_allocated() -> None:
         before, counted = tracemalloc.get_traced_memory()[0], memory.bytes
         for name in range(600):
             space = HashSpace(HashScheme.from_bytes("sha256", bytes(32)), 4, None, f"tenant {name}")
-            hashed(space, np.arange(name, name + 8), memory)
+            items = (MultimodalItem(f"{name:064x}", 1, 2), MultimodalItem(f"{name + 1:064x}", 4, 2))[: name % 3]
+            hashed(space, np.arange(name, name + 8), memory, items=items)
         allocated = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two real vLLM servers behind `kvrouter serve`, and OpenAI's client before it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+# vLLM brings it.
+import openai
+from chat_server import ChatServer
+from published import Published
+from router_process import RouterProcess
+
+MODEL = "chat-tiny"
+WAIT_S = 120.0
+# A machine under load is no reason to do without a prompt's tokens.
+TOKENIZE_TIMEOUT_S = 60.0
+
+
+class Fleet:
+    """The router, its engines by worker id, and a client of each kind."""
+
+    def __init__(self, router: RouterProcess, engines: dict[str, ChatServer], published: Published) -> None:
+        self.router = router
+        self._published = published
+        self.engines = engines
+        self.client: Any = client_of(f"http://127.0.0.1:{router.port}")
+
+    def settle(self) -> None:
+        """Until the router shows all that the engines published."""
+        published = self._published.last_seqs()
+
+        def shown() -> bool:
+            rows = self.router.request("GET", "/workers")["workers"]
+            return {row["worker_id"]: -1 if row["seq"] is None else row["seq"] for row in rows} == published
+
+        until(shown, "the router shows all that was published")
+
+
+def client_of(url: str) -> Any:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {WAIT_S:g} s: {what}"
+        time.sleep(0.01)
+
+
+def predicted(answer: Any) -> tuple[int | None, int, str]:
+    """What the router said would be reused, what the engine says that was, and by whom."""
+    said = answer.headers.get("x-kvrouter-predicted-hit")
+    details = answer.parse().usage.prompt_tokens_details
+    reused = 0 if details is None else details.cached_tokens or 0
+    return None if said is None else int(said), reused, answer.headers["x-kvrouter-worker"]
+
+
+def ask(fleet: Fleet, **body: Any) -> Any:
+    """The raw answer to a chat, or to a completion where the body has a prompt."""
+    of = fleet.client.completions if "prompt" in body else fleet.client.chat.completions
+    return of.with_raw_response.create(model=MODEL, max_tokens=body.pop("max_tokens", 4), temperature=0, **body)
+
+
+@contextmanager
+def chat_fleet(folder: Path, model: Path, arguments: Sequence[str] = ()) -> Iterator[Fleet]:
+    """Two servers of this model, live at the router, which knows how to make tokens of a chat. arguments: of `vllm serve`."""
+    with ExitStack() as stack:
+        engines = {f"w{n}": stack.enter_context(ChatServer(folder, model, arguments)) for n in range(2)}
+        flags = ["--tokenize-timeout-s", str(TOKENIZE_TIMEOUT_S)]
+        for name, engine in engines.items():
+            spec = f"{name}={engine.url},events={engine.endpoint},replay={engine.replay_endpoint},model={MODEL}"
+            flags += ["--worker", spec]
+        router = stack.enter_context(RouterProcess(folder / "router", flags))
+        endpoints = {name: engine.replay_endpoint for name, engine in engines.items()}
+        made = Fleet(router, engines, stack.enter_context(Published(endpoints)))
+        # The engines must have told of their cache once, and their tokenizers be judged.
+        for engine in engines.values():
+            client_of(engine.url).completions.create(model=MODEL, prompt=list(range(10, 200)), max_tokens=2)
+        until(lambda: all(row["state"] == "live" for row in router.request("GET", "/workers")["workers"]), "live")
+        chat = [{"role": "user", "content": "the cache of an engine keeps what it computed " * 7}]
+        until(lambda: predicted(ask(made, messages=chat))[0] is not None, "tokens of chats are known")
+        yield made

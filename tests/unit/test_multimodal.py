@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The items of a prompt, block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrouter.router.approximate import PIECE_TOKENS, pieces_of
+from kvrouter.router.hashing import HashScheme, HashSpace, extra_keys_for
+from kvrouter.router.load.pending import PIECE_TOKENS as PENDING_PIECE_TOKENS
+from kvrouter.router.load.pending import names_of
+from kvrouter.router.multimodal import MAX_ITEMS, Items, MultimodalItem, in_order, within
+from kvrouter.router.question import Question
+
+CAT, DOG = MultimodalItem("cat", 3, 4), MultimodalItem("dog", 7, 9)
+
+
+def test_they_come_in_the_order_of_the_prompt() -> None:
+    assert in_order([DOG, CAT]) == (CAT, DOG)
+    assert in_order([]) == ()
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [CAT, DOG._replace(offset_tokens=6)],
+        [CAT._replace(offset_tokens=-1)],
+        [CAT._replace(length_tokens=0)],
+        [MultimodalItem("a", at, 1) for at in range(MAX_ITEMS + 1)],
+    ],
+)
+def test_what_cannot_be_is_refused(items: list[MultimodalItem]) -> None:
+    with pytest.raises(ValueError, match="item"):
+        in_order(items)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 12)), max_size=6), st.integers(0, 60), st.integers(1, 20))
+def test_an_item_is_in_a_block_when_a_token_of_it_is(gaps: list[tuple[int, int]], start: int, length: int) -> None:
+    items: Items = ()
+    end = 0
+    for gap, tokens in gaps:
+        items += (MultimodalItem(f"i{end}", end + gap, tokens),)
+        end += gap + tokens
+    found = within(items, start, start + length)
+    expected = [
+        item
+        for item in items
+        if set(range(item.offset_tokens, item.offset_tokens + item.length_tokens)) & set(range(start, start + length))
+    ]
+    assert [(item.identifier, item.offset_tokens + start) for item in found] == [
+        (item.identifier, item.offset_tokens) for item in expected
+    ]
+
+
+def test_its_name_and_place_stand_between_the_lora_and_the_salt() -> None:
+    space = HashSpace(HashScheme.default(), 8, ("sql", "/a"), "tenant")
+    assert extra_keys_for(space, 0, within((CAT, DOG), 0, 8)) == (
+        *(("lora", "sql", "/a"), ("mm", "cat", 3), ("mm", "dog", 7), ("cache_salt", "tenant")),
+    )
+    assert extra_keys_for(space, 1, within((CAT, DOG), 8, 16)) == (("lora", "sql", "/a"), ("mm", "dog", -1))
+
+
+def guessed(question: Question) -> list[int]:
+    return pieces_of(question)
+
+
+def pending(question: Question) -> list[int]:
+    return names_of(question, 1, 7)[0]
+
+
+@pytest.mark.parametrize(("names", "piece_tokens"), [(guessed, PIECE_TOKENS), (pending, PENDING_PIECE_TOKENS)])
+def test_names_of_prompts_tell_images_apart(names: Callable[[Question], list[int]], piece_tokens: int) -> None:
+    """Their placeholders are the same tokens."""
+    tokens = np.zeros(4 * piece_tokens, np.int64)
+
+    def pieces(*items: MultimodalItem) -> list[int]:
+        return names(Question("m", len(tokens), token_ids=tokens, items=items))
+
+    cat = MultimodalItem("cat", piece_tokens + 5, 20)
+    dog = cat._replace(identifier="dog")
+    assert pieces(cat) == pieces(cat)
+    assert pieces(cat)[0] == pieces(dog)[0] and pieces(cat)[1] != pieces(dog)[1]
+    assert pieces(cat)[1] not in (pieces()[1], pieces(cat._replace(offset_tokens=piece_tokens + 6))[1])
