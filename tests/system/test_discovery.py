@@ -111,7 +111,7 @@ def test_a_file_is_followed_and_a_wrong_one_changes_nothing(tmp_path: Path, repl
     file.write_text(f"- w0={first}\n")
     with RouterProcess(tmp_path / "r", ["--workers-file", str(file)]) as router:
         until(live(router, "w0"), "the first")
-        epoch = rows(router)["w0"]["epoch"]
+        epoch = until(lambda: rows(router)["w0"]["epoch"], "its stream began")
         write(file, f"- w0={first}\n- worker_id: w1\n  url: {second}\n")
         until(live(router, "w0", "w1"), "the second")
         file.write_text(f"- w0={first}\n- worker_id: w1\n  urll: {second}\n")
