@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 # vLLM brings it.
 import openai
+import zmq
 from chat_server import ChatServer
-from published import Published
+from engine_process import last_published
 from router_process import RouterProcess
 
 MODEL = "chat-tiny"
@@ -24,19 +26,28 @@ TOKENIZE_TIMEOUT_S = 60.0
 class Fleet:
     """The router, its engines by worker id, and a client of each kind."""
 
-    def __init__(self, router: RouterProcess, engines: dict[str, ChatServer], published: Published) -> None:
+    def __init__(
+        self, router: RouterProcess, engines: dict[str, ChatServer], context: zmq.Context[zmq.Socket[bytes]]
+    ) -> None:
         self.router = router
-        self._published = published
         self.engines = engines
+        self._context = context
+        self._published = dict.fromkeys(engines, -1)
         self.client: Any = client_of(f"http://127.0.0.1:{router.port}")
 
     def settle(self) -> None:
         """Until the router shows all that the engines published."""
-        published = self._published.last_seqs()
+
+        def published(name: str) -> int:
+            return last_published(self._context, self.engines[name].replay_endpoint, self._published[name])
+
+        # All at once: an idle publisher answers ten times a second.
+        with ThreadPoolExecutor(len(self.engines)) as pool:
+            self._published = dict(zip(self.engines, pool.map(published, self.engines), strict=True))
 
         def shown() -> bool:
             rows = self.router.request("GET", "/workers")["workers"]
-            return {row["worker_id"]: -1 if row["seq"] is None else row["seq"] for row in rows} == published
+            return {row["worker_id"]: -1 if row["seq"] is None else row["seq"] for row in rows} == self._published
 
         until(shown, "the router shows all that was published")
 
@@ -76,8 +87,7 @@ def chat_fleet(folder: Path, model: Path, arguments: Sequence[str] = ()) -> Iter
             spec = f"{name}={engine.url},events={engine.endpoint},replay={engine.replay_endpoint},model={MODEL}"
             flags += ["--worker", spec]
         router = stack.enter_context(RouterProcess(folder / "router", flags))
-        endpoints = {name: engine.replay_endpoint for name, engine in engines.items()}
-        made = Fleet(router, engines, stack.enter_context(Published(endpoints)))
+        made = Fleet(router, engines, stack.enter_context(zmq.Context()))
         # The engines must have told of their cache once, and their tokenizers be judged.
         for engine in engines.values():
             client_of(engine.url).completions.create(model=MODEL, prompt=list(range(10, 200)), max_tokens=2)

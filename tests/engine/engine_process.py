@@ -29,23 +29,29 @@ NUM_BLOCKS = 110
 _END_OF_REPLAY = b"\xff" * 8
 
 
+# Six layers: five with a sliding window of 128 tokens and one with full attention.
+HYBRID_LAYERS = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 64,
+    "max_position_embeddings": MAX_MODEL_LEN,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+}
+
+
 def gemma3_config() -> dict[str, Any]:
-    """Six layers: five with a sliding window of 128 tokens and one with full attention (wire.md section 6)."""
+    """A model of `HYBRID_LAYERS` (wire.md section 6)."""
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 6,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
+        **HYBRID_LAYERS,
         "query_pre_attn_scalar": 64,
         "vocab_size": VOCAB_SIZE,
-        "max_position_embeddings": MAX_MODEL_LEN,
-        "sliding_window": 128,
         "sliding_window_pattern": 6,
-        "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
         "torch_dtype": "bfloat16",

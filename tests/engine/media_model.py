@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from engine_process import MAX_MODEL_LEN
+from engine_process import HYBRID_LAYERS
 from PIL import Image
 from tiny_tokenizer import BOS, CHAT_TEMPLATE, EOS, PAD, VOCAB_SIZE, build_tokenizer, write_tokenizer
 from tokenizers import AddedToken, Tokenizer
@@ -52,7 +52,7 @@ def media_tokenizer() -> Tokenizer:
 
 
 def media_config() -> dict[str, Any]:
-    """Six text layers, five of them with a sliding window of 128 tokens, behind a vision tower of two."""
+    """The text layers are `HYBRID_LAYERS`, behind a vision tower of two."""
     tokenizer = build_tokenizer()
     ids = {"bos_token_id": tokenizer.token_to_id(BOS), "eos_token_id": tokenizer.token_to_id(EOS)}
     ids["pad_token_id"] = tokenizer.token_to_id(PAD)
@@ -66,16 +66,8 @@ def media_config() -> dict[str, Any]:
         "text_config": {
             "architectures": ["LlamaForCausalLM"],
             "model_type": "llama",
-            "hidden_size": 128,
-            "intermediate_size": 256,
-            "num_hidden_layers": 6,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 64,
+            **HYBRID_LAYERS,
             "vocab_size": MEDIA_VOCAB_SIZE,
-            "max_position_embeddings": MAX_MODEL_LEN,
-            "sliding_window": 128,
-            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
             **ids,
         },
         "vision_config": {
