@@ -117,7 +117,7 @@ class Core:
         following = self._following
         for task in (following.follow(), following.sweep(), self._gauge()):
             self._tasks.append(asyncio.get_running_loop().create_task(task))
-        for task in (self.fleet.attend_always(), self.fleet.watch_registry()):
+        for task in (self.fleet.beat_always(), self.fleet.judge_followers(), self.fleet.watch_registry()):
             self._tasks.append(asyncio.get_running_loop().create_task(task))
         if self._adapters is not None:
             self._tasks.append(asyncio.get_running_loop().create_task(self._adapters.run()))
@@ -153,6 +153,7 @@ class Core:
             http=self._http,
             new_epoch=self._new_epoch,
             mine=mine,
+            mirror=self._following,
             allowed=self._allowed,
             permits=self._permits,
             changed=lambda: self._view_changed(worker),
@@ -327,11 +328,14 @@ class Core:
         return None
 
     def health(self) -> list[str]:
-        away = self._following.store_problem
+        away = self._following.store_problem or self.fleet.store_problem
         problems = [] if away is None else [away]
         unwritten = {stream.problem for stream in self._streams.values() if stream.problem}
         if away is None:
-            problems += [f"Redis takes no commits ({problem}); answers grow old" for problem in sorted(unwritten)]
+            problems += [
+                f"Redis takes no commits ({problem}): other routers do not learn what changes here"
+                for problem in sorted(unwritten)
+            ]
         for stream in self._streams.values():
             view = stream.view
             if lost := self._following.lost_credit(view.worker):
@@ -354,7 +358,7 @@ class Core:
         metrics.leases_held.set(sum(stream.held for stream in self._streams.values()))
         metrics.recoveries_waiting.set(self._permits.waiting)
         metrics.routers.set(self.fleet.routers)
-        metrics.store_silent_seconds.set(self._following.silent_s)
+        metrics.store_silent_seconds.set(max(self._following.silent_s, self.fleet.store_silent_s))
         metrics.approximate_pieces.set(len(self._history))
         metrics.approximate_workers.set(sum(stream.view.approximate for stream in self._streams.values()))
         metrics.mirror_entries.set(self._mirror.entries)

@@ -16,13 +16,15 @@ import msgspec
 from kvrouter.router.allow_list import AllowList
 from kvrouter.router.config import Config
 from kvrouter.router.errors import Conflict, HostNotAllowed
-from kvrouter.router.hold import LOOKS_PER_TTL
+from kvrouter.router.heartbeat import VERSION, Heartbeat, encode_heartbeat
+from kvrouter.router.index import keys
 from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
+from kvrouter.router.membership import INTERVAL_S, Membership
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.owners import PLACES, wins
 from kvrouter.router.registration import Registration
-from kvrouter.router.shares import Attendance, shares
+from kvrouter.router.shares import shares
 from kvrouter.router.stream import WorkerStream
 
 log = logging.getLogger("kvrouter.fleet")
@@ -73,12 +75,17 @@ class Fleet:
         self._leaves = leaves
         self._forget = forget
         self._lock = asyncio.Lock()
-        self._attendance = Attendance(token)
+        self._membership = Membership(token, ttl_s=config.lease_ttl_s, now_s=clock())
+        self._beats = 0
+        self._ignored = 0
+        self._store_silent = False
         # The workers that this process should follow; none before it attends.
         self._mine: frozenset[WorkerKey] | None = None
         self._attends = False
         # The version of the registry that `_streams` was made from.
         self._registry = 0
+        # Registered workers that have no stream here, and why.
+        self._left_out: dict[WorkerKey, str] = {}
         # Workers that were not in the registry at the last look, though nobody told of a change.
         self._missing: set[WorkerKey] = set()
 
@@ -86,7 +93,7 @@ class Fleet:
         """Load what Redis holds, and begin to follow it. Raises StoreError when Redis cannot be read."""
         await self._follow_registry(await self._store.registry_version())
         # After the loading, which takes its time: from here on others hand workers over to this process.
-        await self._attend()
+        await self._beat()
         for stream in self._streams.values():
             stream.start()
 
@@ -98,32 +105,82 @@ class Fleet:
         """Count among the routers no longer."""
         if self._attends:
             with contextlib.suppress(StoreError):
-                await self._store.leave(self._token)
+                await self._store.drop_heartbeats([self._token])
 
     @property
     def routers(self) -> int:
         """Router processes that count as alive, this one included."""
-        return len(self._attendance.routers)
+        return len(self._membership.routers)
 
-    async def _attend(self) -> None:
-        """Count among the routers, and see who else does."""
-        seen = await self._store.attend(self._token, self._config.lease_ttl_s)
-        if self._attendance.look(seen) and self._attends:
-            log.info("routers changed", extra={"routers": len(self._attendance.routers)})
+    @property
+    def store_silent_s(self) -> float:
+        """How long Redis has not answered, 0 while it does."""
+        return self._membership.silent_s(self._clock())
+
+    @property
+    def store_problem(self) -> str | None:
+        if not (silent_s := self.store_silent_s):
+            return None
+        return f"Redis has not answered for {silent_s:.0f} s: what other routers learn is not known here, and the other way round"
+
+    async def _beat(self) -> None:
+        """Write this router's heartbeat, and judge those of the others."""
+        membership = self._membership
+        heartbeat = encode_heartbeat(self._heartbeat())
+        changed = membership.look(await self._store.beat(self._token, heartbeat), self._clock())
+        self._metrics.heartbeats_ignored.inc(membership.ignored - self._ignored)
+        self._ignored = membership.ignored
+        if changed:
+            log.info("routers changed", extra={"routers": len(membership.routers), "refused": len(membership.refusals)})
             self._mine = None
         self._attends = True
+        if forgotten := membership.forgotten:
+            await self._store.drop_heartbeats(forgotten)
 
-    async def attend_always(self) -> None:
+    def _heartbeat(self) -> Heartbeat:
+        self._beats += 1
+        holds: dict[str, int] = {}
+        late: list[str] = []
+        refuses = {keys.worker_tag(worker): reason for worker, reason in self._left_out.items()}
+        for stream in self._streams.values():
+            if stream.held:
+                holds[stream.tag] = stream.lease_number
+                if stream.is_late:
+                    late.append(stream.tag)
+            if stream.refusal:
+                refuses[stream.tag] = stream.refusal
+        return Heartbeat(self._beats, VERSION, holds, late, refuses)
+
+    async def beat_always(self) -> None:
         while True:
-            await asyncio.sleep(self._config.lease_ttl_s / LOOKS_PER_TTL)
-            # Without the store nothing can be taken or handed over; its absence is shown where it is followed.
+            await asyncio.sleep(INTERVAL_S)
+            # Without the store nothing can be taken or handed over; its absence is judged below.
             with contextlib.suppress(StoreError):
-                await self._attend()
+                await self._beat()
+
+    async def judge_followers(self) -> None:
+        """Mark the workers whose followers are not heard, also while Redis answers nothing."""
+        while True:
+            now_s = self._clock()
+            is_silent = self._membership.silent_s(now_s) > 0
+            if is_silent is not self._store_silent:
+                self._store_silent = is_silent
+                self._metrics.store_up.set(not is_silent)
+            for stream in self._streams.values():
+                stream.follower_heard(self._membership.follower_problem(stream.tag, now_s))
+            await asyncio.sleep(INTERVAL_S)
 
     def _is_mine(self, worker: WorkerKey) -> bool:
         """Whether this process should follow the worker."""
         if self._mine is None:
-            found = shares(self._streams, self._attendance.routers)
+            workers = [*self._streams, *self._left_out]
+            refusals = self._membership.refusals
+            refused = {one: set(refusals.get(keys.worker_tag(one), ())) for one in workers}
+            for other in workers:
+                stream = self._streams.get(other)
+                if stream is None or stream.refusal:
+                    refused[other].add(self._token)
+            found = shares(workers, self._membership.routers, refused)
             self._mine = frozenset(worker for worker, router in found.items() if router == self._token)
         return worker in self._mine
 
@@ -158,11 +215,13 @@ class Fleet:
     async def _follow_registry(self, version: int) -> bool:
         """Make the workers here those of the registry as it is at `version` or later. False: look again soon."""
         stored: dict[WorkerKey, Registration] = {}
+        left_out: dict[WorkerKey, str] = {}
         for worker, raw in (await self._store.registrations()).items():
             try:
                 stored[worker] = msgspec.json.decode(raw, type=Registration)
             except msgspec.MsgspecError as error:
                 log.warning("stored registration not readable", extra={"worker": worker, "error": str(error)})
+                left_out[worker] = f"its registration cannot be read here: {error}"
         missing = self._streams.keys() - stored.keys()
         if missing and version == self._registry:
             # Nobody told of a change: a node of a cluster lost it, or whoever drops them has not come to telling yet.
@@ -185,8 +244,13 @@ class Fleet:
                 await self._end(worker)
             elif len(self._streams) >= self._config.max_workers:
                 log.warning("registered worker left out: raise max_workers", extra={"worker": worker})
+                left_out[worker] = (
+                    f"it has {self._config.max_workers} workers, as many as it follows: raise max_workers"
+                )
                 continue
             await self._begin(registration)
+        if left_out != self._left_out:
+            self._left_out, self._mine = left_out, None
         self._registry = version
         return True
 
@@ -286,7 +350,9 @@ class Fleet:
 
     async def claimed(self, source: str, *, own: bool = False) -> frozenset[tuple[str, int]]:
         """Ids and ranks that living routers see in a source of this name; own: this process's word counts too."""
-        living = self._attendance.routers | await self._store.routers()
+        # One that only just began is not known by its heartbeats yet.
+        beating = {token.decode("ascii", "replace") for token in await self._store.heartbeats()}
+        living = self._membership.routers | {token for token in beating if not self._membership.is_gone(token)}
         found: set[tuple[str, int]] = set()
         dead = []
         for token, raw in (await self._store.claims()).items():

@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mirror, kept equal to what Redis holds: it is loaded once, then the workers' logs are followed. Nothing else writes it."""
+"""The mirror's two writers: the stream of a worker that this process follows (its lead), and the logs of all others in Redis.
+
+Invariant: a worker has exactly one of them. `lead` ends the reading of its log before its stream may write; `follow_log` ends the
+lead, loads the worker from Redis, and goes on with its log. Whoever writes without being the one is a defect, and is refused.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +23,7 @@ from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import Place, WorkerKey
 from kvrouter.router.stream import WorkerStream
+from kvrouter.router.transitions import Change
 
 log = logging.getLogger("kvrouter.following")
 
@@ -33,7 +38,7 @@ RELOAD_PAUSE_S = 1.0
 
 
 class Following:
-    """Follows the log of each of `streams`; `mirror` is what it keeps."""
+    """Keeps `mirror` for `streams`: see the module. It is the streams' MirrorSource."""
 
     def __init__(
         self,
@@ -56,15 +61,55 @@ class Following:
         # Why the log of a worker cannot be followed: in a cluster, some can and some cannot.
         self._unfollowed: dict[WorkerKey, str] = {}
         self._store_lost_s: float | None = None
+        # Workers whose stream in this process writes the mirror.
+        self._led: set[WorkerKey] = set()
+        # Workers whose entries in hand are of a log position that was left meanwhile.
+        self._moved: set[WorkerKey] = set()
 
     async def close(self) -> None:
         await self._follower.close()
 
     async def forget(self, worker: WorkerKey) -> None:
         """A worker is gone."""
+        await self._leave_log(worker)
+        self._led.discard(worker)
+        self.mirror.forget(worker)
+
+    async def lead(self, worker: WorkerKey) -> None:
+        """See MirrorSource."""
+        self._led.add(worker)
+        await self._leave_log(worker)
+
+    async def _leave_log(self, worker: WorkerKey) -> None:
+        self._moved.add(worker)
         await self._follower.remove(worker)
         self._regain_store([worker])
-        self.mirror.forget(worker)
+
+    async def follow_log(self, worker: WorkerKey) -> None:
+        """See MirrorSource."""
+        image = await self._store.load(worker)
+        if worker in self._streams:
+            self._led.discard(worker)
+            self.take_image(image)
+
+    def begin_epoch(self, worker: WorkerKey, epoch: str) -> None:
+        """See MirrorSource."""
+        self._check_lead(worker)
+        self.mirror.begin_epoch(worker, epoch)
+
+    def rename_epoch(self, worker: WorkerKey, epoch: str) -> None:
+        """See MirrorSource."""
+        self._check_lead(worker)
+        self.mirror.rename_epoch(worker, epoch)
+
+    def change(self, worker: WorkerKey, changes: Sequence[Change]) -> None:
+        """See MirrorSource."""
+        self._check_lead(worker)
+        self._change(worker, changes)
+
+    def _check_lead(self, worker: WorkerKey) -> None:
+        if worker not in self._led:
+            raise RuntimeError(f"{worker} is not led here: its log in the store writes the mirror")
 
     @property
     def silent_s(self) -> float:
@@ -74,12 +119,15 @@ class Following:
     def take_image(self, image: WorkerImage) -> None:
         """Make the mirror equal to what was loaded, and follow on from there."""
         worker = image.worker
+        if worker in self._led:
+            raise RuntimeError(f"{worker} is led here: its stream writes the mirror")
+        self._moved.add(worker)
         self.mirror.begin_epoch(worker, image.epoch or "")
         for place, hashes in image.places.items():
             self._add(worker, place, hashes)
         self._follower.add_image(image)
         self._streams[worker].take_image(image)
-        self._streams[worker].shown(image.epoch or "", image.seq, self._clock())
+        self._streams[worker].shown(image.epoch or "", image.seq)
 
     def _add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
         try:
@@ -88,6 +136,14 @@ class Following:
             self._metrics.mirror_refused_blocks.labels(self._metrics.worker_label(worker)).inc(len(hashes))
             if self.refused(worker) == len(hashes):
                 log.warning("mirror full", extra={"worker": worker, "reason": str(error)})
+
+    def _change(self, worker: WorkerKey, changes: Sequence[Change]) -> None:
+        for change in changes:
+            self.mirror.discard(worker, change.place, change.removed)
+            self._add(worker, change.place, change.added)
+
+    def _reads_log(self, worker: WorkerKey) -> bool:
+        return worker in self._streams and worker not in self._led
 
     def refused(self, worker: WorkerKey) -> int:
         """Blocks of its epoch that found no room in the mirror."""
@@ -106,7 +162,11 @@ class Following:
     async def follow(self) -> None:
         while True:
             entries = blocks = 0
-            for item in in_turns(await self._follower.next()):
+            items = await self._follower.next()
+            self._moved.clear()
+            for item in in_turns(items):
+                if isinstance(item, LogEntry | Reload) and item.worker in self._moved:
+                    continue
                 await self._take(item)
                 entries += 1
                 blocks += _size_blocks(item)
@@ -122,13 +182,13 @@ class Following:
             log.warning("reload", extra={"worker": item.worker, "reason": item.reason})
             try:
                 image = await self._store.load(item.worker)
-                if item.worker in self._streams:
+                if self._reads_log(item.worker):
                     self.take_image(image)
                 self._regain_store([item.worker])
             except StoreError as error:
                 self._lose_store([item.worker], str(error))
                 await asyncio.sleep(RELOAD_PAUSE_S)
-                if item.worker in self._streams:
+                if self._reads_log(item.worker):
                     self._follower.add(item.worker)
         elif isinstance(item, StoreLost):
             self._lose_store(item.workers, item.reason)
@@ -140,16 +200,18 @@ class Following:
         if not self._unfollowed:
             return None
         reason = next(iter(self._unfollowed.values()))
-        return f"Redis does not answer ({reason}); answers come from memory and grow old"
+        return f"Redis does not answer ({reason}): what other routers learn is not known here"
 
     def _lose_store(self, workers: Iterable[WorkerKey], reason: str) -> None:
+        lost = [worker for worker in workers if self._reads_log(worker)]
+        if not lost:
+            return
         if not self._unfollowed:
             self._store_lost_s = self._clock()
             log.warning("store lost", extra={"reason": reason})
-        for worker in workers:
+        for worker in lost:
             self._unfollowed[worker] = reason
-            if (stream := self._streams.get(worker)) is not None:
-                stream.log_heard(False)
+            self._streams[worker].log_heard(False)
         self._metrics.store_up.set(0)
 
     def _regain_store(self, workers: Iterable[WorkerKey]) -> None:
@@ -171,11 +233,9 @@ class Following:
         known = self.mirror.worker(worker)
         if known is None or entry.opened_epoch or known.epoch != entry.epoch:
             self.mirror.begin_epoch(worker, entry.epoch)
-        for change in entry.changes:
-            self.mirror.discard(worker, change.place, change.removed)
-            self._add(worker, change.place, change.added)
+        self._change(worker, entry.changes)
         stream.take_entry(entry)
-        stream.shown(entry.epoch, entry.last_seq, self._clock())
+        stream.shown(entry.epoch, entry.last_seq)
 
     async def sweep(self) -> None:
         while True:

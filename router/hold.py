@@ -26,7 +26,7 @@ RETRY_LAST_S = 1.0
 # Renewals in the life of a lease: three may be late or lost.
 RENEWALS_PER_TTL = 4
 
-# Looks in the life of a lease at who attends, and at whether a worker of ours is free: what a takeover takes beyond the lease.
+# Looks in the life of a lease at whether a worker of ours is free: what a takeover takes beyond the lease.
 LOOKS_PER_TTL = 10
 
 ELSEWHERE = "another router process follows this worker; its answers are shown as they come from Redis"
@@ -84,6 +84,11 @@ class Hold:
     @property
     def held(self) -> bool:
         return self._lease is not None
+
+    @property
+    def number(self) -> int:
+        """Of the last lease that this process had."""
+        return self._number
 
     @property
     def wanted(self) -> bool:

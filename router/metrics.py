@@ -129,9 +129,20 @@ class Metrics:
         )
         self.stream_state = gauge("stream_state", "1 for the state that a worker is in, else 0", "worker", "state")
 
+        self.commit_lag_seconds = gauge(
+            "commit_lag_seconds",
+            "How long the oldest news of a worker that is followed here waits for the store",
+            "worker",
+        )
+        self.backlog_blocks = gauge(
+            "backlog_blocks", "Transitions of a worker that is followed here that wait for the store", "worker"
+        )
         self.index_commits = counter("index_commits_total", "Commits to the store", "outcome")
         self.leases_lost = counter("leases_lost_total", "Workers that this process ceased to follow", "how")
         self.leases_held = gauge("leases_held", "Workers that this process follows; the others follow the rest")
+        self.heartbeats_ignored = counter(
+            "heartbeats_ignored_total", "Values among the routers' heartbeats in the store that are none"
+        )
         self.routers = gauge("routers", "Router processes on the store, as this one sees them")
         self.recoveries_waiting = gauge(
             "recoveries_waiting", "Replays and snapshots that wait until fewer are under way"
@@ -152,7 +163,7 @@ class Metrics:
         self.discovery_changes = counter(
             "discovery_changes_total", "Workers that a source registered (also anew) or withdrew", "source", "change"
         )
-        self.store_silent_seconds = gauge("store_silent_seconds", "Age of the answers while the store is away, else 0")
+        self.store_silent_seconds = gauge("store_silent_seconds", "How long the store has not answered, else 0")
         self.store_up = gauge("store_up", "1 while the store answers")
         self.mirror_entries = gauge("mirror_entries", "(worker, block) entries in memory")
         self.mirror_bytes = gauge("mirror_bytes", "Bytes of the index in memory")
@@ -288,6 +299,8 @@ class Metrics:
             self.stream_lost_blocks,
             self.stream_event_lag_seconds,
             self.index_rewrites,
+            self.commit_lag_seconds,
+            self.backlog_blocks,
             self.load_queued_tokens,
             self.load_decode_tokens,
             self.load_requests,

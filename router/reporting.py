@@ -93,5 +93,7 @@ def count_worker(metrics: Metrics, worker: WorkerKey, stream: WorkerStream) -> N
         metrics.stream_resyncs.labels(label, how).inc(max(0, getattr(now, name) - getattr(before, name)))
     if stream.lag_s is not None:
         metrics.stream_event_lag_seconds.labels(label).set(stream.lag_s)
+    metrics.commit_lag_seconds.labels(label).set(stream.unwritten_s)
+    metrics.backlog_blocks.labels(label).set(stream.unwritten_blocks)
     stream.counted = msgspec.structs.replace(now)
     metrics.set_stream_state(worker, stream.view.state.value)

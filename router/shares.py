@@ -2,20 +2,16 @@
 """Which router process follows which worker: the same answer in every process that sees the same routers and workers. Pure.
 
 Rendezvous hashing with room: each worker goes to the router that ranks highest for it and has room left, so that no two routers
-differ by more than one worker. It depends on nothing that changes when workers change hands, so it cannot swing. The leases in
-Redis make it safe; this only says who should try.
+differ by more than one worker, but where routers refuse workers. It depends on nothing that changes when workers change hands, so
+it cannot swing. The leases in Redis make it safe; this only says who should try.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from hashlib import blake2b
 
 from kvrouter.router.names import WorkerKey
-
-# Looks in a row that must miss a router before its workers go to others. After Redis stood still, all routers have run out, and
-# the first to come back would see itself alone.
-GONE_AFTER_LOOKS = 2
 
 
 def _rank(router: str, worker: WorkerKey) -> bytes:
@@ -23,31 +19,25 @@ def _rank(router: str, worker: WorkerKey) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
-def shares(workers: Iterable[WorkerKey], routers: Collection[str]) -> dict[WorkerKey, str]:
-    """The router of each worker; `routers` must not be empty."""
-    pending = sorted(set(workers))
+def shares(
+    workers: Iterable[WorkerKey], routers: Collection[str], refused: Mapping[WorkerKey, Collection[str]]
+) -> dict[WorkerKey, str]:
+    """The router of each worker; `routers` must not be empty. refused: the routers that will not follow a worker: where none is
+    left, nobody should."""
+    takers = {
+        worker: [router for router in routers if router not in refused.get(worker, ())] for worker in set(workers)
+    }
+    # Who has less choice chooses first, so that the others even it out.
+    pending = sorted((worker for worker, able in takers.items() if able), key=lambda one: (len(takers[one]), one))
     least, more = divmod(len(pending), len(routers))
-    loads = dict.fromkeys(sorted(routers), 0)
+    loads = dict.fromkeys(routers, 0)
     found = {}
     for worker in pending:
-        ranked = sorted(loads, key=lambda router: _rank(router, worker), reverse=True)
-        chosen = next(router for router in ranked if loads[router] < least or (more and loads[router] == least))
+        ranked = sorted(takers[worker], key=lambda router: _rank(router, worker), reverse=True)
+        having_room = (router for router in ranked if loads[router] < least or (more > 0 and loads[router] == least))
+        # With no room among those that take it, the one that has least to do.
+        chosen = next(having_room, None) or min(ranked, key=lambda router: (loads[router], router))
         more -= loads[chosen] == least
         loads[chosen] += 1
         found[worker] = chosen
     return found
-
-
-class Attendance:
-    """The routers that count as alive, from looks at who attends."""
-
-    def __init__(self, token: str) -> None:
-        self.routers = frozenset({token})
-        self._missed: dict[str, int] = {}
-
-    def look(self, seen: frozenset[str]) -> bool:
-        """Take what one look at the store showed; whether `routers` changed."""
-        missed = {router: self._missed.get(router, 0) + 1 for router in self.routers - seen}
-        self._missed = {router: looks for router, looks in missed.items() if looks < GONE_AFTER_LOOKS}
-        before, self.routers = self.routers, seen | self._missed.keys()
-        return self.routers != before

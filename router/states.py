@@ -22,6 +22,9 @@ class StreamState(StrEnum):
 # whatever disproves it voids it. `resyncing` is not: batches are known to be missing.
 CREDITED = frozenset({StreamState.CATCHING_UP, StreamState.LIVE, StreamState.SUSPECT})
 
+# The same, and the one in which questions by block hash are answered: what doubt turns into `suspect`.
+SHOWN = CREDITED | {StreamState.UNHASHABLE}
+
 
 def credited(state: StreamState, overdue: bool) -> bool:
     """Whether a worker gets credit for what is known of it. overdue: it is in this state for longer than doubt is credited."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker, followed: subscription, ingest and commits. The async shell around `ingest.py`; the lease is in `hold.py`.
 
-One task a worker. Whatever breaks its hold (a lost lease, a store that is elsewhere) makes it begin again: from memory where nobody
-else followed the worker meanwhile, else from what Redis holds. While another process follows it, `told.py` says what it is.
+One task a worker. While it holds the lease it leads the mirror (`lead.py`): its answers need no Redis. Whatever breaks its hold (a
+lost lease, a store that is elsewhere) makes it begin again: from memory where nobody else followed the worker meanwhile, else from
+what Redis holds. While another process follows it, `told.py` says what it is, for as long as that process is heard.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections import deque
 from collections.abc import Callable, Coroutine
 
 import aiohttp
@@ -29,33 +29,37 @@ from kvrouter.router.allow_list import AllowList
 from kvrouter.router.checkup import Checkup
 from kvrouter.router.config import Config
 from kvrouter.router.hold import ELSEWHERE, RETRY_FIRST_S, RETRY_LAST_S, HandedOver, Hold, HoldLost
+from kvrouter.router.index import keys
 from kvrouter.router.index.log import LogEntry
 from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
-from kvrouter.router.ingest import Tally
+from kvrouter.router.ingest import Flush, Tally
+from kvrouter.router.lead import Lead, MirrorSource
 from kvrouter.router.load.gauges import EngineLoad
 from kvrouter.router.match import WorkerView
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import Place, WorkerKey
 from kvrouter.router.registration import NO_PATCH, Registration
 from kvrouter.router.report_ingest import ReportIngest
-from kvrouter.router.states import CREDITED, StreamState, credited
+from kvrouter.router.states import CREDITED, SHOWN, StreamState, credited
 from kvrouter.router.told import Told, engine_start_s, state_fields
 from kvrouter.router.vitals import EngineBack, EngineLost, EngineRestarted, VitalSign
 
 log = logging.getLogger("kvrouter.stream")
 
 # Transitions that may wait for the store. With more, and the store slow, the socket is left unread (ZMQ buffers, and later the
-# publisher drops: a gap); with the store away they are dropped, and all that is held is written when it is back.
-# They are one commit, so also what every router applies at once: some milliseconds. With a million, one worker that published as
-# fast as it could held up everybody's answers for a second.
+# publisher drops: a gap) for BACKPRESSURE_S; with the store away they are dropped, and all that is held is written when it is back.
+# They are one commit, so also what every other router applies at once: some milliseconds. With a million, one worker that published
+# as fast as it could held up everybody's answers for a second.
 MAX_PENDING_BLOCKS = 65_536
+
+# How long the socket may be left unread, as meanwhile this process answers from what it read before.
+BACKPRESSURE_S = 1.0
+
+# A worker whose news waits for the store for longer is known too late by the other routers, and its heartbeat says so.
+LATE_S = 1.0
 
 # How long one worker's items are taken in before everything else gets its turn.
 TURN_S = 0.002
-
-# Flushed batches whose way into the mirror is timed.
-MAX_TIMED = 1_024
-
 
 # How long a patched engine may take to say hello before its own topic is followed: some round trips. One whose reports are in Redis
 # already is waited for longer, because going on from there saves loading everything.
@@ -73,6 +77,10 @@ LOOKS_BEFORE_ELSEWHERE = 10
 
 # A patch silent for so long is given up, and the engine's own topic followed: longer than an engine stalls while it compiles.
 REPORTS_LOST_S = 15.0
+
+
+PAUSED = "followed again in a moment; the last known residency is shown"
+NO_FOLLOWER_YET = "no other router has been heard yet that follows this worker"
 
 
 class SourceChanged(Exception):
@@ -98,12 +106,15 @@ class WorkerStream:
         allowed: AllowList,
         permits: Permits,
         mine: Callable[[WorkerKey], bool],
+        mirror: MirrorSource,
         changed: Callable[[], None],
         engine_load: Callable[[EngineLoad], None],
     ) -> None:
         """changed: called when `view` did. engine_load: told what the engine says of its load. token: names this process in
-        leases. mine: whether it should have this one."""
+        leases. mine: whether it should have this one. mirror: led while this process follows the worker."""
         self.registration = registration
+        # Names the worker in heartbeats.
+        self.tag = keys.worker_tag(registration.worker)
         self._store = store
         self._config = config
         self._metrics = metrics
@@ -114,6 +125,7 @@ class WorkerStream:
         self._new_epoch = new_epoch
         self._allowed = allowed
         self._permits = permits
+        self._mirror = mirror
         self._changed = changed
         self._engine_load = engine_load
         self._decoder = BatchDecoder()
@@ -138,8 +150,14 @@ class WorkerStream:
         self._told = Told(registration, config.none_hash_seed)
         # Whether what others say of the worker is shown, as they follow it.
         self._elsewhere = False
+        # Set while this process leads the mirror.
+        self._lead: Lead | None = None
+        # Whether `_told` is what the store says now: nothing of the log is read during a lead.
+        self._log_followed = False
         # The log of the worker is not heard, so what others tell of it is old.
         self._unheard = False
+        # Why what others tell cannot be relied on, None while the router that follows the worker is heard.
+        self._follower_problem: str | None = NO_FOLLOWER_YET
         # Whether the last hold ended because the other of the two streams is to be followed.
         self._source_changed = False
         # When the engine's process started, as far as any router knows.
@@ -150,7 +168,9 @@ class WorkerStream:
         self._state_told: dict[str, bytes] = {}
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
-        self._timed: deque[tuple[str, int, float]] = deque(maxlen=MAX_TIMED)
+        # When the items in hand were received; since when there is something that the store does not have.
+        self._received_s = clock()
+        self._unwritten_since_s: float | None = None
         # (epoch, seq) in Redis that `ingest` was prepared from, None once it goes on from there.
         self._prepared: tuple[str | None, int | None] | None = None
         # Counts over all ingests of this stream, and what of them is in the metrics already.
@@ -196,6 +216,7 @@ class WorkerStream:
     def take_image(self, image: WorkerImage) -> None:
         """What Redis holds, as it was loaded for the mirror."""
         self._told.take_image(image)
+        self._log_followed = True
         self._refresh()
 
     def take_entry(self, entry: LogEntry) -> None:
@@ -208,10 +229,35 @@ class WorkerStream:
         self._unheard = not heard
         self._refresh()
 
+    def follower_heard(self, problem: str | None) -> None:
+        """Whether the router that follows the worker is heard; problem: why it is not."""
+        if problem != self._follower_problem:
+            self._follower_problem = problem
+            if self._elsewhere:
+                self._refresh()
+
     @property
     def held(self) -> bool:
         """Whether this process follows the worker."""
         return self._hold.held
+
+    @property
+    def lease_number(self) -> int:
+        return self._hold.number
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the store, and so every other router, lacks what was learned more than LATE_S ago."""
+        return self.unwritten_s > LATE_S
+
+    @property
+    def unwritten_s(self) -> float:
+        """How long the oldest news has waited for the store."""
+        return 0.0 if self._unwritten_since_s is None else self._clock() - self._unwritten_since_s
+
+    @property
+    def unwritten_blocks(self) -> int:
+        return 0 if self._lead is None else self._lead.backlog.blocks
 
     @property
     def problem(self) -> str | None:
@@ -249,13 +295,13 @@ class WorkerStream:
         self._refresh()
 
     @property
-    def _refusal(self) -> str | None:
+    def refusal(self) -> str | None:
         """Why the worker is not followed: it was registered through another router, or before the setting was made."""
         return self._allowed.registration_problem(self.registration)
 
     def start(self) -> None:
-        if self._refusal:
-            log.warning("worker not followed", extra={"worker": self.worker, "reason": self._refusal})
+        if self.refusal:
+            log.warning("worker not followed", extra={"worker": self.worker, "reason": self.refusal})
             return
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"stream {self.worker}")
 
@@ -275,30 +321,34 @@ class WorkerStream:
         await self.stop()
         await self._hold.forget()
 
-    def shown(self, epoch: str, seq: int | None, now: float) -> None:
+    def shown(self, epoch: str, seq: int | None) -> None:
         """The mirror shows everything up to `seq` of `epoch`."""
         self.visible_seq = seq if seq is not None or epoch != self.visible_epoch else self.visible_seq
         self.visible_epoch = epoch
-        while self._timed and seq is not None and (self._timed[0][0] != epoch or self._timed[0][1] <= seq):
-            timed_epoch, _, received_s = self._timed.popleft()
-            if timed_epoch == epoch:
-                self.lag_s = now - received_s
+
+    @property
+    def _elsewhere_problem(self) -> str | None:
+        """Why the state that others wrote cannot be shown as it is, None when it can."""
+        if not self._log_followed:
+            return "another router process follows this worker; what it learned is being loaded from Redis"
+        if self._unheard:
+            return "another router process follows this worker, and the store tells nothing of what it learns"
+        return self._follower_problem
 
     def _make_view(self, state: StreamState) -> WorkerView:
         ingest = self.shown_ingest
-        refusal = self._refusal
+        refusal = self.refusal
         if refusal:
             state = StreamState.DOWN
         credit = credited(state, self._overdue) and (self._told.credited or not self._elsewhere)
         away = self._hold.problem
         if refusal:
             reason = refusal
-        elif away is not None:
-            reason = f"Redis takes no commits ({away}): answers come from memory and grow old"
-        elif self._elsewhere and self._unheard:
-            reason = "another router process follows this worker, and the store tells nothing of what it learns"
         elif self._elsewhere:
-            reason = self._hold_problem or self._told.reason or ELSEWHERE
+            reason = self._hold_problem or self._elsewhere_problem or self._told.reason or ELSEWHERE
+        elif away is not None:
+            unwritten = f"Redis takes no commits ({away}): other routers do not learn what changes here"
+            reason = "; ".join(filter(None, (unwritten, ingest.reason)))
         else:
             reason = self._hold_problem or self._key_problem or ingest.reason
         if state in CREDITED and not credit:
@@ -323,8 +373,10 @@ class WorkerStream:
         self._refresh()
 
     def _refresh(self) -> None:
+        """Bring mirror and view up to what is known, both before anything else runs."""
+        self._draw()
         state = self._told.state if self._elsewhere else self.ingest.state
-        if self._elsewhere and self._unheard and state in CREDITED:
+        if self._elsewhere and state in SHOWN and self._elsewhere_problem is not None:
             state = StreamState.SUSPECT
         old = self.view
         if state is not old.state:
@@ -337,6 +389,15 @@ class WorkerStream:
                     "stream state", extra={"worker": self.worker, "state": view.state.value, "reason": view.reason}
                 )
             self._changed()
+
+    def _draw(self) -> None:
+        if self._lead is None:
+            return
+        flush = self._lead.draw(self.ingest)
+        if flush is not None:
+            self.shown(flush.epoch, None if flush.seqs is None else flush.seqs[1])
+            if flush.seqs is not None:
+                self.lag_s = self._clock() - self._received_s
 
     def _time_credit(self, state: StreamState) -> None:
         self._overdue = False
@@ -365,20 +426,15 @@ class WorkerStream:
                 await self._take_lease()
                 retry_s = RETRY_FIRST_S
                 try:
-                    self._sound = True
-                    await self._follow()
+                    self._sound, self._source_changed = True, False
+                    await self._follow_sources()
                 finally:
-                    self.ingest.pause("followed again in a moment; the last known residency is shown")
+                    self.ingest.pause(PAUSED)
+                    self._refresh()
                     await self._hold.release()
-            except SourceChanged as change:
-                self._source_changed = True
-                log.info("stream changed", extra={"worker": self.worker, "reason": str(change)})
             except HandedOver as change:
-                self._source_changed = False
-                self._leave_to_others()
                 log.info("worker handed over", extra={"worker": self.worker, "reason": str(change)})
             except (HoldLost, StoreError) as error:
-                self._source_changed = False
                 self._hold_problem = str(error)
                 self._refresh()
                 log.warning("worker not held", extra={"worker": self.worker, "reason": str(error)})
@@ -399,38 +455,68 @@ class WorkerStream:
                 self._refresh()
                 await asyncio.sleep(RETRY_LAST_S)
 
+    async def _follow_sources(self) -> None:
+        """Follow the worker under one lease, by whichever of its streams is the one to follow."""
+        while True:
+            try:
+                await self._follow()
+            except SourceChanged as change:
+                self._source_changed = True
+                self.ingest.pause(PAUSED)
+                self._refresh()
+                log.info("stream changed", extra={"worker": self.worker, "reason": str(change)})
+
     async def _take_lease(self) -> None:
         if not self._hold.wanted:
-            self._leave_to_others()
+            await self._leave_to_others()
         taking = asyncio.ensure_future(self._hold.take())
         try:
             done, _ = await asyncio.wait({taking}, timeout=self._config.lease_ttl_s / LOOKS_BEFORE_ELSEWHERE)
             if not done:
-                self._leave_to_others()
+                await self._leave_to_others()
             alone = await taking
         finally:
             taking.cancel()
+        await self._take_lead(alone)
         self._elsewhere, self._hold_problem, self._state_told = False, None, {}
-        epoch, seq = self._hold.written
-        if (epoch, seq) != self._prepared:
-            if alone and self._sound:
-                if not self.ingest.continues(epoch, seq):
-                    log.warning("written anew from memory", extra={"worker": self.worker})
-                    self._metrics.index_rewrites.labels(self._metrics.worker_label(self.worker)).inc()
-                    self.ingest.write_anew()
-            else:
-                # Others have committed since, or what was seen here is broken.
-                image = await self._store.load(self.worker)
-                self.prepare(image, await self._store.load_copies(self.worker))
-        self._prepared = None
         log.info("worker held", extra={"worker": self.worker, "epoch": self.ingest.epoch, "seq": self.ingest.seq})
         self._refresh()
 
-    def _leave_to_others(self) -> None:
-        """Another process follows the worker: show what it tells."""
+    async def _take_lead(self, alone: bool) -> None:
+        """Have in `ingest` and in the mirror what the next commit goes on from. alone: nobody else committed since this process."""
+        epoch, seq = self._hold.written
+        if alone and self._sound and self._lead is not None:
+            if not self._lead.continues(self.ingest, epoch, seq):
+                log.warning("written anew from memory", extra={"worker": self.worker})
+                self._give_up_backlog()
+            return
+        log_followed, self._lead, self._log_followed = self._log_followed, None, False
+        await self._mirror.lead(self.worker)
+        if (epoch, seq) != self._prepared:
+            # Others have committed since, or what was seen here is broken.
+            image, copies = await self._store.load(self.worker), await self._store.load_copies(self.worker)
+            self.prepare(image, copies)
+        lead = Lead(self.worker, self._mirror, max_blocks=MAX_PENDING_BLOCKS)
+        # A mirror that read the log up to the same commit shows the same.
+        if not log_followed or (self.visible_epoch, self.visible_seq) != (self.ingest.epoch, self.ingest.seq):
+            lead.show_all(self.ingest)
+            self.shown(self.ingest.epoch, self.ingest.seq)
+        self._lead, self._prepared = lead, None
+
+    def _give_up_backlog(self) -> None:
+        """Have the whole epoch written when the store is there."""
+        assert self._lead is not None
+        self._metrics.index_rewrites.labels(self._metrics.worker_label(self.worker)).inc()
+        self._lead.backlog.overflow()
+
+    async def _leave_to_others(self) -> None:
+        """Another process follows the worker: show what it tells. Raises StoreError."""
         self._elsewhere, self._hold_problem = True, None
         self.ingest, self._prepared, self._sound = self._new_ingest(), None, False
+        self._lead, self._unwritten_since_s = None, None
         self._refresh()
+        if not self._log_followed:
+            await self._mirror.follow_log(self.worker)
 
     @property
     def _movable(self) -> bool:
@@ -596,7 +682,7 @@ class WorkerStream:
     ) -> None:
         while True:
             items = await subscriber.next()
-            now = turn = self._clock()
+            now = turn = self._received_s = self._clock()
             for item in items:
                 self.ingest.apply(item, now)
                 if isinstance(item, Connected):
@@ -612,7 +698,7 @@ class WorkerStream:
         giving_up: asyncio.TimerHandle | None = None
         while True:
             items = await reports.next()
-            now = turn = self._clock()
+            now = turn = self._received_s = self._clock()
             for item in items:
                 self.ingest.apply(item, now)
                 if isinstance(item, Silent | Heard) and giving_up is not None:
@@ -638,16 +724,20 @@ class WorkerStream:
         return self._clock()
 
     async def _taken_in(self, news: asyncio.Event, room: asyncio.Event) -> None:
+        assert self._lead is not None
         self._refresh()
-        if self.ingest.has_news or self._state_fields() != self._state_told:
+        backlog = self._lead.backlog
+        if not backlog.is_empty or self._state_fields() != self._state_told:
             news.set()
-        while self.ingest.blocks.pending_blocks > MAX_PENDING_BLOCKS:
-            if self._hold.away:
-                self._metrics.index_rewrites.labels(self._metrics.worker_label(self.worker)).inc()
-                self.ingest.write_anew()
+        give_up_s = self._clock() + BACKPRESSURE_S
+        while backlog.is_full:
+            if self._hold.away or self._clock() > give_up_s:
+                self._give_up_backlog()
                 return
             room.clear()
-            await room.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BACKPRESSURE_S):
+                    await room.wait()
 
     def _state_fields(self) -> dict[str, bytes]:
         if self._checkup is not None and self._checkup.vitals.start_s is not None:
@@ -658,19 +748,29 @@ class WorkerStream:
         while True:
             await news.wait()
             news.clear()
-            received_s = self._clock()
+            if self._unwritten_since_s is None:
+                self._unwritten_since_s = self._clock()
             await asyncio.sleep(self._config.flush_interval_s)
-            flush, state = self.ingest.take(), self._state_fields()
+            flush, state = self._next_commit(), self._state_fields()
+            taken_s = self._clock()
             room.set()
             if flush is not None:
-                if flush.seqs is not None:
-                    self._timed.append((flush.epoch, flush.seqs[1], received_s))
                 if flush.opens_epoch or state != self._state_told:
                     flush = msgspec.structs.replace(flush, meta=flush.meta | state)
                 await self._hold.write(flush)
             elif state != self._state_told:
                 await self._hold.note(self.ingest.epoch, state)
             self._state_told = state
+            self._unwritten_since_s = taken_s if news.is_set() else None
+
+    def _next_commit(self) -> Flush | None:
+        assert self._lead is not None
+        flush = self._lead.take(self.ingest)
+        if flush is not None and flush.epoch != self.visible_epoch:
+            # Rewritten: the same residency under another name.
+            self.shown(flush.epoch, self.visible_seq)
+            self._refresh()
+        return flush
 
 
 def _first_of(error: BaseException) -> BaseException:

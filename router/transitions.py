@@ -14,7 +14,7 @@ from kvrouter.router.names import Place
 
 Hashes = NDArray[np.uint64]
 
-_NONE = np.empty(0, np.uint64)
+NO_HASHES = np.empty(0, np.uint64)
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -50,12 +50,12 @@ class Transitions:
     def net(self) -> tuple[Hashes, Hashes]:
         """(added, removed): disjoint, without repeats."""
         if not self._parts:
-            return _NONE, _NONE
+            return NO_HASHES, NO_HASHES
         hashes = np.concatenate(self._parts)
         if all(self._arrivals):
-            return hashes, _NONE
+            return hashes, NO_HASHES
         if not any(self._arrivals):
-            return _NONE, hashes
+            return NO_HASHES, hashes
         arrivals = np.repeat(np.array(self._arrivals), [len(part) for part in self._parts])
         order = np.argsort(hashes, kind="stable")
         hashes, arrivals = hashes[order], arrivals[order]

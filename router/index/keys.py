@@ -9,7 +9,7 @@ so that no brace, colon, slash or newline in a name can reach another worker's k
 |---|---|---|
 | `kvr:models` | SET | the quoted names of the models that have workers |
 | `kvr:registrations` | STRING | number of changes ever made to the registry: says whether to read it again |
-| `kvr:routers` | ZSET | token of each router process -> server time in ms until which it counts as alive |
+| `kvr:routers` | HASH | token of each router process -> its heartbeat (`heartbeat.py`) |
 | `kvr:claims` | HASH | token of each router process -> the workers that its sources show it (`fleet.py`) |
 | `kvr:loads` | STREAM | what router processes have in flight (`load/messages.py`); trimmed |
 | `kvr:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |

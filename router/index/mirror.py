@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index in memory: which worker holds which block in which place.
 
-A cache of Redis and nothing else: `index/follower.py` feeds it, no other path writes it. It judges no hits and knows no catalog.
+`following.py` alone writes it: a worker that this process follows from its stream, any other from its log in Redis. It judges no
+hits and knows no catalog.
 Invariant: a block that a worker holds in several groups or media is one record with several place bits.
 """
 
@@ -88,6 +89,11 @@ class Mirror:
         self.version += 1
         # Slots come with the first blocks, so that a table without a free one still knows the worker.
         self._workers[worker] = WorkerSlots(epoch, [], {})
+
+    def rename_epoch(self, worker: WorkerKey, epoch: str) -> None:
+        """What is known of `worker` is all that its epoch `epoch` begins with."""
+        self._workers[worker].epoch = epoch
+        self.version += 1
 
     def forget(self, worker: WorkerKey) -> None:
         """Void what is known of `worker` at once."""

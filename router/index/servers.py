@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import binascii
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 from kvrouter.router.index.connection import (
@@ -55,9 +55,11 @@ class _Pool:
         self._free = asyncio.Semaphore(CONNECTIONS_PER_SERVER)
 
     @asynccontextmanager
-    async def lend(self) -> AsyncIterator[Connection]:
-        """A connection. It is closed, not reused, when the block raises: what it still had to say is unknown."""
-        async with self._free:
+    async def lend(self, *, urgent: bool = False) -> AsyncIterator[Connection]:
+        """A connection. It is closed, not reused, when the block raises: what it still had to say is unknown.
+
+        urgent: beyond the limit, for the one thing that must not wait for commits."""
+        async with nullcontext() if urgent else self._free:
             connection = None
             while self._idle and (connection is None or connection.closed):
                 connection = self._idle.pop()
@@ -112,13 +114,13 @@ class Servers:
     def is_cluster(self) -> bool:
         return self._slots is not None
 
-    async def on(self, key: str, work: Callable[[Connection], Awaitable[T]]) -> T:
+    async def on(self, key: str, work: Callable[[Connection], Awaitable[T]], *, urgent: bool = False) -> T:
         """`work` on a connection to the server of `key`; done again when a cluster redirects it.
 
         Work must leave no WATCH behind unless it raises. Raises StoreUnavailable and ReplyError."""
         for _ in range(REDIRECTS_MAX):
             try:
-                async with self._pool(self.endpoint_of(key)).lend() as connection:
+                async with self._pool(self.endpoint_of(key)).lend(urgent=urgent) as connection:
                     return await work(connection)
             except ReplyError as error:
                 await self.follow_error(error)

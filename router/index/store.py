@@ -14,6 +14,7 @@ Not here: counting copies (ingest), deciding who should own a worker (router.sha
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -66,6 +67,8 @@ CONFLICTS_MAX = 8
 LOAD_TIMEOUT_S = 60.0
 # Times an image is read again when its epoch ended meanwhile or a place came to it, both of which are rare.
 LOAD_ATTEMPTS = 16
+# A heartbeat and a look at the others: later than this, the answer is about a moment that is over.
+BEAT_TIMEOUT_S = 1.0
 NO_LOG_ID = "0-0"
 _HEAD_FIELDS = (keys.META_EPOCH, keys.META_SEQ, keys.META_COMMITS, keys.META_PLACES, keys.META_LEASE)
 
@@ -168,36 +171,34 @@ class IndexStore:
 
     # -- routers and leases
 
-    async def attend(self, token: str, ttl_s: float) -> frozenset[str]:
-        """Counts this process among the routers for ttl_s from now; returns all that count, itself always."""
-        key = keys.ROUTERS
+    async def beat(self, token: str, heartbeat: bytes) -> dict[bytes, bytes]:
+        """Writes this router's heartbeat; returns those of all, by token. Whoever wrote them: they are to be judged."""
+        orders = (command("HSET", keys.ROUTERS, token, heartbeat), command("HGETALL", keys.ROUTERS))
 
-        async def work(connection: Connection) -> list[bytes]:
-            ((seconds, microseconds),) = await connection.run(command("TIME"), 1)
-            now_ms = int(seconds) * 1_000 + int(microseconds) // 1_000
-            request = (
-                command("ZADD", key, now_ms + _milliseconds(ttl_s), token),
-                command("ZREMRANGEBYSCORE", key, "-inf", now_ms),
-                command("ZRANGE", key, 0, -1),
-            )
-            *_, members = await connection.run(b"".join(request), len(request))
-            found: list[bytes] = members
-            return found
+        async def work(connection: Connection) -> list[Any]:
+            return await connection.run(b"".join(orders), len(orders))
 
-        return frozenset(member.decode() for member in await self.servers.on(key, work)) | {token}
+        try:
+            async with asyncio.timeout(BEAT_TIMEOUT_S):
+                _, fields = await self.servers.on(keys.ROUTERS, work, urgent=True)
+        except TimeoutError:
+            raise StoreUnavailable(f"the server did not answer in {BEAT_TIMEOUT_S:g} s") from None
+        except ReplyError as error:
+            if error.code != "WRONGTYPE":
+                raise
+            # Of an older version, or another program's: no router can say anything until it is gone.
+            await self.servers.run(keys.ROUTERS, command("DEL", keys.ROUTERS))
+            raise
+        return dict(_pairs(fields))
 
-    async def routers(self) -> frozenset[str]:
-        """The tokens of all routers that count now."""
-        key = keys.ROUTERS
+    async def heartbeats(self) -> dict[bytes, bytes]:
+        """The heartbeats of all routers, by token; also of some that are gone."""
+        (fields,) = await self.servers.run(keys.ROUTERS, command("HGETALL", keys.ROUTERS))
+        return dict(_pairs(fields))
 
-        async def work(connection: Connection) -> list[bytes]:
-            ((seconds, microseconds),) = await connection.run(command("TIME"), 1)
-            now_ms = int(seconds) * 1_000 + int(microseconds) // 1_000
-            (members,) = await connection.run(command("ZRANGEBYSCORE", key, f"({now_ms}", "+inf"), 1)
-            found: list[bytes] = members
-            return found
-
-        return frozenset(member.decode() for member in await self.servers.on(key, work))
+    async def drop_heartbeats(self, tokens: Iterable[str]) -> None:
+        """`tokens` must not be empty. A router that lives writes its own again."""
+        await self.servers.run(keys.ROUTERS, command("HDEL", keys.ROUTERS, *tokens))
 
     async def put_claim(self, token: str, claim: bytes) -> None:
         """What the sources of router `token` show it, in place of what it said before."""
@@ -211,10 +212,6 @@ class IndexStore:
     async def drop_claims(self, tokens: Iterable[str]) -> None:
         """`tokens` must not be empty."""
         await self.servers.run(keys.CLAIMS, command("HDEL", keys.CLAIMS, *tokens))
-
-    async def leave(self, token: str) -> None:
-        """This process no longer counts among the routers."""
-        await self.servers.run(keys.ROUTERS, command("ZREM", keys.ROUTERS, token))
 
     async def take_lease(self, worker: WorkerKey, token: str, ttl_s: float, *, above: int = 0) -> Lease | None:
         """A new lease for ttl_s from now, in place of an older one of the same token. None: another token has one.

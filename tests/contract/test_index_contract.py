@@ -316,16 +316,22 @@ class IndexContract(FollowLaws):
 
         world.run(body)
 
-    def test_routers_attend_until_they_leave_or_fall_silent(self, world: World):
+    def test_every_router_sees_the_heartbeats_of_all(self, world: World):
         async def body(store: IndexStore) -> None:
-            assert await store.attend("a", 60) == {"a"}
-            assert await store.attend("b", 60) == {"a", "b"}
-            await store.leave("a")
-            assert await store.attend("b", 60) == {"b"}
-            await store.attend("c", 0.05)
-            async with asyncio.timeout(WAIT_S):
-                while await store.attend("b", 60) != {"b"}:
-                    await asyncio.sleep(0.01)
+            assert await store.beat("a", b"1") == {b"a": b"1"}
+            assert await store.beat("b", b"2") == {b"a": b"1", b"b": b"2"}
+            assert await store.beat("a", b"3") == {b"a": b"3", b"b": b"2"} == await store.heartbeats()
+            await store.drop_heartbeats(["a"])
+            assert await store.heartbeats() == {b"b": b"2"}
+
+        world.run(body)
+
+    def test_heartbeats_go_on_where_another_kind_of_key_stood(self, world: World):
+        async def body(store: IndexStore) -> None:
+            world.raw.zadd("kvr:routers", {"older": 9e15})
+            with pytest.raises(StoreError, match="WRONGTYPE"):
+                await store.beat("a", b"1")
+            assert await store.beat("a", b"1") == {b"a": b"1"}
 
         world.run(body)
 

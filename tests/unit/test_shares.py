@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.router.names import WorkerKey
-from kvrouter.router.shares import Attendance, shares
+from kvrouter.router.shares import shares
 
 WORKERS = st.lists(
     st.builds(WorkerKey, st.sampled_from(["m", "\ud800"]), st.text(max_size=3), st.integers(0, 3)), max_size=40
@@ -20,31 +20,36 @@ ROUTERS = st.sets(st.text("abcdef0123456789", min_size=1, max_size=4), min_size=
 
 @given(workers=WORKERS, routers=ROUTERS, seed=st.integers())
 def test_even_complete_and_independent_of_order(workers: list[WorkerKey], routers: set[str], seed: int):
-    found = shares(workers, routers)
+    found = shares(workers, routers, {})
     loads = Counter(found.values())
     counts = [loads[router] for router in routers]
     assert found.keys() == set(workers) and set(loads) <= routers
     assert max(counts) - min(counts) <= 1
     shuffled = list(workers)
     random.Random(seed).shuffle(shuffled)
-    assert shares(shuffled, sorted(routers, reverse=True)) == found
+    assert shares(shuffled, sorted(routers, reverse=True), {}) == found
 
 
 def test_who_stays_keeps_most_of_its_workers():
     workers = [WorkerKey("m", f"w{number}") for number in range(60)]
     routers = {f"router-{number}" for number in range(4)}
-    before = shares(workers, routers)
-    after = shares(workers, routers - {"router-2"})
+    before = shares(workers, routers, {})
+    after = shares(workers, routers - {"router-2"}, {})
     stayed = [worker for worker in workers if before[worker] != "router-2"]
     assert sum(before[worker] == after[worker] for worker in stayed) > len(stayed) / 2
 
 
-def test_a_router_is_gone_after_two_looks_and_there_at_once():
-    attendance = Attendance("me")
-    assert attendance.look(frozenset({"me", "you"}))
-    assert not attendance.look(frozenset({"me"}))
-    # Seen again in between: the pause was not its own.
-    assert not attendance.look(frozenset({"me", "you"}))
-    assert not attendance.look(frozenset({"me"}))
-    assert attendance.look(frozenset({"me"}))
-    assert attendance.routers == {"me"}
+@given(workers=WORKERS, routers=ROUTERS, data=st.data())
+def test_a_worker_goes_to_no_router_that_refuses_it(workers: list[WorkerKey], routers: set[str], data: st.DataObject):
+    refused = {worker: data.draw(st.sets(st.sampled_from(sorted(routers)))) for worker in workers}
+    found = shares(workers, routers, refused)
+    assert found.keys() == {worker for worker in workers if refused[worker] != routers}
+    assert all(router not in refused[worker] for worker, router in found.items())
+    assert shares(reversed(workers), sorted(routers, reverse=True), refused) == found
+
+
+def test_a_router_that_refuses_one_worker_gets_others_in_its_place():
+    workers = [WorkerKey("m", f"w{number}") for number in range(8)]
+    found = shares(workers, {"a", "b"}, {worker: {"a"} for worker in workers[:4]})
+    assert Counter(found.values()) == {"a": 4, "b": 4}
+    assert {found[worker] for worker in workers[:4]} == {"b"}

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A backlog's one commit does what its flushes would have done one by one, whatever they were."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvrouter.router.backlog import Backlog
+from kvrouter.router.ingest import Flush
+from kvrouter.router.names import Place
+from kvrouter.router.transitions import Change
+
+PLACES = (Place(0, "GPU"), Place(1, "GPU"), Place(None, "CPU", "o"))
+EXAMPLES = 300
+
+
+class Stored:
+    """What a store holds of one worker."""
+
+    def __init__(self) -> None:
+        self.epoch: str | None = None
+        self.seq: int | None = None
+        self.blocks: dict[Place, set[int]] = {}
+        self.copies: dict[tuple[Place, int], int] = {}
+        self.meta: dict[str, bytes] = {}
+
+    def write(self, flush: Flush) -> None:
+        if flush.opens_epoch:
+            self.__init__()  # type: ignore[misc]
+            self.epoch = flush.epoch
+        assert flush.epoch == self.epoch
+        if flush.seqs is not None:
+            assert self.seq is None or flush.seqs[0] == self.seq + 1
+            self.seq = flush.seqs[1]
+        for change in flush.changes:
+            held = self.blocks.setdefault(change.place, set())
+            added, removed = change.added.tolist(), change.removed.tolist()
+            assert len(set(added)) == len(added) and len(set(removed)) == len(removed)
+            assert held.isdisjoint(added) and held.issuperset(removed)
+            held -= set(removed)
+            held |= set(added)
+        for place, block_hash, count in flush.copies:
+            self.copies[place, block_hash] = count
+        self.meta |= flush.meta
+
+    def seen(self) -> tuple[Any, ...]:
+        blocks = {place: held for place, held in self.blocks.items() if held}
+        copies = {key: count for key, count in self.copies.items() if count > 1}
+        return self.epoch, self.seq, blocks, copies, self.meta
+
+
+@st.composite
+def flushes(draw: st.DrawFn) -> list[Flush]:
+    """Flushes of one worker as an ingest draws them: each set of changes is possible after the one before."""
+    found: list[Flush] = []
+    held: dict[Place, set[int]] = {place: set() for place in PLACES}
+    epoch, seq = 0, 0
+    for number in range(draw(st.integers(1, 12))):
+        opens = number == 0 or draw(st.integers(0, 5)) == 0
+        if opens:
+            epoch += 1
+            held = {place: set() for place in PLACES}
+        changes = []
+        for place in draw(st.sets(st.sampled_from(PLACES))):
+            touched = draw(st.sets(st.integers(0, 7)))
+            added, removed = touched - held[place], touched & held[place]
+            held[place] ^= touched
+            changes.append(Change(place, np.array(sorted(added), np.uint64), np.array(sorted(removed), np.uint64)))
+        copies = draw(st.lists(st.tuples(st.sampled_from(PLACES), st.integers(0, 7), st.integers(0, 4)), max_size=3))
+        meta = draw(st.dictionaries(st.sampled_from("ab"), st.binary(max_size=1)))
+        seqs = None
+        if not opens or draw(st.booleans()):
+            seqs = (seq, seq + draw(st.integers(0, 2)))
+            seq = seqs[1] + 1
+        else:
+            # A new epoch that nothing was said in yet.
+            changes, copies = [], []
+            held = {place: set() for place in PLACES}
+        found.append(Flush(f"e{epoch}", opens, seqs, changes, copies, meta))
+    return found
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(flushes=flushes(), data=st.data())
+def test_one_commit_does_what_the_flushes_would_have_done(flushes: list[Flush], data: st.DataObject) -> None:
+    one_by_one, merged, backlog = Stored(), Stored(), Backlog(1_000_000)
+    for flush in flushes:
+        one_by_one.write(flush)
+        backlog.add(flush)
+        if data.draw(st.booleans()):
+            # With no seq in the epoch yet, nothing tells whether a commit before was lost.
+            assert merged.seq is None or backlog.continues(merged.epoch, merged.seq)
+            taken = backlog.take()
+            assert taken is not None
+            merged.write(taken)
+            assert backlog.is_empty and backlog.blocks == 0 and backlog.take() is None
+            assert merged.seen() == one_by_one.seen()
+    if (taken := backlog.take()) is not None:
+        merged.write(taken)
+    assert merged.seen() == one_by_one.seen()
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(flushes=flushes(), lost=st.integers(0, 11))
+def test_after_an_overflow_only_a_new_epoch_is_committed(flushes: list[Flush], lost: int) -> None:
+    backlog, stored = Backlog(1_000_000), Stored()
+    for flush in flushes[: lost + 1]:
+        backlog.add(flush)
+    backlog.overflow()
+    assert not backlog.is_empty and backlog.take() is None and not backlog.continues(flushes[0].epoch, 0)
+    rest = flushes[lost + 1 :]
+    for flush in rest:
+        backlog.add(flush)
+    taken = backlog.take()
+    assert (taken is not None) is any(flush.opens_epoch for flush in rest)
+    assert backlog.overflowed is (taken is None)
+    if taken is not None:
+        stored.write(taken)
+        expected = Stored()
+        first = next(number for number, flush in enumerate(rest) if flush.opens_epoch)
+        for flush in rest[first:]:
+            expected.write(flush)
+        assert stored.seen() == expected.seen()
+
+
+def test_a_backlog_is_full_beyond_its_bound() -> None:
+    backlog = Backlog(2)
+    three = np.arange(3, dtype=np.uint64)
+    backlog.add(Flush("e", True, (0, 0), [Change(PLACES[0], three[:2], three[:0])], [], {}))
+    assert not backlog.is_full and backlog.blocks == 2
+    backlog.add(Flush("e", False, (1, 1), [Change(PLACES[0], three[2:], three[:0])], [(PLACES[0], 0, 2)], {}))
+    assert backlog.is_full and backlog.blocks == 4
+    backlog.overflow()
+    assert not backlog.is_full and backlog.blocks == 0

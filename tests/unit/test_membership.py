@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who counts as a router and whose word is heard, whatever stands in the store; and no clock but the reader's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrouter.router.heartbeat import MAX_HEARTBEAT_BYTES, VERSION, Heartbeat, encode_heartbeat
+from kvrouter.router.membership import HEARD_S, INTERVAL_S, MAX_ROUTERS, UNPROVEN_LOOKS, Membership
+
+TTL_S = 1.5
+GONE_LOOKS = round(TTL_S / INTERVAL_S)
+
+
+class World:
+    """A store's hash and a clock, looked at by one process, `me`."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.fields: dict[bytes, bytes] = {}
+        self.counts: dict[str, int] = {}
+        self.me = Membership("me", ttl_s=TTL_S, now_s=self.now_s)
+
+    def beat(self, token: str, holds: Any = (), late: Any = (), refuses: Any = None) -> None:
+        self.counts[token] = self.counts.get(token, 0) + 1
+        heartbeat = Heartbeat(self.counts[token], VERSION, dict.fromkeys(holds, 1), list(late), refuses or {})
+        self.fields[token.encode()] = encode_heartbeat(heartbeat)
+
+    def look(self) -> None:
+        self.now_s += INTERVAL_S
+        self.me.look(self.fields, self.now_s)
+
+    def problem(self, after_s: float = 0.0) -> str | None:
+        return self.me.follower_problem("w", self.now_s + after_s)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_worker_is_vouched_for_while_its_follower_beats(world: World) -> None:
+    for _ in range(50):
+        world.beat("you", ["w"])
+        world.look()
+    assert world.problem() is None
+    assert world.me.routers == {"me", "you"}
+    # It stops; the store goes on answering.
+    silent_s = 0.0
+    while world.problem() is None:
+        world.look()
+        silent_s += INTERVAL_S
+    assert silent_s + INTERVAL_S <= 2.0
+    assert world.problem() == "router you, which follows this worker, has not been heard for 2 s"
+
+
+def test_a_store_that_does_not_answer_vouches_for_nothing_and_moves_nobody(world: World) -> None:
+    for _ in range(3):
+        world.beat("you", ["w"])
+        world.look()
+    assert world.problem(after_s=HEARD_S) is None
+    assert "Redis has not answered for 30 s" in (world.problem(after_s=30.0) or "")
+    world.now_s += 30.0
+    # It is back, and nobody had the time to write.
+    for _ in range(GONE_LOOKS - 1):
+        world.look()
+    assert world.me.routers == {"me", "you"}
+    world.beat("you", ["w"])
+    world.look()
+    assert world.problem() is None
+
+
+def test_what_a_dead_router_left_vouches_for_nothing_and_soon_counts_no_longer(world: World) -> None:
+    world.beat("dead", ["w"], refuses={"x": "because"})
+    for _ in range(UNPROVEN_LOOKS):
+        world.look()
+        assert world.problem() == "no router follows this worker"
+    world.look()
+    assert world.me.routers == {"me"} and world.me.refusals == {} and world.me.is_gone("dead")
+    for _ in range(1_000):
+        world.look()
+    assert world.me.forgotten == ["dead"]
+    # It was stopped, and goes on.
+    world.beat("dead", ["w"])
+    world.look()
+    assert world.me.routers == {"me", "dead"} and world.problem() is None
+
+
+def test_a_worker_that_nobody_follows_is_in_doubt(world: World) -> None:
+    for _ in range(10):
+        world.beat("you", ["other"], refuses={"w": "host 10.0.0.1 is not among allow_hosts"})
+        world.look()
+    assert world.problem() == (
+        "no router follows this worker (router you refuses it: host 10.0.0.1 is not among allow_hosts)"
+    )
+    assert world.me.refusals == {"w": {"you": "host 10.0.0.1 is not among allow_hosts"}}
+
+
+def test_a_worker_that_changes_hands_is_not_in_doubt(world: World) -> None:
+    world.beat("one", ["w"])
+    world.beat("two")
+    world.look()
+    world.beat("one", ["w"])
+    world.look()
+    for _ in range(3):
+        world.beat("one")
+        world.beat("two")
+        world.look()
+        assert world.problem() is None
+    for _ in range(10):
+        world.beat("one")
+        world.beat("two", ["w"])
+        world.look()
+        assert world.problem() is None
+
+
+def test_a_follower_that_cannot_write_says_so_at_once(world: World) -> None:
+    for late in ([], [], ["w"]):
+        world.beat("you", ["w"], late)
+        world.look()
+    assert world.problem() == "router you, which follows this worker, cannot write to Redis what it learns"
+
+
+def test_a_router_that_left_counts_no_longer(world: World) -> None:
+    for _ in range(2):
+        world.beat("you")
+        world.look()
+    world.fields.clear()
+    world.look()
+    assert world.me.routers == {"me", "you"}
+    world.look()
+    assert world.me.routers == {"me"}
+
+
+GARBAGE = {
+    b"": b"",
+    b"text": b"live for ever",
+    b"number": b"99999999999999999999999999",
+    b"future": msgspec.msgpack.encode(9e15),
+    b"wrong": msgspec.msgpack.encode({"count": -1, "version": 1, "holds": {"w": 1}, "late": [], "refuses": {}}),
+    b"types": msgspec.msgpack.encode({"count": 1, "version": 1, "holds": ["w"], "late": [], "refuses": {}}),
+    b"missing": msgspec.msgpack.encode({"count": 1}),
+    b"huge": b"\xcf" + b"\xff" * 8,
+    b"other version": msgspec.msgpack.encode({"count": 1, "version": 2, "holds": {}, "late": [], "refuses": {}}),
+    b"\xff\xfe": encode_heartbeat(Heartbeat(1, VERSION, {"w": 1}, [], {})),
+    b"line\n": encode_heartbeat(Heartbeat(1, VERSION, {"w": 1}, [], {})),
+    b"x" * 200: encode_heartbeat(Heartbeat(1, VERSION, {"w": 1}, [], {})),
+    b"large": b"\x00" * (MAX_HEARTBEAT_BYTES + 1),
+}
+
+
+@pytest.mark.parametrize("field", GARBAGE)
+def test_garbage_is_counted_and_not_believed(world: World, field: bytes) -> None:
+    world.fields[field] = GARBAGE[field]
+    for _ in range(3):
+        world.beat("you", ["other"])
+        world.look()
+    assert world.me.routers == {"me", "you"} and world.me.ignored == 1
+    assert world.problem() == "no router follows this worker"
+    # Garbage that changes is no heartbeat either.
+    world.fields[field] = GARBAGE[field] + b"!"
+    world.look()
+    assert world.me.routers == {"me", "you"} and world.me.ignored == 2
+
+
+def test_more_routers_than_there_can_be_are_not_believed(world: World) -> None:
+    for number in range(MAX_ROUTERS + 10):
+        world.beat(f"r{number:05}")
+    world.look()
+    assert len(world.me.routers) == MAX_ROUTERS + 1 and world.me.ignored == 10
