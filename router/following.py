@@ -127,7 +127,6 @@ class Following:
             self._add(worker, place, hashes)
         self._follower.add_image(image)
         self._streams[worker].take_image(image)
-        self._streams[worker].shown(image.epoch or "", image.seq)
 
     def _add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
         try:

@@ -217,6 +217,7 @@ class WorkerStream:
         """What Redis holds, as it was loaded for the mirror."""
         self._told.take_image(image)
         self._log_followed = True
+        self.visible_epoch, self.visible_seq = image.epoch or "", image.seq
         self._refresh()
 
     def take_entry(self, entry: LogEntry) -> None:

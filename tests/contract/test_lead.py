@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who follows a worker leads its mirror: exact without the store, and given up with the lease. Real store, sockets and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from engine_http import EngineHttp
+from fake_engine import FakeEngine, hashes, prompt, removed, stored
+from store_server import StoreServer
+
+from kvrouter.router.config import Config
+from kvrouter.router.core import Core
+from kvrouter.router.index import keys
+from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, Lease
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.question import Question
+from kvrouter.router.registration import NO_PATCH, Registration
+from kvrouter.router.shares import shares
+from kvrouter.router.states import CREDITED, StreamState
+from kvrouter.router.stream import MAX_PENDING_BLOCKS
+from kvrouter.router.transitions import NO_HASHES, Change
+
+WORKER = WorkerKey("m", "w")
+TOKENS = prompt(1, 12)
+CHAIN = hashes(TOKENS)
+WAIT_S = 30.0
+SUSPECT_CREDIT_S = 2.0
+FIRST, SECOND = "first-router", "second-router"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StoreServer]:
+    with StoreServer(tmp_path / "store", "--appendonly", "yes", "--appendfsync", "always") as server:
+        yield server
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    engine = FakeEngine(context)
+    yield engine
+    engine.close()
+    context.destroy(linger=0)
+
+
+def registration(engine: FakeEngine, **more: Any) -> Registration:
+    return Registration(WORKER, events=engine.endpoint, replay=engine.replay_endpoint, patch=NO_PATCH, **more)
+
+
+@asynccontextmanager
+async def router(server: StoreServer, token: str, watch: Callable[[Core], None] = lambda core: None, **settings: Any):
+    """One router's core on the store; `watch` sees it before it starts."""
+    async with AsyncExitStack() as stack:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.push_async_callback(asyncio.to_thread, context.destroy, linger=0)
+        store = await IndexStore.open(server.url)
+        stack.push_async_callback(store.close)
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        core = Core(
+            store=store,
+            config=Config(suspect_credit_s=SUSPECT_CREDIT_S, health_interval_s=0.1, **settings),
+            metrics=Metrics(CollectorRegistry()),
+            zmq_context=context,
+            clock=time.monotonic,
+            rng=random.Random(token),
+            http=http,
+            token=token,
+        )
+        watch(core)
+        await core.start()
+        stack.push_async_callback(core.stop)
+        yield core
+
+
+async def until(reached: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := reached()):
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.005)
+    return found
+
+
+def reused(core: Core) -> int:
+    """Blocks of the prompt that the router says the worker will reuse."""
+    (hit,) = core.ask(Question("m", len(TOKENS), token_ids=np.array(TOKENS, np.int64)))
+    return hit.gpu // 16
+
+
+def status(core: Core) -> Any:
+    (found,) = core.statuses()
+    return found
+
+
+def is_well(core: Core, blocks: int) -> bool:
+    row = status(core)
+    return row.state == "live" and row.credited and reused(core) == blocks and not core.health()
+
+
+def held_in_store(server: StoreServer) -> set[int]:
+    epoch = server.client.hget(keys.meta(WORKER), keys.META_EPOCH).decode()
+    members = server.client.smembers(keys.residents(WORKER, epoch, Place(0, "GPU")))
+    return {int.from_bytes(member, "big") for member in members}
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(body())  # type: ignore[arg-type]
+
+
+def test_answers_are_exact_while_the_store_hangs_and_the_other_router_is_in_doubt(
+    server: StoreServer, engine: FakeEngine
+) -> None:
+    async def main() -> None:
+        async with router(server, FIRST) as one:
+            await one.register(registration(engine))
+            engine.publish(stored(TOKENS, 0, 12))
+            await until(lambda: is_well(one, 12), "the worker is not live")
+            async with router(server, SECOND) as two:
+                await until(lambda: one.fleet.routers == 2 and two.fleet.routers == 2, "they do not see each other")
+                mine = shares([WORKER], {FIRST, SECOND}, {})[WORKER]
+                follower, other = (one, two) if mine == FIRST else (two, one)
+                await until(lambda: follower._streams[WORKER].held, "the worker is not handed over")
+                await until(lambda: is_well(one, 12) and is_well(two, 12), "not both are well")
+                server.stop()
+                stopped_s = time.monotonic()
+                doubted_s = uncredited_s = None
+                for gone in range(11, 0, -1):
+                    seq = engine.publish(*removed(CHAIN[gone : gone + 1]))
+                    await until(lambda seq=seq: status(follower).seq == seq, "the follower does not see a removal", 2.0)
+                    assert reused(follower) == gone
+                    assert status(follower).state == "live" and status(follower).credited
+                    pause_s = time.monotonic() + 0.4
+                    while time.monotonic() < pause_s:
+                        row, at_s = status(other), time.monotonic() - stopped_s
+                        if row.state == "suspect":
+                            doubted_s = doubted_s or at_s
+                        if not row.credited:
+                            uncredited_s = uncredited_s or at_s
+                            assert reused(other) == 0
+                        await asyncio.sleep(0.01)
+                print(f"in doubt after {doubted_s:.2f} s, no credit after {uncredited_s:.2f} s")
+                assert doubted_s is not None and doubted_s < 2.0
+                assert uncredited_s is not None and doubted_s + 1.5 < uncredited_s < doubted_s + SUSPECT_CREDIT_S + 0.5
+                assert any("Redis has not answered" in reason for reason in follower.health())
+                assert "Redis" in status(other).reason
+                server.resume()
+                await until(lambda: is_well(one, 1) and is_well(two, 1), "not both are well again")
+                assert held_in_store(server) == set(CHAIN[:1])
+
+    run(main)
+
+
+@pytest.mark.parametrize("away", ["killed", "hanging"])
+def test_beyond_the_bound_the_epoch_is_rewritten_when_the_store_is_back(
+    away: str, server: StoreServer, engine: FakeEngine
+) -> None:
+    async def main() -> None:
+        async with router(server, FIRST) as core:
+            await core.register(registration(engine))
+            engine.publish(stored(TOKENS, 0, 12))
+            await until(lambda: is_well(core, 12), "the worker is not live")
+            epoch = status(core).epoch
+            server.kill() if away == "killed" else server.stop()
+            others = [value + 1 for value in range(MAX_PENDING_BLOCKS + 5_000)]
+            for first in range(0, len(others), 5_000):
+                chain = others[first : first + 5_000]
+                seq = engine.publish(stored(TOKENS, 0, 1, block_hashes=chain, parent_block_hash=7, token_ids=[]))
+            await until(lambda: status(core).seq == seq, "not all is taken in while the store is away")
+            seq = engine.publish(*removed(CHAIN[6:]))
+            await until(lambda: status(core).seq == seq, "the removals are not taken in", 5.0)
+            assert reused(core) == 6 and status(core).state == "live"
+            backlog = core._streams[WORKER]._lead.backlog
+            assert backlog.overflowed and backlog.blocks == 0
+            slots = list(core._mirror.worker(WORKER).slots)
+            server.start() if away == "killed" else server.resume()
+            await until(lambda: is_well(core, 6), "not well again")
+            await until(lambda: held_in_store(server) == {*CHAIN[:6], *others}, "the store lacks what was rewritten")
+            assert status(core).epoch != epoch == epoch and backlog.is_empty
+            # The same table: only the name of the epoch is another.
+            assert core._mirror.worker(WORKER).slots == slots
+            seq = engine.publish(stored(TOKENS, 6, 12))
+            await until(lambda: is_well(core, 12), "it does not go on")
+            await until(lambda: held_in_store(server) == {*CHAIN, *others}, "the store does not go on")
+
+    run(main)
+
+
+def test_a_lost_lease_ends_the_lead(server: StoreServer, engine: FakeEngine) -> None:
+    async def main() -> None:
+        async with router(server, FIRST) as core:
+            await core.register(registration(engine))
+            engine.publish(stored(TOKENS, 0, 12))
+            await until(lambda: is_well(core, 12), "the worker is not live")
+            await until(lambda: held_in_store(server) == set(CHAIN), "the store lacks what is known")
+            number = int(server.client.hget(keys.meta(WORKER), keys.META_LEASE)) + 1
+            # Another router took the worker, and says of it what this one does not know.
+            server.client.hset(keys.meta(WORKER), keys.META_LEASE, number)
+            server.client.set(keys.lease(WORKER), f"{SECOND}:{number}", px=6_000)
+            await until(lambda: "follows this worker" in status(core).reason, "the loss is not noticed")
+            row = status(core)
+            assert row.state == "suspect"
+            await until(lambda: not core._following._led, "the lead is not given up")
+            with pytest.raises(RuntimeError, match="not led here"):
+                core._following.change(WORKER, [Change(Place(0, "GPU"), NO_HASHES, NO_HASHES)])
+            gone = np.array(CHAIN[3:], np.uint64)
+            lease = Lease(SECOND, number)
+            seq = engine.publish(*removed(CHAIN[3:]))
+            change = Change(Place(0, "GPU"), NO_HASHES, gone)
+            assert await core._store.commit(Commit(WORKER, row.epoch, seq, seq, [change]), lease) is CommitOutcome.APPLIED
+            await until(lambda: reused(core) == 3, "what the other router commits is not shown")
+            # It has no heartbeat, so its word does not count for long.
+            await until(lambda: "no router follows this worker" in status(core).reason, "its silence is not noticed", 2.5)
+            assert status(core).state == "suspect"
+            # Its lease ends, and this router goes on from what it left.
+            await until(lambda: is_well(core, 3), "it is not followed again")
+            assert core._following._led == {WORKER}
+            with pytest.raises(RuntimeError, match="led here"):
+                core._following.take_image(await core._store.load(WORKER))
+
+    run(main)
+
+
+@pytest.mark.parametrize("life", ["same", "another"])
+def test_what_a_dead_router_left_is_in_doubt_until_proven(life: str, server: StoreServer, engine: FakeEngine) -> None:
+    seen: list[tuple[float, StreamState, bool, int]] = []
+
+    async def main() -> None:
+        http = EngineHttp()
+        async with router(server, FIRST) as core:
+            await core.register(registration(engine, url=http.url))
+            engine.publish(stored(TOKENS, 0, 12))
+            await until(lambda: is_well(core, 12), "the worker is not live")
+            await until(lambda: server.client.hget(keys.meta(WORKER), "engine_start"), "no start time is stored")
+            # As kill -9 leaves it: state, lease and heartbeat as last written.
+            left = {key: server.client.dump(key) for key in server.client.scan_iter("kvr:*")}
+        for key, value in left.items():
+            server.client.restore(key, 0, value, replace=True)
+        server.client.pexpire(keys.lease(WORKER), 1_000)
+        assert server.client.hget(keys.meta(WORKER), "state") == b"live"
+        if life == "another":
+            engine.restart()
+            http.start_s += 100.0
+            proof = engine.publish(stored(TOKENS, 0, 1))
+
+        def watch(core: Core) -> None:
+            def look(worker: WorkerKey, view: Any) -> None:
+                if view is not None:
+                    seen.append((time.monotonic(), view.state, view.credited, reused(core)))
+
+            core.listen(look)
+
+        async with router(server, SECOND, watch) as core:
+            if life == "another":
+                await until(lambda: is_well(core, 1) and status(core).seq == proof, "the new life is not live")
+                # Never live with what the old life held.
+                assert not [one for one in seen if one[1] is StreamState.LIVE and one[3] > 1], seen
+            else:
+                # The very next batch proves it, and nothing before.
+                await until(lambda: core._streams[WORKER].held, "the worker is not followed")
+                while not seen or seen[-1][1] is not StreamState.LIVE:
+                    assert all(state is not StreamState.LIVE for _, state, _, _ in seen)
+                    engine.publish(stored(TOKENS, 0, 1))
+                    await asyncio.sleep(0.05)
+                await until(lambda: is_well(core, 12), "it is not well")
+            assert any(state is StreamState.SUSPECT for _, state, _, _ in seen)
+            assert all(credited is False for _, state, credited, _ in seen if state not in CREDITED)
+        http.stop()
+
+    run(main)
