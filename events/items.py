@@ -27,14 +27,17 @@ def fingerprint(payload: bytes) -> int:
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
-    """The last batch that a consumer has safely kept."""
+    """The last batch that a consumer has safely kept. incomplete: as `Incomplete` says."""
 
     seq: int
     fingerprint: int
+    incomplete: bool = False
 
 
 class Connected(msgspec.Struct, frozen=True):
-    """The live socket has a peer."""
+    """The live socket has a peer. replaying: a replay is under way, and its end will be announced."""
+
+    replaying: bool = False
 
 
 class Disconnected(msgspec.Struct, frozen=True):
@@ -72,6 +75,10 @@ class GapLost(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Incomplete(msgspec.Struct, frozen=True):
+    """What came before was given up only because the replay endpoint did not answer; all will be read anew when it does."""
+
+
 class ReadAnew(msgspec.Struct, frozen=True):
     """A replay endpoint that did not answer when something was lost answers now: all that it still has follows, from its start."""
 
@@ -88,7 +95,9 @@ class Restarted(msgspec.Struct, frozen=True):
 
 
 class Proven(msgspec.Struct, frozen=True):
-    """After a resume or a reconnect: it is the same life, and nothing up to seq was missed."""
+    """After a resume or a reconnect: it is the same life, and nothing up to seq was missed.
+
+    how: `next_seq`, only where there is no replay endpoint: the next seq came, which another life can reach by chance."""
 
     seq: int
     how: Literal["replay", "next_seq"]
@@ -121,6 +130,7 @@ StreamItem: TypeAlias = (
     | GapOpened
     | GapClosed
     | GapLost
+    | Incomplete
     | ReadAnew
     | Restarted
     | Proven

@@ -20,6 +20,7 @@ from kvrouter.events.report_items import (
     Connected,
     Declared,
     Disconnected,
+    Expired,
     Greeted,
     Heard,
     Loaded,
@@ -176,6 +177,13 @@ class ReportCursor:
         """The consumer doubts what it holds: nothing more is handed out before a snapshot."""
         if self.request is None:
             self._want_snapshot()
+
+    def expire(self) -> None:
+        """Known from elsewhere: what was handed out may be of a life that has ended. Who is there, and with what, is asked anew."""
+        self.items.append(Expired())
+        self._declared, self._catalog_asked = -1, 0
+        self.greeting_wanted = True
+        self._want_snapshot()
 
     def asked(self) -> None:
         """The wanted snapshot was just asked for: from here on messages are held."""

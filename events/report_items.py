@@ -20,6 +20,7 @@ __all__ = [
     "Connected",
     "Declared",
     "Disconnected",
+    "Expired",
     "Greeted",
     "Heard",
     "Loaded",
@@ -106,6 +107,11 @@ class NewEpoch(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Expired(msgspec.Struct, frozen=True):
+    """What was handed out may be of a life that has ended; what follows was asked for after that was known: first the catalog and a
+    snapshot."""
+
+
 class Loaded(msgspec.Struct, frozen=True):
     """This, and nothing else, is resident; batches go on at its `next_seq`."""
 
@@ -150,6 +156,7 @@ ReportItem: TypeAlias = (
     | ReportBatch
     | ReportGap
     | NewEpoch
+    | Expired
     | Loaded
     | Beat
     | SnapshotFailed

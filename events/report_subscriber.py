@@ -155,6 +155,12 @@ class ReportSubscriber:
         self._cursor.ask_snapshot()
         self._schedule()
 
+    def expire(self, reason: str) -> None:
+        """Known from elsewhere: this may be another life of the publisher than the one that was read so far."""
+        log.info("publisher may be another", extra={"endpoint": self._endpoint, "reason": reason})
+        self._cursor.expire()
+        self._schedule()
+
     async def close(self) -> None:
         """Closes sockets and timers at once; what was not taken is dropped. Safe to call twice."""
         if self._closed:

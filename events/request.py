@@ -34,6 +34,8 @@ class Request(msgspec.Struct):
     again_at: int | None = None
     # The answer's first batch has been compared with the last one handed out, or there was none.
     judged: bool = False
+    # That it is answered has been counted towards reading all anew.
+    paid: bool = False
     # New batches that the answer brought.
     batches: int = 0
     # The same, since it was last asked again.

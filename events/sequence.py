@@ -23,6 +23,7 @@ from kvrouter.events.items import (
     GapClosed,
     GapLost,
     GapOpened,
+    Incomplete,
     Malformed,
     Proven,
     ReadAnew,
@@ -43,6 +44,7 @@ __all__ = [
     "GapClosed",
     "GapLost",
     "GapOpened",
+    "Incomplete",
     "Malformed",
     "Proven",
     "ReadAnew",
@@ -63,6 +65,10 @@ DEFAULT_MAX_HELD_BYTES = 256 << 20
 
 # Batches handed out whose fingerprints are kept, to tell a duplicate from another life.
 REMEMBERED_BATCHES = 4096
+
+# Answered requests between two times that all is read anew: an endpoint that answers little and never all must not void the index
+# at every check.
+ANSWERS_BETWEEN_READINGS = 3
 
 
 class Cursor:
@@ -98,13 +104,13 @@ class Cursor:
         self._held_old = 0
         self._gap: tuple[int, int] | None = None
         self._requests = 0
-        # What came before was given up because the replay endpoint did not answer; it is asked for once a connection, so that an
-        # endpoint that answers little and never all does not void the index again and again.
+        # What came before was given up because the replay endpoint did not answer; all is read anew when it does.
         self._owed = False
-        self._asked_anew = False
+        self._answers_to_wait = 0
         if resume is not None:
             self._expected = resume.seq + 1
             self._remember(resume.seq, resume.fingerprint)
+            self._owed = replay and resume.incomplete
 
     @property
     def held(self) -> int:
@@ -118,8 +124,8 @@ class Cursor:
 
     @property
     def degraded(self) -> bool:
-        """There is a replay endpoint, and it does not answer."""
-        return self._replay and not self._replay_works
+        """There is a replay endpoint, and it does not answer, or has not brought yet what was given up meanwhile."""
+        return self._replay and (not self._replay_works or self._owed)
 
     def take(self) -> list[StreamItem]:
         """The items since the last call, in order."""
@@ -129,10 +135,10 @@ class Cursor:
     def connected(self) -> None:
         """The live socket has a peer."""
         self._connected = True
-        self.items.append(Connected())
         self._replay_works = self._replay
         if self._to_prove and self._replay:
             self._begin_proof()
+        self.items.append(Connected(replaying=self._holding()))
 
     def disconnected(self) -> None:
         """The live socket lost its peer: what comes next may be of another life."""
@@ -143,7 +149,7 @@ class Cursor:
         self.request = None
         self._to_prove = True
         self._replay_works = self._replay
-        self._asked_anew = False
+        self._answers_to_wait = 0
         self._held_old = len(self._held)
 
     def live(self, seq: int, payload: bytes) -> None:
@@ -308,7 +314,9 @@ class Cursor:
         expected = self._expected
         if expected is None or seq < expected:
             return True
-        # Without the batch that we know there is no proof of the same life, whatever seq comes.
+        # Without the batch that we know there is no proof of the same life, whatever seq comes; nor is there of what is held from
+        # the connection before.
+        self._drop_old()
         self._lose(expected, seq, f"the replay begins at seq {seq}, after what was known")
         return True
 
@@ -319,7 +327,12 @@ class Cursor:
             return True
         if expected is None or seq == expected:
             if self._to_prove and self._last_seq is not None:
-                self.items.append(Proven(self._last_seq, "next_seq"))
+                if self._replay:
+                    # Another life can reach the next seq by chance, and what could tell did not answer in time.
+                    self._lose(seq, seq, "the replay endpoint did not prove that it is the same life")
+                    self._owe()
+                else:
+                    self.items.append(Proven(self._last_seq, "next_seq"))
             self._hand(seq, payload, print_, replayed=False)
             return True
         if seq > expected:
@@ -368,14 +381,21 @@ class Cursor:
 
     def _owe(self) -> None:
         """Where nothing is known now, the replay endpoint's silence is why."""
-        self._owed |= self._replay and self._last_seq is None and not self._asked_anew
+        if self._replay and self._last_seq is None:
+            self._owed = True
+            self.items.append(Incomplete())
 
     def _pay(self, request: Request) -> bool:
         """The replay endpoint answers. Whether what was given up is asked for now, in place of `request`."""
-        owed, self._owed = self._owed, False
-        if not owed or request.purpose is Purpose.START:
+        if request.purpose is Purpose.START:
+            self._owed = False
+        if not self._owed or request.paid:
             return False
-        self._asked_anew = True
+        request.paid = True
+        if self._answers_to_wait:
+            self._answers_to_wait -= 1
+            return False
+        self._answers_to_wait = ANSWERS_BETWEEN_READINGS
         self.items.append(ReadAnew())
         self._begin_anew()
         return True
@@ -409,6 +429,7 @@ class Cursor:
             self._begin_anew()
         else:
             self._forget()
+            self._owe()
 
     def _forget(self) -> None:
         self._gap = None

@@ -46,6 +46,10 @@ FULL_KINDS = frozenset(kind for kind, rule in RULE_OF_KIND.items() if rule is Ru
 # Prompts whose first block is remembered while the chunk size is unknown; offloading follows the store within a step or two.
 MAX_ROOTS = 4_096
 
+# Events of a worker after which an odd one no longer counts: a removal of a group that nothing else speaks of, or what contradicts
+# all that came since. An engine under load publishes so many in seconds.
+ODD_EVENTS_FORGOTTEN_AFTER = 1_024
+
 # Block sizes of one group that are remembered: its own, that of partial entries, and some to show a contradiction by.
 MAX_BLOCK_SIZES = 8
 
@@ -215,6 +219,8 @@ class LearnedGroup(msgspec.Struct, frozen=True):
     window: int | None
     block_sizes: list[int]
     problem: str | None
+    # See `CatalogLearner.in_doubt`.
+    doubtful: bool = False
 
 
 class Learned(msgspec.Struct, frozen=True):
@@ -227,20 +233,28 @@ class Learned(msgspec.Struct, frozen=True):
 class _Seen:
     """What events said of one group so far."""
 
-    __slots__ = ("block_sizes", "kind", "problem", "window")
+    __slots__ = ("block_sizes", "kind", "problem", "recent_sizes", "window")
 
     def __init__(self) -> None:
         self.kind: str | None = None
         self.window: int | None = None
         self.block_sizes: set[int] = set()
+        # Those that came since the group is in doubt.
+        self.recent_sizes: set[int] = set()
         self.problem: str | None = None
+
+    @property
+    def stored(self) -> bool:
+        """Whether a store said something of the group, not only a removal."""
+        return self.kind is not None or bool(self.block_sizes)
 
 
 class CatalogLearner:
     """Learns a worker's catalog from its events.
 
     Groups seen so far are taken for all there are; one that shows up later counts at once. A group known only from placeholders
-    or removals, or one that contradicts itself, makes the catalog incomplete. `version` changes whenever the catalog does.
+    or removals, or one that contradicts itself, makes the catalog incomplete, until so many events came without another sign of it
+    (ODD_EVENTS_FORGOTTEN_AFTER) that it was one odd event. `version` changes whenever the catalog does.
     """
 
     def __init__(self, spec: CatalogSpec | None = None) -> None:
@@ -249,6 +263,9 @@ class CatalogLearner:
         self.version = 0
         self._state(spec or CatalogSpec())
         self._seen: dict[int | None, _Seen] = {}
+        # Events so far, and by group in doubt the number at which it is judged again.
+        self._events = 0
+        self._judged_at: dict[int | None, int] = {}
         self._blocks_per_chunk: int | None = None
         # First blocks of prompts and their sizes, newest last: one alone on an offload tier shows that chunks are single blocks.
         self._roots: dict[int, int] = {}
@@ -263,9 +280,59 @@ class CatalogLearner:
         self._source, self._problem = "declared", problem
         self._state(spec)
 
+    @property
+    def in_doubt(self) -> bool:
+        """Odd events came, so that every event says something, also one that was seen before."""
+        return bool(self._judged_at)
+
+    def elapse(self, events: int) -> None:
+        """So many events were taken."""
+        self._events += events
+        if self._judged_at:
+            for group_idx in [group for group, at in self._judged_at.items() if at <= self._events]:
+                self._judge(group_idx)
+
+    def _doubt(self, group_idx: int | None) -> None:
+        self._judged_at[group_idx] = self._events + ODD_EVENTS_FORGOTTEN_AFTER
+        if group_idx in self._seen:
+            self._seen[group_idx].recent_sizes.clear()
+
+    def _judge(self, group_idx: int | None) -> None:
+        """Nothing odd was said of a group for long enough: what was said since holds, and a group of which nothing was is none."""
+        seen = self._seen[group_idx]
+        if seen.problem is not None and not seen.recent_sizes:
+            self._doubt(group_idx)
+            return
+        del self._judged_at[group_idx]
+        if seen.problem is None:
+            del self._seen[group_idx]
+        else:
+            seen.problem, seen.block_sizes = None, set(seen.recent_sizes)
+        self.version += 1
+
+    def is_stray(self, group_idx: int | None) -> bool:
+        """Whether no event can be of this group: engines name all their groups, or the one they have has no name."""
+        return group_idx not in self._seen and self._contradicts_names(group_idx)
+
+    def _contradicts_names(self, group_idx: int | None) -> bool:
+        known = (index for index, seen in self._seen.items() if seen.stored and index not in self._judged_at)
+        return any((index is None) is not (group_idx is None) for index in known)
+
+    def _hear_again(self, group_idx: int | None, seen: _Seen, block_size: int) -> None:
+        """A store of a group in doubt."""
+        if self._contradicts_names(group_idx) or (block_size <= 0 and not seen.stored):
+            self._doubt(group_idx)
+        elif seen.problem is None:
+            # Only removals spoke of it, and now it shows that it is one.
+            del self._judged_at[group_idx]
+        elif block_size > 0:
+            seen.recent_sizes.add(block_size)
+
     def stored(self, event: BlockStored) -> None:
         """Take what a Stored event says of its group, also when its hash list is empty."""
         seen = self._touch(event.group_idx, event.medium)
+        if seen is not None and event.group_idx in self._judged_at:
+            self._hear_again(event.group_idx, seen, event.block_size)
         if event.medium != GPU and event.block_size == 0:
             self._judge_placeholder(event, seen)
         if seen is None or event.block_size <= 0:
@@ -278,18 +345,28 @@ class CatalogLearner:
         if event.block_size not in seen.block_sizes and len(seen.block_sizes) < MAX_BLOCK_SIZES:
             seen.block_sizes.add(event.block_size)
             self.version += 1
+            if len(seen.block_sizes) > 2 or max(seen.block_sizes) % min(seen.block_sizes):
+                self._contradict(event, f"announced with block sizes {sorted(seen.block_sizes)}")
         if kind is not None and (kind, event.sliding_window) != (seen.kind, seen.window):
             if seen.kind is not None:
-                seen.problem = (
-                    f"group {event.group_idx} contradicts itself: announced as {seen.kind} (window {seen.window}) "
-                    f"and as {kind} (window {event.sliding_window})"
+                self._contradict(
+                    event,
+                    f"announced as {seen.kind} (window {seen.window}) and as {kind} (window {event.sliding_window})",
                 )
             seen.kind, seen.window = kind, event.sliding_window
             self.version += 1
 
     def removed(self, event: BlockRemoved) -> None:
-        """A removal names a group but says nothing of it."""
-        self._touch(event.group_idx, event.medium)
+        """A removal names a group but says nothing of it; one that `is_stray` is none of it."""
+        seen = self._touch(event.group_idx, event.medium)
+        if seen is not None and not seen.stored:
+            self._doubt(event.group_idx)
+
+    def _contradict(self, event: BlockStored, what: str) -> None:
+        self._doubt(event.group_idx)
+        seen = self._seen[event.group_idx]
+        seen.problem = f"group {event.group_idx} contradicts itself: {what}"
+        seen.recent_sizes.add(event.block_size)
 
     def _touch(self, group_idx: int | None, medium: str) -> _Seen | None:
         seen = self._seen.get(group_idx)
@@ -302,6 +379,8 @@ class CatalogLearner:
                 return None
             seen = self._seen[group_idx] = _Seen()
             self.version += 1
+            if self._contradicts_names(group_idx):
+                self._doubt(group_idx)
         return seen
 
     def _learn_chunk(self, event: BlockStored, seen: _Seen) -> None:
@@ -363,7 +442,9 @@ class CatalogLearner:
     def dump(self) -> bytes:
         """What was learned, for another process of the router; read back by `load`."""
         groups = [
-            LearnedGroup(index, seen.kind, seen.window, sorted(seen.block_sizes), seen.problem)
+            LearnedGroup(
+                index, seen.kind, seen.window, sorted(seen.block_sizes), seen.problem, index in self._judged_at
+            )
             for index, seen in self._seen.items()
         ]
         return msgspec.json.encode(Learned(groups, self._blocks_per_chunk))
@@ -375,6 +456,8 @@ class CatalogLearner:
             seen = self._seen[group.group_idx] = _Seen()
             seen.kind, seen.window, seen.problem = group.kind, group.window, group.problem
             seen.block_sizes = set(group.block_sizes)
+            if group.doubtful or group.problem is not None:
+                self._doubt(group.group_idx)
         self._blocks_per_chunk = learned.blocks_per_chunk
         self.version += 1
 

@@ -2,11 +2,13 @@
 """One worker's stream, from typed items to net changes of its residency. Pure: no sockets, no Redis, no clock of its own.
 
 Invariant: what `take` returned so far, applied in order, is what the stream said, and nothing is credited that a removal might have
-been lost for: a gap, a restart or an unreadable removal begins a new epoch, empty.
+been lost for: a gap, a restart or an unreadable removal begins a new epoch, empty. Where another life of the engine may have begun,
+what was learned of its catalog and hash scheme is void too.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import msgspec
@@ -21,12 +23,14 @@ from kvrouter.events.items import (
     GapClosed,
     GapLost,
     GapOpened,
+    Incomplete,
     Malformed,
     Proven,
     ReadAnew,
     ReplayFailed,
     ReplayFinished,
     Restarted,
+    ResumePoint,
     StreamItem,
 )
 from kvrouter.events.messages import AllBlocksCleared, BlockStored, EventBatch
@@ -50,11 +54,19 @@ SILENT = "it was registered without an event endpoint, so what it holds is not k
 # Combinations of group, medium, size, kind and window that the learner need not see again; an engine has some ten.
 MAX_SHAPES = 1_024
 
+# How long the engine's HTTP may take to say that its process is the same, where the next seq is the only other proof: several
+# times the interval at which it is asked.
+SAME_PROCESS_WAIT_S = 10.0
+
+UINT64_MAX = (1 << 64) - 1
+
 # Meta fields of ours in Redis, beside those of the store.
 META_LEARNED = "learned"
 META_SCHEME = "scheme"
 META_FINGERPRINT = "fingerprint"
 META_GAPS = "gaps"
+META_INCOMPLETE = "incomplete"
+META_PROCESS_START = "process_start"
 
 
 class Flush(msgspec.Struct, frozen=True):
@@ -135,11 +147,15 @@ class Ingest:
         # Why the engine is down by what its HTTP says; empty while it is not.
         self._down = ""
         self._linked = False
-        # The engine says since when its process lives; the stream goes on where it was, and that has not been said since it was
-        # connected again.
-        self._asks_start = False
-        self._seq_goes_on = False
-        self._connected_s = 0.0
+        # When the next seq came after a new connection, while only the engine's HTTP can tell that it is the same life.
+        self._next_seq_s: float | None = None
+        # When the process started that said what is held, as its HTTP told; and what it told since the last batch.
+        self._process_start_s: float | None = None
+        self._told_start_s: float | None = None
+        # The engine's replay endpoint may have more than is known.
+        self._incomplete = False
+        # The engine's process is another, and the stream has not begun anew yet: its batches may be the old one's.
+        self._expired = False
         # Counted, and neither filled nor lost yet.
         self._gap_open = False
         self.last_event_s: float | None = None
@@ -204,15 +220,25 @@ class Ingest:
         copies: dict[tuple[Place, int], int],
         meta: dict[str, bytes],
     ) -> None:
-        """Go on from what Redis holds. Credited as it stands, but suspect until the stream proves that nothing was missed."""
+        """Go on from what Redis holds. Credited as it stands, but suspect until the stream proves that nothing was missed.
+
+        Raises ValueError or msgspec's errors on what no router writes; begin with a new object then."""
         self.epoch, self.seq, self._opens_epoch = epoch, seq, False
-        self._fingerprint = int(meta.get(META_FINGERPRINT, b"0"))
-        self.tally.gaps = int(meta.get(META_GAPS, b"0"))
+        self._fingerprint = _stored_number(META_FINGERPRINT, meta)
+        self.tally.gaps = _stored_number(META_GAPS, meta)
+        self._incomplete = META_INCOMPLETE in meta
+        if META_PROCESS_START in meta:
+            self._process_start_s = float(meta[META_PROCESS_START])
         copied: dict[Place, dict[int, int]] = {}
         for (place, block_hash), count in copies.items():
+            if count < 2:
+                raise ValueError(f"{count} copies of a block of {place.text}")
             copied.setdefault(place, {})[block_hash] = count
         for place, hashes in places.items():
-            self.blocks.load(place, hashes, copied.get(place, {}))
+            several = copied.get(place, {})
+            # Copies are read after the blocks: one that has come in between is not here yet.
+            there = np.isin(np.fromiter(several, np.uint64), hashes).tolist()
+            self.blocks.load(place, hashes, dict(itertools.compress(several.items(), there)))
         if META_LEARNED in meta:
             self._learner.load(meta[META_LEARNED])
         if META_SCHEME in meta:
@@ -224,9 +250,9 @@ class Ingest:
         self._incident = f"restored from Redis at seq {seq}; the stream has not shown yet that nothing was missed since"
 
     @property
-    def resume_point(self) -> tuple[int, int] | None:
-        """(seq, fingerprint) of the last batch applied, None when there is none."""
-        return None if self.seq is None else (self.seq, self._fingerprint)
+    def resume_point(self) -> ResumePoint | None:
+        """The last batch applied, None when there is none."""
+        return None if self.seq is None else ResumePoint(self.seq, self._fingerprint, self._incomplete)
 
     def continues(self, epoch: str | None, seq: int | None) -> bool:
         """Whether the next flush, if there is one, follows what (epoch, seq) in Redis stands for."""
@@ -236,10 +262,17 @@ class Ingest:
     def pause(self, incident: str) -> None:
         """Nobody reads the stream for now: what is held stays, until the stream shows whether something was missed."""
         if self.seq is None:
+            self._unproven = False
             self._set(StreamState.CONNECTING, incident)
         elif self._state is not StreamState.RESYNCING:
             self._unproven = True
             self._set(StreamState.SUSPECT, incident)
+        self._gap_open = self._expired = False
+        self._linked, self._next_seq_s, self._told_start_s = False, None, None
+
+    def begin_unreadable(self, problem: str) -> None:
+        """Redis holds something of this worker that cannot be read; nothing of it is used."""
+        self._incident = f"what Redis holds of it cannot be read ({problem}): it is learned anew"
 
     def write_anew(self) -> None:
         """Let the next flush bring all that is held, as a new epoch: what Redis has of it is lost, or too old to go on from."""
@@ -255,15 +288,15 @@ class Ingest:
             self._batch(item, now)
         elif isinstance(item, Connected):
             self._linked = True
-            self._connected_s, self._seq_goes_on = now, False
-            self._connected()
+            self._connected(item)
         elif isinstance(item, Disconnected):
             self._linked = False
             self._set(
                 StreamState.SUSPECT, f"connection to {self.registration.events} lost; the last known residency is shown"
             )
-            self._unproven = True
-            self._seq_goes_on = False
+            # With no batch there is nothing to prove.
+            self._unproven = self.seq is not None
+            self._next_seq_s = self._told_start_s = None
         elif isinstance(item, GapOpened):
             self._count_gap(item.first_seq, item.next_seq)
             self._set(
@@ -282,25 +315,25 @@ class Ingest:
             lost = f"batches {item.first_seq} to {item.next_seq - 1} are lost"
             if item.first_seq == item.next_seq:
                 lost = f"it cannot be proven that nothing was missed before seq {item.next_seq}"
-            self._void(f"{lost} ({item.reason}); residency before seq {item.next_seq} was dropped and is learned anew")
+            self._void_life(
+                f"{lost} ({item.reason}); residency before seq {item.next_seq} was dropped and is learned anew"
+            )
+        elif isinstance(item, Incomplete):
+            self._incomplete = True
         elif isinstance(item, ReadAnew):
-            self._void("the replay endpoint answers again: all that it still has is read anew, with what was given up")
-            self.seq = None
+            self._void_life(
+                "the replay endpoint answers again: all that it still has is read anew, with what was given up"
+            )
             self._state = StreamState.CATCHING_UP
         elif isinstance(item, Restarted):
-            self._gap_open = False
+            self._gap_open = self._expired = False
             self.tally.restarts += 1
-            self._void(f"the engine restarted ({item.reason}); what it held before is void")
-            self.seq = None
+            self._void_life(f"the engine restarted ({item.reason}); what it held before is void")
             if item.replaying:
                 self._state = StreamState.CATCHING_UP
         elif isinstance(item, Proven):
-            if item.how == "next_seq" and self._asks_start:
-                # Another life may have come to this seq by chance.
-                self._seq_goes_on = True
-                self._incident = (
-                    f"seq {item.seq + 1} follows; waiting for the engine to tell that its process is the same"
-                )
+            if item.how == "next_seq":
+                self._follow_next_seq(item.seq + 1, now)
             else:
                 self._unproven = False
                 self._set(StreamState.LIVE, "")
@@ -319,19 +352,42 @@ class Ingest:
         if isinstance(sign, EngineLost):
             self.tally.losses += 1
             self._down = f"the engine is gone ({sign.reason}); what it held is void"
-            self._void(self._down)
+            self._void_life(self._down)
         elif isinstance(sign, EngineBack | EngineRestarted):
             self._down = ""
             if self._is_silent:
                 self._set(StreamState.CONNECTING, SILENT)
                 return
             what = "answers again" if isinstance(sign, EngineBack) else f"is another process ({sign.reason})"
-            self._set(StreamState.CONNECTING, f"the engine {what}; its stream is read anew")
+            self._void_life(f"the engine {what}; its stream is read anew")
+            self._state, self._expired = StreamState.CONNECTING, True
         elif isinstance(sign, EngineSame):
-            self._asks_start = True
-            if self._seq_goes_on and sign.asked_s >= self._connected_s:
-                self._unproven = self._seq_goes_on = False
+            self._compare_process(sign)
+
+    def _compare_process(self, sign: EngineSame) -> None:
+        if not self._unproven:
+            self._told_start_s = sign.start_s if self._linked else None
+        elif self._next_seq_s is not None and sign.asked_s >= self._next_seq_s:
+            if sign.start_s == self._process_start_s:
+                self._unproven, self._next_seq_s = False, None
                 self._set(StreamState.LIVE, "")
+            else:
+                self._void_unproven(self.seq or 0, "the engine's process is another, or was not known before")
+
+    def _follow_next_seq(self, seq: int, now: float) -> None:
+        """Batch `seq` follows after a new connection, and there is no replay to ask: another life may have come to it by chance."""
+        if self.registration.url is None:
+            self._void_unproven(seq, "there is neither a replay endpoint nor a url to ask")
+        else:
+            self._next_seq_s = now
+            self._incident = f"seq {seq} follows; waiting for the engine's HTTP to say that its process is the same"
+
+    def _void_unproven(self, seq: int, reason: str) -> None:
+        self.tally.relearned += 1
+        self._void_life(
+            f"it cannot be proven that nothing was missed before seq {seq} ({reason}); residency before it was dropped and is "
+            "learned anew"
+        )
 
     def _count_gap(self, first_seq: int, next_seq: int) -> None:
         self._gap_open = True
@@ -341,11 +397,16 @@ class Ingest:
     def _set(self, state: StreamState, incident: str) -> None:
         self._state, self._incident = state, incident
 
-    def _connected(self) -> None:
+    def _connected(self, item: Connected) -> None:
+        if self._expired or self._state is StreamState.RESYNCING:
+            return
         if self._unproven:
             self._incident = f"connected to {self.registration.events}; waiting for proof that nothing was missed"
-        elif self.registration.replay:
+        elif item.replaying:
             self._set(StreamState.CATCHING_UP, "replaying what the engine still remembers")
+        elif self.registration.replay:
+            # Batches came before this news, and the replay that they began is over.
+            self._set(StreamState.LIVE, self._incident if self._state is StreamState.LIVE else "")
         else:
             self._set(StreamState.LIVE, "no replay endpoint: what was cached before is learned as it is used")
 
@@ -355,19 +416,42 @@ class Ingest:
                 StreamState.LIVE, f"replay failed ({item.reason}): what was cached before is learned as it is used"
             )
         elif self._unproven:
-            self._incident = f"replay failed ({item.reason}); suspect until the next batch follows the last one"
+            self._incident = (
+                f"replay failed ({item.reason}); suspect until it answers, or the next batch comes and voids"
+            )
 
     def _void(self, incident: str) -> None:
         """Begin a new epoch: nothing that was known counts any more."""
         self.epoch = self._new_epoch()
         self._opens_epoch = True
         self.blocks.forget()
-        self._first_seq = None
+        self.seq = self._first_seq = None
         self._meta_version = None
-        self._unproven = False
+        self._unproven, self._next_seq_s = False, None
+        self._incomplete = False
         self._set(StreamState.LIVE if self._linked else StreamState.CONNECTING, incident)
 
+    def _void_life(self, incident: str) -> None:
+        """The same, where another life of the engine may have begun: what was learned of the old one is void with it."""
+        self._void(incident)
+        self._process_start_s = self._told_start_s = None
+        self._forget_learned()
+
+    def _forget_learned(self) -> None:
+        """What is stated stays."""
+        self._learner = CatalogLearner(self.spec)
+        self.identity = HashIdentity(self.spec, self._seed)
+        self._known_shapes.clear()
+        self._meta_version = self._catalog = None
+
     def _batch(self, item: Batch, now: float) -> None:
+        if self._expired:
+            return
+        if self._told_start_s is not None:
+            # It still says batches over the same connection, so it is the process that its HTTP told of.
+            self._process_start_s, self._told_start_s = self._told_start_s, None
+        if self._next_seq_s is not None and now - self._next_seq_s > SAME_PROCESS_WAIT_S:
+            self._void_unproven(item.seq, "the engine's HTTP did not say that its process is the same")
         self.last_event_s = now
         self.tally.batches += 1
         try:
@@ -389,13 +473,6 @@ class Ingest:
         if self._first_seq is None:
             self._first_seq = seq
 
-    def _forget_catalog(self) -> None:
-        """Learn the catalog anew, from what is stated."""
-        self._learner = CatalogLearner(self.spec)
-        self._known_shapes.clear()
-        self._meta_version = None
-        self._catalog = None
-
     def _events(self, batch: EventBatch) -> None:
         runs = Runs(self.blocks)
         for event in batch.events:
@@ -405,6 +482,11 @@ class Ingest:
                 continue
             if isinstance(event, BlockStored):
                 self._learn(event)
+            elif self._learner.is_stray(event.group_idx):
+                # It may be of any group of its medium.
+                for place in [place for place in self.blocks.places if place.medium == event.medium]:
+                    runs.add(place, False, event.block_hashes)
+                continue
             else:
                 self._learner.removed(event)
             if len(event.block_hashes):
@@ -412,6 +494,7 @@ class Ingest:
                 place = Place(event.group_idx, event.medium, event.ownership)
                 runs.add(place, isinstance(event, BlockStored), event.block_hashes)
         runs.end()
+        self._learner.elapse(len(batch.events))
         self.tally.events += len(batch.events)
         self.tally.unknown += batch.unknown
         self.tally.broken += len(batch.broken)
@@ -427,7 +510,7 @@ class Ingest:
         if len(self._known_shapes) >= MAX_SHAPES:
             # Only spares looking at events that say nothing new.
             self._known_shapes.clear()
-        if shape not in self._known_shapes or event.medium != "GPU":
+        if shape not in self._known_shapes or event.medium != "GPU" or self._learner.in_doubt:
             self._learner.stored(event)
             self._known_shapes.add(shape)
         if event.parent_block_hash is None and self._learner.wants_roots:
@@ -463,6 +546,10 @@ class Ingest:
 
     def _meta(self) -> dict[str, bytes]:
         meta = {META_FINGERPRINT: str(self._fingerprint).encode(), META_GAPS: str(self.tally.gaps).encode()}
+        if self._incomplete:
+            meta[META_INCOMPLETE] = b"1"
+        if self._process_start_s is not None:
+            meta[META_PROCESS_START] = repr(self._process_start_s).encode()
         version = (self._learner.version, self.identity.standing)
         if version != self._meta_version:
             scheme = self.identity.scheme
@@ -474,3 +561,10 @@ class Ingest:
             )
             self._meta_version = version
         return meta
+
+
+def _stored_number(field: str, meta: dict[str, bytes]) -> int:
+    number = int(meta.get(field, b"0"))
+    if not 0 <= number <= UINT64_MAX:
+        raise ValueError(f"{field} is {number}")
+    return number

@@ -14,12 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.events.codec import BatchDecoder
-from kvrouter.events.items import Connected, Disconnected, StreamItem
+from kvrouter.events.items import Connected, Disconnected, ResumePoint, StreamItem
 from kvrouter.events.messages import BlockStored
 from kvrouter.events.report import DeclaredCatalog, Events, Heartbeat, ReportCleared, ReportStored, unpack_hashes
 from kvrouter.events.report_items import (
     Beat,
     Declared,
+    Expired,
     Greeted,
     Heard,
     Loaded,
@@ -73,17 +74,28 @@ class ReportIngest(Ingest):
     def follow_reports(self) -> None:
         """From now on the items come from the patch's topic."""
         self._reports = True
+        self._expired = False
+        if self._declared is not None and self.report_epoch is None:
+            # Which life declared it is not known.
+            self._forget_learned()
         if self.report_epoch is None:
-            self._set(StreamState.CONNECTING, "a patched engine answers; loading what it holds")
+            self._load_first("a patched engine answers; loading what it holds")
+
+    def _load_first(self, incident: str) -> None:
+        """No snapshot was loaded yet: what is held, if anything, is from the engine's own topic."""
+        if self.seq is None:
+            self._set(StreamState.CATCHING_UP if self._linked else StreamState.CONNECTING, incident)
+        else:
+            self._doubt(incident)
 
     def follow_stock(self) -> None:
         """From now on the items come from the engine's own topic."""
         if self.report_epoch is not None:
-            self._void("the engine's patch no longer answers; what is cached is learned anew from its own topic")
-            self.seq = None
             self.report_epoch = None
-            self._undeclare()
-        self._reports = False
+            self._void_life("the engine's patch no longer answers; what is cached is learned anew from its own topic")
+        elif self._declared is not None:
+            self._forget_learned()
+        self._reports = self._expired = False
         self.greeting = None
 
     @property
@@ -94,7 +106,7 @@ class ReportIngest(Ingest):
         return ReportResume(self.report_epoch, 0 if self.seq is None else self.seq + 1)
 
     @property
-    def resume_point(self) -> tuple[int, int] | None:
+    def resume_point(self) -> ResumePoint | None:
         return None if self.report_epoch is not None else super().resume_point
 
     def restore(
@@ -112,6 +124,8 @@ class ReportIngest(Ingest):
 
     def apply(self, item: StreamItem | ReportItem, now: float) -> None:
         """Take the next item of either stream. now: seconds, monotonic."""
+        if self._expired and isinstance(item, ReportBatch | Beat | Loaded):
+            return
         if isinstance(item, ReportBatch):
             self._report(item.seq, item.message, now)
         elif isinstance(item, Beat):
@@ -127,10 +141,11 @@ class ReportIngest(Ingest):
                 f"messages {item.first_seq} to {item.next_seq - 1} are missing ({item.reason}); loading a snapshot, "
                 "no credit meanwhile"
             )
+        elif isinstance(item, Expired):
+            self._expired = False
         elif isinstance(item, NewEpoch):
             self.tally.restarts += 1
-            self._void("")
-            self.seq = None
+            self._void_life("")
             self._distrust(
                 f"the engine's publisher began anew ({item.reason}); loading a snapshot, no credit meanwhile"
             )
@@ -158,9 +173,11 @@ class ReportIngest(Ingest):
 
     def _connection(self, item: Connected | Disconnected) -> None:
         if isinstance(item, Disconnected):
+            self._linked = False
             self._doubt("connection to the engine's patch lost; the last known residency is shown")
         elif self.report_epoch is None:
-            self._set(StreamState.CATCHING_UP, "loading a snapshot of what the engine holds")
+            self._linked = True
+            self._load_first("loading a snapshot of what the engine holds")
         elif self._state is not StreamState.RESYNCING:
             self._doubt(f"connected; {PROVING}")
 
@@ -233,7 +250,12 @@ class ReportIngest(Ingest):
             self._count_differences({place: hashes for place, (hashes, _) in places.items()})
         if not goes_on:
             self._void("")
-            self.seq = None
+        if self.report_epoch != snapshot.epoch:
+            declared = self._declared
+            self._forget_learned()
+            if declared is not None:
+                # Said of this life, before its snapshot.
+                self._declare(declared)
         self.blocks.replace(places)
         self.report_epoch = snapshot.epoch
         if last >= 0:
@@ -303,11 +325,10 @@ class ReportIngest(Ingest):
                 f"the registered catalog says otherwise than the engine about {names}; the engine's word is used"
             )
 
-    def _undeclare(self) -> None:
+    def _forget_learned(self) -> None:
         self._declared, self._note = None, ""
         self.spec = self.registration.catalog or CatalogSpec()
-        self.identity = HashIdentity(self.spec, self._seed)
-        self._forget_catalog()
+        super()._forget_learned()
 
     def _meta(self) -> dict[str, bytes]:
         meta = super()._meta()

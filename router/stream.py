@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from kvrouter.events.codec import BatchDecoder
-from kvrouter.events.items import Connected, ResumePoint
+from kvrouter.events.items import Connected
 from kvrouter.events.permits import Permits
 from kvrouter.events.report import requests_endpoint
 from kvrouter.events.report_items import Heard, Silent
@@ -291,6 +291,7 @@ class WorkerStream:
                 # Written by another version or another program: what it means is not known, so it is not used.
                 log.warning("stored state not readable", extra={"worker": self.worker, "error": str(error)})
                 self.ingest = self._new_ingest()
+                self.ingest.begin_unreadable(str(error))
             # Gaps of a worker's whole life, most of which others have counted.
             self.counted.gaps = self._tally.gaps
         self._refresh()
@@ -573,7 +574,7 @@ class WorkerStream:
             server_key=self.registration.patch_key,
             permits=self._permits,
         )
-        self._expire = reports.ask_snapshot
+        self._expire = reports.expire
         try:
             await reports.start()
             lost = asyncio.Event()
@@ -587,12 +588,11 @@ class WorkerStream:
     async def _follow_stock(self, events: str, patch: str | None) -> None:
         self.ingest.follow_stock()
         self._refresh()
-        resume = self.ingest.resume_point
         subscriber = Subscriber(
             events,
             self.registration.replay,
             context=self._context,
-            resume=None if resume is None else ResumePoint(*resume),
+            resume=self.ingest.resume_point,
             settings=SubscriberSettings(replay_timeout_s=self._config.replay_timeout_s),
             permits=self._permits,
         )

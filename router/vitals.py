@@ -45,9 +45,11 @@ class EngineRestarted(msgspec.Struct, frozen=True):
 
 
 class EngineSame(msgspec.Struct, frozen=True):
-    """It is the same process as before. asked_s: when it was asked, on the clock of the stream."""
+    """It is the same process as before. asked_s: when it was asked, on the clock of the stream. start_s: when its process
+    started, on its own clock."""
 
     asked_s: float
+    start_s: float
 
 
 VitalSign: TypeAlias = EngineLost | EngineBack | EngineRestarted | EngineSame
@@ -76,7 +78,7 @@ class Vitals:
         if sign.start_s is not None:
             before, self.start_s = self.start_s, sign.start_s
             if before == sign.start_s:
-                found.append(EngineSame(asked_s))
+                found.append(EngineSame(asked_s, sign.start_s))
             elif before is not None:
                 found.append(
                     EngineRestarted(f"its process started at {sign.start_s:.2f}, the one before at {before:.2f}")

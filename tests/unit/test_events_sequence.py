@@ -10,6 +10,7 @@ from kvrouter.events.items import (
     GapClosed,
     GapLost,
     GapOpened,
+    Incomplete,
     Malformed,
     Proven,
     ReadAnew,
@@ -20,7 +21,7 @@ from kvrouter.events.items import (
     StreamItem,
     fingerprint,
 )
-from kvrouter.events.sequence import REMEMBERED_BATCHES, Cursor
+from kvrouter.events.sequence import ANSWERS_BETWEEN_READINGS, REMEMBERED_BATCHES, Cursor
 
 
 def body(seq: int, life: str = "a") -> bytes:
@@ -78,7 +79,7 @@ class TestStart:
         assert asked(cursor) is None
         cursor.connected()
         assert asked(cursor) == 0
-        assert live(cursor, 4, 5) == [Connected()]
+        assert live(cursor, 4, 5) == [Connected(replaying=True)]
         assert cursor.held == 2
         assert replay(cursor, 2, 3, 4) == [*again(2, 3, 4), ReplayFinished(2, 4, 3), batch(5)]
         assert (cursor.held, cursor.held_bytes) == (0, 0)
@@ -96,7 +97,7 @@ class TestStart:
         cursor.connected()
         assert cursor.request is not None
         assert cursor.request.number == number
-        assert replay(cursor, 2, 3) == [Connected(), *again(2, 3), ReplayFinished(2, 3, 2)]
+        assert replay(cursor, 2, 3) == [Connected(replaying=True), *again(2, 3), ReplayFinished(2, 3, 2)]
 
     def test_an_empty_ring_makes_0_the_expected_seq(self) -> None:
         cursor = following()
@@ -110,7 +111,7 @@ class TestStart:
         cursor.replay_overdue()
         items = cursor.take()
         assert isinstance(items[0], ReplayFailed)
-        assert items[1:] == [batch(5)]
+        assert items[1:] == [Incomplete(), batch(5)]
         assert cursor.degraded
         assert live(cursor, 6) == [batch(6)]
 
@@ -129,7 +130,8 @@ class TestResume:
         cursor = Cursor(replay=True, resume=point(7))
         cursor.connected()
         assert asked(cursor) == 7
-        assert replay(cursor, 7, 8, 9) == [Connected(), Proven(7, "replay"), *again(8, 9), ReplayFinished(8, 9, 2)]
+        items = replay(cursor, 7, 8, 9)
+        assert items == [Connected(replaying=True), Proven(7, "replay"), *again(8, 9), ReplayFinished(8, 9, 2)]
         assert live(cursor, 10) == [batch(10)]
 
     def test_another_batch_under_the_same_seq_is_another_life(self) -> None:
@@ -169,13 +171,13 @@ class TestResume:
         assert (items[0].first_seq, items[0].next_seq) == (8, 8)
 
     def test_without_answer_the_live_stream_decides(self) -> None:
-        for seq, kind in ((8, Proven), (9, GapLost), (7, Restarted), (0, Restarted)):
+        for seq, kind in ((8, GapLost), (9, GapLost), (7, Restarted), (0, Restarted)):
             cursor = Cursor(replay=True, resume=point(7, "old"))
             cursor.connected()
             live(cursor, seq)
             cursor.replay_overdue()
             items = cursor.take()
-            assert [type(item) for item in items] == [ReplayFailed, kind, Batch]
+            assert [type(item) for item in items] == [ReplayFailed, kind, Incomplete, Batch]
 
     def test_without_replay(self) -> None:
         def items(seq: int, life: str = "a") -> list[StreamItem]:
@@ -257,7 +259,7 @@ class TestGap:
         assert isinstance(failed, ReplayFailed)
         assert isinstance(lost, GapLost)
         assert (lost.first_seq, lost.next_seq) == (1, 3)
-        assert rest == [batch(3), batch(4)]
+        assert rest == [Incomplete(), batch(3), batch(4)]
 
     def test_what_no_answer_lost_is_had_when_the_endpoint_answers_again(self) -> None:
         cursor = following(0)
@@ -283,7 +285,7 @@ class TestGap:
         assert replay(cursor, end=True) == [ReadAnew()]
         assert replay(cursor, 1, 2, 3) == [*again(1, 2, 3), ReplayFinished(1, 3, 3)]
 
-    def test_an_endpoint_that_never_gives_all_is_asked_for_it_once_a_connection(self) -> None:
+    def test_an_endpoint_that_never_gives_all_is_asked_for_it_again_after_some_answers(self) -> None:
         cursor = following(0)
         live(cursor, 3)
         cursor.replay_overdue()
@@ -291,9 +293,20 @@ class TestGap:
         replay(cursor, 3, end=False)
         cursor.replay_overdue()
         live(cursor, 4)
+        for _ in range(ANSWERS_BETWEEN_READINGS):
+            assert cursor.degraded
+            cursor.check()
+            assert not any(isinstance(item, ReadAnew) for item in replay(cursor, 4))
         cursor.check()
-        assert replay(cursor, 4) == [ReplayFinished(None, None, 0)]
+        assert replay(cursor, 4, end=False) == [ReadAnew()]
+        assert replay(cursor, 0, 1, 2, 3, 4) == [*again(0, 1, 2, 3, 4), ReplayFinished(0, 4, 5)]
+        assert not cursor.degraded
         assert live(cursor, 5) == [batch(5)]
+
+    def test_an_incomplete_resume_is_completed_when_the_endpoint_answers(self) -> None:
+        cursor = Cursor(replay=True, resume=ResumePoint(3, point(3).fingerprint, incomplete=True))
+        cursor.connected()
+        assert replay(cursor, 3, end=False) == [Connected(replaying=True), ReadAnew()]
 
     def test_what_the_publisher_no_longer_has_is_not_asked_for_again(self) -> None:
         cursor = following(0)
@@ -375,7 +388,7 @@ class TestConnection:
         cursor.disconnected()
         cursor.connected()
         assert asked(cursor) == 1
-        assert live(cursor, 3) == [Disconnected(), Connected()]
+        assert live(cursor, 3) == [Disconnected(), Connected(replaying=True)]
         assert replay(cursor, 1, 2) == [Proven(1, "replay"), *again(2), ReplayFinished(2, 2, 1), batch(3)]
 
     def test_an_idle_publisher_of_another_life_is_found_out(self) -> None:

@@ -354,7 +354,7 @@ def test_resume_proven_and_disproven(context: Context, run: Any) -> None:
             publisher.flush(PATIENCE_S)
             async with subscribe(publisher, context, resume=ResumePoint(3, fingerprint(b"3"))) as stream:
                 items = await stream.until_kind(ReplayFinished)
-                assert items[:2] == [Connected(), Proven(3, "replay")]
+                assert items[:2] == [Connected(replaying=True), Proven(3, "replay")]
                 assert seqs(items) == [4, 5]
             async with subscribe(publisher, context, resume=ResumePoint(3, fingerprint(b"another"))) as stream:
                 items = await stream.until_kind(ReplayFinished)

@@ -22,6 +22,7 @@ from kvrouter.events.items import (
     ReplayFailed,
     ReplayFinished,
     Restarted,
+    ResumePoint,
     fingerprint,
 )
 from kvrouter.events.wire import WireCleared, WireRemoved, WireStored
@@ -71,7 +72,7 @@ def net(ingest: Ingest) -> dict[str, tuple[list[int], list[int]]]:
 
 
 def live(**options: Any) -> Ingest:
-    ingest = feed(make(**options), Connected(), ReplayFinished(None, None, 0))
+    ingest = feed(make(**options), Connected(replaying=True), ReplayFinished(None, None, 0))
     assert ingest.state is StreamState.LIVE
     return ingest
 
@@ -182,7 +183,7 @@ def test_a_payload_that_is_no_batch_voids() -> None:
 def test_restored_is_suspect_until_proven_and_credited_meanwhile() -> None:
     ingest = make()
     ingest.restore("old", 41, {G0: np.array([1, 2], np.uint64)}, {(G0, 2): 2}, {})
-    assert ingest.state is StreamState.SUSPECT and ingest.resume_point == (41, 0) and not ingest.has_news
+    assert ingest.state is StreamState.SUSPECT and ingest.resume_point == ResumePoint(41, 0) and not ingest.has_news
     feed(ingest, Connected())
     assert ingest.state is StreamState.SUSPECT
     feed(ingest, Proven(41, "replay"), batch(42, removed([1, 2])))
@@ -220,7 +221,7 @@ def test_a_lost_connection_is_suspect() -> None:
 
 
 def test_a_replay_that_fails_leaves_a_fresh_worker_live_and_says_so() -> None:
-    ingest = feed(make(), Connected())
+    ingest = feed(make(), Connected(replaying=True))
     assert ingest.state is StreamState.CATCHING_UP
     feed(ingest, ReplayFailed("no answer within 5 s"))
     assert ingest.state is StreamState.LIVE and "no answer" in ingest.reason

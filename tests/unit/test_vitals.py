@@ -48,10 +48,10 @@ def test_a_new_start_time_is_another_process_and_an_equal_one_the_same() -> None
     vitals.observe(Pulse(5.0), 0.0)
     # Not every answer says it.
     assert vitals.observe(Pulse(), 1.0) == []
-    assert vitals.observe(Pulse(5.0), 2.0) == [EngineSame(2.0)]
+    assert vitals.observe(Pulse(5.0), 2.0) == [EngineSame(2.0, 5.0)]
     (found,) = vitals.observe(Pulse(6.5), 3.0)
     assert isinstance(found, EngineRestarted) and "6.50" in found.reason and "5.00" in found.reason
-    assert vitals.observe(Pulse(6.5), 4.0) == [EngineSame(4.0)]
+    assert vitals.observe(Pulse(6.5), 4.0) == [EngineSame(4.0, 6.5)]
 
 
 def test_back_and_another() -> None:
