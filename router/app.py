@@ -44,7 +44,7 @@ from kvrouter.router.metrics import Metrics
 from kvrouter.router.model_names import parse_tokenizers
 from kvrouter.router.placing import Placing
 from kvrouter.router.proxy.admission import Admission
-from kvrouter.router.proxy.pool import Pool
+from kvrouter.router.proxy.pool import KEEP_IDLE_S, Pool
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.quality.watching import Quality
 from kvrouter.router.siblings import Siblings
@@ -238,7 +238,10 @@ async def _start(
     tokens = Tokenizing(
         models=core.models,
         engines=lambda model: [Engine(*known) for known in core.engine_urls(model).items()],
-        session=await stack.enter_async_context(aiohttp.ClientSession(headers=engine_headers)),
+        session=await stack.enter_async_context(
+            # An engine that closes what is idle must not look like one that died of a prompt.
+            aiohttp.ClientSession(headers=engine_headers, connector=aiohttp.TCPConnector(keepalive_timeout=KEEP_IDLE_S))
+        ),
         local=local,
         timeout_s=config.tokenize_timeout_s,
         metrics=metrics,

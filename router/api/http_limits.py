@@ -10,10 +10,6 @@ Uses these parts of uvicorn's HttpToolsProtocol: the parser's callbacks, `cycle`
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import fcntl
-import sys
-import termios
 from http import HTTPStatus
 from typing import Any, ClassVar
 
@@ -23,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvrouter.router.api.asgi import OTHER_PATH, Answer, Outer
 from kvrouter.router.errors import BadQuestion, HeadTooLarge, RouterError, TooManyConnections, TooSlow
+from kvrouter.router.sockets import untaken_bytes
 
 STATUS_LINES = {status: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
@@ -219,20 +216,12 @@ class LimitedProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _await_reading(self) -> None:
-        self._unread_bytes = self._bytes_unread()
+        self._unread_bytes = untaken_bytes(self.transport)
         self._send_deadline = self.loop.call_later(self.limits.send_timeout_s, self._on_unread)
-
-    def _bytes_unread(self) -> int:
-        """What the client has not taken: what waits here, and in the kernel, which takes megabytes at once."""
-        waiting = self.transport.get_write_buffer_size()
-        with contextlib.suppress(OSError, ValueError):
-            descriptor = self.transport.get_extra_info("socket").fileno()
-            waiting += int.from_bytes(fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-        return waiting
 
     def _on_unread(self) -> None:
         self._send_deadline = None
-        if self._bytes_unread() < self._unread_bytes:
+        if untaken_bytes(self.transport) < self._unread_bytes:
             # Slow, and reading: a proxied answer may be large.
             self._await_reading()
             return

@@ -8,6 +8,7 @@ then the socket is left unread. Nothing here retries, follows a redirect or deco
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Callable
 from typing import cast
 
@@ -16,6 +17,7 @@ import msgspec
 
 from kvrouter.router.proxy.failure import Failure, Kind
 from kvrouter.router.proxy.headers import Headers
+from kvrouter.router.sockets import poller, untaken_bytes
 
 # Of the head of an answer, of a chunk's extensions or of trailers: engines send some hundred bytes.
 MAX_HEAD_BYTES = 64 * 1024
@@ -42,6 +44,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._transport: asyncio.Transport | None = None
+        self._readable: select.poll | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.used = False
         # When it became idle, on the loop's clock.
@@ -64,6 +67,9 @@ class Connection(asyncio.Protocol):
         self._take: Take | None = None
         self._silence_s = 0.0
         self._heard_s = 0.0
+        # Of the request; and of these, what the engine's side had not taken when it closed the connection.
+        self._sent_bytes = 0
+        self._untaken_bytes = 0
 
     async def ask(self, head: bytes, body: bytes, silence_s: float) -> AnswerHead:
         """Sends a request and returns once the first byte of the answer's body is here, or its end. Raises Failure.
@@ -72,6 +78,7 @@ class Connection(asyncio.Protocol):
         assert self._transport is not None and self._head is None
         if self._transport.is_closing():
             raise self._closed()
+        self._sent_bytes = len(head) + len(body)
         self._head = self._loop.create_future()
         self._silence_s = silence_s
         self._heard_s = self._loop.time()
@@ -140,13 +147,16 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        return self._transport is not None and not self._transport.is_closing()
+        """Of an idle one: whether the next request may go over it. The kernel may know of its end before the loop does."""
+        transport, readable = self._transport, self._readable
+        return transport is not None and readable is not None and not transport.is_closing() and not readable.poll(0)
 
     # asyncio's callbacks
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports have the interface of asyncio's and not their class.
         self._transport = cast(asyncio.Transport, transport)
+        self._readable = poller(transport, select.POLLIN)
 
     def data_received(self, data: bytes) -> None:
         if self._head is None or self._whole:
@@ -169,6 +179,11 @@ class Connection(asyncio.Protocol):
             self._fail(Failure(Kind.MALFORMED, f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
             return
         self._progress()
+
+    def eof_received(self) -> None:
+        # Now, as the socket is closed when the connection is lost. The close acknowledges all that came before it.
+        assert self._transport is not None
+        self._untaken_bytes = untaken_bytes(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._head is None or self._whole:
@@ -242,8 +257,11 @@ class Connection(asyncio.Protocol):
         why = f" ({exc})" if exc is not None and str(exc) else ""
         if (self._head_whole and self._parts) or self._take is not None:
             return Failure(Kind.CUT, f"the engine closed the connection within its answer{why}")
-        if self.used and not self._headers and not self._status:
-            return Failure(Kind.STALE, f"the engine closed a kept connection{why}")
+        if self._untaken_bytes >= self._sent_bytes:
+            # Nothing of the request came there.
+            if self.used:
+                return Failure(Kind.STALE, f"the engine closed a kept connection{why}")
+            return Failure(Kind.REFUSED, f"the engine closed the connection before the request{why}")
         return Failure(Kind.RESET, f"the engine closed the connection before its answer{why}")
 
     def _fail(self, failure: Failure) -> None:

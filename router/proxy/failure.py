@@ -2,7 +2,8 @@
 """How an attempt at a worker can fail, and whether another worker may be asked then. Pure.
 
 Never after the first byte of an answer went to the client, and never for a client's error. A request that an engine may have begun
-on is sent once more at most: one that kills engines must not go through the fleet.
+on is sent once more at most, whoever it was and whatever the age of the connection: one that kills engines must not go through the
+fleet.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from enum import StrEnum
 
 # The first and two more: with a third of a fleet gone at once, one request in thirty meets three of the gone.
 MAX_ATTEMPTS = 3
-# Of these, attempts that an engine may have begun on.
+# Engines that may have begun on it in vain, of these and of those that were asked for its tokens or its prefill.
 MAX_ARRIVALS = 2
 
 # What a gateway in front of an engine answers when the engine is gone, and vLLM itself while it scales.
@@ -26,7 +27,7 @@ class Kind(StrEnum):
 
     REFUSED = "refused"  # no connection: nobody listens, no route, no such name, TLS that fails
     CONNECT_TIMEOUT = "connect_timeout"
-    STALE = "stale"  # a kept connection was closed under the request
+    STALE = "stale"  # a kept connection had been closed before the request came there
     RESET = "reset"  # the connection ended before the first byte of the answer
     LOST = "lost"  # its health checks stopped being answered while the request waited
     SILENT = "silent"  # not a byte for answer_timeout_s
@@ -51,6 +52,14 @@ class Failure(Exception):
         self.text = text
 
 
+class Spent(Exception):
+    """No engine is to be sent it any more: as many as may have begun on it already. failure: the last one."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
 class Attempts:
     """The attempts of one request. `trail` names those that failed, as the client is told: `w0 refused, w1 reset`."""
 
@@ -59,25 +68,44 @@ class Attempts:
         self._pinned = pinned
         self._made = 0
         self._arrived = 0
+        # Of engines that were asked for a part of it.
+        self._arrived_before = 0
         self._prefills = 0
         self.trail: list[str] = []
 
     @property
     def reuses_connections(self) -> bool:
-        """Whether a kept connection may be used: one that is closed under the request leaves open whether the request arrived."""
+        """Whether a kept connection may be used: the engine may close it in the moment in which the request comes there, and that
+        looks as if it had begun on it."""
         return self._repeatable
 
+    @property
+    def _spent(self) -> bool:
+        return self._arrived + self._arrived_before >= MAX_ARRIVALS
+
+    def tokens_failed(self) -> None:
+        """An engine that was asked for the prompt's tokens may have begun on it, and did not answer."""
+        self._arrived_before += 1
+
     def stale(self, worker: str) -> None:
-        """A kept connection was closed under the request: it goes to the same worker over a new one."""
+        """A kept connection had been closed: the request goes to the same worker over a new one."""
         self.trail.append(f"{worker} {Kind.STALE.value}")
 
     def prefill_failed(self, worker: str, failure: Failure) -> bool:
-        """A prefill worker did not compute the prompt; whether another one may be asked. The decode worker always may be."""
+        """A prefill worker did not compute the prompt; whether another one may be asked. Where not, the decode worker may be.
+        Raises Spent."""
         self.trail.append(f"{worker} {failure.kind.value}")
         self._prefills += 1
-        arrived = failure.kind not in _BEFORE_ARRIVAL
-        self._arrived += arrived
-        return not arrived and self._prefills < MAX_ATTEMPTS
+        if failure.kind in _BEFORE_ARRIVAL:
+            return self._prefills < MAX_ATTEMPTS
+        self.prefill_broke(failure)
+        return False
+
+    def prefill_broke(self, failure: Failure) -> None:
+        """A prefill worker began on the prompt, and failed. Raises Spent."""
+        self._arrived_before += 1
+        if self._spent:
+            raise Spent(failure)
 
     def failed(self, worker: str, failure: Failure) -> bool:
         """One more failed; whether another worker may be asked."""
@@ -87,4 +115,4 @@ class Attempts:
         self._arrived += failure.kind not in _BEFORE_ARRIVAL
         if self._pinned or failure.kind in _FINAL or self._made >= MAX_ATTEMPTS:
             return False
-        return not self._arrived or (self._repeatable and self._arrived < MAX_ARRIVALS)
+        return not self._arrived or (self._repeatable and not self._spent)

@@ -2,7 +2,8 @@
 """Has a prompt computed by the prefill worker that was chosen for it, and makes of its answer what the decode worker is sent.
 
 Whatever goes wrong there, the decode worker can compute the prompt itself: nothing is lost but time. So a failure here is never the
-client's, as long as the client is there. What an engine may have begun on is not sent to a second prefill worker.
+client's, as long as the client is there. What an engine may have begun on is not sent to a second prefill worker; what two may have
+begun on is sent to nobody any more.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from kvrouter.router.proxy.reading import Request
 from kvrouter.router.proxy.sending import FIRST_SERVER_ERROR, Sending, named
 
 OK = 200
+# An outcome, as the metrics name it.
+FAILED = "failed"
 NOTHING_GIVEN = "its answers to prefills have no kv_transfer_params: start the engine with --kv-transfer-config"
 
 
@@ -53,8 +56,7 @@ class Prefilling:
     async def hand_over(
         self, request: Request, ask: Ask, placement: Placement, addresses: Addresses, vain: set[WorkerKey]
     ) -> Given:
-        """For the placement's worker. vain: to whom it was sent in vain; prefill workers that fail come to it. Raises nothing
-        but its own cancellation."""
+        """For the placement's worker. vain: to whom it was sent in vain; prefill workers that fail come to it. Raises Spent."""
         while (part := placement.prefill) is not None:
             if part.worker not in addresses.targets:
                 vain.add(part.worker)
@@ -68,13 +70,16 @@ class Prefilling:
             try:
                 params = await self._prefill(request, part)
             except Failure as failure:
-                self._count("failed")
+                self._count(FAILED)
                 vain |= addresses.sharing(part.worker)
                 again = request.attempts.prefill_failed(named(part.worker), failure)
                 placement.prefill_failed(without(ask, vain) if again else None)
             except _Declined as declined:
                 self._count(declined.outcome)
                 vain.add(part.worker)
+                if declined.outcome == FAILED:
+                    # vLLM's server answers 500 when its engine's core died.
+                    request.attempts.prefill_broke(Failure(Kind.GONE, "the prefill worker answers with an error"))
                 placement.prefill_failed(None)
             else:
                 self._count("done")
@@ -120,7 +125,7 @@ class Prefilling:
             raise gone
         if status != OK:
             # The client's error, most likely; the decode worker will say so.
-            raise _Declined("refused" if status < FIRST_SERVER_ERROR else "failed")
+            raise _Declined("refused" if status < FIRST_SERVER_ERROR else FAILED)
         if params is None:
             raise _Declined("declined")
         return params

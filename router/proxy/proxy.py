@@ -24,7 +24,7 @@ from kvrouter.router.proxy.addresses import Addresses
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.client import Client
 from kvrouter.router.proxy.connection import AnswerHead
-from kvrouter.router.proxy.failure import GONE_STATUSES, Failure, Kind
+from kvrouter.router.proxy.failure import GONE_STATUSES, Failure, Kind, Spent
 from kvrouter.router.proxy.handover import can_be_handed_over
 from kvrouter.router.proxy.pool import Pool
 from kvrouter.router.proxy.prefilling import Prefilling, without
@@ -165,6 +165,8 @@ class Proxy:
                     spare = None
                 try:
                     answer = await self._attempt(request, ask, placement, vain)
+                except Spent as spent:
+                    raise _error_of(spent.failure) from None
                 except Failure as caught:
                     failure, error = caught, _error_of(caught)
                     if not request.attempts.failed(named(placement.worker), failure):
@@ -215,7 +217,8 @@ class Proxy:
         return self._known_addresses
 
     async def _attempt(self, request: Request, ask: Ask, placement: Placement, vain: set[WorkerKey]) -> _Answer:
-        """The first byte of this worker's answer. vain: to whom the request was sent in vain. Raises Failure."""
+        """The first byte of this worker's answer. vain: to whom the request was sent in vain. Raises Failure,
+        Spent."""
         try:
             given = await self._prefilling.hand_over(request, ask, placement, self._addresses(), vain)
             sent = await self._sending.send(

@@ -94,6 +94,8 @@ class Reading:
         except BadQuestion as error:
             # What is wrong with it is for the engine to say.
             prompt = Prompt(estimated_tokens(len(request.body)), None, "none", error.message)
+        if prompt.broke_engine:
+            request.attempts.tokens_failed()
         request.body = forwarded_body(client.path, request.body, prompt)
         return prompt.question(
             served.model, cache_salt=body.salt, lora_name=served.lora_name, worker_ids=served.worker_ids

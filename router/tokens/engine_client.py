@@ -26,6 +26,8 @@ ANSWER_BYTES = 4 * 1024**2
 ABSENT = frozenset(
     {HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED}
 )
+# The connection was there and ended without an answer, or within it.
+ENDS = (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, aiohttp.ClientPayloadError)
 REFUSED = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE, HTTPStatus.UNPROCESSABLE_ENTITY})
 
 
@@ -69,7 +71,8 @@ class EngineClient:
                 return await self._post(url.rstrip("/") + path, body, headers)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             why = printable(str(error)) or type(error).__name__
-            raise Unknown("unreachable", f"{url} did not answer: {why}") from None
+            broke = isinstance(error, ENDS) and not isinstance(error, aiohttp.ClientConnectorError)
+            raise Unknown("unreachable", f"{url} did not answer: {why}", broke_engine=broke) from None
         finally:
             self._asks[url] -= 1
 

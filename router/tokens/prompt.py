@@ -50,7 +50,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     known_tokens: where only so many ids are known, from the beginning; token_ids then has these alone. problem: why not all are
     known, with the fix. refused: the engine says that the request itself is wrong, in `problem`. replaces: the ids may be
     sent in place of the text, as all engines of the model are known to make the same of one. items: the images and the like
-    among the ids."""
+    among the ids. broke_engine: an engine that was asked may have begun on it, and did not answer."""
 
     num_tokens: int
     token_ids: NDArray[np.int64] | None
@@ -61,6 +61,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     refused: bool = False
     replaces: bool = False
     items: Items = ()
+    broke_engine: bool = False
 
     def question(self, model: str, **others: Any) -> Question:
         """What to ask the index: for the tokens that are known, of a prompt of this length. others: further fields of Question."""
@@ -70,12 +71,13 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
 
 class Unknown(Exception):
-    """The tokens cannot be had, at least not this way."""
+    """The tokens cannot be had, at least not this way. broke_engine: as in `Prompt`; nobody else should be asked then."""
 
-    def __init__(self, reason: Reason, problem: str) -> None:
+    def __init__(self, reason: Reason, problem: str, *, broke_engine: bool = False) -> None:
         super().__init__(problem)
         self.reason: Reason = reason
         self.problem = problem
+        self.broke_engine = broke_engine
 
 
 def estimated_tokens(size_bytes: int) -> int:

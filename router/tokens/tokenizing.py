@@ -179,6 +179,8 @@ class Tokenizing:
             async with asyncio.timeout(self._timeout_s * MEDIA_SHARE):
                 ids, source, items = await self._asked_once(model, asked, authorization)
         except (Unknown, TimeoutError) as error:
+            if isinstance(error, Unknown) and error.broke_engine:
+                raise
             log.debug("not known through its media", extra={"reason": str(error) or "not in time"})
         else:
             if items:
@@ -201,7 +203,8 @@ class Tokenizing:
             except Unknown as unknown:
                 # It is not the client's request that was refused.
                 reason = "media" if unknown.reason == "refused" else unknown.reason
-                raise Unknown(reason, f"up to its first message with media: {unknown.problem}") from None
+                problem = f"up to its first message with media: {unknown.problem}"
+                raise Unknown(reason, problem, broke_engine=unknown.broke_engine) from None
         (one, source, _), (other, _, _) = both
         most = min(len(one), len(other))
         apart = np.flatnonzero(one[:most] != other[:most])
@@ -279,7 +282,7 @@ class Tokenizing:
                 self._engines.doubt(model, url)
                 problem = Unknown("unreachable", f"{url} is not what it was; it is judged anew")
             except Unknown as unknown:
-                if unknown.reason == "refused":
+                if unknown.reason == "refused" or unknown.broke_engine:
                     raise
                 problem = unknown
         assert problem is not None
@@ -328,4 +331,5 @@ def _unknown(unknown: Unknown, size_bytes: int) -> Prompt:
         unknown.problem,
         reason=unknown.reason,
         refused=unknown.reason == "refused",
+        broke_engine=unknown.broke_engine,
     )

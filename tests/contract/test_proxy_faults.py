@@ -6,11 +6,14 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import socket
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import uvloop
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -22,7 +25,8 @@ from kvrouter.router.match import WorkerView
 from kvrouter.router.metrics import BREAKER_STATES, FAILURE_KINDS
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.proxy.breaker import FAILURES_TO_OPEN, BreakerState
-from kvrouter.router.proxy.failure import Kind
+from kvrouter.router.proxy.connection import Connection
+from kvrouter.router.proxy.failure import Failure, Kind
 from kvrouter.router.states import StreamState
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -252,10 +256,13 @@ def test_what_is_no_http_is_told_and_not_sent_on() -> None:
 
 
 def test_connections_are_kept_and_a_closed_one_costs_no_request() -> None:
+    closed: list[Asked] = []
+
     async def then_close(asked: Asked, wire: Wire) -> None:
         # Keep-alive by its head, and closed all the same.
         await wire.send(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok")
-        wire.close()
+        await wire.closed()
+        closed.append(asked)
 
     with fleet(OK) as (router, engine):
         for _ in range(5):
@@ -265,25 +272,76 @@ def test_connections_are_kept_and_a_closed_one_costs_no_request() -> None:
         assert router.post(RESPONSES, BODY)[2] == b"ok"
         assert engine.asked[-1].connection == 2
         engine.script = then_close
-        for _ in range(20):
-            status, _, answer = router.post(CHAT, BODY)
-            assert (status, answer) == (200, b"ok")
+        for n in range(20):
+            status, headers, answer = router.post(CHAT, BODY)
+            assert (status, answer, headers.get("x-kvrouter-retried")) == (200, b"ok", None)
+            until(lambda n=n: len(closed) == n + 1, "it is closed")  # type: ignore[misc]
         assert router.admission.problem(W0) is None
 
 
-def test_a_kept_connection_that_is_reset_under_a_request_is_replaced() -> None:
-    async def reset_if_kept(asked: Asked, wire: Wire) -> None:
-        if sum(other.connection == asked.connection for other in engine.asked) > 1:
-            wire.reset()
+@pytest.mark.parametrize("end", [Wire.reset, Wire.close])
+def test_what_came_over_a_kept_connection_may_have_been_begun_on(end: Callable[[Wire], None]) -> None:
+    async def die(asked: Asked, wire: Wire) -> None:
+        if b"poison" in asked.body:
+            end(wire)
         else:
             await OK(asked, wire)
 
-    with fleet(reset_if_kept) as (router, engine):
-        assert router.post(CHAT, BODY)[2] == b"ok"
-        status, headers, answer = router.post(CHAT, BODY)
-        assert (status, answer, headers["x-kvrouter-retried"]) == (200, b"ok", "w0 stale")
-        assert router.sample("proxy_failures_total", worker="w0", kind="stale") == 1
-        assert router.admission.problem(W0) is None
+    poison = {"model": "m", "messages": [{"role": "user", "content": "poison"}]}
+    with fleet(*[die] * 5) as (router, *engines):
+        for n in range(5):
+            assert router.post(CHAT, BODY, {"x-kvrouter-worker": f"w{n}"})[0] == 200
+        status, headers, answer = router.post(CHAT, poison)
+        assert (status, code(answer), headers["x-kvrouter-retried"]) == (
+            502,
+            "worker_unreachable",
+            "w0 reset, w1 reset",
+        )
+        assert [len(engine.asked) for engine in engines] == [2, 2, 1, 1, 1]
+        assert router.sample("proxy_failures_total", worker="w0", kind="reset") == 1
+        status, headers, _ = router.post(CHAT, poison, {"x-kvrouter-worker": "w2"})
+        assert (status, headers["x-kvrouter-retried"], len(engines[2].asked)) == (502, "w2 reset", 2)
+        # It is the worker's breaker that learns of it, as with a new connection.
+        for _ in range(FAILURES_TO_OPEN - 1):
+            router.post(CHAT, poison, {"x-kvrouter-worker": "w2"})
+        assert "5 failures in a row" in str(router.admission.problem(WorkerKey("m", "w2")))
+
+
+def test_a_kept_connection_whose_end_was_on_its_way_when_the_request_went_is_stale() -> None:
+    """What the kernel of the engine's side never took, the engine cannot have begun on."""
+    answer = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+    async def exchange(listener: socket.socket, *, read: bool) -> Failure:
+        loop = asyncio.get_running_loop()
+        _, connection = await loop.create_connection(lambda: Connection(loop), *listener.getsockname())
+        engine, _ = listener.accept()
+        asking = loop.create_task(connection.ask(b"POST / HTTP/1.1\r\n\r\n", b"", WAIT_S))
+        await asyncio.sleep(0)
+        assert engine.recv(1_000)
+        engine.sendall(answer)
+        await asking
+        assert connection.reusable() and connection.is_open
+        if read:
+            asking = loop.create_task(connection.ask(b"POST / HTTP/1.1\r\n\r\n", b"body", WAIT_S))
+            await asyncio.sleep(0)
+            assert engine.recv(1_000)
+            engine.close()
+        else:
+            engine.close()
+            assert not connection.is_open
+            # As if that had been looked at a moment before.
+            asking = loop.create_task(connection.ask(b"POST / HTTP/1.1\r\n\r\n", b"body", WAIT_S))
+        with pytest.raises(Failure) as found:
+            await asking
+        connection.close()
+        return found.value
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        assert runner.run(exchange(listener, read=False)).kind is Kind.STALE
+        assert runner.run(exchange(listener, read=True)).kind is Kind.RESET
 
 
 def test_bytes_that_nobody_asked_for_answer_no_other_request() -> None:

@@ -326,6 +326,28 @@ def test_another_engine_is_asked_where_one_fails() -> None:
     run(test())
 
 
+def test_a_prompt_that_breaks_the_engine_that_renders_it_is_asked_of_no_other() -> None:
+    async def test() -> None:
+        async with case(engines=2) as it:
+            await it.chat()
+            await until(lambda: all(it.tokenizing.status(MODEL, engine.url).way == "render" for engine in it.engines))
+            for engine in it.engines:
+                engine.dies_of = "poison"
+            prompt = await it.text("poison")
+            assert (prompt.source, prompt.reason, prompt.broke_engine) == ("none", "unreachable", True)
+            assert sum("poison" in str(body) for engine in it.engines for _, body in engine.asked) == 1
+            prompt = await it.chat(messages=[{"role": "user", "content": [{"type": "image_url"}, "poison"]}])
+            assert prompt.broke_engine
+            assert sum("poison" in str(body) for engine in it.engines for _, body in engine.asked) == 2
+            # One that cannot be reached was not broken by it.
+            await it.engines[0].__aexit__()
+            await it.engines[1].__aexit__()
+            prompt = await it.text("harmless")
+            assert (prompt.reason, prompt.broke_engine) == ("unreachable", False)
+
+    run(test())
+
+
 def test_engines_that_make_different_tokens_are_named() -> None:
     async def test() -> None:
         async with case(engines=2) as it:

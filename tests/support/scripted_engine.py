@@ -51,6 +51,11 @@ class Wire:
     def close(self) -> None:
         self._writer.close()
 
+    async def closed(self) -> None:
+        """Close, and return once the kernel knows."""
+        self._writer.close()
+        await self._writer.wait_closed()
+
     def reset(self) -> None:
         """RST, not FIN."""
         given: socket.socket = self._writer.get_extra_info("socket")

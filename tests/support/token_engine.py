@@ -41,6 +41,8 @@ class TokenEngine:
         # Requests with this in them wait for `go_on`.
         self.slow: str | None = None
         self.go_on = asyncio.Event()
+        # Requests with this in them end their connection.
+        self.dies_of: str | None = None
         # What render tells of images and the like, of requests that have them.
         self.features: dict[str, Any] | None = None
         self.tokens: Callable[[dict[str, Any]], list[int]] = tokens_of
@@ -81,6 +83,8 @@ class TokenEngine:
             await asyncio.sleep(self.delay_s)
             if self.slow is not None and self.slow in str(body):
                 await self.go_on.wait()
+            if self.dies_of is not None and self.dies_of in str(body) and request.transport is not None:
+                request.transport.abort()
             return self._answer(path, body)
         finally:
             self.at_once -= 1

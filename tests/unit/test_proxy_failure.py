@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.proxy.failure import MAX_ARRIVALS, MAX_ATTEMPTS, Attempts, Failure, Kind
+from kvrouter.router.proxy.failure import MAX_ARRIVALS, MAX_ATTEMPTS, Attempts, Failure, Kind, Spent
 from kvrouter.router.proxy.reading import PATHS
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
@@ -58,3 +58,25 @@ def test_the_trail_names_each_failure_in_its_order() -> None:
 
 def test_only_what_may_arrive_twice_uses_kept_connections() -> None:
     assert {path for path in PATHS if not Attempts(path, pinned=False).reuses_connections} == {RESPONSES}
+
+
+def test_prefill_workers_and_engines_that_tokenize_count_among_those_that_may_have_begun() -> None:
+    attempts = Attempts(CHAT, pinned=False)
+    attempts.tokens_failed()
+    assert not attempts.failed("w0", Failure(Kind.RESET, ""))
+    attempts = Attempts(CHAT, pinned=False)
+    assert not attempts.prefill_failed("p0", Failure(Kind.RESET, ""))
+    assert not attempts.failed("d0", Failure(Kind.RESET, ""))
+    attempts = Attempts(CHAT, pinned=False)
+    assert attempts.failed("d0", Failure(Kind.RESET, ""))
+    assert attempts.prefill_failed("p0", Failure(Kind.REFUSED, ""))
+    with pytest.raises(Spent):
+        attempts.prefill_failed("p1", Failure(Kind.LOST, ""))
+    assert attempts.trail == ["d0 reset", "p0 refused", "p1 lost"]
+
+
+def test_an_engine_that_broke_on_the_tokens_leaves_what_never_arrived_free() -> None:
+    for path in (CHAT, RESPONSES):
+        attempts = Attempts(path, pinned=False)
+        attempts.tokens_failed()
+        assert attempts.failed("w0", Failure(Kind.REFUSED, ""))

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt that engines die of costs two of them at most, one where it is pinned. Engines are processes, and they die."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from mortal_engine import POISON, MortalEngine
+from router_process import RouterProcess
+
+ENGINES = 5
+WAIT_S = 30.0
+# Long enough that it is computed elsewhere than where it is decoded.
+PROMPT = [7] * 600
+POISONED = [*PROMPT, int(POISON)]
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+    # Health checks would tell of a death before the next attempt; nothing here may depend on them.
+    flags = ["--health-interval-s", "0", "--handover-token-cost", "0", "--remote-prefill-min-tokens", "512"]
+    with RouterProcess(tmp_path_factory.mktemp("router"), flags) as process:
+        yield process
+
+
+class Mortals:
+    """Five engines of one model, by name; `p0` and so on only compute prompts."""
+
+    def __init__(self, router: RouterProcess, stack: ExitStack, model: str, *names: str) -> None:
+        self.router, self.model = router, model
+        self.engines = {name: stack.enter_context(MortalEngine()) for name in names}
+        for name, engine in self.engines.items():
+            role = {"p": "prefill", "d": "decode"}.get(name[0], "both")
+            self.router.request(
+                "POST", "/register", {"worker_id": name, "model": model, "url": engine.url, "role": role}
+            )
+            stack.callback(router.request, "POST", "/unregister", {"worker_id": name})
+
+    def ask(self, prompt: list[int], **headers: str) -> tuple[int, dict[str, str]]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.router.port, timeout=WAIT_S)
+        try:
+            body: dict[str, Any] = {"model": self.model, "prompt": prompt, "max_tokens": 4}
+            connection.request("POST", "/v1/completions", json.dumps(body), headers)
+            answer = connection.getresponse()
+            answer.read()
+            return answer.status, {name.lower(): value for name, value in answer.getheaders()}
+        finally:
+            connection.close()
+
+    def occupy(self, *names: str) -> None:
+        """As if much was queued there, so that a hand-over pays."""
+        for name in names:
+            body = {
+                "model": self.model,
+                "worker_id": name,
+                "isl_tokens": 60_000,
+                "selection_id": f"{self.model}-{name}",
+            }
+            self.router.request("POST", "/reservations", body)
+
+    def keep_connections(self) -> None:
+        """One to every engine, as after the first requests of a day."""
+        for name in self.engines:
+            if not name.startswith("p"):
+                assert self.ask(PROMPT[:9], **{"x-kvrouter-worker": name})[0] == 200
+
+    def dead(self) -> list[str]:
+        """After a moment in which the last one may die."""
+        time.sleep(0.3)
+        return [name for name, engine in self.engines.items() if engine.died]
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["new connections", "kept connections"])
+def test_a_prompt_that_kills_engines_kills_two_at_most(router: RouterProcess, kept: bool) -> None:
+    with ExitStack() as stack:
+        fleet = Mortals(router, stack, f"five-{kept}", *(f"w{n}" for n in range(ENGINES)))
+        if kept:
+            fleet.keep_connections()
+        status, headers = fleet.ask(POISONED)
+        dead = fleet.dead()
+        assert (status, len(dead)) == (502, 2), (headers, dead)
+        assert headers["x-kvrouter-retried"].count("reset") == 2
+        # The others serve.
+        assert all(fleet.ask(PROMPT)[0] == 200 for _ in range(ENGINES))
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["new connections", "kept connections"])
+def test_a_pinned_prompt_kills_one_at_most(router: RouterProcess, kept: bool) -> None:
+    with ExitStack() as stack:
+        fleet = Mortals(router, stack, f"pinned-{kept}", *(f"w{n}" for n in range(ENGINES)))
+        if kept:
+            fleet.keep_connections()
+        status, headers = fleet.ask(POISONED, **{"x-kvrouter-worker": "w3"})
+        assert (status, headers["x-kvrouter-retried"], fleet.dead()) == (502, "w3 reset", ["w3"])
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["new connections", "kept connections"])
+def test_prefill_workers_count_among_those_that_die(router: RouterProcess, kept: bool) -> None:
+    with ExitStack() as stack:
+        fleet = Mortals(router, stack, f"split-{kept}", "p0", "p1", "d0", "d1", "d2")
+        fleet.occupy("d0", "d1", "d2")
+        if kept:
+            fleet.keep_connections()
+            # The prefill workers too.
+            computed_at = {fleet.ask([n] * len(PROMPT))[1]["x-kvrouter-prefill-worker"] for n in range(4)}
+            assert computed_at == {"p0", "p1"}
+        status, headers = fleet.ask(POISONED)
+        dead = fleet.dead()
+        assert (status, len(dead)) == (502, 2), (headers, dead)
+        assert sorted(name[0] for name in dead) == ["d", "p"], (headers, dead)
+
+
+def test_a_prefill_worker_is_the_last_where_a_decode_worker_died_before(router: RouterProcess) -> None:
+    with ExitStack() as stack:
+        fleet = Mortals(router, stack, "late-split", "p0", "d0", "d1", "d2", "d3")
+        # The first attempt is decoded where it is computed, the second one not.
+        fleet.occupy("d1", "d2", "d3")
+        status, headers = fleet.ask(POISONED)
+        assert (status, headers["x-kvrouter-retried"], fleet.dead()) == (502, "d0 reset, p0 reset", ["p0", "d0"])
