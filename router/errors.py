@@ -141,6 +141,22 @@ class TooManyConnections(RouterError):
     default_code = "too_many_connections"
 
 
+class NotSupported(RouterError):
+    """501: HTTP knows it, and this server does it nowhere."""
+
+    status = 501
+    type = INVALID_REQUEST
+    default_code = "not_supported"
+
+
+class WrongVersion(RouterError):
+    """505: another version of HTTP."""
+
+    status = 505
+    type = INVALID_REQUEST
+    default_code = "http_version_not_supported"
+
+
 class NoWorker(RouterError):
     """503: workers exist, and none can take the request now."""
 

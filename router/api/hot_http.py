@@ -16,11 +16,6 @@ from typing import Any
 from kvrouter.router.api.asgi import Answer, Outer, too_large
 from kvrouter.router.api.http_limits import HttpLimits, LimitedProtocol
 from kvrouter.router.api.proxied import ProxiedCycle
-from kvrouter.router.errors import BadQuestion
-
-NO_UPGRADE = (
-    "no other protocol than HTTP/1.1 is spoken here; send no Upgrade header (in Java: HttpClient.Version.HTTP_1_1)"
-)
 
 
 class _NoEvent:
@@ -70,6 +65,7 @@ class HotProtocol(LimitedProtocol):
             self._proxied.resume()
 
     def on_headers_complete(self) -> None:
+        self.check_head()
         outer = self.outer
         path = self.url.partition(b"?")[0].decode("ascii", "replace")
         proxied = path in outer.proxied_paths
@@ -126,15 +122,17 @@ class HotProtocol(LimitedProtocol):
         """It is this one's turn."""
         self._proxied = cycle
 
+    def probe_reader(self) -> None:
+        running = self._proxied
+        if running is not None and not running.response_complete:
+            running.probe_reader()
+
     def _begin_proxied(self, path: str) -> None:
         self.begin_body()
-        keep_alive = self._is_http_1_1() and self.parser.should_keep_alive()
+        keep_alive = self._is_http_1_1() and self.parser.should_keep_alive() and not self.parser.should_upgrade()
         cycle: Any = ProxiedCycle(
             self, path, http_1_1=self._is_http_1_1(), keep_alive=keep_alive, expects=self.expect_100_continue
         )
-        if self.parser.should_upgrade():
-            # The parser takes what follows for the other protocol, and reads no body.
-            cycle.turn_away(BadQuestion(NO_UPGRADE, code="upgrade_not_supported"))
         before, self.cycle = self.cycle, cycle
         if before is None or before.response_complete:
             # Runs when what was received is parsed; by then most bodies are whole.

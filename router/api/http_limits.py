@@ -10,6 +10,7 @@ Uses these parts of uvicorn's HttpToolsProtocol: the parser's callbacks, `cycle`
 from __future__ import annotations
 
 import asyncio
+import select
 from http import HTTPStatus
 from typing import Any, ClassVar
 
@@ -18,13 +19,23 @@ import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvrouter.router.api.asgi import OTHER_PATH, Answer, Outer
+from kvrouter.router.api.http_heads import head_problem, origin_form
 from kvrouter.router.errors import BadQuestion, HeadTooLarge, RouterError, TooManyConnections, TooSlow
-from kvrouter.router.sockets import untaken_bytes
+from kvrouter.router.sockets import poller, untaken_bytes
 
 STATUS_LINES = {status: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 # A name, a colon, a space and a line's end.
 HEADER_LINE_BYTES = 4
+
+NO_UPGRADE = (
+    "no other protocol than HTTP/1.1 is spoken here; send no Upgrade header (in Java: HttpClient.Version.HTTP_1_1)"
+)
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+# Of a client that sends no more: how often it is looked whether it still reads. A request of its that runs for nobody takes an
+# engine's time; a look is one system call.
+READER_LOOK_S = 0.1
 
 
 class HttpLimits(msgspec.Struct, frozen=True):
@@ -53,6 +64,8 @@ class LimitedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_bytes = 0
+        # Headers and trailers of the message that comes.
+        self._fields = 0
         # Bytes fed since the parser last got on: a head, chunk extensions or trailers without an end.
         self._fruitless_bytes = 0
         self._in_message = False
@@ -63,6 +76,9 @@ class LimitedProtocol(HttpToolsProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._unread_bytes = 0
         self._send_deadline: asyncio.TimerHandle | None = None
+        # While the client sends no more.
+        self._reader_look: asyncio.TimerHandle | None = None
+        self._gone: select.poll | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -72,9 +88,36 @@ class LimitedProtocol(HttpToolsProtocol):
             return
         self._await((0, False))
 
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more: it hung up, or closed its half behind its last request (RFC 9112, 9.6) and still reads.
+        True: there are answers to give, so our half stays open."""
+        if self._in_message or not self._answering:
+            return False
+        self.cycle.keep_alive = False
+        if self._reader_look is None:
+            self._gone = poller(self.transport, 0)
+            self._look_for_reader()
+        return True
+
+    def _look_for_reader(self) -> None:
+        """Whether somebody reads the answers: the kernel knows once something was sent to nobody."""
+        assert self._gone is not None
+        if self.transport.is_closing():
+            return
+        if self._gone.poll(0):
+            self.transport.abort()
+            return
+        self.probe_reader()
+        self._reader_look = self.loop.call_later(READER_LOOK_S, self._look_for_reader)
+
+    def probe_reader(self) -> None:
+        """Sends something that a client has to expect, once, where its answer is not begun."""
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._await(None)
         self._stop_send_deadline()
+        if self._reader_look is not None:
+            self._reader_look.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -95,7 +138,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head_bytes = self._fruitless_bytes = 0
+        self._head_bytes = self._fruitless_bytes = self._fields = 0
         self._in_message, self._in_body = True, False
 
     def on_url(self, url: bytes) -> None:
@@ -103,13 +146,45 @@ class LimitedProtocol(HttpToolsProtocol):
         self._count_head(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Trailers come here too.
-        super().on_header(name, value)
+        if not self._in_body:
+            super().on_header(name, value)
+        # Trailers come here too, and are nobody's headers (RFC 9110, 6.5.1).
+        self._fields += 1
         self._count_head(len(name) + len(value) + HEADER_LINE_BYTES)
 
     def on_headers_complete(self) -> None:
         self.begin_body()
         super().on_headers_complete()
+        if self.parser.should_upgrade():
+            # What follows it is another protocol's to the parser.
+            self.cycle.keep_alive = False
+
+    def check_head(self) -> None:
+        """Before anything is made of a head. Raises HttpParserError, behind an answer that says what is wrong."""
+        parser = self.parser
+        version: str = parser.get_http_version()
+        problem = head_problem(parser.get_method(), version, self.headers)
+        if problem is None:
+            try:
+                self.url = origin_form(self.url)
+            except BadQuestion as error:
+                problem = error
+        if problem is None and parser.should_upgrade() and self._announces_body():
+            # The parser takes the body for the other protocol.
+            problem = BadQuestion(NO_UPGRADE, code="upgrade_not_supported")
+        if version != "1.1":
+            # Its clients know no interim answers.
+            self.expect_100_continue = False
+        if problem is not None:
+            self._refuse("invalid", problem)
+            # Nothing else stops the parser in the middle of what it was fed.
+            raise httptools.HttpParserError("the head is refused")
+
+    def _announces_body(self) -> bool:
+        return any(
+            name == b"transfer-encoding" or (name == b"content-length" and value != b"0")
+            for name, value in self.headers
+        )
 
     def on_body(self, body: bytes) -> None:
         self.got_on()
@@ -173,7 +248,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def _count_head(self, size: int) -> None:
         self._head_bytes += size
-        if self._head_bytes > self.limits.max_head_bytes or len(self.headers) > self.limits.max_headers:
+        if self._head_bytes > self.limits.max_head_bytes or self._fields > self.limits.max_headers:
             self._refuse_head()
             # Nothing else stops the parser in the middle of what it was fed.
             raise httptools.HttpParserError("the head is over the limit")

@@ -13,14 +13,14 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from kvrouter.router.api.asgi import too_large
+from kvrouter.router.api.http_limits import CONTINUE
 from kvrouter.router.errors import RouterError
-from kvrouter.router.proxy.connection import AnswerHead, Connection
+from kvrouter.router.proxy.connection import NO_CONTENT, AnswerHead, Connection
 from kvrouter.router.proxy.headers import Headers
 
 if TYPE_CHECKING:
     from kvrouter.router.api.hot_http import HotProtocol
 
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 LAST_CHUNK = b"0\r\n\r\n"
 
 
@@ -45,6 +45,7 @@ class ProxiedCycle:
         # What was not sent yet of the head, which goes with the first bytes of the body.
         self._unsent: list[bytes] = []
         self._chunked = False
+        self._probed = False
         # As uvicorn's protocol knows them.
         self.keep_alive = keep_alive
         self.more_body = True
@@ -126,6 +127,12 @@ class ProxiedCycle:
         if self._source is not None:
             self._source.resume()
 
+    def probe_reader(self) -> None:
+        """To a client that sends no more, a word that every one of HTTP/1.1 skips: nobody who hung up takes it."""
+        if self._http_1_1 and not self._probed and not self.response_started:
+            self._probed = True
+            self._write([CONTINUE])
+
     # the proxy's side
 
     def begin(self, head: AnswerHead, headers: Headers, source: Connection) -> None:
@@ -138,7 +145,10 @@ class ProxiedCycle:
         has_date = any(name == b"date" for name, _ in headers)
         for name, value in headers if has_date else (*headers, *self._protocol.server_state.default_headers):
             parts += (name, b": ", value, b"\r\n")
-        if head.length is not None:
+        if head.status in NO_CONTENT:
+            # A length would announce a body.
+            pass
+        elif head.length is not None:
             parts.append(b"content-length: %d\r\n" % head.length)
         elif self._http_1_1:
             self._chunked = True

@@ -19,12 +19,16 @@ from kvrouter.router.proxy.failure import Failure, Kind
 from kvrouter.router.proxy.headers import Headers
 from kvrouter.router.sockets import poller, untaken_bytes
 
-# Of the head of an answer, of a chunk's extensions or of trailers: engines send some hundred bytes.
+# Of the head of an answer with the interim ones before it, of a chunk's extensions or of trailers: engines send some hundred bytes.
 MAX_HEAD_BYTES = 64 * 1024
+# Interim answers (1xx) before one answer: there is no use for more than one of each kind.
+MAX_INTERIM_ANSWERS = 8
 # Read ahead of whoever takes the body, before it does: one read of the loop is as much.
 MAX_WAITING_BYTES = 256 * 1024
 
 NO_CONTENT = frozenset({204, 304})
+FIRST_FINAL_STATUS = 200
+VERSIONS = frozenset({"1.0", "1.1"})
 
 Take = Callable[[list[bytes]], None]
 
@@ -59,7 +63,7 @@ class Connection(asyncio.Protocol):
         self._reason = b""
         self._headers: Headers = []
         self._head_whole = self._whole = self._until_close = self._stays_open = False
-        self._fruitless_bytes = 0
+        self._fruitless_bytes = self._interim_answers = 0
         self._parts: list[bytes] = []
         self._waiting_bytes = 0
         self._paused = False
@@ -164,7 +168,6 @@ class Connection(asyncio.Protocol):
             self._stays_open = False
             self.close()
             return
-        self._heard_s = self._loop.time()
         self._fruitless_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -173,7 +176,9 @@ class Connection(asyncio.Protocol):
                 self._stays_open = False
                 self._progress()
                 return
-            self._fail(Failure(Kind.MALFORMED, f"the engine's answer is no HTTP/1.1: {error or type(error).__name__}"))
+            # Of what a callback raises, the parser's own error says no more than that it did.
+            why = error.__context__ or error or type(error).__name__
+            self._fail(Failure(Kind.MALFORMED, f"the engine's answer is no HTTP/1.1: {why}"))
             return
         if self._fruitless_bytes > MAX_HEAD_BYTES and not self._whole:
             self._fail(Failure(Kind.MALFORMED, f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
@@ -205,21 +210,29 @@ class Connection(asyncio.Protocol):
         self._reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        # Behind the head it is a trailer, which is nobody's header (RFC 9110, 6.5.1).
+        if not self._head_whole:
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        self._fruitless_bytes = 0
         self._status = self._parser.get_status_code()
-        if self._status < 200:
+        if self._status < FIRST_FINAL_STATUS:
+            self._interim_answers += 1
+            if self._interim_answers > MAX_INTERIM_ANSWERS:
+                raise httptools.HttpParserError(f"more than {MAX_INTERIM_ANSWERS} interim answers")
             return
+        self._got_on()
+        codings = [value.lower() for name, value in self._headers if name == b"transfer-encoding"]
+        if codings not in ([], [b"chunked"]) or self._parser.get_http_version() not in VERSIONS:
+            raise httptools.HttpParserError("another transfer coding than chunked, or another version")
         self._head_whole = True
-        chunked = any(name == b"transfer-encoding" for name, _ in self._headers)
+        chunked = bool(codings)
         self._until_close = not chunked and self._length() is None and self._status not in NO_CONTENT
         # Now, as the parser forgets it with the end of the message.
         self._stays_open = self._parser.should_keep_alive()
 
     def on_body(self, data: bytes) -> None:
-        self._fruitless_bytes = 0
+        self._got_on()
         self._parts.append(data)
         self._waiting_bytes += len(data)
 
@@ -229,6 +242,11 @@ class Connection(asyncio.Protocol):
         else:
             # An interim answer (1xx); the real one follows.
             self._headers, self._reason = [], b""
+
+    def _got_on(self) -> None:
+        """Something of the answer came: what is no part of it (interim answers, a head without an end, trailers) breaks no silence."""
+        self._fruitless_bytes = 0
+        self._heard_s = self._loop.time()
 
     def _progress(self) -> None:
         """After new bytes: hand on what can be handed on."""

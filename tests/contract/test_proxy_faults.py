@@ -25,7 +25,7 @@ from kvrouter.router.match import WorkerView
 from kvrouter.router.metrics import BREAKER_STATES, FAILURE_KINDS
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.proxy.breaker import FAILURES_TO_OPEN, BreakerState
-from kvrouter.router.proxy.connection import Connection
+from kvrouter.router.proxy.connection import MAX_INTERIM_ANSWERS, Connection
 from kvrouter.router.proxy.failure import Failure, Kind
 from kvrouter.router.states import StreamState
 
@@ -204,6 +204,112 @@ def test_an_engine_that_says_nothing_is_waited_for_so_long() -> None:
         assert (status, code(answer)) == (504, "worker_timeout")
         assert not other.asked
         assert router.sample("proxy_failures_total", worker="w0", kind="silent") == 1
+
+
+@pytest.mark.parametrize("piece", [b"HTTP/1.1 103 Early Hints\r\n\r\n", b"HTTP/1.1 102 Processing\r\nx: y\r\n\r\n"])
+def test_interim_answers_break_no_silence_and_are_few(piece: bytes) -> None:
+    async def now_and_then(asked: Asked, wire: Wire) -> None:
+        while not wire.gone.is_set():
+            await wire.send(piece)
+            # Four of them within the time-out.
+            await asyncio.sleep(0.1)
+
+    async def at_once(asked: Asked, wire: Wire) -> None:
+        await wire.send(piece * MAX_INTERIM_ANSWERS)
+        await OK(asked, wire)
+
+    async def too_many(asked: Asked, wire: Wire) -> None:
+        await wire.send(piece * (MAX_INTERIM_ANSWERS + 1))
+        await OK(asked, wire)
+
+    with fleet(now_and_then, OK, answer_timeout_s=0.45) as (router, _, other):
+        status, headers, answer = router.post(CHAT, BODY)
+        assert (status, code(answer), headers["x-kvrouter-retried"]) == (504, "worker_timeout", "w0 silent")
+        assert not other.asked
+    with fleet(at_once) as (router, _):
+        answer = router.exchange(raw_request(CHAT, RAW))
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n") and b"x: y" not in answer and answer.endswith(b"ok")
+    with fleet(too_many) as (router, _):
+        status, headers, answer = router.post(CHAT, BODY)
+        assert (status, headers["x-kvrouter-retried"]) == (502, "w0 malformed") and b"interim" in answer
+
+
+def test_interim_answers_are_bounded_in_bytes() -> None:
+    async def large(asked: Asked, wire: Wire) -> None:
+        for _ in range(MAX_INTERIM_ANSWERS):
+            await wire.send(b"HTTP/1.1 103 Early Hints\r\nlink: " + b"y" * 20_000 + b"\r\n\r\n")
+        await OK(asked, wire)
+
+    with fleet(large) as (router, _):
+        assert router.post(CHAT, BODY)[1]["x-kvrouter-retried"] == "w0 malformed"
+
+
+@pytest.mark.parametrize("drip", [b"x", b"x: y\r\n"])
+def test_a_head_or_trailers_without_an_end_break_no_silence(drip: bytes) -> None:
+    async def in_the_head(asked: Asked, wire: Wire) -> None:
+        await wire.send(b"HTTP/1.1 200 OK\r\n")
+        await drips(wire)
+
+    async def in_the_trailers(asked: Asked, wire: Wire) -> None:
+        await wire.send(STREAM_HEAD, chunk(b"begun"), b"0\r\n")
+        await drips(wire)
+
+    async def drips(wire: Wire) -> None:
+        while not wire.gone.is_set():
+            await wire.send(drip)
+            await asyncio.sleep(0.1)
+
+    with fleet(in_the_head, answer_timeout_s=0.45) as (router, _):
+        assert router.post(CHAT, BODY)[0] == 504
+    with fleet(in_the_trailers, answer_timeout_s=0.45) as (router, engine):
+        assert router.exchange(raw_request(CHAT, RAW)).endswith(chunk(b"begun"))
+        until(lambda: engine.given_up == 1, "the engine's request is over")
+
+
+def test_trailers_of_an_answer_are_no_headers() -> None:
+    async def at_once(asked: Asked, wire: Wire) -> None:
+        trailers = b"0\r\nset-cookie: a=b\r\nx-request-id: other\r\nx-own: 1\r\n\r\n"
+        await wire.send(STREAM_HEAD + chunk(b"whole") + trailers)
+
+    with fleet(at_once) as (router, engine):
+        for _ in range(2):
+            head, _, body = router.exchange(raw_request(CHAT, RAW)).partition(b"\r\n\r\n")
+            assert body == chunk(b"whole") + b"0\r\n\r\n"
+            for name in (b"set-cookie", b"other", b"x-own"):
+                assert name not in head
+        # They end where they should: the connection is kept.
+        assert {asked.connection for asked in engine.asked} == {1}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3",
+        "HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: gzip",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked",
+        "HTTP/2.0 200 OK\r\ncontent-length: 2",
+        "HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade",
+    ],
+)
+def test_an_answer_of_two_lengths_or_another_coding_is_none(head: str) -> None:
+    async def script(asked: Asked, wire: Wire) -> None:
+        await wire.send(head.encode() + b"\r\n\r\nok")
+        wire.close()
+
+    with fleet(script) as (router, _):
+        status, headers, _ = router.post(CHAT, BODY)
+        assert (status, headers["x-kvrouter-retried"]) == (502, "w0 malformed")
+
+
+def test_an_answer_without_a_body_announces_none() -> None:
+    with fleet(plain(b"", "204 No Content")) as (router, engine):
+        for _ in range(2):
+            head, _, body = router.exchange(raw_request(CHAT, RAW)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 204 No Content\r\n") and not body
+            assert b"content-length" not in head and b"transfer-encoding" not in head
+        assert {asked.connection for asked in engine.asked} == {1}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heads of requests beyond the common case, on every way that a request can take here: what RFC 9112 has, and no other. Raw sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from proxy_support import CHAT, ProxyServer, fleet, raw_request, received, until
+from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
+
+from kvrouter.router.api.http_heads import origin_form
+from kvrouter.router.errors import BadQuestion
+
+CHAT_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+# One of each way: proxied, answered in the protocol, and by the ASGI application.
+WAYS = {
+    "proxied": ("POST", CHAT, CHAT_BODY),
+    "hot": ("POST", "/query_by_hash", b'{"model": "m", "block_hashes": [1, 2, 3]}'),
+    "cold": ("GET", "/version", b""),
+}
+LINE = "{method} {target} HTTP/1.1"
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[ProxyServer, ScriptedEngine]]:
+    with fleet(plain(b"ok")) as (router, engine):
+        yield router, engine
+
+
+def sent(
+    way: str, *headers: str, line: str = LINE, host: str | None = "host: x", end: str = "connection: close"
+) -> bytes:
+    method, target, body = WAYS[way]
+    lines = [line.format(method=method, target=target), *([host] if host else []), *headers]
+    lines += [f"content-length: {len(body)}"] if body else []
+    return "\r\n".join([*lines, *([end] if end else []), "", ""]).encode() + body
+
+
+def status_of(answer: bytes) -> int:
+    assert len(re.findall(rb"HTTP/1\.1 [0-9]{3} ", answer)) == 1, answer
+    return int(answer[9:12])
+
+
+def code_of(answer: bytes) -> str:
+    return str(json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_host_is_there_once_and_is_one(served: tuple[ProxyServer, ScriptedEngine], way: str) -> None:
+    router, engine = served
+    for host in ("x", "", "127.0.0.1:30000", "[::1]:30000", "my_service.ns.svc"):
+        assert status_of(router.exchange(sent(way, host=f"host: {host}"))) == 200, host
+    asked = len(engine.asked)
+    for head in (
+        sent(way, host=None),
+        sent(way, "host: x"),
+        sent(way, "Host: other"),
+        *(sent(way, host=f"host: {host}") for host in ("a b", "a,b/c", "http://x", "x:1:2", "x:port", "u@x", "[::1")),
+    ):
+        answer = router.exchange(head)
+        assert (status_of(answer), code_of(answer)) == (400, "invalid_host"), head
+        assert b"connection: close\r\n" in answer
+    assert len(engine.asked) == asked
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_http_1_0_needs_no_host_and_gets_no_interim_answer(
+    served: tuple[ProxyServer, ScriptedEngine], way: str
+) -> None:
+    router, _ = served
+    old = LINE.replace("1.1", "1.0")
+    assert status_of(router.exchange(sent(way, line=old, host=None))) == 200
+    answer = router.exchange(sent(way, "host: y", line=old))
+    assert (status_of(answer), code_of(answer)) == (400, "invalid_host")
+    with router.connect() as client:
+        whole = sent(way, "expect: 100-continue", line=old)
+        head, _, body = whole.partition(b"\r\n\r\n")
+        client.sendall(head + b"\r\n\r\n")
+        time.sleep(0.1)
+        client.sendall(body)
+        assert status_of(received(client)) == 200
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_target_with_scheme_and_host_means_its_path(served: tuple[ProxyServer, ScriptedEngine], way: str) -> None:
+    router, engine = served
+    for at in ("http://x", "http://other:8000", "HTTPS://x"):
+        answer = router.exchange(sent(way, line=LINE.replace("{target}", at + "{target}?a=b")))
+        assert status_of(answer) == 200, at
+    if way == "proxied":
+        assert engine.asked[-1].target == f"{CHAT}?a=b"
+    for at in ("ftp://x", "x:80"):
+        answer = router.exchange(sent(way, line=LINE.replace("{target}", at + "{target}")))
+        assert status_of(answer) == 400, at
+
+
+def test_targets_as_paths() -> None:
+    for target, path in {
+        b"/v1/models?x=http://y": b"/v1/models?x=http://y",
+        b"*": b"*",
+        b"http://h": b"/",
+        b"http://h?x": b"/?x",
+        b"http://h:1/a%20b//c?x=1&y": b"/a%20b//c?x=1&y",
+        b"http://[::1]:1/a": b"/a",
+    }.items():
+        assert origin_form(target) == path
+    for wrong in (b"x:443", b"mailto:a", b"", b"ws://h/a"):
+        with pytest.raises(BadQuestion):
+            origin_form(wrong)
+
+
+def test_connect_and_odd_methods_and_versions_are_answered(served: tuple[ProxyServer, ScriptedEngine]) -> None:
+    router, _ = served
+    for target in ("engine:443", CHAT, "http://x/"):
+        answer = router.exchange(f"CONNECT {target} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+        assert status_of(answer) in (400, 501), target
+    assert code_of(router.exchange(b"CONNECT engine:443 HTTP/1.1\r\nhost: x\r\n\r\n")) == "not_supported"
+    assert status_of(router.exchange(b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")) == 404
+    for method in ("TRACE", "PUT", "OPTIONS", "GET"):
+        answer = router.exchange(f"{method} {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        assert (status_of(answer), b"allow: POST\r\n" in answer) == (405, True), method
+    for version in ("HTTP/2.0", "HTTP/0.9"):
+        for path in (CHAT, "/version"):
+            answer = router.exchange(f"POST {path} {version}\r\nhost: x\r\ncontent-length: 0\r\n\r\n".encode())
+            assert (status_of(answer), code_of(answer)) == (505, "http_version_not_supported")
+    assert status_of(router.exchange(b"GET /version\r\n\r\n")) == 505
+
+
+@pytest.mark.parametrize("way", ["proxied", "hot"])
+def test_a_body_has_one_length_and_no_coding_but_chunked(served: tuple[ProxyServer, ScriptedEngine], way: str) -> None:
+    router, engine = served
+    asked = len(engine.asked)
+    for given in ("content-length: 1", "transfer-encoding: chunked", "transfer-encoding: identity"):
+        assert status_of(router.exchange(sent(way, given))) in (400, 501), given
+    method, target, body = WAYS[way]
+    for coding in ("gzip, chunked", "gzip", "chunked, identity", "chunked\r\ntransfer-encoding: chunked"):
+        lines = [LINE.format(method=method, target=target), "host: x", f"transfer-encoding: {coding}", "", ""]
+        answer = router.exchange("\r\n".join(lines).encode() + chunk(body) + b"0\r\n\r\n")
+        assert status_of(answer) in (400, 501), coding
+    assert len(engine.asked) == asked
+
+
+def test_trailers_of_a_request_are_no_headers(served: tuple[ProxyServer, ScriptedEngine]) -> None:
+    router, engine = served
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n".encode()
+    trailers = b"0\r\nauthorization: Bearer other\r\nx-request-id: other\r\nx-kvrouter-worker: other\r\nx-own: 1\r\nhost: y\r\n\r\n"
+    assert status_of(router.exchange(head + chunk(CHAT_BODY) + trailers)) == 200
+    last = engine.asked[-1]
+    assert not last.all("authorization") and not last.all("x-own") and last.all("x-request-id") != ["other"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_upgrade_is_refused_where_there_is_a_body_and_else_left_out(
+    served: tuple[ProxyServer, ScriptedEngine], way: str
+) -> None:
+    router, _ = served
+    answer = router.exchange(sent(way, "upgrade: h2c", end="connection: upgrade, http2-settings"))
+    if way == "cold":
+        # As curl --http2 asks. Nothing can follow: to the parser it is the other protocol's.
+        assert status_of(answer) == 200 and b"connection: close\r\n" in answer
+    else:
+        assert (status_of(answer), code_of(answer)) == (400, "upgrade_not_supported")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("apart", [False, True], ids=["with the request", "behind it"])
+def test_who_closes_their_half_behind_a_request_gets_the_answer(
+    served: tuple[ProxyServer, ScriptedEngine], way: str, apart: bool
+) -> None:
+    router, _ = served
+    for line in (LINE, LINE.replace("1.1", "1.0")):
+        with router.connect() as client:
+            client.sendall(sent(way, line=line, end=""))
+            if apart:
+                time.sleep(0.01)
+            client.shutdown(socket.SHUT_WR)
+            answer = received(client)
+            assert answer.count(b" 200 OK\r\n") == 1, answer
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_who_closes_their_half_while_the_engine_computes_gets_all_of_the_stream(requests: int) -> None:
+    go_on = []
+
+    async def script(asked: Asked, wire: Wire) -> None:
+        while not go_on:
+            await asyncio.sleep(0.01)
+        await wire.send(STREAM_HEAD)
+        for _ in range(300):
+            await wire.send(chunk(b"x" * 65_536))
+        await wire.send(b"0\r\n\r\n")
+
+    with fleet(script) as (router, engine), router.connect() as client:
+        client.sendall(raw_request(CHAT, CHAT_BODY, close=False) * requests)
+        client.shutdown(socket.SHUT_WR)
+        until(lambda: len(engine.asked) == 1, "the first is at the engine")
+        # Some looks whether it still reads.
+        time.sleep(0.5)
+        go_on.append(True)
+        answer = received(client)
+        # More than the kernel takes at once, so reading stopped and went on.
+        assert answer.count(b"x" * 1_000) >= requests * 300 * 64 and answer.count(b"HTTP/1.1 200 OK") == requests
+        assert answer.endswith(b"\r\n0\r\n\r\n")
+        # With a second request behind it, the end is not read before the first is answered.
+        assert answer.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK") == (requests == 1)
+        assert not engine.given_up
+
+
+def test_who_closes_their_half_within_a_request_has_hung_up() -> None:
+    with fleet(hang) as (router, engine):
+        whole = raw_request(CHAT, CHAT_BODY)
+        for part in (b"", whole[:20], whole[:-5]):
+            with router.connect() as client:
+                client.sendall(part)
+                client.shutdown(socket.SHUT_WR)
+                assert received(client) == b""
+        assert not engine.asked
+
+
+def test_who_closes_the_other_half_later_ends_the_stream_at_the_engine() -> None:
+    async def endless(asked: Asked, wire: Wire) -> None:
+        await wire.send(STREAM_HEAD)
+        while not wire.gone.is_set():
+            await wire.send(chunk(b"more"))
+            await asyncio.sleep(0.01)
+
+    with fleet(endless) as (router, engine):
+        client = router.connect()
+        client.sendall(raw_request(CHAT, CHAT_BODY))
+        client.shutdown(socket.SHUT_WR)
+        until(lambda: b"more" in client.recv(1_000), "it streams")
+        assert not engine.given_up
+        client.close()
+        until(lambda: engine.given_up == 1, "the engine's request ended")
+        until(lambda: router.sample("proxy_open_requests") == 0, "it is over")
