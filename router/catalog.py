@@ -325,7 +325,7 @@ class CatalogLearner:
         elif seen.problem is None:
             # Only removals spoke of it, and now it shows that it is one.
             del self._judged_at[group_idx]
-        elif block_size > 0:
+        elif block_size > 0 and len(seen.recent_sizes) < MAX_BLOCK_SIZES:
             seen.recent_sizes.add(block_size)
 
     def stored(self, event: BlockStored) -> None:
