@@ -14,6 +14,7 @@ import aiohttp
 
 from kvrouter.router.bounded import read_at_most
 from kvrouter.router.load.gauges import EngineLoad, parse_engine_load
+from kvrouter.router.provenance import engine_ranks
 from kvrouter.router.vitals import NoPulse, Pulse, Vitals, VitalSign
 
 # Every second time /metrics is asked too, which takes an engine some 100 kB to write and says since when it lives and what load
@@ -44,11 +45,12 @@ class Checkup:
         rng: random.Random,
         tell: Callable[[VitalSign], None],
         load: Callable[[EngineLoad], None] = lambda said: None,
+        ranks: Callable[[tuple[int, ...]], None] = lambda said: None,
         dp_rank: int = 0,
         start_s: float | None = None,
     ) -> None:
-        """load: told the engine's numbers of its core with this rank. start_s: when its process started, as another process of
-        the router was told."""
+        """load: told the engine's numbers of its core with this rank. ranks: called with the ranks of its cores. start_s: when its
+        process started, as another process of the router was told."""
         self._url = url.rstrip("/")
         self._session = session
         self._interval_s = interval_s
@@ -56,6 +58,7 @@ class Checkup:
         self._rng = rng
         self._tell = tell
         self._load = load
+        self._ranks = ranks
         self._dp_rank = dp_rank
         self._wanted = asyncio.Event()
         self.vitals = Vitals(start_s)
@@ -112,5 +115,7 @@ class Checkup:
         page, _ = await read_at_most(answer, MAX_METRICS_BYTES)
         if (said := parse_engine_load(page, self._dp_rank)) is not None:
             self._load(said)
+        if ranks := engine_ranks(page):
+            self._ranks(ranks)
         found = START_TIME.search(page)
         return Pulse(float(found[1]) if found else None)

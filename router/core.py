@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import random
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import aiohttp
@@ -16,10 +17,10 @@ import msgspec
 import zmq
 
 from kvrouter.events.permits import Permits
-from kvrouter.router.adapters import AdapterWatch
 from kvrouter.router.allow_list import AllowList
 from kvrouter.router.approximate import RoutingHistory, approximate_hit, pieces_of
 from kvrouter.router.config import Config
+from kvrouter.router.engine_lists import EngineLists, ServedModels
 from kvrouter.router.errors import UnknownModel
 from kvrouter.router.fleet import Fleet
 from kvrouter.router.following import Following
@@ -27,9 +28,10 @@ from kvrouter.router.index.store import IndexStore
 from kvrouter.router.load.gauges import EngineLoad
 from kvrouter.router.match import Matcher, Plans, WorkerView
 from kvrouter.router.metrics import Metrics
-from kvrouter.router.model_names import ModelNames, Served, parse_aliases
+from kvrouter.router.model_names import ModelNames, Served, parse_aliases, unserved_problem
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.printable import printable
+from kvrouter.router.provenance import origin_problems
 from kvrouter.router.question import Hit, Question, asked_for
 from kvrouter.router.registration import Registration
 from kvrouter.router.reporting import count_worker, worker_status
@@ -98,7 +100,7 @@ class Core:
         )
         self._names = ModelNames(parse_aliases(config.model_aliases))
         self._names_known = False
-        self._adapters = None if http is None else AdapterWatch(http, self._urls, self._on_adapters)
+        self._engines = None if http is None else EngineLists(http, self._urls, self._on_engine_lists)
         self._tasks: list[asyncio.Task[None]] = []
         # By model, with the version of the mirror that they were made from; any change of a worker empties it.
         self._plans: dict[str, tuple[int, Plans]] = {}
@@ -114,13 +116,14 @@ class Core:
         """Load what Redis holds, then follow it and the workers. Raises StoreError when Redis cannot be read."""
         await self.fleet.start()
         self._loaded = True
+        self._judge_registrations()
         following = self._following
         for task in (following.follow(), following.sweep(), self._gauge()):
             self._tasks.append(asyncio.get_running_loop().create_task(task))
         for task in (self.fleet.beat_always(), self.fleet.judge_followers(), self.fleet.watch_registry()):
             self._tasks.append(asyncio.get_running_loop().create_task(task))
-        if self._adapters is not None:
-            self._tasks.append(asyncio.get_running_loop().create_task(self._adapters.run()))
+        if self._engines is not None:
+            self._tasks.append(asyncio.get_running_loop().create_task(self._engines.run()))
 
     async def stop(self) -> None:
         """End all tasks; what was committed stays in Redis."""
@@ -164,6 +167,11 @@ class Core:
         self._registered = self._prefill_workers = None
         self._names_known = False
         self._plans.clear()
+        # A start loads them all, and judges once.
+        if self._loaded:
+            self._judge_registrations()
+            if self._engines is not None and self._urls() - self._engines.served.keys():
+                self._engines.look_soon()
 
     def _leaves(self, worker: WorkerKey) -> None:
         for listener in self._listeners:
@@ -222,7 +230,7 @@ class Core:
         if not views:
             known = ", ".join(map(printable, self.models())) or "none yet"
             raise UnknownModel(f"no worker is registered for model {model!r}; registered models: {known}")
-        listed = {} if self._adapters is None else self._adapters.listed
+        listed = {} if self._engines is None else self._engines.adapters
         return [_with_adapters(view, listed.get(view.url or "", {})) for view in views]
 
     def resolve(self, name: str) -> Served:
@@ -235,7 +243,7 @@ class Core:
 
     def _known_names(self) -> ModelNames:
         if not self._names_known:
-            self._names.learn(self.registrations(), {} if self._adapters is None else self._adapters.listed)
+            self._names.learn(self.registrations(), {} if self._engines is None else self._engines.adapters)
             self._names_known = True
         return self._names
 
@@ -244,9 +252,26 @@ class Core:
         urls = {stream.registration.url for stream in self._streams.values()}
         return {url for url in urls if url is not None and not self._allowed.problem(url)}
 
-    def _on_adapters(self) -> None:
+    def _on_engine_lists(self) -> None:
         self._names_known = False
         self._plans.clear()
+        self._judge_registrations()
+
+    def _judge_registrations(self) -> None:
+        """Compare what is registered with itself and with what the engines say of themselves."""
+        served = {} if self._engines is None else self._engines.served
+        sources = {} if self._engines is None else self._engines.sources
+        registrations = self.registrations()
+        lives = {worker: stream.shown_ingest.report_epoch or "" for worker, stream in self._streams.items()}
+        contradictions = origin_problems(registrations, sources, lives)
+        ranks = Counter(one.worker.worker_id for one in registrations)
+        for one in registrations:
+            worker, engine = one.worker, served.get(one.url or "", ServedModels())
+            self._streams[worker].judge(
+                alone=ranks[worker.worker_id] == 1,
+                contradiction=contradictions.get(worker, ""),
+                note=unserved_problem(worker.model, engine.names, engine.adapters),
+            )
 
     def engine_urls(self, model: str) -> dict[str, str]:
         """The engines of a model that live, as far as is known: by URL, the epoch of a stream of theirs."""
@@ -340,6 +365,10 @@ class Core:
             view = stream.view
             if lost := self._following.lost_credit(view.worker):
                 problems.append(f"worker {view.worker.worker_id} (rank {view.worker.dp_rank}): {lost}")
+            if stream.note:
+                problems.append(
+                    f"worker {printable(view.worker.worker_id)} (rank {view.worker.dp_rank}): {stream.note}"
+                )
             if view.state is not StreamState.LIVE or view.catalog.problem is not None:
                 why = view.reason or view.catalog.problem or ""
                 problems.append(
@@ -350,6 +379,8 @@ class Core:
     async def _gauge(self) -> None:
         while True:
             self._measure()
+            # Patched publishers name their epochs at any time.
+            self._judge_registrations()
             self._history.expire(self._clock())
             await asyncio.sleep(GAUGE_INTERVAL_S)
 

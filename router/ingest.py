@@ -38,6 +38,7 @@ from kvrouter.router.catalog import Catalog, CatalogLearner
 from kvrouter.router.hashing import HashScheme
 from kvrouter.router.identity import HashIdentity, Standing
 from kvrouter.router.names import CPU, STORAGE, Place
+from kvrouter.router.provenance import rank_problem, ranks_allowed
 from kvrouter.router.registration import NO_PATCH, CatalogSpec, Registration
 from kvrouter.router.residency import MAX_BLOCKS, MAX_PLACES, Residency, Runs
 from kvrouter.router.states import StreamState
@@ -107,6 +108,8 @@ class Tally(msgspec.Struct):
     lost_blocks: int = 0
     # Blocks that the worker's own bounds left no room for: they earn no credit.
     refused: int = 0
+    # Batches that name another data-parallel rank.
+    foreign: int = 0
 
 
 class StoredScheme(msgspec.Struct, frozen=True):
@@ -144,6 +147,12 @@ class Ingest:
         if self._is_silent:
             self._incident = SILENT
         self._unproven = False
+        # The rank that the last batch to name one named; those that it may name (None: any), and why it may not have.
+        self._published_rank: int | None = None
+        self._allowed_ranks = ranks_allowed(registration.worker.dp_rank, True, ())
+        self._rank_problem = ""
+        # Batches of another rank were left out: what is held is void, and what was in them is missing.
+        self._skips = False
         # Why the engine is down by what its HTTP says; empty while it is not.
         self._down = ""
         self._linked = False
@@ -169,6 +178,8 @@ class Ingest:
     def state(self) -> StreamState:
         if self._down:
             return StreamState.DOWN
+        if self._rank_problem:
+            return StreamState.MISMATCHED
         if self._state is StreamState.LIVE and not self.identity.explained:
             return StreamState.UNHASHABLE
         return self._state
@@ -178,6 +189,8 @@ class Ingest:
         """Why the state is what it is, and what happened last; empty when there is nothing to say."""
         if self._down:
             return self._down
+        if self._rank_problem:
+            return self._rank_problem
         if self.state is StreamState.UNHASHABLE:
             return (
                 "no known hash scheme explains this worker's first dense root blocks: set its hash_algo and none_hash, or the seed "
@@ -460,11 +473,35 @@ class Ingest:
             self.tally.broken += 1
             self._void(f"batch {item.seq} could not be decoded ({error}); residency before it was dropped")
         else:
-            self._events(batch)
+            if self._is_own(batch.dp_rank):
+                self._skips = False
+                self._events(batch)
+            else:
+                self._skip()
         if self._state in (StreamState.CONNECTING, StreamState.SUSPECT) and not self._unproven:
             self._set(StreamState.LIVE, "")
         self._fingerprint = item.fingerprint
         self._advance(item.seq)
+
+    def allow_ranks(self, allowed: frozenset[int] | None) -> bool:
+        """What more is known of the ranks that its events may name. True: batches were left out that are its own, so that the
+        caller has the stream read anew."""
+        self._allowed_ranks = allowed
+        return self._is_own(None) and self._skips
+
+    def _is_own(self, published: int | None) -> bool:
+        """Whether events of this rank are the worker's; a batch without a rank is of the one before."""
+        if published is not None:
+            self._published_rank = published
+        self._rank_problem = rank_problem(self._published_rank, self.registration.worker.dp_rank, self._allowed_ranks)
+        return not self._rank_problem
+
+    def _skip(self) -> None:
+        """Leave out a batch of another rank; what came before it cannot be trusted either."""
+        self.tally.foreign += 1
+        if not self._skips:
+            self._void("")
+            self._skips = True
 
     def _advance(self, seq: int) -> None:
         """Everything up to `seq` is in."""

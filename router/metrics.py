@@ -95,6 +95,16 @@ class Metrics:
         self.ingest_refused_blocks = counter(
             "ingest_refused_blocks_total", "Blocks over a worker's own bounds: they earn no credit", "worker"
         )
+        self.ingest_foreign_batches = counter(
+            "ingest_foreign_batches_total",
+            "Batches of another data-parallel rank: nothing of them is credited",
+            "worker",
+        )
+        self.worker_unserved_models = gauge(
+            "worker_unserved_models",
+            "1 for a worker whose engine does not serve the model it is registered for",
+            "worker",
+        )
         self.mirror_refused_blocks = counter(
             "mirror_refused_blocks_total", "Blocks that found no room in memory: they earn no credit", "worker"
         )
@@ -288,6 +298,8 @@ class Metrics:
             self.ingest_broken_events,
             self.ingest_unknown_events,
             self.ingest_refused_blocks,
+            self.ingest_foreign_batches,
+            self.worker_unserved_models,
             self.mirror_refused_blocks,
             self.stream_gaps,
             self.stream_restarts,

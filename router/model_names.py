@@ -6,7 +6,7 @@ Adapters are known from registrations (`lora_name`, `catalog.lora_paths`) and fr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvrouter.router.errors import SettingError, UnknownModel
@@ -72,6 +72,18 @@ class ModelNames:
     def names(self) -> list[str]:
         """All names that a request may use: models, adapters, and aliases of what is there."""
         return sorted(self._served)
+
+
+def unserved_problem(registered: str, served: Sequence[str], adapters: Collection[str]) -> str:
+    """Why requests for a model would get 404 from an engine that serves these names; empty where they would not."""
+    if not served or registered in served or registered in adapters:
+        return ""
+    names, first = ", ".join(map(printable, served[:MAX_LISTED])), printable(served[0])
+    name = printable(registered)
+    return (
+        f"it is registered for model {name}, and its engine serves {names}: requests for {name} get 404 there; start the engine "
+        f"with --served-model-name {name}, or register model={first} (--model-alias {name}={first} keeps the other name)"
+    )
 
 
 class Ambiguous(NamedTuple):

@@ -199,6 +199,7 @@ class ReportIngest(Ingest):
         self.last_event_s = now
         self.tally.batches += 1
         self.tally.events += len(message.events)
+        self.tally.foreign += not self._is_own(message.dp_rank)
         runs = Runs(self.blocks)
         for event in message.events:
             if isinstance(event, ReportCleared):
@@ -305,6 +306,7 @@ class ReportIngest(Ingest):
     def _declare(self, catalog: DeclaredCatalog) -> None:
         if catalog == self._declared:
             return
+        self._is_own(catalog.dp_rank)
         self._declared = catalog
         stated = self.registration.catalog or CatalogSpec()
         spec = self.spec = declared_spec(catalog, stated)

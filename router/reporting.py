@@ -16,7 +16,13 @@ from kvrouter.router.stream import WorkerStream
 def worker_status(stream: WorkerStream, following: Following, now: float) -> WorkerStatus:
     """The row of `/workers`. now: on the stream's clock."""
     ingest, registration = stream.shown_ingest, stream.registration
-    reasons = (following.store_problem, stream.view.reason, following.lost_credit(stream.worker), registration.note)
+    reasons = (
+        following.store_problem,
+        stream.view.reason,
+        following.lost_credit(stream.worker),
+        registration.note,
+        stream.note,
+    )
     catalog = ingest.catalog
     return WorkerStatus(
         worker_id=stream.worker.worker_id,
@@ -77,6 +83,7 @@ def count_worker(metrics: Metrics, worker: WorkerKey, stream: WorkerStream) -> N
         "broken": metrics.ingest_broken_events,
         "unknown": metrics.ingest_unknown_events,
         "refused": metrics.ingest_refused_blocks,
+        "foreign": metrics.ingest_foreign_batches,
         "gaps": metrics.stream_gaps,
         "missed_batches": metrics.stream_missed_batches,
         "ghost_blocks": metrics.stream_ghost_blocks,
@@ -95,5 +102,6 @@ def count_worker(metrics: Metrics, worker: WorkerKey, stream: WorkerStream) -> N
         metrics.stream_event_lag_seconds.labels(label).set(stream.lag_s)
     metrics.commit_lag_seconds.labels(label).set(stream.unwritten_s)
     metrics.backlog_blocks.labels(label).set(stream.unwritten_blocks)
+    metrics.worker_unserved_models.labels(label).set(bool(stream.note))
     stream.counted = msgspec.structs.replace(now)
     metrics.set_stream_state(worker, stream.view.state.value)

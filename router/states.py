@@ -15,6 +15,8 @@ class StreamState(StrEnum):
     SUSPECT = "suspect"
     RESYNCING = "resyncing"
     UNHASHABLE = "unhashable"
+    # Its registration contradicts what its engine says of itself: the events may be another engine's.
+    MISMATCHED = "mismatched"
     DOWN = "down"
 
 

@@ -38,6 +38,7 @@ from kvrouter.router.load.gauges import EngineLoad
 from kvrouter.router.match import WorkerView
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.provenance import ranks_allowed
 from kvrouter.router.registration import NO_PATCH, Registration
 from kvrouter.router.report_ingest import ReportIngest
 from kvrouter.router.states import CREDITED, SHOWN, StreamState, credited
@@ -162,6 +163,12 @@ class WorkerStream:
         self._source_changed = False
         # When the engine's process started, as far as any router knows.
         self._engine_start_s: float | None = None
+        # What else is known of its engine: whether another rank is registered beside it, the ranks of its cores, what says that its
+        # events are another engine's, and what else is wrong with its registration.
+        self._alone = True
+        self._engine_ranks: tuple[int, ...] = ()
+        self._contradiction = ""
+        self.note = ""
         # Whether `ingest` has what this process itself saw, unbroken.
         self._sound = False
         # The state as last written for the other processes.
@@ -204,7 +211,31 @@ class WorkerStream:
         seed = self._config.none_hash_seed
         ingest = ReportIngest(self.registration, seed=seed, decoder=self._decoder, new_epoch=self._new_epoch)
         ingest.tally = self._tally
+        ingest.allow_ranks(ranks_allowed(self.worker.dp_rank, self._alone, self._engine_ranks))
         return ingest
+
+    def judge(self, *, alone: bool, contradiction: str, note: str) -> None:
+        """What the whole fleet shows of this worker. alone: no other rank is registered beside it. contradiction: what says that
+        its events are another engine's. note: what else is wrong with its registration."""
+        if contradiction != self._contradiction and contradiction:
+            log.warning("registration contradicted", extra={"worker": self.worker, "reason": contradiction})
+        if note != self.note and note:
+            log.warning("registration doubtful", extra={"worker": self.worker, "reason": note})
+        changed = (alone, contradiction, note) != (self._alone, self._contradiction, self.note)
+        self._alone, self._contradiction, self.note = alone, contradiction, note
+        if changed:
+            self._judge_ranks()
+
+    def _judge_ranks(self) -> None:
+        allowed = ranks_allowed(self.worker.dp_rank, self._alone, self._engine_ranks)
+        if self.ingest.allow_ranks(allowed) and self._expire is not None:
+            self._expire("batches of its own rank were left out before the engine named its ranks")
+        self._refresh()
+
+    def _take_engine_ranks(self, ranks: tuple[int, ...]) -> None:
+        if ranks != self._engine_ranks:
+            self._engine_ranks = ranks
+            self._judge_ranks()
 
     def update(self, registration: Registration) -> None:
         """Take over a registration that differs in nothing that the stream depends on."""
@@ -346,6 +377,8 @@ class WorkerStream:
         away = self._hold.problem
         if refusal:
             reason = refusal
+        elif state is StreamState.MISMATCHED and self._contradiction:
+            reason = self._contradiction
         elif self._elsewhere:
             reason = self._hold_problem or self._elsewhere_problem or self._told.reason or ELSEWHERE
         elif away is not None:
@@ -380,6 +413,8 @@ class WorkerStream:
         state = self._told.state if self._elsewhere else self.ingest.state
         if self._elsewhere and state in SHOWN and self._elsewhere_problem is not None:
             state = StreamState.SUSPECT
+        if self._contradiction and state is not StreamState.DOWN:
+            state = StreamState.MISMATCHED
         old = self.view
         if state is not old.state:
             self.since_s = self._clock()
@@ -661,6 +696,7 @@ class WorkerStream:
             rng=self._rng,
             tell=tell,
             load=self._engine_load,
+            ranks=self._take_engine_ranks,
             dp_rank=self.worker.dp_rank,
             start_s=self._engine_start_s,
         )

@@ -70,9 +70,10 @@ class Api:
         streams: tuple[str, str | None],
         clock: Callable[[], float],
         restart: Callable[[float], Awaitable[None]],
+        dp_rank: int = 0,
     ) -> None:
         """address: where HTTP listens. streams: the endpoints of events and replay. clock: wall-clock
-        seconds. restart: gives the replica a new life after so many seconds."""
+        seconds. restart: gives the replica a new life after so many seconds. dp_rank: among its peers."""
         self.life = life
         self.down = False
         self._model = model
@@ -80,6 +81,7 @@ class Api:
         self._events, self._replay = streams
         self._clock = clock
         self._restart = restart
+        self._dp_rank = dp_rank
         self._numbers = itertools.count(1)
         self._fail = 0
         self._fail_status = 500
@@ -255,7 +257,7 @@ class Api:
             "max_queue_size": 100_000,
             "topic": "",
         }
-        return _json({"0": config})
+        return _json({str(self._dp_rank): config})
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=503 if self._unhealthy else 200)
@@ -264,7 +266,7 @@ class Api:
         return _json({"version": VERSION})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        page = metrics_page(self.life.engine, self._model, self.life.started_s)
+        page = metrics_page(self.life.engine, self._model, self.life.started_s, self._dp_rank)
         return web.Response(body=page, content_type="text/plain", charset="utf-8")
 
     async def _set_faults(self, request: web.Request) -> web.Response:

@@ -46,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=0, help="HTTP port; 0: a free one")
     add("--events", default=ANY_PORT, help="ZMQ endpoint of the event stream; port 0 takes a free one")
     add("--replay", default=ANY_PORT, help="ZMQ endpoint of the replay; `none` for no replay")
+    add("--dp-rank", type=int, default=0, help="data-parallel rank that its events and metrics name")
     time = parser.add_argument_group("time")
     time.add_argument("--instant", action="store_true", help="steps take no time")
     time.add_argument("--prefill-rate", type=float, default=DEFAULT.prefill_tokens_per_s, help="tokens a second")
@@ -105,6 +106,7 @@ def _servers(
             chunk_tokens=options.chunk_tokens,
             max_running=options.max_running,
             max_text_tokens=options.max_text_tokens,
+            dp_rank=options.dp_rank,
         )
         undo.callback(server.release)
         servers.append(server)

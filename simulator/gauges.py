@@ -14,9 +14,9 @@ from kvrouter.simulator.engine import Engine
 class _Page:
     """Reads an engine's state when it is asked, so that nothing has to be kept up to date."""
 
-    def __init__(self, engine: Engine, model: str, started_s: float) -> None:
+    def __init__(self, engine: Engine, model: str, started_s: float, dp_rank: int) -> None:
         self._engine = engine
-        self._labels = (model, "0")
+        self._labels = (model, str(dp_rank))
         self._started_s = started_s
 
     def collect(self) -> Iterator[Metric]:
@@ -46,8 +46,8 @@ class _Page:
         )
 
 
-def metrics_page(engine: Engine, model: str, started_s: float) -> bytes:
+def metrics_page(engine: Engine, model: str, started_s: float, dp_rank: int = 0) -> bytes:
     """The page as Prometheus text. started_s: wall clock, when this replica's life began."""
     registry = CollectorRegistry()
-    registry.register(_Page(engine, model, started_s))
+    registry.register(_Page(engine, model, started_s, dp_rank))
     return generate_latest(registry)

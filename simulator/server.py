@@ -64,6 +64,7 @@ class ReplicaServer:
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         max_running: int = DEFAULT_MAX_RUNNING,
         max_text_tokens: int = DEFAULT_MAX_TEXT_TOKENS,
+        dp_rank: int = 0,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -83,7 +84,7 @@ class ReplicaServer:
             )
 
         def make_life() -> Life:
-            stream = EventStream(geometry, self.publisher, clock=clock)
+            stream = EventStream(geometry, self.publisher, clock=clock, dp_rank=dp_rank)
             return Life(Engine(make_replica(stream), timing, clock=monotonic), stream, clock())
 
         self._make_life = make_life
@@ -100,6 +101,7 @@ class ReplicaServer:
                 streams=(self.publisher.endpoint, self.publisher.replay_endpoint),
                 clock=clock,
                 restart=self._restart,
+                dp_rank=dp_rank,
             )
             undo.pop_all()
         self.endpoints: Endpoints = {

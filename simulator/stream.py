@@ -56,11 +56,14 @@ def to_wire(event: CacheEvent, geometry: Geometry) -> WireEvent:
 class EventStream:
     """Sends each step's events as one batch. Closing it is the publisher's owner's affair."""
 
-    def __init__(self, geometry: Geometry, publisher: EventPublisher, *, clock: Callable[[], float]) -> None:
-        """clock: wall-clock seconds, the batch's timestamp."""
+    def __init__(
+        self, geometry: Geometry, publisher: EventPublisher, *, clock: Callable[[], float], dp_rank: int = 0
+    ) -> None:
+        """clock: wall-clock seconds, the batch's timestamp. dp_rank: as each batch names it."""
         self._geometry = geometry
         self._publisher = publisher
         self._clock = clock
+        self._dp_rank = dp_rank
         self._lose = 0
 
     def send(self, events: list[CacheEvent]) -> None:
@@ -70,7 +73,7 @@ class EventStream:
             self._publisher.skip_seq()
             return
         wire = [to_wire(event, self._geometry) for event in events]
-        self._publisher.publish(encode_batch(self._clock(), wire, 0))
+        self._publisher.publish(encode_batch(self._clock(), wire, self._dp_rank))
 
     def drop(self, batches: int) -> None:
         """The next batches are not sent, but a replay has them."""

@@ -79,6 +79,8 @@ class FakeEngine:
         self._context = context
         self._options = options
         self._replay = replay
+        # As its batches name it.
+        self.dp_rank = 0
         self.publisher = self._open("tcp://127.0.0.1:0", "tcp://127.0.0.1:0" if replay else None)
         self.endpoint = self.publisher.endpoint
         self.replay_endpoint = self.publisher.replay_endpoint
@@ -93,7 +95,7 @@ class FakeEngine:
     def publish(self, *events: Any, **options: Any) -> int:
         """Send one batch; returns its seq."""
         seq = self.publisher.next_seq
-        self.publisher.publish(encode_batch(time.time(), list(events), 0, **options))
+        self.publisher.publish(encode_batch(time.time(), list(events), self.dp_rank, **options))
         self.publisher.flush(5.0)
         return seq
 

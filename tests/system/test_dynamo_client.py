@@ -189,6 +189,7 @@ def test_a_client_of_mooncakes_rfc(router: RouterProcess, pair: tuple[FakeEngine
     """Its names: modelname, type, additionalsalt, tenant_id; instance ids are texts; hashes are u64."""
     first, second = pair
     for rank, engine in enumerate(pair):
+        engine.dp_rank = rank
         events, replay = addresses(engine)
         body = {"endpoint": events, "replay_endpoint": replay, "type": "vLLM", "modelname": "rfc", "lora_name": "",
                 "tenant_id": "default", "instance_id": "vllm-prefill-node1", "block_size": 16, "dp_rank": rank,

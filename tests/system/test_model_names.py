@@ -105,6 +105,7 @@ def test_one_engine_with_ranks_is_asked_rank_by_rank(
     url = "http://127.0.0.1:9"
     for rank in range(2):
         engines.append(FakeEngine(context))
+        engines[-1].dp_rank = rank
         router.request("POST", "/register", engines[-1].registration("dp", BASE, url=url, dp_rank=rank))
 
     def row(rank: int) -> dict[str, Any]:

@@ -292,3 +292,35 @@ def test_what_is_stated_wins_over_what_is_learned() -> None:
     assert ingest.catalog.source == "configured" and ingest.catalog.groups[0].eagle
     feed(ingest, batch(1, stored([1], 1)))
     assert ingest.catalog.source == "learned" and len(ingest.catalog.groups) == 2
+
+
+def ranked(seq: int, rank: int | None, *events: Any) -> Batch:
+    payload = encode_batch(float(seq), list(events), rank)
+    return Batch(seq, payload, fingerprint(payload), False)
+
+
+def test_batches_of_another_rank_are_never_credited() -> None:
+    ingest = live()
+    ingest.allow_ranks(frozenset({1}))
+    feed(ingest, ranked(0, 1, stored([1, 2])))
+    assert ingest.blocks.counts() == {"g0:GPU": 2}
+    epoch = ingest.epoch
+    feed(ingest, ranked(1, 0, stored([3])))
+    assert ingest.state is StreamState.MISMATCHED and "publishes rank 0" in ingest.reason
+    assert ingest.epoch != epoch and not ingest.blocks.counts(), "what came before may have been another's too"
+    # A batch that names no rank is of the one before.
+    feed(ingest, ranked(2, None, stored([4])), ranked(3, 0, stored([5])))
+    assert not ingest.blocks.counts() and ingest.tally.foreign == 3
+    feed(ingest, ranked(4, 1, stored([6])))
+    assert ingest.state is StreamState.LIVE and ingest.reason == ""
+    assert ingest.blocks.counts() == {"g0:GPU": 1}
+
+
+def test_a_rank_that_the_engine_names_later_has_its_stream_read_anew() -> None:
+    ingest = live()
+    ingest.allow_ranks(frozenset({0}))
+    feed(ingest, ranked(0, 4, stored([1])))
+    assert ingest.state is StreamState.MISMATCHED
+    assert ingest.allow_ranks(frozenset({0, 4})), "what was left out is wanted"
+    assert ingest.state is StreamState.LIVE
+    assert not live().allow_ranks(frozenset({0}))

@@ -26,7 +26,8 @@ ROUTER_LAYERS = (
     {"names", "states", "jit", "errors", "version", "printable", "owners", "role", "bounded", "multimodal", "sockets"},
     {"registration", "question", "probing", "status", "vitals", "load.gauges"},
     {"worker_spec", "hashing", "copy_kernels", "allow_list", "numbers"},
-    {"arrays", "model_names", "adapters"},
+    {"arrays", "model_names", "discovery.told"},
+    {"engine_lists", "provenance"},
     {"quality.usage", "quality.predictions", "quality.flights"},
     {"quality.measures", "quality.tap", "quality.told"},
     {"config", "metrics", "logs", "checkup", "siblings"},
@@ -76,7 +77,7 @@ ROUTER_LAYERS = (
     {"proxy.prefilling"},
     {"proxy"},
     {"api"},
-    {"discovery.told", "discovery.file_watch"},
+    {"discovery.file_watch"},
     {"discovery.candidate", "discovery.asking", "discovery.reconciling"},
     {
         "discovery.source",

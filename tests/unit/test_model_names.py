@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.adapters import adapters_in
+from kvrouter.router.engine_lists import ServedModels, served_in
 from kvrouter.router.errors import UnknownModel
-from kvrouter.router.model_names import ModelNames, Served
+from kvrouter.router.model_names import ModelNames, Served, unserved_problem
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.registration import CatalogSpec, Registration
 
@@ -85,10 +85,19 @@ def test_an_engines_list_names_its_adapters_and_their_paths() -> None:
     answer = b"""{"object": "list", "data": [
         {"id": "base", "root": "/models/base", "parent": null, "max_model_len": 9},
         {"id": "style", "root": "/adapters/style", "parent": "base"}]}"""
-    assert adapters_in(answer) == {"style": "/adapters/style"}
-    assert adapters_in(b'{"data": []}') == {}
+    assert served_in(answer) == ServedModels(("base",), {"style": "/adapters/style"})
+    assert served_in(b'{"data": []}') == ServedModels()
+
+
+def test_a_name_that_the_engine_does_not_serve_is_named_with_the_flags_that_mend_it() -> None:
+    problem = unserved_problem("gemma", ("google/gemma-3-27b-it", "other"), ())
+    assert "serves google/gemma-3-27b-it, other" in problem and "--served-model-name gemma" in problem
+    assert "model=google/gemma-3-27b-it" in problem and "--model-alias gemma=google/gemma-3-27b-it" in problem
+    assert not unserved_problem("other", ("google/gemma-3-27b-it", "other"), ())
+    assert not unserved_problem("style", ("base",), ("style",))
+    assert not unserved_problem("gemma", (), ()), "the engine did not say"
 
 
 @pytest.mark.parametrize("answer", [b"", b"{}", b"[]", b'{"data": [{}]}', b'{"data": 3}', b"[" * 5000])
 def test_what_is_no_list_of_models_is_none(answer: bytes) -> None:
-    assert adapters_in(answer) is None
+    assert served_in(answer) is None

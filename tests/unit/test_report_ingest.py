@@ -255,6 +255,15 @@ def test_the_declared_catalog_is_used_at_once() -> None:
     assert ingest.identity.label.endswith("(declared)")
 
 
+def test_reports_of_another_rank_are_not_credited_until_the_rank_is_right() -> None:
+    ingest = live(Declared(1, _with(dp_rank=1)), snapshot(5, {Place(0, GPU): {1: 1}}))
+    assert ingest.state is StreamState.LIVE, "the only core behind its address may have any rank"
+    ingest.allow_ranks(frozenset({0}))
+    assert ingest.state is StreamState.MISMATCHED and "publishes rank 1" in ingest.reason
+    feed(ingest, Declared(2, CATALOG))
+    assert ingest.state is StreamState.LIVE and ingest.reason == ""
+
+
 def test_the_engines_word_wins_and_the_contradiction_is_named() -> None:
     stated = CatalogSpec(groups=(GroupSpec(0, "full_attention", 16),), hash_block_size=8, lora_paths={"b": "/b"})
     ingest = live(Declared(1, CATALOG), snapshot(0, {}), catalog=stated)

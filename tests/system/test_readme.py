@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README's commands for vLLM, word by word, with simulated replicas in place of the engines."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from router_process import RouterProcess
+
+from kvrouter.simulator.server import ReplicaServer, ServerThread
+from kvrouter.simulator.shapes import make_geometry
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "docs/discovery.md", "docs/containers.md", "docs/offload.md")
+TIMEOUT_S = 30.0
+
+
+def commands(page: str, program: str) -> list[list[str]]:
+    """The words of each command of a page's code blocks that begins with `program`, comments left out."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    found = []
+    for block in blocks:
+        text = block.replace("\\\n", " ")
+        for start in re.finditer(rf"^(?=[^\n]*{program} )", text, re.MULTILINE):
+            # A quoted value may go over lines.
+            lines = text[start.start() :].splitlines()
+            whole = next("\n".join(lines[:n]) for n in range(1, len(lines) + 1) if _is_whole("\n".join(lines[:n])))
+            found.append(shlex.split(whole, comments=True))
+    return found
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        shlex.split(text, comments=True)
+    except ValueError:
+        return False
+    return True
+
+
+def value_of(words: list[str], flag: str) -> str:
+    return words[words.index(flag) + 1]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_start_of_vllm_names_the_flags_that_are_needed(page: str) -> None:
+    starts = [words for words in commands(page, "vllm serve") if "--enable-prefix-caching" in words]
+    assert starts
+    for words in starts:
+        events = json.loads(value_of(words, "--kv-events-config"))
+        assert events["enable_kv_cache_events"] is True and events["publisher"] == "zmq"
+        assert events["endpoint"].startswith("tcp://*:") and events["replay_endpoint"].startswith("tcp://*:")
+        assert "--enable-prompt-tokens-details" in words
+        assert "--disable-hybrid-kv-cache-manager" not in words
+
+
+@pytest.fixture
+def replicas(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[list[ReplicaServer]]:
+    """As many as the README has workers, serving the name that its start of vLLM gives."""
+    (start,) = commands("README.md", "vllm serve")
+    served = value_of(start, "--served-model-name") if "--served-model-name" in start else start[2]
+    made = [ReplicaServer(make_geometry("gemma3"), 256, context=context, model=served) for _ in range(2)]
+    thread = ServerThread(made)
+    thread.start()
+    yield made
+    thread.stop()
+
+
+def serve_arguments(replicas: list[ReplicaServer]) -> list[str]:
+    """Those of the README's `kvrouter serve`, with the replicas' addresses."""
+    (words, *_) = commands("README.md", "kvrouter serve")
+    text = shlex.join(words[2:])
+    for number, replica in enumerate(replicas, 1):
+        here = replica.endpoints
+        for written, port in ((here["url"], 8000), (here["events"], 5557), (here["replay"], 5558)):
+            scheme = "http" if port == 8000 else "tcp"
+            text = text.replace(f"{scheme}://10.0.0.{number}:{port}", str(written))
+    return shlex.split(text)
+
+
+def test_the_readmes_commands_do_what_they_say(tmp_path: Path, replicas: list[ReplicaServer]) -> None:
+    with RouterProcess(tmp_path, serve_arguments(replicas)) as router:
+        deadline = time.monotonic() + TIMEOUT_S
+        while any(row["state"] != "live" for row in router.request("GET", "/workers")["workers"]):
+            assert time.monotonic() < deadline, router.request("GET", "/health")
+            time.sleep(0.05)
+        curls = commands("README.md", "curl")
+        assert len(curls) >= 4
+        for words in curls:
+            path = next(word for word in words if word.startswith("localhost:30000")).removeprefix("localhost:30000")
+            method = value_of(words, "-X") if "-X" in words else "POST"
+            answer = router.request(method, path, json.loads(value_of(words, "-d")))
+            assert answer
+        (tmp_path / "prompt.json").write_text(json.dumps([2, 105, 2364, 107]))
+        for words in commands("README.md", "kvrouter (?:workers|explain)"):
+            output = run(words, router, tmp_path)
+            # w0 drains since the README's PATCH.
+            assert "w1" in output, output
+        assert not any("serves" in reason for reason in router.request("GET", "/health")["reasons"])
+
+
+def run(words: list[str], router: RouterProcess, folder: Path) -> str:
+    command = [sys.executable, "-m", "kvrouter.router.cli", *words[1:], "--url", f"http://127.0.0.1:{router.port}"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_name_that_the_engine_does_not_serve_is_told_everywhere(
+    tmp_path: Path, replicas: list[ReplicaServer]
+) -> None:
+    served = replicas[0].endpoints["model"]
+    arguments = [word.replace(f"model={served}", "model=wrong") for word in serve_arguments(replicas)]
+    with RouterProcess(tmp_path, arguments) as router:
+        wanted = f"start the engine with --served-model-name wrong, or register model={served}"
+        rows: list[dict[str, Any]] = []
+        deadline = time.monotonic() + TIMEOUT_S
+        while not rows or not all(wanted in row["reason"] for row in rows):
+            assert time.monotonic() < deadline, rows
+            rows = router.request("GET", "/workers")["workers"]
+            time.sleep(0.05)
+        assert any(wanted in reason for reason in router.request("GET", "/health")["reasons"])
+        assert wanted in router.log_tail()
+        assert "--served-model-name" in run(["kvrouter", "workers"], router, tmp_path).replace("\n", "")
+        assert router.metric("kvrouter_worker_unserved_models", worker="w0") == 1

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which ranks, endpoints and publishers contradict a registration, and which set-ups of vLLM do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.router.discovery.told import Stream
+from kvrouter.router.names import WorkerKey
+from kvrouter.router.provenance import engine_ranks, origin_problems, rank_problem, ranks_allowed
+from kvrouter.router.registration import NO_PATCH, Registration
+
+A_URL, B_URL = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
+A, B = "tcp://10.0.0.1:5557", "tcp://10.0.0.2:5557"
+
+
+def worker(name: str, rank: int = 0, *, url: str | None = A_URL, events: str | None = A, **given: str) -> Registration:
+    return Registration(WorkerKey("m", name, rank), url=url, events=events, **given)
+
+
+@pytest.mark.parametrize(
+    ("rank", "alone", "engine", "published", "allowed"),
+    [
+        # Internal load balancing: one address, one core a rank.
+        (0, False, (0, 1), 0, True),
+        (1, False, (0, 1), 1, True),
+        (1, False, (0, 1), 0, False),
+        (0, False, (0, 1), 1, False),
+        (1, False, (), 0, False),
+        (0, False, (), 1, False),
+        (0, True, (0, 1), 1, False),
+        # One core behind an address, with a rank among peers at other addresses (--data-parallel-rank 3).
+        (0, True, (3,), 3, True),
+        (3, True, (3,), 3, True),
+        (0, True, (), 3, True),
+        (0, True, (3,), 2, False),
+        (0, True, (3,), 0, False),
+        # An engine of its own whom somebody counts as rank 1.
+        (1, True, (0,), 0, True),
+        (1, True, (), 0, False),
+        # Two ranks registered at an engine that has one.
+        (1, False, (0,), 0, False),
+        # Hybrid load balancing (--data-parallel-start-rank 4): requests name ranks from 0, events from 4.
+        (0, False, (4, 5), 4, True),
+        (1, False, (4, 5), 5, True),
+        (1, False, (4, 5), 4, False),
+        (4, False, (4, 5), 4, True),
+        # A batch without a rank proves nothing.
+        (1, False, (0, 1), None, True),
+    ],
+)
+def test_which_ranks_are_a_workers_own(
+    rank: int, alone: bool, engine: tuple[int, ...], published: int | None, allowed: bool
+) -> None:
+    problem = rank_problem(published, rank, ranks_allowed(rank, alone, engine))
+    assert (problem == "") is allowed
+    if problem:
+        assert f"publishes rank {published}" in problem and "port" in problem
+
+
+def test_the_ranks_of_an_engine_are_the_labels_of_its_metrics() -> None:
+    page = b'vllm:num_requests_running{engine="5",model_name="m"} 3\nvllm:num_requests_running{engine="4"} 1\n'
+    assert engine_ranks(page) == (4, 5)
+    assert engine_ranks(b"vllm:num_requests_running 3\n") == ()
+
+
+def problems(*registrations: Registration, **given: object) -> dict[str, str]:
+    found = origin_problems(registrations, given.get("sources", {}), given.get("lives", {}))  # type: ignore[arg-type]
+    return {worker.route_name: why for worker, why in found.items()}
+
+
+def test_two_workers_on_one_endpoint_are_both_named() -> None:
+    found = problems(worker("w0"), worker("w1", url=B_URL), worker("w2", url=B_URL, events=B))
+    assert set(found) == {"w0", "w1"}
+    assert "w1" in found["w0"] and "w0" in found["w1"] and A in found["w0"]
+    # Ranks too, workers without an address, and other words for the same host.
+    assert set(problems(worker("w", 0), worker("w", 1))) == {"w", "w@1"}
+    assert set(problems(worker("w0", url=None), worker("w1", url=None))) == {"w0", "w1"}
+    local = "http://localhost:8000", "http://localhost:8001"
+    here = (
+        worker("w0", url=local[0], events="tcp://localhost:1"),
+        worker("w1", url=local[1], events="tcp://127.0.0.1:1"),
+    )
+    assert set(problems(*here)) == {"w0", "w1"}
+
+
+def test_a_named_endpoint_of_the_patch_is_one_engines_too() -> None:
+    patched = [worker(name, url=f"{A_URL}/{name}", events=None, patch="tcp://10.0.0.1:15557") for name in ("w0", "w1")]
+    assert set(problems(*patched)) == {"w0", "w1"}
+    off = [worker(name, url=f"{A_URL}/{name}", events=None, patch=NO_PATCH) for name in ("w0", "w1")]
+    assert not problems(*off)
+
+
+def test_one_engine_registered_twice_is_no_contradiction() -> None:
+    twice = Registration(WorkerKey("other", "w1"), url=A_URL + "/", events=A)
+    assert not problems(worker("w0"), twice)
+
+
+def test_swapped_endpoints_are_known_from_what_the_engines_say() -> None:
+    sources = {A_URL: {0: Stream(A)}, B_URL: {0: Stream(B)}}
+    swapped = worker("w0", events=B), worker("w1", url=B_URL, events=A)
+    found = problems(*swapped, sources=sources)
+    assert set(found) == {"w0", "w1"}
+    assert A in found["w0"] and "w1" in found["w0"]
+    assert not problems(worker("w0"), worker("w1", url=B_URL, events=B), sources=sources)
+    # Neither said where its events are: nothing is known.
+    assert not problems(*swapped)
+
+
+def test_a_mapped_port_is_no_contradiction() -> None:
+    mapped = worker("w0", events="tcp://10.0.0.1:15557")
+    assert not problems(mapped, sources={A_URL: {0: Stream(A)}})
+
+
+def test_swapped_ranks_of_one_engine_are_known_too() -> None:
+    second = "tcp://10.0.0.1:5558"
+    sources = {A_URL: {0: Stream(A), 1: Stream(second)}}
+    found = problems(worker("w", 0, events=second), worker("w", 1, events=A), sources=sources)
+    assert set(found) == {"w", "w@1"}
+    # Hybrid load balancing: the engine names ranks 4 and 5, requests 0 and 1.
+    hybrid = {A_URL: {4: Stream(A), 5: Stream(second)}}
+    assert not problems(worker("w", 0, events=A), worker("w", 1, events=second), sources=hybrid)
+    assert not problems(worker("w", 4, events=A), worker("w", 5, events=second), sources=hybrid)
+    # One core, whatever its rank among its peers.
+    assert not problems(worker("w", 0, events=A), sources={A_URL: {3: Stream(A)}})
+
+
+def test_two_streams_of_one_publisher_are_one_engine() -> None:
+    ours = worker("w0"), worker("w1", url=B_URL, events=B)
+    lives = {ours[0].worker: "00112233aabbccdd", ours[1].worker: "00112233aabbccdd"}
+    assert set(problems(*ours, lives=lives)) == {"w0", "w1"}
+    assert not problems(*ours, lives={ours[0].worker: "1", ours[1].worker: "2"})
