@@ -22,7 +22,7 @@ from kvrouter.engine_patch.throttled_log import ThrottledLog
 from kvrouter.events.report import REPORT_TOPIC, CatalogMessage, DeclaredCatalog, Events, Heartbeat, Report
 from kvrouter.events.wire import SEQ_BYTES
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvrouter.reports")
 
 # (topic, seq, payload)
 Frames: TypeAlias = tuple[bytes, bytes, bytes]

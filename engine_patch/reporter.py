@@ -27,7 +27,7 @@ from kvrouter.events.report import DeclaredCatalog, Hello
 
 __all__ = ["Reporter", "ReporterSettings"]
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvrouter.reports")
 
 # Messages of one turn, and how long it may take: 20 ms let a heartbeat be late by 2 percent of its interval.
 TURN_MESSAGES = 64
@@ -153,7 +153,7 @@ class Reporter:
         self._intake.wake()
         self._thread.join(JOIN_S)
         if self._thread.is_alive():
-            log.warning("the reporter did not end", extra={"endpoint": self.requests_endpoint})
+            log.warning("kvrouter: the reporter at %s did not end in %g s", self.requests_endpoint, JOIN_S)
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -177,7 +177,11 @@ class Reporter:
                 except Exception as error:
                     failed += 1
                     self._fail(error)
-            log.error("reporting given up", extra={"endpoint": self.requests_endpoint})
+            log.error(
+                "kvrouter: reporting at %s given up: %d turns failed in a row; routers follow vLLM's own events",
+                self.requests_endpoint,
+                MAX_FAILED_TURNS,
+            )
         finally:
             # Nobody takes from the intake any more.
             self._closing = True
@@ -309,5 +313,5 @@ def _bind_near(socket: zmq.Socket[bytes], endpoint: str) -> str:
         if error.errno != zmq.EADDRINUSE or not endpoint.startswith("tcp://"):
             raise
     bound = bind(socket, f"{endpoint.rpartition(':')[0]}:*")
-    log.warning("port taken, another one used", extra={"endpoint": endpoint, "bound": bound})
+    log.warning("kvrouter: %s is taken: reports are published at %s, which readers are told", endpoint, bound)
     return bound

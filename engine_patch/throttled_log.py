@@ -13,7 +13,9 @@ MAX_KINDS = 64
 
 
 class ThrottledLog:
-    """`warning` says the first of its kind, then how many more there were. Clock: seconds, monotonic."""
+    """`warning` says the first of its kind, then how many more there were. Clock: seconds, monotonic.
+
+    Facts are part of the text: vLLM's formatter shows nothing else."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float]) -> None:
         self._log = log
@@ -21,7 +23,7 @@ class ThrottledLog:
         # Kind -> (when it was said last, how many since).
         self._kinds: dict[str, tuple[float, int]] = {}
 
-    def warning(self, kind: str, message: str, **extra: object) -> None:
+    def warning(self, kind: str, message: str, **facts: object) -> None:
         """Logs unless one of this kind was logged within the last minute."""
         now = self._clock()
         said_s, unsaid = self._kinds.get(kind, (None, 0))
@@ -31,4 +33,10 @@ class ThrottledLog:
         if said_s is None and len(self._kinds) >= MAX_KINDS:
             return
         self._kinds[kind] = (now, 0)
-        self._log.warning(message, extra={**extra, "unsaid": unsaid})
+        known = ", ".join(f"{name}: {value}" for name, value in facts.items())
+        self._log.warning(
+            "kvrouter: %s%s%s",
+            message,
+            f" ({known})" if known else "",
+            f"; {unsaid} more of this kind were not logged" if unsaid else "",
+        )

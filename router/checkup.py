@@ -13,6 +13,7 @@ from http import HTTPStatus
 import aiohttp
 
 from kvrouter.router.bounded import read_at_most
+from kvrouter.router.engine_disk import DiskSigns, parse_disk
 from kvrouter.router.load.gauges import EngineLoad, parse_engine_load
 from kvrouter.router.provenance import engine_ranks
 from kvrouter.router.vitals import NoPulse, Pulse, Vitals, VitalSign
@@ -46,11 +47,12 @@ class Checkup:
         tell: Callable[[VitalSign], None],
         load: Callable[[EngineLoad], None] = lambda said: None,
         ranks: Callable[[tuple[int, ...]], None] = lambda said: None,
+        disk: Callable[[DiskSigns], None] = lambda said: None,
         dp_rank: int = 0,
         start_s: float | None = None,
     ) -> None:
-        """load: told the engine's numbers of its core with this rank. ranks: called with the ranks of its cores. start_s: when its
-        process started, as another process of the router was told."""
+        """load: told the engine's numbers of its core with this rank. ranks: called with the ranks of its cores; disk: with
+        what it says of its disk. start_s: when its process started, as another process of the router was told."""
         self._url = url.rstrip("/")
         self._session = session
         self._interval_s = interval_s
@@ -59,6 +61,7 @@ class Checkup:
         self._tell = tell
         self._load = load
         self._ranks = ranks
+        self._disk = disk
         self._dp_rank = dp_rank
         self._wanted = asyncio.Event()
         self.vitals = Vitals(start_s)
@@ -117,5 +120,7 @@ class Checkup:
             self._load(said)
         if ranks := engine_ranks(page):
             self._ranks(ranks)
+        if (disk := parse_disk(page, self._dp_rank)) is not None:
+            self._disk(disk)
         found = START_TIME.search(page)
         return Pulse(float(found[1]) if found else None)

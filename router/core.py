@@ -363,17 +363,12 @@ class Core:
             ]
         for stream in self._streams.values():
             view = stream.view
-            if lost := self._following.lost_credit(view.worker):
-                problems.append(f"worker {view.worker.worker_id} (rank {view.worker.dp_rank}): {lost}")
-            if stream.note:
-                problems.append(
-                    f"worker {printable(view.worker.worker_id)} (rank {view.worker.dp_rank}): {stream.note}"
-                )
+            name = f"worker {printable(view.worker.worker_id)} (rank {view.worker.dp_rank})"
+            known = (self._following.lost_credit(view.worker), stream.note, stream.disk_problem)
+            problems += [f"{name}: {why}" for why in known if why]
             if view.state is not StreamState.LIVE or view.catalog.problem is not None:
                 why = view.reason or view.catalog.problem or ""
-                problems.append(
-                    f"worker {printable(view.worker.worker_id)} (rank {view.worker.dp_rank}) is {view.state.value}: {why}"
-                )
+                problems.append(f"{name} is {view.state.value}: {why}")
         return problems
 
     async def _gauge(self) -> None:

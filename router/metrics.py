@@ -105,6 +105,11 @@ class Metrics:
             "1 for a worker whose engine does not serve the model it is registered for",
             "worker",
         )
+        self.worker_disk_corrupt_records = gauge(
+            "worker_disk_corrupt_records",
+            "Records that the disk below an engine's offload tier returned damaged, since the engine started",
+            "worker",
+        )
         self.mirror_refused_blocks = counter(
             "mirror_refused_blocks_total", "Blocks that found no room in memory: they earn no credit", "worker"
         )
@@ -300,6 +305,7 @@ class Metrics:
             self.ingest_refused_blocks,
             self.ingest_foreign_batches,
             self.worker_unserved_models,
+            self.worker_disk_corrupt_records,
             self.mirror_refused_blocks,
             self.stream_gaps,
             self.stream_restarts,

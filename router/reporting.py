@@ -22,6 +22,7 @@ def worker_status(stream: WorkerStream, following: Following, now: float) -> Wor
         following.lost_credit(stream.worker),
         registration.note,
         stream.note,
+        stream.disk_problem,
     )
     catalog = ingest.catalog
     return WorkerStatus(
@@ -102,6 +103,7 @@ def count_worker(metrics: Metrics, worker: WorkerKey, stream: WorkerStream) -> N
         metrics.stream_event_lag_seconds.labels(label).set(stream.lag_s)
     metrics.commit_lag_seconds.labels(label).set(stream.unwritten_s)
     metrics.backlog_blocks.labels(label).set(stream.unwritten_blocks)
+    metrics.worker_disk_corrupt_records.labels(label).set(stream.disk.signs.corrupt)
     metrics.worker_unserved_models.labels(label).set(bool(stream.note))
     stream.counted = msgspec.structs.replace(now)
     metrics.set_stream_state(worker, stream.view.state.value)

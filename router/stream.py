@@ -28,6 +28,7 @@ from kvrouter.events.subscriber import Subscriber, SubscriberSettings
 from kvrouter.router.allow_list import AllowList
 from kvrouter.router.checkup import Checkup
 from kvrouter.router.config import Config
+from kvrouter.router.engine_disk import DiskSigns, DiskWatch
 from kvrouter.router.hold import ELSEWHERE, RETRY_FIRST_S, RETRY_LAST_S, HandedOver, Hold, HoldLost
 from kvrouter.router.index import keys
 from kvrouter.router.index.log import LogEntry
@@ -169,6 +170,7 @@ class WorkerStream:
         self._engine_ranks: tuple[int, ...] = ()
         self._contradiction = ""
         self.note = ""
+        self.disk = DiskWatch()
         # Whether `ingest` has what this process itself saw, unbroken.
         self._sound = False
         # The state as last written for the other processes.
@@ -300,6 +302,11 @@ class WorkerStream:
     def shown_ingest(self) -> ReportIngest:
         """What explains the worker: our own ingest, or what another process told."""
         return self._told.ingest if self._elsewhere else self.ingest
+
+    @property
+    def disk_problem(self) -> str:
+        """What is wrong with the disk below the engine's offload tier; empty when nothing is."""
+        return self._told.disk_problem if self._elsewhere else self.disk.problem(self._clock())
 
     @property
     def gaps(self) -> int:
@@ -688,6 +695,11 @@ class WorkerStream:
             self._refresh()
             news.set()
 
+        def take_disk(signs: DiskSigns) -> None:
+            self.disk.observe(signs, self._clock())
+            if self._state_fields() != self._state_told:
+                news.set()
+
         self._checkup = Checkup(
             url,
             session=self._http,
@@ -697,6 +709,7 @@ class WorkerStream:
             tell=tell,
             load=self._engine_load,
             ranks=self._take_engine_ranks,
+            disk=take_disk,
             dp_rank=self.worker.dp_rank,
             start_s=self._engine_start_s,
         )
@@ -779,7 +792,9 @@ class WorkerStream:
     def _state_fields(self) -> dict[str, bytes]:
         if self._checkup is not None and self._checkup.vitals.start_s is not None:
             self._engine_start_s = self._checkup.vitals.start_s
-        return state_fields(self.ingest.state, self.ingest.reason, self.view.credited, self._engine_start_s)
+        return state_fields(
+            self.ingest.state, self.ingest.reason, self.view.credited, self._engine_start_s, self.disk_problem
+        )
 
     async def _commit(self, news: asyncio.Event, room: asyncio.Event) -> None:
         while True:

@@ -26,6 +26,8 @@ META_REASON = "reason"
 META_CREDITED = "credited"
 # When the engine's process started, as its HTTP told: a router that takes the worker over sees that it is another one.
 META_ENGINE_START = "engine_start"
+# What is wrong with the disk below its offload tier.
+META_DISK = "disk"
 
 # Fields of meta that say what the catalog and the hash scheme are; they come with few commits.
 _SHAPING = frozenset({META_LEARNED, META_SCHEME, META_DECLARED})
@@ -39,13 +41,16 @@ def engine_start_s(meta: dict[str, bytes]) -> float | None:
         return None
 
 
-def state_fields(state: StreamState, reason: str, credited: bool, start_s: float | None) -> dict[str, bytes]:
-    """The state as it is written into meta. start_s: when the engine's process started."""
+def state_fields(
+    state: StreamState, reason: str, credited: bool, start_s: float | None, disk: str = ""
+) -> dict[str, bytes]:
+    """The state as it is written into meta. start_s: when the engine's process started. disk: what is wrong with its disk."""
     return {
         META_ENGINE_START: b"" if start_s is None else repr(start_s).encode(),
         META_STATE: state.value.encode(),
         META_REASON: reason.encode("utf-8", "surrogatepass"),
         META_CREDITED: b"%d" % credited,
+        META_DISK: disk.encode(),
     }
 
 
@@ -104,6 +109,10 @@ class Told:
     @property
     def reason(self) -> str:
         return self._meta.get(META_REASON, b"").decode("utf-8", "surrogatepass")
+
+    @property
+    def disk_problem(self) -> str:
+        return self._meta.get(META_DISK, b"").decode(errors="replace")
 
     @property
     def gaps(self) -> int:

@@ -25,7 +25,7 @@ COUNTERS = {
     f"{PREFIX}disk_written_bytes": "Bytes written to disk.",
     f"{PREFIX}disk_read_bytes": "Bytes read from disk.",
     f"{PREFIX}disk_errors": "Reads and writes of the disk that failed.",
-    f"{PREFIX}disk_corrupt": "Records on disk that were dropped: a wrong checksum, or given to another key by their writer.",
+    f"{PREFIX}disk_corrupt": "Records on disk that were dropped because they are not what had been written.",
     f"{PREFIX}disk_evicted": "Chunks evicted from disk to stay within its bytes.",
     f"{PREFIX}resets": "Resets of the tiers.",
 }

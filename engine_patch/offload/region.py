@@ -20,7 +20,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvrouter.offload")
 
 # Whole pages of memory, which are also whole sectors: disk I/O that bypasses the page cache wants both ends there.
 SLOT_ALIGNMENT = 4_096
@@ -66,9 +66,7 @@ def remove_stale(folder: Path) -> list[Path]:
         finally:
             os.close(file)
     if removed:
-        log.info(
-            "removed the offload memory of engines that are gone", extra={"files": [str(path) for path in removed]}
-        )
+        log.info("kvrouter: removed the offload memory of engines that are gone: %s", ", ".join(map(str, removed)))
     return removed
 
 
@@ -160,8 +158,9 @@ class Region:
             code = int(torch.cuda.cudart().cudaHostRegister(start + offset, min(step, size - offset), 0))
             if code:
                 log.warning(
-                    "the CUDA driver does not pin the offload memory, copies will be slower",
-                    extra={"code": code, "bytes": size},
+                    "kvrouter: the CUDA driver does not pin the %d bytes of offload memory (error %d): copies will be slower",
+                    size,
+                    code,
                 )
                 self._unpin()
                 return False

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from kvrouter.engine_patch.offload.copier import Copier
 from kvrouter.engine_patch.offload.slot_layout import Plan
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvrouter.offload")
 
 
 class TransferResult(NamedTuple):
@@ -103,7 +103,7 @@ class Transfers:
             job = _Job(job_id, is_load, plan, self._copier.fence())
         except Exception:
             # A device that failed takes no events: the copy would fail as well.
-            log.exception("offload copy not submitted", extra={"job": job_id, "is_load": is_load})
+            log.exception("kvrouter: offload %s %d not submitted: it counts as failed", _kind(is_load), job_id)
             job = None
         with self._change:
             if job is None or self._closed:
@@ -122,7 +122,7 @@ class Transfers:
                 copied = copy(job.plan, job.fence)
                 ok = True
             except Exception:
-                log.exception("offload copy failed", extra={"job": job.job_id, "is_load": job.is_load})
+                log.exception("kvrouter: offload %s %d failed", _kind(job.is_load), job.job_id)
             with self._change:
                 self._end(job, TransferResult(job.job_id, ok, copied, self._clock() - start))
 
@@ -144,3 +144,7 @@ class Transfers:
         self._unfinished.discard(job.job_id)
         self._results.append(result)
         self._change.notify_all()
+
+
+def _kind(is_load: bool) -> str:
+    return "load" if is_load else "store"

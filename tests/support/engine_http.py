@@ -19,6 +19,8 @@ class EngineHttp:
         self.status = 200
         # What its /metrics say of its load.
         self.running = self.waiting = 0
+        # What else they say.
+        self.metrics = b""
         # Seconds until an answer.
         self.delay_s = 0.0
         # Answers of other paths, empty by default.
@@ -48,7 +50,7 @@ class EngineHttp:
                     if engine.start_s is not None:
                         body += f"process_start_time_seconds {engine.start_s}\n".encode()
                     body += f"vllm:num_requests_running {float(engine.running)}\n".encode()
-                    body += f"vllm:num_requests_waiting {float(engine.waiting)}\n".encode()
+                    body += f"vllm:num_requests_waiting {float(engine.waiting)}\n".encode() + engine.metrics
                 self.send_response(engine.status)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvrouter.engine_patch.offload.disk.store import DONE, Found, Outcome, Store
 from kvrouter.engine_patch.offload.disk.tier import UNCLEARED, DiskTier
 from kvrouter.engine_patch.offload.disk.told import READ, WRITE, Finished
 from kvrouter.engine_patch.offload.key import OffloadKey
+from kvrouter.engine_patch.throttled_log import INTERVAL_S
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from disk_child import RECORD_BYTES, STRIDE_BYTES, FaultyFiles, HandExecutor, Slots, identity, key, payload, salt_of
@@ -428,3 +430,49 @@ def test_one_bad_record_does_not_stop_a_start_that_moves_it(desks: Callable[...,
     again = desks(2)
     assert again.found == [D] and again.read(D)
     assert (again.tier.counters.corrupt, again.tier.counters.evicted) == (1, 2)
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_damaged_records_are_named_in_the_log_and_counted_when_there_are_many(
+    desks: Callable[..., Desk], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk = desks(5, A, B, C, D)
+    manifest, records = files_of(tmp_path)
+    for record in range(3):
+        patch(records, record * STRIDE_BYTES)
+    assert desk.read(A) is False
+    (line,) = lines(caplog)
+    assert str(manifest.parent) in line and "the payload of record 0 is damaged" in line
+    assert "nothing of it was loaded, the record was dropped" in line and "1 such records" in line
+    # The others within the minute are told together.
+    assert desk.read(B) is False and desk.read(C) is False
+    assert len(lines(caplog)) == 1
+    desk.now += INTERVAL_S
+    desk.tier.poll()
+    line = lines(caplog)[1]
+    assert "record 2" in line and "1 more since the last line; 3 such records" in line
+    desk.now += 9 * INTERVAL_S
+    desk.tier.poll()
+    assert len(lines(caplog)) == 2
+    # And what is found at a start.
+    desk.tier.close()
+    patch(manifest, HEADER_BYTES + 3 * ENTRY_BYTES + 60)
+    desks(5)
+    assert "1 records of an earlier engine are damaged" in lines(caplog)[2] and str(manifest.parent) in lines(caplog)[2]
+
+
+def test_reads_and_writes_that_fail_are_named_in_the_log(
+    desks: Callable[..., Desk], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    desk = desks(4, A)
+    desk.files.fail("read", "records", errno.EIO)
+    assert desk.read(A) is False
+    desk.now += INTERVAL_S
+    desk.files.fail("write", "records", errno.EIO)
+    assert desk.write(B) is False
+    read, written = lines(caplog)
+    assert "record 0 could not be read (" in read and "EIO" in read and str(files_of(tmp_path)[0].parent) in read
+    assert "could not be written (" in written and "what it was to hold is not on disk" in written

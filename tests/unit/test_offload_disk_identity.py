@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from kvrouter.engine_patch.offload.disk.identity import DiskIdentity, GroupIdent
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from disk_child import identity
 
+LOG = logging.getLogger("t")
 GROUP = GroupIdentity("full_attention", (512, 256), 16)
 WHOLE = DiskIdentity("m", "bfloat16", (GROUP,), 4, "sha256", 4_096, 2, "tp=2", "00ff", (("revision", "1"),), CRC32)
 
@@ -90,42 +92,42 @@ def test_without_xxhash_it_is_crc32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_claimed_folder_is_described_and_private(tmp_path: Path) -> None:
-    folder = claim(tmp_path / "new" / "root", identity(), "disk_path")
+    folder = claim(tmp_path / "new" / "root", identity(), "disk_path", LOG)
     assert folder.path == tmp_path / "new" / "root" / identity().folder_name()
     assert (folder.path / "identity.json").read_text() == identity().readable()
     assert folder.path.stat().st_mode & 0o077 == 0
     folder.release()
     folder.release()
-    claim(tmp_path / "new" / "root", identity(), "disk_path").release()
+    claim(tmp_path / "new" / "root", identity(), "disk_path", LOG).release()
 
 
 def test_a_second_engine_is_told_who_is_there_and_what_to_do(tmp_path: Path) -> None:
-    folder = claim(tmp_path, identity(), "disk_path")
+    folder = claim(tmp_path, identity(), "disk_path", LOG)
     with pytest.raises(FolderInUse) as error:
-        claim(tmp_path, identity(), "disk_path")
+        claim(tmp_path, identity(), "disk_path", LOG)
     text = str(error.value)
     assert str(folder.path) in text and str(os.getpid()) in text and "set disk_path to another folder" in text
     # Another model in the same place does not disturb.
-    claim(tmp_path, identity(model="n"), "disk_path").release()
+    claim(tmp_path, identity(model="n"), "disk_path", LOG).release()
     folder.release()
-    claim(tmp_path, identity(), "disk_path").release()
+    claim(tmp_path, identity(), "disk_path", LOG).release()
 
 
 def test_the_owner_is_the_last_one(tmp_path: Path) -> None:
-    folder = claim(tmp_path, identity(), "disk_path")
+    folder = claim(tmp_path, identity(), "disk_path", LOG)
     folder.release()
     (folder.path / "lock").write_text("1234567890 on an earlier host\n" * 3)
-    folder = claim(tmp_path, identity(), "disk_path")
+    folder = claim(tmp_path, identity(), "disk_path", LOG)
     assert (folder.path / "lock").read_text() == f"{os.getpid()} on {os.uname().nodename}\n"
     folder.release()
 
 
 def test_a_lock_without_an_owner_yet(tmp_path: Path) -> None:
-    claim(tmp_path, identity(), "disk_path").release()
+    claim(tmp_path, identity(), "disk_path", LOG).release()
     fd = os.open(tmp_path / identity().folder_name() / "lock", os.O_RDWR | os.O_TRUNC)
     fcntl.flock(fd, fcntl.LOCK_EX)
     with pytest.raises(FolderInUse, match="unknown"):
-        claim(tmp_path, identity(), "disk_path")
+        claim(tmp_path, identity(), "disk_path", LOG)
     os.close(fd)
 
 
@@ -134,18 +136,77 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     path.mkdir()
     (path / "identity.json").write_text(identity(model="n").readable())
     with pytest.raises(ForeignFolder, match="left as they are"):
-        claim(tmp_path, identity(), "disk_path")
+        claim(tmp_path, identity(), "disk_path", LOG)
     assert (path / "identity.json").read_text() == identity(model="n").readable()
     # And is not kept locked.
     (path / "identity.json").unlink()
-    claim(tmp_path, identity(), "disk_path").release()
+    claim(tmp_path, identity(), "disk_path", LOG).release()
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskFolderError, match=r"cannot use this folder .*set disk_path"):
-        claim(tmp_path / "file", identity(), "disk_path")
+        claim(tmp_path / "file", identity(), "disk_path", LOG)
     (tmp_path / identity().folder_name()).mkdir()
     (tmp_path / identity().folder_name() / "lock").mkdir()
     with pytest.raises(DiskFolderError, match="cannot use this folder"):
-        claim(tmp_path, identity(), "disk_path")
+        claim(tmp_path, identity(), "disk_path", LOG)
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+OWN = identity().readable().encode()
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b"", b"\xff\xfe\x00", OWN[:100], bytes(len(OWN)), flipped(OWN, OWN.index(b"dtype") + 10), b"[]",
+     b'{"digest": 3}', b"[" * 9999],
+    ids=["empty", "no text", "half", "zeros", "one bit", "a list", "no digest", "deep"],
+)  # fmt: skip
+def test_a_damaged_description_is_set_aside_and_the_folder_starts_empty(
+    tmp_path: Path, damaged: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = claim(tmp_path, identity(), "disk_path", LOG)
+    (folder.path / "manifest").write_bytes(b"of nobody knows what")
+    (folder.path / "records").write_bytes(b"bytes")
+    folder.release()
+    (folder.path / "identity.json").write_bytes(damaged)
+    claim(tmp_path, identity(), "disk_path", LOG).release()
+    assert (folder.path / "identity.json").read_bytes() == OWN
+    assert (folder.path / "identity.json.damaged").read_bytes() == damaged
+    assert not (folder.path / "manifest").exists()
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert str(folder.path / "identity.json") in text and ".damaged" in text and "starts empty" in text
+    # The next start finds nothing to say.
+    claim(tmp_path, identity(), "disk_path", LOG).release()
+    assert len(caplog.records) == 1
+
+
+def test_one_flipped_bit_of_another_identity_is_damage_too(tmp_path: Path) -> None:
+    """Not a foreign folder, which would refuse the start: nobody wrote that."""
+    folder = claim(tmp_path, identity(), "disk_path", LOG)
+    folder.release()
+    (folder.path / "identity.json").write_bytes(flipped(OWN, OWN.index(b'"digest": "') + 12))
+    claim(tmp_path, identity(), "disk_path", LOG).release()
+    assert (folder.path / "identity.json").read_bytes() == OWN
+
+
+def test_the_description_is_on_the_medium_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    fsync = os.fsync
+
+    def seen(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        named = "named" if (tmp_path / identity().folder_name() / "identity.json").exists() else "unnamed"
+        calls.append(f"{path.name} {named}")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    claim(tmp_path, identity(), "disk_path", LOG).release()
+    assert calls == ["identity.json.new unnamed", f"{identity().folder_name()} named"]

@@ -152,7 +152,7 @@ def test_what_was_given_to_another_key_since_the_last_look_is_a_miss(writer: Wri
     assert not desk.read(A)
     assert desk.taken() == [B, C]
     assert desk.look() == [B, C, D]
-    assert desk.tier.counters.corrupt == 1 and desk.tier.state is State.ON
+    assert (desk.tier.counters.corrupt, desk.tier.counters.errors, desk.tier.state) == (0, 0, State.ON)
 
 
 def test_nothing_is_written_and_no_order_of_use_kept(writer: Writer, desks: Callable[[], Desk], tmp_path: Path) -> None:
@@ -333,3 +333,22 @@ def test_close_gives_back_what_was_queued(writer: Writer, desks: Callable[[], De
     assert not desk.tier.holds(A) and desk.tier.state is State.CLOSED
     with pytest.raises(ValueError, match="opened before"):
         desk.tier.open()
+
+
+def test_a_damaged_payload_is_named_in_the_log_and_one_given_away_is_not(
+    writer: Writer, desks: Callable[[], Desk], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer.store(A, B, C)
+    desk = desks()
+    (records,) = tmp_path.glob("*/records")
+    content = bytearray(records.read_bytes())
+    content[STRIDE_BYTES] ^= 1
+    records.write_bytes(content)
+    assert not desk.read(B)
+    assert (desk.tier.counters.corrupt, desk.tier.counters.errors) == (1, 0)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert str(records.parent) in line and "the payload of record 1 is damaged" in line
+    writer.store(D)
+    desk.now_s += 1_000.0
+    assert not desk.read(A)
+    assert len(caplog.records) == 1 and desk.tier.counters.corrupt == 1

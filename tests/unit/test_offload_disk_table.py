@@ -215,7 +215,9 @@ def test_states_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         made.no_space(True, "ENOSPC")
         made.turn_off("EIO")
     assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-        ("WARNING", "disk tier full"),
-        ("WARNING", "disk tier off"),
+        ("WARNING", "kvrouter: disk tier /d is full (ENOSPC): no new room is taken; tried again in 20 s at the latest"),
+        (
+            "WARNING",
+            "kvrouter: disk tier /d is off (EIO): it is left alone, and what it holds is withdrawn; tried again in 20 s",
+        ),
     ]
-    assert caplog.records[0].__dict__["folder"] == "/d" and caplog.records[0].__dict__["reason"] == "ENOSPC"

@@ -2,6 +2,7 @@
 """The folder of one identity within the folder that the user names: who owns it, and what is said in it for people.
 
     FOLDER/<digest of the identity>/identity.json   what the records are of, for people; must be ours
+                                    *.damaged       what could not be believed, for people: nothing reads it
                                     lock            locked while an engine writes here; its process id within
                                     manifest        see manifest.py
                                     records         see records.py
@@ -12,6 +13,9 @@ Folders of other identities are never opened, neither is anything else that lies
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import json
+import logging
 import os
 from pathlib import Path
 
@@ -19,6 +23,7 @@ from kvrouter.engine_patch.offload.disk.identity import DiskIdentity
 
 IDENTITY_FILE = "identity.json"
 LOCK_FILE = "lock"
+DAMAGED_SUFFIX = ".damaged"
 MANIFEST_FILE = "manifest"
 RECORDS_FILE = "records"
 
@@ -55,7 +60,7 @@ class Folder:
             self._lock_fd = None
 
 
-def claim(root: Path, identity: DiskIdentity, option: str) -> Folder:
+def claim(root: Path, identity: DiskIdentity, option: str, log: logging.Logger) -> Folder:
     """Makes and locks the folder of this identity. option: the name of the setting to change, for the text of errors.
 
     Raises FolderInUse, ForeignFolder, and DiskFolderError for a folder that cannot be written."""
@@ -67,7 +72,7 @@ def claim(root: Path, identity: DiskIdentity, option: str) -> Folder:
         raise unusable(path, error, option) from error
     try:
         _lock(path, lock_fd, option)
-        _describe(path, identity, option)
+        _describe(path, identity, option, log)
     except OSError as error:
         os.close(lock_fd)
         raise unusable(path, error, option) from error
@@ -105,14 +110,63 @@ def _lock(path: Path, lock_fd: int, option: str) -> None:
     os.pwrite(lock_fd, f"{os.getpid()} on {os.uname().nodename}\n".encode(), 0)
 
 
-def _describe(path: Path, identity: DiskIdentity, option: str) -> None:
-    """Writes identity.json, whole or not at all; raises ForeignFolder for one that is not ours."""
-    text = identity.readable()
+def _describe(path: Path, identity: DiskIdentity, option: str, log: logging.Logger) -> None:
+    """Sees to it that identity.json is ours; raises ForeignFolder for another identity's, OSError.
+
+    One that is neither is damaged: it is set aside, and the records with it, as nobody can say what they are of."""
+    text = identity.readable().encode()
     file = path / IDENTITY_FILE
     try:
-        if file.read_text() != text:
-            raise foreign(path, f"{IDENTITY_FILE} is of another identity", option)
+        found = file.read_bytes()
     except FileNotFoundError:
-        fresh = path / f"{IDENTITY_FILE}.new"
-        fresh.write_text(text)
-        fresh.replace(file)
+        _write_whole(file, text)
+        return
+    if found == text:
+        return
+    if _is_an_identity(found):
+        raise foreign(path, f"{IDENTITY_FILE} is of another identity", option)
+    # The manifest first: a kill in between leaves a folder without records and a damaged description, which is made up for later.
+    for name in (MANIFEST_FILE, IDENTITY_FILE):
+        _set_aside(path / name)
+    _write_whole(file, text)
+    log.warning(
+        "kvrouter: %s is damaged (%d bytes that no engine has written): it and the manifest were renamed to *%s, the folder starts "
+        "empty, and what it held is computed again",
+        file,
+        len(found),
+        DAMAGED_SUFFIX,
+    )
+
+
+def _is_an_identity(data: bytes) -> bool:
+    """Whether an engine wrote this, of whatever identity: the digest in it is that of the rest."""
+    try:
+        fields = json.loads(data)
+        digest = fields.pop("digest")
+        canonical = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        return False
+    return bool(digest == hashlib.sha256(canonical).hexdigest())
+
+
+def _set_aside(file: Path) -> None:
+    """In place of what was set aside before. Raises OSError."""
+    try:
+        file.replace(file.with_name(file.name + DAMAGED_SUFFIX))
+    except FileNotFoundError:
+        return
+
+
+def _write_whole(file: Path, data: bytes) -> None:
+    """Whole or not at all, also where the machine loses its power. Raises OSError."""
+    fresh = file.with_name(f"{file.name}.new")
+    with fresh.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    fresh.replace(file)
+    folder_fd = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder_fd)
+    finally:
+        os.close(folder_fd)

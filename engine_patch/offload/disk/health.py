@@ -56,8 +56,16 @@ class Health:
         """Said once a change."""
         if state is not self.state:
             level = logging.INFO if state in (State.ON, State.CLOSED) else logging.WARNING
-            self._log.log(level, "disk tier %s", state, extra={"folder": self._where, "reason": reason})
+            self._log.log(level, "kvrouter: disk tier %s is %s%s", self._where, state, self._effect(state, reason))
         self.state, self.reason = state, reason
+
+    def _effect(self, state: State, reason: str) -> str:
+        """Why, and what that means until when."""
+        if state is State.FULL:
+            return f" ({reason}): no new room is taken; tried again in {self._retry_s:g} s at the latest"
+        if state is State.OFF:
+            return f" ({reason}): it is left alone, and what it holds is withdrawn; tried again in {self._retry_s:g} s"
+        return ""
 
     def permit(self) -> Permit:
         """What may be written now. While FULL, once a while GROW: a trial, and whoever asks should make it."""

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from kvrouter.engine_patch.offload.disk.file_ops import FileOps
 from kvrouter.engine_patch.offload.disk.health import RETRY_S, Health, State
 from kvrouter.engine_patch.offload.disk.identity import DiskIdentity
+from kvrouter.engine_patch.offload.disk.incident_log import DROPPED, IncidentLog
 from kvrouter.engine_patch.offload.disk.io_threads import Executor, IoThreads
 from kvrouter.engine_patch.offload.disk.manifest import Entry
 from kvrouter.engine_patch.offload.disk.store import Outcome, Result
@@ -77,9 +78,10 @@ class DiskReader:
         self._slot_bytes_of = slot_bytes_of
         self._view = View(folder, identity, files or FileOps())
         self._make_executor = executor or functools.partial(IoThreads, threads, max_queued, "kv-disk")
-        self._log = log or logging.getLogger(__name__)
+        self._log = log or logging.getLogger("vllm.kvrouter.offload")
         self._where = str(folder / identity.folder_name())
         self._health = Health(self._where, self._log, clock, retry_s)
+        self._incidents = IncidentLog(self._where, self._log, clock)
         self._clock = clock
         # What each record holds, of any generation; of the current one by key, the newest where there are two.
         self._entries: dict[int, Entry] = {}
@@ -169,6 +171,7 @@ class DiskReader:
             number, result = self._done.popleft()
             self._have_read(self._jobs.pop(number), result)
         self._take_looks()
+        self._incidents.tick()
         open_now = self.state in (State.ON, State.OFF)
         if open_now and not self._looking and self._clock() >= self._look_at_s and self._executor.has_room(False):
             # Not urgent: after the reads, which requests wait for.
@@ -276,7 +279,7 @@ class DiskReader:
         if problem != self._doubt:
             self._doubt = problem
             if problem:
-                self._log.warning("disk tier not used: %s", problem, extra={"folder": self._where})
+                self._log.warning("kvrouter: disk tier %s is not used: %s", self._where, problem)
         if problem or self.state is not State.ON:
             self._hide()
         elif not self._visible:
@@ -297,7 +300,9 @@ class DiskReader:
                 self._drop(job.entry.record)
             if result.outcome is Outcome.CORRUPT:
                 self.counters.corrupt += 1
-            else:
+                self._incidents.found(result.reason, DROPPED)
+            elif result.outcome is not Outcome.REUSED:
+                self._incidents.found(f"record {job.entry.record} could not be read ({result.reason})", DROPPED)
                 self._failed(result.reason)
         self._finished.append(Finished(READ, job.key, job.slot, ok))
 

@@ -31,6 +31,8 @@ class Outcome(Enum):
     CORRUPT = 1
     NO_SPACE = 2
     FAILED = 3
+    # Of a reader: the engine that writes the folder has given the record to another key.
+    REUSED = 4
 
 
 class Result(NamedTuple):

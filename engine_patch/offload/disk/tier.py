@@ -27,6 +27,7 @@ from kvrouter.engine_patch.offload.disk.file_ops import FileOps
 from kvrouter.engine_patch.offload.disk.folder import Folder, claim, foreign, unusable
 from kvrouter.engine_patch.offload.disk.health import RETRY_S, Health, Permit, State
 from kvrouter.engine_patch.offload.disk.identity import DiskIdentity
+from kvrouter.engine_patch.offload.disk.incident_log import DROPPED, NOT_WRITTEN, IncidentLog
 from kvrouter.engine_patch.offload.disk.io_threads import Executor, IoThreads
 from kvrouter.engine_patch.offload.disk.manifest import ForeignManifest
 from kvrouter.engine_patch.offload.disk.record_table import RecordTable, Room
@@ -106,8 +107,10 @@ class DiskTier:
         self._option = option
         self._files = files or FileOps()
         self._make_executor = executor or functools.partial(IoThreads, threads, max_queued, "kv-disk")
-        log = log or logging.getLogger(__name__)
-        self._health = Health(str(folder / identity.folder_name()), log, clock, retry_s)
+        self._log = log or logging.getLogger("vllm.kvrouter.offload")
+        where = str(folder / identity.folder_name())
+        self._health = Health(where, self._log, clock, retry_s)
+        self._incidents = IncidentLog(where, self._log, clock)
         self._table = RecordTable(self._max_records)
         self._next_seq = 0
         self._writing: set[OffloadKey] = set()
@@ -131,7 +134,7 @@ class DiskTier:
         checksum is not there. Once."""
         if self._health.state is not State.NEW:
             raise ValueError(f"the disk tier was opened before and is {self._health.state}: make another one")
-        self._folder = claim(self._root, self._identity, self._option)
+        self._folder = claim(self._root, self._identity, self._option, self._log)
         try:
             self._store, found = self._recover(self._folder)
         except BaseException:
@@ -141,6 +144,7 @@ class DiskTier:
         self._next_seq = found.next_seq
         self._generation = self._store.generation
         self.counters.corrupt += found.corrupt
+        self._incidents.found_at_start(found.corrupt)
         self.counters.evicted += found.evicted
         self._executor = self._make_executor()
         self._health.become(State.ON)
@@ -226,6 +230,7 @@ class DiskTier:
         self._process()
         if self.state in _OPEN:
             self._do_chores()
+            self._incidents.tick()
         finished, self._finished = self._finished, []
         return finished
 
@@ -365,6 +370,7 @@ class DiskTier:
             self.counters.full += 1
             self._health.no_space(job.grows, result.reason)
         else:
+            self._incidents.found(f"record {job.record} could not be written ({result.reason})", NOT_WRITTEN)
             self._failed(result)
         return False
 
@@ -381,7 +387,9 @@ class DiskTier:
             self._tell(False, job.key)
         if result.outcome is Outcome.CORRUPT:
             self.counters.corrupt += 1
+            self._incidents.found(result.reason, DROPPED)
         else:
+            self._incidents.found(f"record {job.record} could not be read ({result.reason})", DROPPED)
             self._failed(result)
         return False
 

@@ -42,7 +42,8 @@ class Counters:
     errors: int = 0
     # Writes that found no space.
     full: int = 0
-    # Manifest entries that the start did not believe, and records whose entry or payload was damaged when they were read.
+    # Manifest entries that the start did not believe, and records whose entry or payload was damaged when they were read. Of a
+    # reader: payloads that are not what their entry says.
     corrupt: int = 0
     # Writes not begun: the queue is full, all records are in use, or the tier takes no writes.
     skipped: int = 0

@@ -73,7 +73,11 @@ class View:
         if opened is None:
             return Result(Outcome.FAILED, f"{self._path} was never opened")
         try:
-            return read_record(opened.manifest, opened.records, entry.key, entry.record, entry.generation, into)
+            result = read_record(opened.manifest, opened.records, entry.key, entry.record, entry.generation, into)
+            # The writer gives a record to another key whenever it likes, and voids the entry first.
+            if result.outcome is Outcome.CORRUPT and opened.manifest.get(entry.record) != entry:
+                return Result(Outcome.REUSED, f"record {entry.record} was given to another key")
+            return result
         except Exception as error:
             return failure(error)
 

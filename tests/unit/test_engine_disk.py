@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A disk that returns bad data is named for a while, by what the engine's /metrics says of it."""
+
+from __future__ import annotations
+
+from kvrouter.engine_patch.offload.metrics import COUNTERS, GAUGES, PREFIX
+from kvrouter.router.engine_disk import NAMED_S, DiskSigns, DiskWatch, parse_disk
+
+PAGE = b"""# TYPE vllm:kvrouter_offload_disk_corrupt_total counter
+vllm:kvrouter_offload_disk_corrupt_total{engine="0",model_name="m"} 3.0
+vllm:kvrouter_offload_disk_corrupt_total{engine="1",model_name="m"} 0.0
+vllm:kvrouter_offload_disk_off{engine="0",model_name="m"} 0.0
+vllm:kvrouter_offload_disk_off{engine="1",model_name="m"} 1.0
+vllm:kvrouter_offload_disk_corrupt_created{engine="0",model_name="m"} 1.7e+09
+"""
+
+
+def test_what_a_page_says_of_the_disk() -> None:
+    # The names are those that the engine's side has.
+    assert f"{PREFIX}disk_corrupt" in COUNTERS and f"{PREFIX}disk_off" in GAUGES
+    assert parse_disk(PAGE, 0) == DiskSigns(3, False)
+    assert parse_disk(PAGE, 1) == DiskSigns(0, True)
+    assert parse_disk(PAGE, 2) is None
+    assert parse_disk(b"vllm:kvrouter_offload_disk_corrupt_total 7\n", 5) == DiskSigns(7)
+    assert parse_disk(b"", 0) is None
+    assert parse_disk(b"vllm:kvrouter_offload_disk_corrupt_total 1e999\n", 0) == DiskSigns(10**12)
+    assert parse_disk(b"vllm:kvrouter_offload_disk_corrupt_total +-.\n", 0) is None
+
+
+def test_bad_data_is_named_for_a_while_and_again_when_there_is_more() -> None:
+    watch = DiskWatch()
+    watch.observe(DiskSigns(0), 0.0)
+    assert watch.problem(0.0) == ""
+    watch.observe(DiskSigns(2), 1.0)
+    assert "returned bad data: 2 records" in watch.problem(1.0)
+    watch.observe(DiskSigns(2), 1.0 + NAMED_S)
+    assert watch.problem(1.0 + NAMED_S) == ""
+    # Another life of the engine, whose disk is no better.
+    watch.observe(DiskSigns(1), 1000.0)
+    assert "1 records" in watch.problem(1000.0)
+    watch.observe(DiskSigns(0, off=True), 1000.0 + NAMED_S)
+    assert watch.problem(1000.0 + NAMED_S).startswith("its offload disk is left alone")
