@@ -43,6 +43,9 @@ from kvrouter.router.stream import WorkerStream
 
 GAUGE_INTERVAL_S = 1.0
 
+# Some milliseconds for a thousand workers: of many that come at once, not each is worth it.
+JUDGE_PAUSE_S = 0.05
+
 
 class Core:
     """Joins the fleet, the mirror that follows it, and the answers. `fleet` registers and drops workers."""
@@ -109,6 +112,10 @@ class Core:
         self._prefill_workers: dict[str, frozenset[WorkerKey]] | None = None
         self._segments_counted = (0, 0)
         self._loaded = False
+        # When the registrations were judged last, when they will be, and by which publishers.
+        self._judged_s = float("-inf")
+        self._judging: asyncio.TimerHandle | None = None
+        self._lives: dict[WorkerKey, str] = {}
         # Told what engines that are followed here say of their load.
         self.on_engine_load: Callable[[WorkerKey, EngineLoad], None] = lambda worker, said: None
 
@@ -129,6 +136,8 @@ class Core:
         """End all tasks; what was committed stays in Redis."""
         for task in self._tasks:
             task.cancel()
+        if self._judging is not None:
+            self._judging.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.fleet.stop()
         await self._following.close()
@@ -169,7 +178,7 @@ class Core:
         self._plans.clear()
         # A start loads them all, and judges once.
         if self._loaded:
-            self._judge_registrations()
+            self._judge_soon()
             if self._engines is not None and self._urls() - self._engines.served.keys():
                 self._engines.look_soon()
 
@@ -257,13 +266,23 @@ class Core:
         self._plans.clear()
         self._judge_registrations()
 
+    def _judge_soon(self) -> None:
+        """At once, unless it was done a moment ago."""
+        pause_s = self._judged_s + JUDGE_PAUSE_S - self._clock()
+        if pause_s <= 0:
+            self._judge_registrations()
+        elif self._judging is None:
+            self._judging = asyncio.get_running_loop().call_later(pause_s, self._judge_registrations)
+
     def _judge_registrations(self) -> None:
         """Compare what is registered with itself and with what the engines say of themselves."""
         served = {} if self._engines is None else self._engines.served
         sources = {} if self._engines is None else self._engines.sources
-        registrations = self.registrations()
-        lives = {worker: stream.shown_ingest.report_epoch or "" for worker, stream in self._streams.items()}
-        contradictions = origin_problems(registrations, sources, lives)
+        if self._judging is not None:
+            self._judging.cancel()
+            self._judging = None
+        registrations, self._lives = self.registrations(), self._publishers()
+        contradictions = origin_problems(registrations, sources, self._lives)
         ranks = Counter(one.worker.worker_id for one in registrations)
         for one in registrations:
             worker, engine = one.worker, served.get(one.url or "", ServedModels())
@@ -272,6 +291,12 @@ class Core:
                 contradiction=contradictions.get(worker, ""),
                 note=unserved_problem(worker.model, engine.names, engine.adapters),
             )
+        self._judged_s = self._clock()
+
+    def _publishers(self) -> dict[WorkerKey, str]:
+        """By worker, the epoch of the patched publisher that is followed for it."""
+        lives = ((worker, stream.shown_ingest.report_epoch) for worker, stream in self._streams.items())
+        return {worker: epoch for worker, epoch in lives if epoch}
 
     def engine_urls(self, model: str) -> dict[str, str]:
         """The engines of a model that live, as far as is known: by URL, the epoch of a stream of theirs."""
@@ -375,7 +400,8 @@ class Core:
         while True:
             self._measure()
             # Patched publishers name their epochs at any time.
-            self._judge_registrations()
+            if self._publishers() != self._lives:
+                self._judge_registrations()
             self._history.expire(self._clock())
             await asyncio.sleep(GAUGE_INTERVAL_S)
 

@@ -8,7 +8,7 @@ and two patched streams of one publisher. What contradicts a registration ends i
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 
 from kvrouter.router.discovery.told import Stream
 from kvrouter.router.names import WorkerKey
@@ -62,34 +62,30 @@ def origin_problems(
     """
     known = list(registrations)
     found: dict[WorkerKey, str] = {}
-    for worker, epoch, others in _shared(known, lambda one: lives.get(one.worker) or None):
+    for worker, epoch, others in _shared(known, lambda one: lives.get(one.worker)):
         found[worker] = (
             f"its stream is that of {others} too (both have the publisher {epoch}): register the endpoint of its own engine"
         )
-    for worker, endpoint, others in _shared(known, lambda one: one.patch if one.patch != NO_PATCH else None):
+    for worker, endpoint, others in _shared(
+        known, lambda one: _plain(one.patch) if one.patch and one.patch != NO_PATCH else None
+    ):
         found[worker] = (
             f"its patch endpoint {endpoint} is that of {others} too: register the endpoint of its own engine"
         )
-    right = {one.worker for one in known if one.events is not None and _plain(one.events) in _own_streams(one, sources)}
+    own = {one.worker: _own_streams(one, sources) for one in known}
+    # By endpoint, the worker whose engine names it as its own.
+    owners = {endpoint: worker for worker, endpoints in own.items() for endpoint in endpoints}
+    right = {one.worker for one in known if one.events is not None and _plain(one.events) in own[one.worker]}
     for worker, endpoint, others in _shared(known, lambda one: _plain(one.events) if one.events else None, right):
         found[worker] = (
             f"its event endpoint {endpoint} is that of {others} too: register the endpoint of its own engine"
         )
-    owners = {
-        _plain(stream.events): printable(one.worker.route_name)
-        for one in known
-        for stream in sources.get(one.url or "", {}).values()
-        if _plain(stream.events) in _own_streams(one, sources)
-    }
     for one in known:
-        own = _own_streams(one, sources)
-        if one.events is None or not own or one.worker in right:
-            continue
-        owner = owners.get(_plain(one.events))
-        if owner is not None:
+        owner = None if one.events is None or one.worker in right else owners.get(_plain(one.events))
+        if owner is not None and own[one.worker]:
             found[one.worker] = (
-                f"its event endpoint {one.events} is that of {owner}, by the word of the engine there; its own engine names "
-                f"{' or '.join(sorted(own))}: register that"
+                f"its event endpoint {one.events} is that of {printable(owner.route_name)}, by the word of the engine there; its "
+                f"own engine names {' or '.join(sorted(own[one.worker]))}: register that"
             )
     return found
 
@@ -97,7 +93,7 @@ def origin_problems(
 def _shared(
     known: Iterable[Registration],
     key_of: Callable[[Registration], str | None],
-    right: Iterable[WorkerKey] = (),
+    right: Set[WorkerKey] = frozenset(),
 ) -> Iterable[tuple[WorkerKey, str, str]]:
     """(worker, key, the others) of workers with one key that are not one engine. right: whom a key belongs to, if it is one's."""
     groups: dict[str, list[Registration]] = {}
@@ -106,9 +102,9 @@ def _shared(
         if key is not None:
             groups.setdefault(key, []).append(one)
     for key, members in groups.items():
-        if len(set(map(_engine, members))) == 1:
+        if len(members) == 1 or len(set(map(_engine, members))) == 1:
             continue
-        owners = {member.worker for member in members} & set(right)
+        owners = {member.worker for member in members} & right
         for member in members:
             if owners != {member.worker}:
                 others = sorted(printable(other.worker.route_name) for other in members if other is not member)
@@ -125,7 +121,9 @@ def _engine(registration: Registration) -> Hashable:
 
 def _own_streams(registration: Registration, sources: Mapping[str, Mapping[int, Stream]]) -> set[str]:
     """Where the worker's own engine says that its events are; empty where it does not say."""
-    streams = sources.get(registration.url or "", {})
+    streams = sources.get(registration.url or "")
+    if not streams:
+        return set()
     rank = registration.worker.dp_rank
     ranks = sorted(streams)
     chosen = ranks if len(ranks) == 1 else {rank, *ranks[rank : rank + 1]} & streams.keys()

@@ -13,8 +13,11 @@ from typing import Any
 
 import pytest
 import zmq
+from fake_engine import hashes, prompt
+from patched_engine import PatchedEngine, stores
 from router_process import RouterError, RouterProcess
 
+from kvrouter.events.report import requests_endpoint
 from kvrouter.simulator.server import ReplicaServer, ServerThread
 from kvrouter.simulator.shapes import make_geometry
 
@@ -138,3 +141,30 @@ def test_swapped_and_shared_endpoints_are_named_and_earn_nothing(fleet: Fleet) -
     fleet.register("w1", 1, 1)
     fleet.credited("w1")
     assert fleet.router.request("GET", "/health")["reasons"] == []
+
+
+def test_two_streams_of_one_patched_publisher_are_one_engine(
+    router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    """Nothing but the publisher's epoch tells: the endpoints are one address in two spellings."""
+    engine = PatchedEngine(context)
+    try:
+        port = str(requests_endpoint(engine.endpoint)).rpartition(":")[2]
+        chain = hashes(prompt(5))
+        engine.report(stores(chain))
+        for worker_id, host in (("w0", "127.0.0.1"), ("w1", "127.1")):
+            body = {"worker_id": worker_id, "model": "m", "patch_endpoint": f"tcp://{host}:{port}"}
+            router.request("POST", "/register", body | {"url": f"http://127.0.0.1:{ord(worker_id[-1])}"})
+            router.wait_connected(worker_id)
+        deadline = time.monotonic() + TIMEOUT_S
+        while {router.worker(worker_id)["state"] for worker_id in ("w0", "w1")} != {"mismatched"}:
+            assert time.monotonic() < deadline, router.request("GET", "/workers")
+            time.sleep(0.05)
+        assert "both have the publisher" in router.worker("w1")["reason"]
+        assert router.query("m", "w0", tuple(prompt(5)), None)["gpu"] == 0
+        router.unregister("w1")
+        while router.worker("w0")["state"] != "live" or not router.query("m", "w0", tuple(prompt(5)), None)["gpu"]:
+            assert time.monotonic() < deadline, router.request("GET", "/workers")
+            time.sleep(0.05)
+    finally:
+        engine.close()
