@@ -68,6 +68,7 @@ META_FINGERPRINT = "fingerprint"
 META_GAPS = "gaps"
 META_INCOMPLETE = "incomplete"
 META_PROCESS_START = "process_start"
+META_RANK = "rank"
 
 
 class Flush(msgspec.Struct, frozen=True):
@@ -252,6 +253,8 @@ class Ingest:
             # Copies are read after the blocks: one that has come in between is not here yet.
             there = np.isin(np.fromiter(several, np.uint64), hashes).tolist()
             self.blocks.load(place, hashes, dict(itertools.compress(several.items(), there)))
+        if META_RANK in meta:
+            self._skips = not self._is_own(int(meta[META_RANK]))
         if META_LEARNED in meta:
             self._learner.load(meta[META_LEARNED])
         if META_SCHEME in meta:
@@ -342,6 +345,8 @@ class Ingest:
             self._gap_open = self._expired = False
             self.tally.restarts += 1
             self._void_life(f"the engine restarted ({item.reason}); what it held before is void")
+            # This life has not named its rank yet.
+            self._published_rank, self._rank_problem, self._skips = None, "", False
             if item.replaying:
                 self._state = StreamState.CATCHING_UP
         elif isinstance(item, Proven):
@@ -587,6 +592,8 @@ class Ingest:
             meta[META_INCOMPLETE] = b"1"
         if self._process_start_s is not None:
             meta[META_PROCESS_START] = repr(self._process_start_s).encode()
+        if self._published_rank is not None:
+            meta[META_RANK] = str(self._published_rank).encode()
         version = (self._learner.version, self.identity.standing)
         if version != self._meta_version:
             scheme = self.identity.scheme

@@ -304,9 +304,9 @@ class ReportIngest(Ingest):
             self._set(StreamState.LIVE, "")
 
     def _declare(self, catalog: DeclaredCatalog) -> None:
+        self._is_own(catalog.dp_rank)
         if catalog == self._declared:
             return
-        self._is_own(catalog.dp_rank)
         self._declared = catalog
         stated = self.registration.catalog or CatalogSpec()
         spec = self.spec = declared_spec(catalog, stated)

@@ -76,6 +76,8 @@ def test_an_engines_pod_is_a_worker_with_its_event_ports() -> None:
     (candidate,) = candidates_of(msgspec.json.decode(raw.encode(), type=Pod))
     (container,) = template["spec"]["containers"]
     events = json.loads(container["args"][container["args"].index("--kv-events-config") + 1])
+    # docs/quality.md: without it nobody knows what was reused.
+    assert {"--enable-prefix-caching", "--enable-prompt-tokens-details"} <= set(container["args"])
     known = candidate.registration
     assert (known.url, known.events) == ("http://10.0.0.5:8000", events["endpoint"].replace("*", "10.0.0.5"))
     assert known.replay == events["replay_endpoint"].replace("*", "10.0.0.5") and events["enable_kv_cache_events"]

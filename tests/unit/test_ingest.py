@@ -324,3 +324,20 @@ def test_a_rank_that_the_engine_names_later_has_its_stream_read_anew() -> None:
     assert ingest.allow_ranks(frozenset({0, 4})), "what was left out is wanted"
     assert ingest.state is StreamState.LIVE
     assert not live().allow_ranks(frozenset({0}))
+
+
+def test_the_rank_of_a_stream_is_remembered_over_a_restart() -> None:
+    ingest = live()
+    ingest.allow_ranks(frozenset({1}))
+    feed(ingest, ranked(0, 0, stored([1])))
+    flush = ingest.take()
+    assert flush is not None
+    again = make()
+    again.allow_ranks(frozenset({1}))
+    again.restore(flush.epoch, 0, {}, {}, flush.meta)
+    assert again.state is StreamState.MISMATCHED and "publishes rank 0" in again.reason
+    assert again.allow_ranks(frozenset({0})), "what was left out is wanted"
+    # Another life may have another rank.
+    again.allow_ranks(frozenset({1}))
+    feed(again, Connected(), Restarted(0, 0, "seq 0 again", True))
+    assert again.state is StreamState.CATCHING_UP
