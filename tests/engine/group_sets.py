@@ -131,6 +131,8 @@ GPU_SETS = (
     GroupSet("full 32+window 16", (full(32), window(48, 16)), 80),
     GroupSet("full 16+full 32", (full(16), full(32)), 90, retention=None),
     GroupSet("full 16+mamba 64, partial hits", (full(16), mamba(64)), 80),
+    # No prompt fills a Mamba block: it is known from partial entries alone.
+    GroupSet("full 16+mamba 528, partial hits", (full(16), mamba(528)), 80),
     GroupSet("full 32+mamba 32, hash 16", (full(32), mamba(32)), 50, match_unit=16, declared=True),
     # EAGLE.
     GroupSet("eagle full", (full(),), 64, eagle=True, declared=True),

@@ -35,6 +35,7 @@ from kvrouter.events.report_cursor import ReportCursor
 from kvrouter.events.report_items import (
     Beat,
     Declared,
+    Expired,
     Heard,
     Loaded,
     NewEpoch,
@@ -93,6 +94,9 @@ class Reader:
                 assert first == self.at[1] or first == following
                 assert dropped <= following - first
                 self.at = None
+            case Expired():
+                self.at = None
+                self.declared = (None, 0)
             case NewEpoch(epoch):
                 assert epoch != self.epoch
                 self.epoch = epoch
@@ -302,6 +306,12 @@ class World(RuleBasedStateMachine):
     @rule()
     def doubt(self) -> None:
         self.cursor.ask_snapshot()
+        for item in self.cursor.take():
+            self.reader.read(item)
+
+    @rule()
+    def expire(self) -> None:
+        self.cursor.expire()
         for item in self.cursor.take():
             self.reader.read(item)
 

@@ -66,6 +66,9 @@ TURNS = 3
 MAX_HELD = 6
 RING = 8
 TRACE_LINES = 80
+# Restarts after which the next life is heard of only where the old one ended, and how many batches that may take.
+UNHEARD_SHARE = 0.4
+MOST_UNHEARD = 40
 LONG_RING = 200
 
 
@@ -362,9 +365,11 @@ class World:
         self.trace.append(f"life {self.life.number}: {layout.name}, {scheme.label}, ring {ring}, patched {patched}")
 
     def publish(self) -> None:
-        life, rng = self.life, self.rng
-        if life is None:
-            return
+        if self.life is not None:
+            self._publish(self.life)
+
+    def _publish(self, life: Life) -> None:
+        rng = self.rng
         what = rng.random()
         if what < 0.5:
             said = life.compute(rng.randrange(PROMPTS), rng.randrange(8, PROMPT_TOKENS + 1))
@@ -407,8 +412,13 @@ class World:
             self.life = None
 
     def restart(self) -> None:
+        """Often the next life has said as much as the old one before anybody hears of it: its next seq is the one waited for."""
+        before = self.life
         self.kill()
         self._begin_life()
+        if before is not None and before.next_seq <= MOST_UNHEARD and self.rng.random() < UNHEARD_SHARE:
+            while self._alive().next_seq < before.next_seq:
+                self._publish(self._alive())
 
     # -- the wire
 

@@ -102,7 +102,8 @@ def test_doubt_is_credited_for_a_while_then_not_and_again_when_it_is_over(
         time.sleep(SUBSCRIBED_S)
         engine.publish(stored(OTHER, 0, 2))
     until(router, has(state="live", credited=True))
-    assert hit(router) == 192
+    # Without a replay endpoint and a url nothing proves that it is the same life.
+    assert hit(router) == (192 if replay else 0)
 
 
 def test_an_engine_that_nobody_answers_for_is_down_at_once_and_void(

@@ -179,6 +179,15 @@ class TestResume:
             items = cursor.take()
             assert [type(item) for item in items] == [ReplayFailed, kind, Incomplete, Batch]
 
+    def test_what_is_held_from_the_connection_before_does_not_follow_an_unproven_replay(self) -> None:
+        cursor = Cursor(replay=True, resume=point(1))
+        cursor.connected()
+        live(cursor, 3)
+        cursor.disconnected()
+        cursor.connected()
+        items = replay(cursor, 2, life="b")
+        assert [item for item in items if isinstance(item, Batch)] == again(2, life="b")
+
     def test_without_replay(self) -> None:
         def items(seq: int, life: str = "a") -> list[StreamItem]:
             return live(Cursor(replay=False, resume=point(7)), seq, life=life)

@@ -11,7 +11,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -126,6 +126,7 @@ class Engine:
         self._last: Held = {}
         self._task: asyncio.Task[None] | None = None
         self._failed: BaseException | None = None
+        self._hash_seed = DEFAULT_SEED
         self.prompts = _prompts(rng, shape)
         self._hashes: dict[tuple[int, ...], list[bytes]] = {}
 
@@ -179,7 +180,13 @@ class Engine:
         await self._pulse.open()
         self.http.target = self._pulse.port
         self.publisher = ChaosPublisher(self._context, replay=self.kind is Kind.STOCK, ring=shape.ring, hwm=shape.hwm)
-        self.replica = Replica(shape.geometry, shape.gpu_blocks, on_step=self._on_step, chunk_tokens=CHUNK_TOKENS)
+        self.replica = Replica(
+            shape.geometry,
+            shape.gpu_blocks,
+            on_step=self._on_step,
+            chunk_tokens=CHUNK_TOKENS,
+            hash_seed=self._hash_seed,
+        )
         self._tiers = Tiers(shape.cpu_blocks, shape.disk_blocks, self._rng)
         self._last = {}
         self._stock_life = self.history.begin("stock")
@@ -220,10 +227,18 @@ class Engine:
             new_epoch=lambda: secrets.token_hex(8),
             patch_version="chaos",
         )
-        self.reporter.declare(_catalog(self.shape))
+        self.reporter.declare(_catalog(self.shape, self._hash_seed))
         self._report_life = self.history.begin("reports")
         self.requests.target = _port(self.reporter.requests_endpoint)
         self.reports.target = _port(self.reporter.bound)
+
+    def change_layout(self, geometry: Geometry, hash_seed: str) -> None:
+        """The next life has these groups, and hashes so."""
+        blocks_a_group = self.shape.gpu_blocks // len(self.shape.geometry.groups)
+        self.shape = replace(self.shape, geometry=geometry, gpu_blocks=blocks_a_group * len(geometry.groups))
+        self._hash_seed = hash_seed
+        self.prompts = _prompts(self._rng, self.shape)
+        self._hashes.clear()
 
     def stall(self, stalled: bool) -> None:
         """The engine's own threads do nothing: no step, no replay, no HTTP."""
@@ -244,7 +259,7 @@ class Engine:
     def hashes(self, tokens: list[int]) -> list[bytes]:
         """The block hashes of a prompt, remembered: a judge asks for them again and again."""
         found = self._hashes.setdefault(tuple(tokens), [])
-        extend_hashes(found, tokens, self.shape.geometry.hash_block_size, root_hash(DEFAULT_SEED))
+        extend_hashes(found, tokens, self.shape.geometry.hash_block_size, root_hash(self._hash_seed))
         return found
 
     def step(self) -> None:
@@ -353,12 +368,12 @@ def _report_move(move: Moved) -> ReportEvent:
     return ReportRemoved(packed, move.group_idx, move.medium, ownership=move.owner)
 
 
-def _catalog(shape: Shape) -> DeclaredCatalog:
+def _catalog(shape: Shape, hash_seed: str) -> DeclaredCatalog:
     geometry = shape.geometry
     size = geometry.hash_block_size
     tokens = list(range(size))
     example: list[bytes] = []
-    extend_hashes(example, tokens, size, root_hash(DEFAULT_SEED))
+    extend_hashes(example, tokens, size, root_hash(hash_seed))
     classes = {group_idx: number for number, ids in enumerate(geometry.classes) for group_idx in ids}
     return DeclaredCatalog(
         groups=[
@@ -370,7 +385,7 @@ def _catalog(shape: Shape) -> DeclaredCatalog:
         align=geometry.scheduler_block_size,
         partial_hits=False,
         hash_algo="sha256",
-        none_hash=root_hash(DEFAULT_SEED).hex(),
+        none_hash=root_hash(hash_seed).hex(),
         hash_example=HashExample(tokens, short(example[0])),
         offload_blocks_per_chunk=1,
     )

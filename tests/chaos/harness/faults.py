@@ -9,6 +9,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from kvrouter.simulator.hashing import DEFAULT_SEED
+from kvrouter.simulator.shapes import gemma3, gpt_oss, llama, qwen3_next
+
 from .core_router import CoreRouter
 from .engines import Engine, Kind
 from .publisher import Replay
@@ -21,6 +24,17 @@ SILENT_S = 30.0
 # Longer than ZMQ's longest pause between two connections.
 RECONNECTED_S = 2.5
 HOUR_S = 3_600.0
+# What an engine may be restarted with; the seeds are those that a router tries by itself.
+LAYOUTS = (
+    llama(),
+    llama(block_size=32),
+    gemma3(window=64, sliding_groups=2),
+    gemma3(window=32, sliding_groups=2),
+    gpt_oss(window=32),
+    gpt_oss(block_size=32, window=64),
+    qwen3_next(block_size=16, mamba_groups=2),
+)
+HASH_SEEDS = (DEFAULT_SEED, "0")
 
 
 @dataclass(slots=True)
@@ -186,6 +200,16 @@ async def wire_narrow(scene: Scene, engine: Engine) -> None:
 async def engine_restart(scene: Scene, engine: Engine) -> None:
     """kill -9, and a new life behind the same addresses."""
     await engine.stop()
+    await scene.pause(0.0, 0.8)
+    await engine.start()
+
+
+@_on(ALL)
+async def restart_with_another_layout(scene: Scene, engine: Engine) -> None:
+    """The next life has other groups, block sizes or windows, or another hash seed."""
+    await engine.stop()
+    others = [geometry for geometry in LAYOUTS if geometry != engine.shape.geometry]
+    engine.change_layout(scene.rng.choice(others), scene.rng.choice(HASH_SEEDS))
     await scene.pause(0.0, 0.8)
     await engine.start()
 

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a new life of an engine leaves of the old one (nothing), what proves that a life goes on, what odd events leave behind."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrouter.events.codec import BatchDecoder, encode_batch
+from kvrouter.events.items import (
+    Batch,
+    Connected,
+    Disconnected,
+    GapLost,
+    Incomplete,
+    Proven,
+    ReadAnew,
+    ReplayFinished,
+    Restarted,
+    ResumePoint,
+    fingerprint,
+)
+from kvrouter.events.report import DeclaredCatalog, DeclaredGroup, Events, Hello, ReportStored, pack_hashes
+from kvrouter.events.report_items import Declared, Expired, Greeted, Loaded, NewEpoch, ReportBatch, Snapshot
+from kvrouter.events.sequence import Cursor
+from kvrouter.events.wire import WireRemoved, WireStored
+from kvrouter.router.catalog import ODD_EVENTS_FORGOTTEN_AFTER
+from kvrouter.router.hashing import HashScheme, hash_block, reduce_hash
+from kvrouter.router.identity import Standing
+from kvrouter.router.ingest import META_LEARNED, META_SCHEME, SAME_PROCESS_WAIT_S
+from kvrouter.router.names import CPU, GPU, Place, WorkerKey
+from kvrouter.router.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.report_ingest import ReportIngest
+from kvrouter.router.states import StreamState
+from kvrouter.router.vitals import EngineLost, EngineRestarted, EngineSame
+
+REPLAY = "tcp://127.0.0.1:2"
+URL = "http://127.0.0.1:3"
+TOKENS = list(range(100, 132))
+CBOR, PICKLED = HashScheme.default("sha256_cbor"), HashScheme.default()
+
+
+def make(replay: str | None = REPLAY, url: str | None = None, catalog: CatalogSpec | None = None) -> ReportIngest:
+    numbers = count()
+    registration = Registration(
+        WorkerKey("m", "w"), events="tcp://127.0.0.1:1", replay=replay, url=url, catalog=catalog
+    )
+    return ReportIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
+
+
+def stored(hashes: list[int], group: int | None = 0, size: int = 16, kind: str | None = "full_attention") -> WireStored:
+    return WireStored(hashes, 77, [], size, None, GPU, None, group_idx=group, kv_cache_spec_kind=kind)
+
+
+def removed(hashes: list[int], group: int | None = 0) -> WireRemoved:
+    return WireRemoved(hashes, GPU, group_idx=group)
+
+
+def root(scheme: HashScheme, size: int) -> WireStored:
+    """The first block of a prompt, as an engine with blocks of `size` tokens announces it."""
+    tokens = TOKENS[:size]
+    block_hash = reduce_hash(hash_block(scheme, None, tokens, None))
+    return WireStored(
+        [block_hash], None, tokens, size, None, GPU, None, extra_keys=[None], group_idx=0,
+        kv_cache_spec_kind="full_attention",
+    )  # fmt: skip
+
+
+def batch(seq: int, *events: Any) -> Batch:
+    payload = encode_batch(float(seq), list(events))
+    return Batch(seq, payload, fingerprint(payload), False)
+
+
+def feed(ingest: ReportIngest, *items: Any, now: float = 1.0) -> ReportIngest:
+    for item in items:
+        ingest.apply(item, now)
+    return ingest
+
+
+def live(**options: Any) -> ReportIngest:
+    return feed(make(**options), Connected(replaying=True), ReplayFinished(None, None, 0))
+
+
+# -- a new life begins with nothing learned
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        [Restarted(1, 0, "seq fell back")],
+        [GapLost(1, 5, "no replay to ask")],
+        [ReadAnew()],
+        [EngineRestarted("another start"), Restarted(1, 0, "another start")],
+        [EngineLost("refused")],
+    ],
+    ids=lambda end: type(end[0]).__name__,
+)
+def test_another_layout_and_hash_scheme_are_learned_from_nothing(end: list[Any]) -> None:
+    ingest = feed(live(url=URL), batch(0, root(CBOR, 16), stored([5], 1, kind="mamba")))
+    assert ingest.identity.scheme == CBOR and len(ingest.catalog.groups) == 2
+    ingest.take()
+    for sign in end:
+        ingest.vital(sign) if isinstance(sign, EngineRestarted | EngineLost) else feed(ingest, sign)
+    feed(ingest, batch(5, root(PICKLED, 32)))
+    catalog = ingest.catalog
+    assert catalog.problem is None and [(g.group_idx, g.block_size) for g in catalog.groups] == [(0, 32)]
+    assert (ingest.identity.scheme, ingest.identity.standing) == (PICKLED, Standing.VERIFIED)
+    # Others read it from Redis.
+    flush = ingest.take()
+    assert flush is not None and flush.opens_epoch
+    other = make()
+    other.restore(flush.epoch, 5, {}, {}, flush.meta)
+    assert other.catalog.groups == catalog.groups and other.identity.scheme == PICKLED
+    assert {META_LEARNED, META_SCHEME} <= flush.meta.keys()
+
+
+def test_what_the_user_stated_stays() -> None:
+    spec = CatalogSpec(groups=(GroupSpec(0, "full_attention", 16),), hash_algo="sha256_cbor")
+    ingest = feed(live(catalog=spec), batch(0, stored([1])), Restarted(0, 0, "seq fell back"))
+    assert [g.block_size for g in ingest.catalog.groups] == [16] and ingest.catalog.source == "configured"
+    assert ingest.identity.scheme == CBOR
+
+
+def declared(size: int) -> Declared:
+    return Declared(1, DeclaredCatalog([DeclaredGroup(0, "full_attention", size)], hash_block_size=size))
+
+
+def snapshot(epoch: str, next_seq: int) -> Loaded:
+    return Loaded(Snapshot(epoch, 1.0, next_seq, [], []))
+
+
+def hello(epoch: str) -> Greeted:
+    return Greeted(Hello(1, epoch, 1.0, 0, "tcp://127.0.0.1:3", 1.0))
+
+
+def test_a_new_epoch_of_the_patch_declares_anew() -> None:
+    ingest = make(url=URL)
+    ingest.follow_reports()
+    feed(ingest, hello("a"), declared(16), Connected(), snapshot("a", 4))
+    assert [g.block_size for g in ingest.catalog.groups] == [16]
+    feed(ingest, NewEpoch("b", 2.0, "another life answers"))
+    assert ingest.catalog.problem is not None
+    feed(ingest, declared(32), snapshot("b", 0))
+    assert [g.block_size for g in ingest.catalog.groups] == [32] and ingest.catalog.problem is None
+
+
+def test_what_the_own_topic_taught_does_not_stand_beside_what_the_patch_declares() -> None:
+    ingest = feed(live(), batch(0, stored([1]), stored([2], 1, kind="mamba")))
+    ingest.pause("followed again in a moment")
+    ingest.follow_reports()
+    assert ingest.state is StreamState.SUSPECT
+    feed(ingest, hello("a"), declared(16), Connected(), snapshot("a", 4))
+    assert [g.group_idx for g in ingest.catalog.groups] == [0] and ingest.state is StreamState.LIVE
+
+
+def test_what_still_comes_of_an_ended_process_is_not_taken() -> None:
+    ingest = feed(live(url=URL), batch(0, stored([1])))
+    ingest.vital(EngineRestarted("another start"))
+    feed(ingest, batch(1, stored([2])))
+    assert ingest.blocks.blocks == 0 and ingest.state is StreamState.CONNECTING
+    feed(ingest, Restarted(0, 1, "another start"), batch(0, stored([3])))
+    assert ingest.blocks.counts() == {"g0:GPU": 1} and ingest.state is StreamState.LIVE
+    reports = make(url=URL)
+    reports.follow_reports()
+    feed(reports, hello("a"), Connected(), snapshot("a", 1))
+    reports.vital(EngineRestarted("another start"))
+    late = ReportBatch(1, Events("a", 1.0, 1.0, [ReportStored(pack_hashes([9]), 0, GPU, 16)]))
+    feed(reports, late, snapshot("a", 1))
+    assert reports.state is StreamState.RESYNCING and reports.blocks.blocks == 0
+    feed(reports, Expired(), snapshot("b", 1))
+    assert reports.state is StreamState.LIVE
+
+
+# -- what proves that a life goes on
+
+
+def test_a_connection_lost_before_the_first_batch_leaves_nothing_to_prove() -> None:
+    cursor, ingest = Cursor(replay=True), make()
+    for step in (cursor.connected, cursor.disconnected, cursor.connected, cursor.replay_ended):
+        step()
+    feed(ingest, *cursor.take(), batch(0, stored([1])))
+    assert ingest.state is StreamState.LIVE
+
+
+def test_a_replay_that_ends_before_the_news_of_the_connection_leaves_nothing_to_wait_for() -> None:
+    cursor, ingest = Cursor(replay=True), make()
+    cursor.live(0, batch(0, stored([1])).payload)
+    cursor.replayed(0, batch(0, stored([1])).payload)
+    cursor.replay_ended()
+    cursor.connected()
+    assert feed(ingest, *cursor.take()).state is StreamState.LIVE
+
+
+def test_the_next_seq_alone_is_no_proof() -> None:
+    ingest = feed(live(replay=None), batch(0, stored([1])), Disconnected(), Connected(), Proven(0, "next_seq"))
+    assert ingest.blocks.blocks == 0 and "cannot be proven" in ingest.reason
+    feed(ingest, batch(1, stored([2])))
+    assert ingest.state is StreamState.LIVE and ingest.blocks.counts() == {"g0:GPU": 1}
+
+
+def test_the_next_seq_and_the_same_process_are_a_proof() -> None:
+    ingest = feed(live(replay=None, url=URL), batch(0, stored([1])))
+    ingest.vital(EngineSame(1.0, 5.0))
+    feed(ingest, batch(1, stored([2])), Disconnected(), Connected(), Proven(1, "next_seq"), batch(2), now=3.0)
+    assert ingest.state is StreamState.SUSPECT
+    ingest.vital(EngineSame(2.0, 5.0))
+    assert ingest.state is StreamState.SUSPECT
+    ingest.vital(EngineSame(4.0, 5.0))
+    assert ingest.state is StreamState.LIVE and ingest.blocks.counts() == {"g0:GPU": 2}
+
+
+def test_a_process_that_was_not_known_before_is_no_proof_and_neither_is_silence() -> None:
+    ingest = feed(live(replay=None, url=URL), batch(0, stored([1])))
+    feed(ingest, Disconnected(), Connected(), Proven(0, "next_seq"), batch(1, stored([2])), now=3.0)
+    ingest.vital(EngineSame(4.0, 5.0))
+    assert ingest.blocks.blocks == 0 and "not known before" in ingest.reason
+    ingest = feed(live(replay=None, url=URL), batch(0, stored([1])))
+    feed(ingest, Disconnected(), Connected(), Proven(0, "next_seq"), batch(1, stored([2])), now=3.0)
+    feed(ingest, batch(2, stored([3])), now=4.0 + SAME_PROCESS_WAIT_S)
+    assert ingest.blocks.counts() == {"g0:GPU": 1} and ingest.state is StreamState.LIVE
+
+
+def test_another_router_knows_the_process_and_what_was_not_replayed() -> None:
+    ingest = feed(live(url=URL), batch(0, stored([1])), GapLost(1, 2, "no answer"), Incomplete(), batch(2, stored([2])))
+    ingest.vital(EngineSame(1.0, 5.0))
+    feed(ingest, batch(3, stored([3])))
+    flush = ingest.take()
+    assert flush is not None
+    other = make(replay=None, url=URL)
+    other.restore(flush.epoch, 3, {Place(0, GPU): np.array([2, 3], np.uint64)}, {}, flush.meta)
+    assert other.resume_point == ResumePoint(3, batch(3, stored([3])).fingerprint, incomplete=True)
+    feed(other, Connected(), Proven(3, "next_seq"), batch(4), now=3.0)
+    other.vital(EngineSame(4.0, 5.0))
+    assert other.state is StreamState.LIVE and other.blocks.counts() == {"g0:GPU": 2}
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [{"fingerprint": b"-1"}, {"fingerprint": b"9" * 40}, {"gaps": b"x"}, {"process_start": b""}, {"learned": b"["}],
+    ids=lambda meta: next(iter(meta)),
+)
+def test_what_no_router_writes_is_refused_and_named(meta: dict[str, bytes]) -> None:
+    with pytest.raises(ValueError) as raised:
+        make().restore("e", 1, {}, {}, meta)
+    ingest = make()
+    ingest.begin_unreadable(str(raised.value))
+    assert "cannot be read" in ingest.reason
+
+
+# -- odd events
+
+
+def test_a_removal_of_a_group_that_nothing_else_speaks_of_is_forgotten_in_time_and_a_restore_keeps_it() -> None:
+    ingest = feed(live(), batch(0, stored([1])), batch(1, removed([4], 3)))
+    assert ingest.catalog.problem is not None
+    flush = ingest.take()
+    assert flush is not None
+    other = make()
+    other.restore(flush.epoch, 1, {}, {}, flush.meta)
+    for one in (ingest, other):
+        feed(one, batch(2, *[stored([1])] * (ODD_EVENTS_FORGOTTEN_AFTER - 2)))
+        assert one.catalog.problem is not None
+        feed(one, batch(3, stored([1]), stored([1])))
+        assert one.catalog.problem is None and [g.group_idx for g in one.catalog.groups] == [0]
+
+
+def test_another_sign_of_the_group_keeps_it() -> None:
+    ingest = feed(live(), batch(0, stored([1])), batch(1, removed([4], 3)))
+    feed(ingest, batch(2, *[stored([1])] * 1_000), batch(3, removed([5], 3)), batch(4, *[stored([1])] * 1_000))
+    assert ingest.catalog.problem is not None
+    feed(ingest, batch(5, stored([], 3, kind="mamba")), batch(6, *[stored([1])] * 2_000))
+    assert ingest.catalog.problem is None and len(ingest.catalog.groups) == 2
+
+
+def test_a_removal_without_a_group_takes_a_copy_from_every_group_of_its_medium() -> None:
+    ingest = feed(live(), batch(0, stored([1, 2]), stored([1], 1, kind="mamba")), batch(1, removed([1], None)))
+    assert ingest.catalog.problem is None
+    assert ingest.blocks.counts() == {"g0:GPU": 1, "g1:GPU": 0}
+    on_cpu = WireStored([8], None, [], 0, None, CPU, None, group_idx=0)
+    feed(ingest, batch(2, on_cpu), batch(3, removed([8], None)))
+    assert ingest.blocks.counts()["g0:CPU"] == 1
+
+
+def test_a_contradiction_is_forgotten_when_all_that_came_since_agrees() -> None:
+    ingest = feed(live(), batch(0, stored([1])), batch(1, stored([2], kind="mamba")), batch(2, stored([3])))
+    assert ingest.catalog.problem is not None and "contradicts itself" in ingest.catalog.problem
+    feed(ingest, batch(3, *[stored([3])] * (ODD_EVENTS_FORGOTTEN_AFTER + 1)))
+    assert ingest.catalog.problem is None and [g.kind for g in ingest.catalog.groups] == ["full_attention"]
+
+
+def test_a_store_without_a_group_is_forgotten_too() -> None:
+    ingest = feed(live(), batch(0, stored([1])), batch(1, stored([2], None)))
+    assert ingest.catalog.problem is not None
+    feed(ingest, batch(2, *[stored([1])] * (ODD_EVENTS_FORGOTTEN_AFTER + 1)))
+    assert ingest.catalog.problem is None and [g.group_idx for g in ingest.catalog.groups] == [0]
