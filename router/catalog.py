@@ -310,11 +310,8 @@ class CatalogLearner:
             seen.problem, seen.block_sizes = None, set(seen.recent_sizes)
         self.version += 1
 
-    def is_stray(self, group_idx: int | None) -> bool:
-        """Whether no event can be of this group: engines name all their groups, or the one they have has no name."""
-        return group_idx not in self._seen and self._contradicts_names(group_idx)
-
     def _contradicts_names(self, group_idx: int | None) -> bool:
+        """Engines name all their groups, or the one they have has no name."""
         known = (index for index, seen in self._seen.items() if seen.stored and index not in self._judged_at)
         return any((index is None) is not (group_idx is None) for index in known)
 
@@ -357,7 +354,7 @@ class CatalogLearner:
             self.version += 1
 
     def removed(self, event: BlockRemoved) -> None:
-        """A removal names a group but says nothing of it; one that `is_stray` is none of it."""
+        """A removal names a group but says nothing of it."""
         seen = self._touch(event.group_idx, event.medium)
         if seen is not None and not seen.stored:
             self._doubt(event.group_idx)

@@ -524,9 +524,8 @@ class Ingest:
                 continue
             if isinstance(event, BlockStored):
                 self._learn(event)
-            elif self._learner.is_stray(event.group_idx):
-                # It may be of any group of its medium.
-                for place in [place for place in self.blocks.places if place.medium == event.medium]:
+            elif event.group_idx is None and (places := self._places_of_stray(event.medium, runs)):
+                for place in places:
                     runs.add(place, False, event.block_hashes)
                 continue
             else:
@@ -546,6 +545,12 @@ class Ingest:
                 f"{len(unreadable)} event(s) that may have removed blocks could not be decoded ({unreadable[0].error}); "
                 "residency before them was dropped"
             )
+
+    def _places_of_stray(self, medium: str, runs: Runs) -> list[Place]:
+        """Where a removal without a group may take blocks from, on a medium that has named groups alone: anywhere there."""
+        runs.end()
+        places = [place for place in self.blocks.places if place.medium == medium]
+        return [] if any(place.group_idx is None for place in places) else places
 
     def _learn(self, event: BlockStored) -> None:
         shape = (event.group_idx, event.medium, event.block_size, event.kind, event.sliding_window)

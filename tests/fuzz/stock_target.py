@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from kvrouter.events.codec import BatchDecoder, encode_batch
-from kvrouter.events.items import Batch, GapLost, Restarted
+from kvrouter.events.items import Batch, GapLost, Proven, ReadAnew, Restarted
 from kvrouter.events.messages import AllBlocksCleared, BlockStored, EventBatch
 from kvrouter.events.sequence import Cursor
 from kvrouter.events.wire import MAX_SEQ, WireCleared, WireRemoved, WireStored
@@ -56,7 +56,9 @@ def run(data: bytes) -> None:
             ingest.apply(item, 1.0)
             if isinstance(item, Batch):
                 _follow(recount, batch, ingest, before, tally)
-            elif isinstance(item, GapLost | Restarted):
+            elif isinstance(item, GapLost | Restarted | ReadAnew) or (
+                isinstance(item, Proven) and item.how == "next_seq"
+            ):
                 assert ingest.epoch != before, item
                 recount.forget()
             recount.compare(ingest.blocks)
@@ -105,7 +107,11 @@ def _follow(recount: Recount, batch: EventBatch | None, ingest: ReportIngest, ep
             recount.clear(event.medium, group_idx=event.group_idx)
         else:
             place = Place(event.group_idx, event.medium, event.ownership)
-            recount.count(place, event.block_hashes.tolist(), 1 if isinstance(event, BlockStored) else -1)
+            stores = isinstance(event, BlockStored)
+            beside = [other for other in recount.copies if other.medium == event.medium]
+            stray = not stores and event.group_idx is None and beside and all(o.group_idx is not None for o in beside)
+            for one in beside if stray else [place]:
+                recount.count(one, event.block_hashes.tolist(), 1 if stores else -1)
 
 
 def corpus() -> list[bytes]:

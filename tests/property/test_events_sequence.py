@@ -121,9 +121,9 @@ class World(RuleBasedStateMachine):
     def publish(self, count: int, sent: bool) -> None:
         for _ in range(count):
             batch = self._make()
-            # A publisher that nobody follows drops, all but the first batch of its life, which tells a restart where
-            # nothing else can.
-            if sent or batch[0] == 0:
+            # A publisher that nobody follows drops, all but the first batch of its life where there is no replay: nothing else
+            # tells a restart then.
+            if sent or (batch[0] == 0 and not self.replay):
                 self.live.append(batch)
                 self.sent.append(batch)
 
@@ -151,8 +151,8 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: not self.connection_due)
     @rule(restarts=st.booleans(), drained=st.booleans())
     def disconnect(self, restarts: bool, drained: bool) -> None:
-        # What was under way is read or lost, but never comes after the news; the first batch of a life is never lost.
-        if drained or any(seq == 0 for seq, _ in self.live):
+        # What was under way is read or lost, but never comes after the news; without replay a life's first batch is never lost.
+        if drained or (not self.replay and any(seq == 0 for seq, _ in self.live)):
             self.deliver(len(self.live))
         self.live.clear()
         self.sent.clear()
@@ -203,8 +203,7 @@ class World(RuleBasedStateMachine):
             else:
                 self.cursor.replayed(*batch)
 
-    # With neither an answer nor the first batch of a life, a resume point of another life can pass for the right one.
-    @precondition(lambda self: self.cursor.request is not None and (self.consumer.last or (1,))[0] != 0)
+    @precondition(lambda self: self.cursor.request is not None)
     @rule()
     def overdue(self) -> None:
         self.cursor.replay_overdue()
