@@ -47,6 +47,7 @@ from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.pool import KEEP_IDLE_S, Pool
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.quality.watching import Quality
+from kvrouter.router.shutdown import Shutdown, take_waiting
 from kvrouter.router.siblings import Siblings
 from kvrouter.router.tokens.engine_client import Engine
 from kvrouter.router.tokens.judging import LocalMaker
@@ -70,6 +71,8 @@ SOCKETS_PER_WORKER = 10
 SPARE_SOCKETS = 64
 # A private server that died is noticed by this; questions are answered from memory meanwhile.
 STORE_CHECK_S = 1.0
+# Tells a part that the supervisor had a second signal. Not SIGTERM, which a service manager may send to all processes at once.
+HURRY = signal.SIGINT
 # The data directory's lock admits one router, so its leases need no name of their own, and a restart takes over at once.
 PRIVATE_TOKEN = "private"
 
@@ -95,6 +98,7 @@ def build_router(
     config: Config,
     metrics: Metrics,
     quality: Quality,
+    shutdown: Shutdown,
 ) -> Outer:
     """The HTTP API and the proxy, on the running loop. `close` its proxy at the end."""
     proxy = Proxy(
@@ -111,7 +115,9 @@ def build_router(
         worker_key=config.worker_api_key,
         has_own_key=config.api_key is not None,
     )
-    return build_api(core, placing, config, metrics, time.perf_counter, tokens, proxy, quality.tracing, discovery)
+    return build_api(
+        core, placing, config, metrics, time.perf_counter, tokens, proxy, quality.tracing, discovery, shutdown
+    )
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -129,14 +135,14 @@ async def serve(config: Config, origin: Origin, part: Part | None = None) -> Non
     Raises SettingError and StartError before it serves."""
     set_up_logs(config.log_level, config.log_format, sys.stderr)
     allow_descriptors()
-    with _stopping_on_signals() as stopping:
+    with _stopping_on_signals(config.shutdown_delay_s, part is not None) as stopping:
         if part is not None:
             asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stopping.on_supervisor_gone)
         async with AsyncExitStack() as stack:
             # First, as it is what fails most often, and fails fast.
             opened = bound_socket(config.host, config.port) if part is None else socket.socket(fileno=part.listener)
             listener = stack.enter_context(contextlib.closing(opened))
-            server = await stopping.unless_stopped(_start(config, origin, part, listener, stack))
+            server = await stopping.unless_stopped(_start(config, origin, part, listener, stopping.shutdown, stack))
             if server is not None:
                 stopping.server = server
                 try:
@@ -155,7 +161,12 @@ def allow_descriptors() -> None:
 
 
 async def _start(
-    config: Config, origin: Origin, part: Part | None, listener: socket.socket, stack: AsyncExitStack
+    config: Config,
+    origin: Origin,
+    part: Part | None,
+    listener: socket.socket,
+    shutdown: Shutdown,
+    stack: AsyncExitStack,
 ) -> _Server:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
@@ -255,7 +266,7 @@ async def _start(
         stack.push_async_callback(tracing.close)
     quality = Quality(metrics, time.monotonic, tracing)
     core.listen(quality.on_view)
-    outer = build_router(core, placing, admission, tokens, discovery, config, metrics, quality)
+    outer = build_router(core, placing, admission, tokens, discovery, config, metrics, quality, shutdown)
     assert outer.proxy is not None
     stack.callback(outer.proxy.close)
     settings = uvicorn.Config(
@@ -410,53 +421,69 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         self._tell()
 
+    def end(self) -> None:
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await take_waiting(sockets or [], lambda: self.force_exit)
+        await super().shutdown(sockets=sockets)
+
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
 
 class _Stopping:
-    """What a signal does: before the server serves it cancels the start, after that it ends the server."""
+    """What a signal does: before the server serves it cancels the start, after that it ends the server; the second one at once.
 
-    def __init__(self) -> None:
+    delay_s: for so long it goes on taking connections, of those who do not know yet. part: whether a supervisor sends them."""
+
+    def __init__(self, delay_s: float, *, part: bool) -> None:
+        self.shutdown = Shutdown()
+        self._delay_s = delay_s
+        self._part = part
         self.server: _Server | None = None
         self._starting: asyncio.Task[_Server] | None = None
-        self._stopped = False
 
-    def on_signal(self) -> None:
-        if self.server is not None:
-            # The second signal does not wait for open connections.
-            self.server.force_exit = self._stopped
-            self.server.should_exit = True
+    def on_signal(self, number: int) -> None:
+        server = self.server
+        if self.shutdown.begun:
+            if server is not None and (number == HURRY or not self._part):
+                # Without waiting for open connections.
+                server.should_exit = server.force_exit = True
+            return
+        self.shutdown.begun = True
+        if server is not None:
+            log.info("stopping", extra={"delay_s": self._delay_s, "drain_s": server.config.timeout_graceful_shutdown})
+            asyncio.get_running_loop().call_later(self._delay_s, server.end)
         elif self._starting is not None:
             self._starting.cancel()
-        self._stopped = True
 
     def on_supervisor_gone(self) -> None:
         """Nothing more comes on stdin, so it was closed."""
         asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
         log.warning("the supervisor is gone")
-        self.on_signal()
+        self.on_signal(signal.SIGTERM)
 
     async def unless_stopped(self, start: Coroutine[Any, Any, _Server]) -> _Server | None:
         """The started server, or None when a signal came first."""
         self._starting = asyncio.get_running_loop().create_task(start)
         try:
             server = await self._starting
-            return None if self._stopped else server
+            return None if self.shutdown.begun else server
         except asyncio.CancelledError:
-            if self._stopped:
+            if self.shutdown.begun:
                 return None
             raise
 
 
 @contextmanager
-def _stopping_on_signals() -> Iterator[_Stopping]:
+def _stopping_on_signals(delay_s: float, part: bool) -> Iterator[_Stopping]:
     loop = asyncio.get_running_loop()
-    stopping = _Stopping()
+    stopping = _Stopping(delay_s, part=part)
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:
-        loop.add_signal_handler(number, stopping.on_signal)
+        loop.add_signal_handler(number, stopping.on_signal, number)
     try:
         yield stopping
     finally:

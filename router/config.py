@@ -194,6 +194,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             ge=0, le=86_400, description="whole seconds, 0 to 86400: how long running requests may go on when it stops"
         ),
     ] = 25
+    # Off: who stops it at a terminal does not wait. Behind a load balancer, as long as that takes to notice: Kubernetes' endpoints
+    # some seconds.
+    shutdown_delay_s: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0.0,
+            le=3600.0,
+            description="seconds, 0 to 3600: how long it still takes new connections when it stops, while /ready says no",
+        ),
+    ] = 0.0
     # vLLM answers a full ring (10,000 batches) in well under a second; a lost answer must not hold a worker for long.
     replay_timeout_s: Annotated[
         float, msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: how long to wait for a replay")

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvrouter.router.app import PRIVATE_TOKEN, Part, bound_socket, private_store, serve, start_line
+from kvrouter.router.app import HURRY, PRIVATE_TOKEN, Part, bound_socket, private_store, serve, start_line
 from kvrouter.router.config import Config, Origin
 from kvrouter.router.errors import RouterError, StartError
 from kvrouter.router.index.embedded import EmbeddedStoreError
@@ -35,7 +35,8 @@ RESTART_FIRST_S = 0.1
 RESTART_LAST_S = 5.0
 STEADY_S = 30.0
 
-# A process drains its requests (`drain_s`), then gives its leases back and closes; after this it is killed.
+# A process takes connections for a while yet (`shutdown_delay_s`), drains its requests (`drain_s`), then gives its leases back and
+# closes; after this it is killed.
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -55,20 +56,29 @@ async def supervise(config: Config, origin: Origin) -> None:
     stopped = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopped.set)
-    work = loop.create_task(_run(config, origin))
-    waiting = loop.create_task(stopped.wait())
-    await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    waiting.cancel()
-    if stopped.is_set():
-        work.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await work
+    with contextlib.closing(bound_socket(config.host, config.port)) as listener:
+        running: set[Process] = set()
+        work = loop.create_task(_run(config, origin, listener, running))
+        while not work.done():
+            waiting = loop.create_task(stopped.wait())
+            await asyncio.wait({work, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            waiting.cancel()
+            if stopped.is_set():
+                stopped.clear()
+                if work.cancelling():
+                    for process in running:
+                        process.send_signal(HURRY)
+                # The processes have it too, and the last of them to close it has taken what waited there.
+                listener.close()
+                work.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await work
     log.info("stopped")
 
 
-async def _run(config: Config, origin: Origin) -> None:
+async def _run(config: Config, origin: Origin, listener: socket.socket, running: set[Process]) -> None:
+    """running: has the processes that live."""
     async with AsyncExitStack() as stack:
-        listener = stack.enter_context(contextlib.closing(bound_socket(config.host, config.port)))
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrouter-"))
         url = config.redis
         if url is None:
@@ -76,7 +86,8 @@ async def _run(config: Config, origin: Origin) -> None:
                 url = await stack.enter_async_context(private_store(Path(config.data_dir)))
             except EmbeddedStoreError as error:
                 raise StartError(str(error)) from None
-        children = [_Child(_order(config, origin, url, number, folder, listener)) for number in range(config.processes)]
+        orders = [_order(config, origin, url, number, folder, listener) for number in range(config.processes)]
+        children = [_Child(order, running) for order in orders]
         try:
             async with asyncio.TaskGroup() as group:
                 # The first alone: it compiles what the others then load, and registers the workers of the sources.
@@ -104,8 +115,9 @@ def _order(config: Config, origin: Origin, url: str, number: int, folder: str, l
 class _Child:
     """One process, started again whenever it ends."""
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, running: set[Process]) -> None:
         self._order = order
+        self._running = running
         self.ready = asyncio.Event()
         self.workers = 0
 
@@ -137,6 +149,7 @@ class _Child:
             start_new_session=True,
         )
         assert process.stdin is not None and process.stdout is not None
+        self._running.add(process)
         try:
             process.stdin.write(msgspec.json.encode(self._order) + b"\n")
             line = await process.stdout.readline()
@@ -145,7 +158,9 @@ class _Child:
                 self.ready.set()
             return await process.wait()
         finally:
-            await _end(process, self._order.config.drain_s + CLOSE_TIMEOUT_S)
+            config = self._order.config
+            await _end(process, config.shutdown_delay_s + config.drain_s + CLOSE_TIMEOUT_S)
+            self._running.discard(process)
 
 
 async def _end(process: Process, timeout_s: float) -> None:

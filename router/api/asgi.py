@@ -46,6 +46,7 @@ from kvrouter.router.placing import Placing
 from kvrouter.router.printable import printable
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.reading import PATHS
+from kvrouter.router.shutdown import Shutdown
 from kvrouter.router.version import PACKAGE, VERSION
 
 if TYPE_CHECKING:
@@ -88,7 +89,9 @@ class Outer:
         proxy: Proxy | None,
         tracing: Tracing | None,
         clock: Callable[[], float],
+        shutdown: Shutdown,
     ) -> None:
+        self.shutdown = shutdown
         self._hot = hot
         self.proxy = proxy
         self.proxied_paths: Container[str] = frozenset() if proxy is None else PATHS
@@ -391,11 +394,14 @@ def build_api(
     proxy: Proxy | None = None,
     tracing: Tracing | None = None,
     sources: SourcesPort | None = None,
+    shutdown: Shutdown | None = None,
 ) -> Outer:
     """The whole HTTP API on `core` and `placing`. Holds no global state: several live side by side in one process.
 
     tokens: finds those of texts; without it texts are refused. clock: seconds, monotonic; measures decisions. proxy:
-    without it nothing is passed on. tracing: None where no traces are wanted. sources: say what is wrong with them."""
+    without it nothing is passed on. tracing: None where no traces are wanted. sources: say what is wrong with them.
+    shutdown: told by whoever ends the process."""
+    shutdown = shutdown or Shutdown()
     app = FastAPI(
         title=PACKAGE,
         version=VERSION,
@@ -412,7 +418,9 @@ def build_api(
             Exception: _on_bug,
         },
     )
-    watching = watch_routes(core, placing, tokens, proxy, sources, metrics, app, needs_key=config.api_key is not None)
+    watching = watch_routes(
+        core, placing, tokens, proxy, sources, metrics, shutdown, app, needs_key=config.api_key is not None
+    )
     asking = Asking(core, metrics, clock)
     selecting = Selecting(core, placing, tokens, asking, metrics, clock)
     app.state.routes = []
@@ -430,4 +438,4 @@ def build_api(
         "/select": selecting.select,
         "/select_and_reserve": selecting.select_and_reserve,
     }
-    return Outer(hot, app, config, metrics, proxy, tracing, clock)
+    return Outer(hot, app, config, metrics, proxy, tracing, clock, shutdown)

@@ -77,7 +77,8 @@ class HotProtocol(LimitedProtocol):
             self._begin_proxied(path)
         else:
             self.begin_body()
-            self.cycle = HotCycle(path, self.parser.should_keep_alive())  # type: ignore[assignment]
+            keep_alive = self.parser.should_keep_alive() and not self.is_last_message
+            self.cycle = HotCycle(path, keep_alive)  # type: ignore[assignment]
 
     def on_body(self, body: bytes) -> None:
         cycle = self.cycle
@@ -129,7 +130,7 @@ class HotProtocol(LimitedProtocol):
 
     def _begin_proxied(self, path: str) -> None:
         self.begin_body()
-        keep_alive = self._is_http_1_1() and self.parser.should_keep_alive() and not self.parser.should_upgrade()
+        keep_alive = self._is_http_1_1() and self.parser.should_keep_alive() and not self.is_last_message
         cycle: Any = ProxiedCycle(
             self, path, http_1_1=self._is_http_1_1(), keep_alive=keep_alive, expects=self.expect_100_continue
         )

@@ -37,6 +37,10 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # engine's time; a look is one system call.
 READER_LOOK_S = 0.1
 
+# When the server stops: how long an idle connection is kept for a request that is on its way. Who has just connected sends it a
+# round trip later.
+LAST_REQUEST_S = 0.5
+
 
 class HttpLimits(msgspec.Struct, frozen=True):
     """What one connection may cost. `max_connections` is the process'."""
@@ -79,6 +83,7 @@ class LimitedProtocol(HttpToolsProtocol):
         # While the client sends no more.
         self._reader_look: asyncio.TimerHandle | None = None
         self._gone: select.poll | None = None
+        self._stops = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -155,9 +160,30 @@ class LimitedProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self.begin_body()
         super().on_headers_complete()
-        if self.parser.should_upgrade():
-            # What follows it is another protocol's to the parser.
+        if self.is_last_message:
             self.cycle.keep_alive = False
+
+    @property
+    def is_last_message(self) -> bool:
+        """Whether nothing is taken behind this one: the server stops, or what follows is another protocol's to the parser."""
+        return self._stops or self.outer.shutdown.begun or self.parser.should_upgrade()
+
+    def shutdown(self) -> None:
+        """The server stops. What was asked is answered, also what is just coming; then the connection ends."""
+        self._stops = True
+        if self._answering:
+            self.cycle.keep_alive = False
+        elif not self._in_message:
+            self.loop.call_later(LAST_REQUEST_S, self._close_idle)
+
+    def _close_idle(self) -> None:
+        if self.transport.is_closing() or self._answering or self._in_message:
+            return
+        if poller(self.transport, select.POLLIN).poll(0):
+            # A request, or the client's own end; the loop comes to it.
+            self.loop.call_later(LAST_REQUEST_S, self._close_idle)
+        else:
+            self.transport.close()
 
     def check_head(self) -> None:
         """Before anything is made of a head. Raises HttpParserError, behind an answer that says what is wrong."""

@@ -14,7 +14,10 @@ from kvrouter.router.errors import NoWorker
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.placing import Placing
 from kvrouter.router.proxy.proxy import Proxy
+from kvrouter.router.shutdown import Shutdown
 from kvrouter.router.version import PACKAGE, VERSION
+
+STOPPING = "this router stops; send new requests to another one"
 
 
 def watch_routes(
@@ -24,6 +27,7 @@ def watch_routes(
     proxy: Proxy | None,
     sources: SourcesPort | None,
     shown: Metrics,
+    shutdown: Shutdown,
     app: FastAPI,
     *,
     needs_key: bool,
@@ -42,7 +46,7 @@ def watch_routes(
     @router.get("/ready", summary="Can a worker be chosen?", operation_id="ready", responses=gives(ReadyReply, 503))
     async def ready(request: Request) -> Response:
         """503 with the reason until it can."""
-        reason = core.readiness()
+        reason = STOPPING if shutdown.begun else core.readiness()
         if reason is not None:
             raise NoWorker(f"not ready: {reason}", code="not_ready")
         ids = {(known.worker.model, known.worker.worker_id) for known in core.registrations() if not known.draining}

@@ -244,7 +244,7 @@ class Connection(asyncio.Protocol):
             self._headers, self._reason = [], b""
 
     def _got_on(self) -> None:
-        """Something of the answer came: what is no part of it (interim answers, a head without an end, trailers) breaks no silence."""
+        """Something of the answer came. Interim answers, a head without an end, and trailers break no silence."""
         self._fruitless_bytes = 0
         self._heard_s = self._loop.time()
 

@@ -18,6 +18,7 @@ from kvrouter.router.discovery.cluster_api import access_from
 from kvrouter.router.discovery.pods import Pod, candidates_of
 from kvrouter.router.discovery.workers_file import parse_workers
 from kvrouter.router.owners import FILE
+from kvrouter.router.supervise import CLOSE_TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -51,7 +52,11 @@ def test_the_routers_settings_are_its_own_and_find_the_engines() -> None:
     assert matches(config.kubernetes_selector, engines["metadata"]["labels"])
     assert not matches(config.kubernetes_selector, router["metadata"]["labels"]), "it must not find itself"
     assert container["ports"] == [{"name": "http", "containerPort": Config().port}]
-    assert router["spec"]["terminationGracePeriodSeconds"] > config.drain_s
+    # A rollout loses nothing: connections are taken until nobody is sent there any more, and there is time for all of the end.
+    assert config.shutdown_delay_s >= 5 and "preStop" not in json.dumps(container)
+    assert router["spec"]["terminationGracePeriodSeconds"] >= config.shutdown_delay_s + config.drain_s + CLOSE_TIMEOUT_S
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert {container[probe]["httpGet"]["path"] for probe in ("livenessProbe", "startupProbe")} == {"/health"}
     service = documents("router.yaml")["Service"]["spec"]
     assert service["selector"].items() <= router["metadata"]["labels"].items()
     # What a Service of this name puts into every pod's environment is not taken for settings.

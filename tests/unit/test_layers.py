@@ -23,7 +23,20 @@ ALLOWED_PACKAGES = {
 
 # Modules of the router from the bottom up; a module may import only from lines above its own, or from its own line.
 ROUTER_LAYERS = (
-    {"names", "states", "jit", "errors", "version", "printable", "owners", "role", "bounded", "multimodal", "sockets"},
+    {
+        "names",
+        "states",
+        "jit",
+        "errors",
+        "version",
+        "printable",
+        "owners",
+        "role",
+        "bounded",
+        "multimodal",
+        "sockets",
+        "shutdown",
+    },
     {"registration", "question", "probing", "status", "vitals", "load.gauges", "engine_disk"},
     {"worker_spec", "hashing", "copy_kernels", "allow_list", "numbers"},
     {"arrays", "model_names", "discovery.told"},

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A router that is told to stop loses nothing: who connects is served or refused, streams end whole, and `/ready` says no at once."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from hammer import Hammer
+from router_process import RouterProcess
+from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain
+
+CHAT = "/v1/chat/completions"
+BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
+STREAMED = json.dumps({"model": "m", "stream": True, "messages": []}).encode()
+# Two ways to be answered, by new connections.
+PROXIED = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {len(BODY)}\r\n\r\n".encode() + BODY
+OWN = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+STREAMS = 4
+PIECES = 30
+PIECE_S = 0.05
+WAIT_S = 30.0
+PROCESSES = {1: [], 2: ["--processes", "2"]}
+
+
+async def engine_script(asked: Asked, wire: Wire) -> None:
+    if b'"stream"' not in asked.body:
+        await plain(b"ok")(asked, wire)
+        return
+    await wire.send(STREAM_HEAD)
+    for n in range(PIECES):
+        await wire.send(chunk(b"data: %d\n\n" % n))
+        await asyncio.sleep(PIECE_S)
+    await wire.send(b"0\r\n\r\n")
+
+
+@contextmanager
+def serving(folder: Path, processes: int, *flags: str) -> Iterator[tuple[RouterProcess, ScriptedEngine]]:
+    with ExitStack() as stack:
+        engine = stack.enter_context(ScriptedEngine(engine_script))
+        given = ["--health-interval-s", "0", "--worker", f"w0={engine.url},model=m", *PROCESSES[processes], *flags]
+        router = stack.enter_context(RouterProcess(folder, given))
+        deadline = time.monotonic() + WAIT_S
+        while "listens on" not in router.log_tail():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        yield router, engine
+
+
+def stream(port: int) -> bytes:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    try:
+        connection.request("POST", CHAT, STREAMED)
+        return connection.getresponse().read()
+    finally:
+        connection.close()
+
+
+def asked(port: int, path: str = "/ready") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+@pytest.mark.parametrize("delay_s", [0.0, 1.0])
+def test_who_connects_while_it_stops_is_served_or_refused(tmp_path: Path, processes: int, delay_s: float) -> None:
+    flags = ["--shutdown-delay-s", str(delay_s)] if delay_s else []
+    with serving(tmp_path, processes, *flags) as (router, engine), ThreadPoolExecutor(STREAMS) as threads:
+        streams = [threads.submit(stream, router.port) for _ in range(STREAMS)]
+        hammers = [Hammer(router.port, request) for request in (PROXIED, OWN)]
+        try:
+            while sum(b'"stream"' in one.body for one in list(engine.asked)) < STREAMS:
+                time.sleep(0.01)
+            router.signal(signal.SIGTERM)
+            ended = sum((Counter(hammer.ended()) for hammer in hammers), Counter())
+        finally:
+            for hammer in hammers:
+                hammer.kill()
+        assert not {how: count for how, count in ended.items() if how.startswith("broken")}, ended
+        assert ended["served"] > 10 and ended["refused"]
+        whole = b"".join(b"data: %d\n\n" % n for n in range(PIECES))
+        assert [one.result() for one in streams] == [whole] * STREAMS
+        assert router.wait() == 0
+        assert "Traceback" not in router.log_tail()
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_it_is_not_ready_from_the_signal_on_and_serves_on_for_the_delay(tmp_path: Path, processes: int) -> None:
+    with serving(tmp_path, processes, "--shutdown-delay-s", "3600") as (router, _):
+        assert asked(router.port)[0] == 200
+        router.signal(signal.SIGTERM)
+        # Every process hears of it for itself.
+        deadline = time.monotonic() + WAIT_S
+        while not all(asked(router.port)[0] == 503 for _ in range(20)):
+            assert time.monotonic() < deadline
+        status, answer = asked(router.port)
+        assert status == 503 and "this router stops" in json.loads(answer)["error"]["message"]
+        assert asked(router.port, "/health")[0] == 200
+        assert stream(router.port).count(b"data: ") == PIECES
+        # A kept connection is given up with its answer, so that its client comes to another router.
+        connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=WAIT_S)
+        for method, path, body in (("POST", CHAT, BODY), ("GET", "/version", None), ("POST", "/query", b"{}")):
+            connection.request(method, path, body)
+            answer = connection.getresponse()
+            answer.read()
+            assert answer.getheader("connection") == "close", path
+        connection.close()
+        # The second signal does not wait.
+        router.signal(signal.SIGINT)
+        assert router.wait() == 0
