@@ -421,6 +421,7 @@ class Core:
         metrics.segment_misses.inc(misses - self._segments_counted[1])
         self._segments_counted = (hits, misses)
         for worker, stream in self._streams.items():
+            stream.settle()
             count_worker(metrics, worker, stream)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
+import numpy as np
 
 from kvrouter.router.candidates import candidates, nobody, parted
 from kvrouter.router.choose import Choice, Scene, choose
@@ -104,6 +105,15 @@ class Deciding:
                 ask, choice, others, scene, arriving, any(hit.worker in prefillers for hit in found.wanted)
             )
         return msgspec.structs.replace(choice, url=self._fleet.url(choice.hit.worker)), names
+
+    def takers(self, model: str) -> list[WorkerKey]:
+        """Who may take a prompt of this model now. Raises UnknownModel, and NoWorker with the reasons where nobody may."""
+        question = Question(model, 1, block_hashes=np.empty(0, np.uint64))
+        found = candidates(self._fleet.hits(question), question, None, self._unavailable)
+        hits, others = parted(found.hits, self._prefillers(model))
+        if not hits:
+            raise nobody(model, found, RETRY_AFTER_S, [hit.worker for hit in others])
+        return [hit.worker for hit in hits]
 
     def _names(self, question: Question) -> tuple[list[int], int]:
         return names_of(question, self._fleet.hash_block_size(question.model), self._pending_seed)

@@ -213,6 +213,11 @@ class Ingest:
             )
         return self._incident
 
+    def forget_incident(self) -> None:
+        """What happened is over, and no reason for what is now."""
+        if self._state is StreamState.LIVE:
+            self._incident = ""
+
     @property
     def catalog(self) -> Catalog:
         version = (self._learner.version, self.identity.hash_block_size)

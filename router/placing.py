@@ -15,7 +15,7 @@ import msgspec
 from kvrouter.router.choose import Choice
 from kvrouter.router.config import Config
 from kvrouter.router.deciding import NOBODY, Deciding, Fleet
-from kvrouter.router.errors import Saturated, UnknownSelection
+from kvrouter.router.errors import NoWorker, Saturated, UnknownModel, UnknownSelection
 from kvrouter.router.index.servers import Servers
 from kvrouter.router.line import RETRY_AFTER_S, Line
 from kvrouter.router.load.gauges import EngineLoad
@@ -31,6 +31,8 @@ from kvrouter.router.placement import Ask, Placement, PrefillPart
 from kvrouter.router.printable import printable
 from kvrouter.router.states import StreamState
 
+# Models whose problems one answer names.
+MODELS_SHOWN = 8
 # The most that a client is told to wait by what is queued.
 RETRY_AFTER_MAX_S = 30.0
 # Of an answer whose length is not known: half of it is there on average while it is decoded.
@@ -110,6 +112,19 @@ class Placing:
             await self._share.stop()
 
     # -- choosing
+
+    def takers(self, models: Iterable[str]) -> list[WorkerKey]:
+        """Who would take a prompt of any of these models now, wherever it is asked for. Raises NoWorker where nobody would."""
+        found: list[WorkerKey] = []
+        problems = []
+        for model in models:
+            try:
+                found += self._deciding.takers(model)
+            except (NoWorker, UnknownModel) as error:
+                problems.append(error.message)
+        if not found:
+            raise NoWorker("; ".join(problems[:MODELS_SHOWN]) or "no worker is registered")
+        return found
 
     def choose(self, ask: Ask, selection_id: str | None = None) -> Choice:
         """The worker for this prompt; nothing is reserved. Raises UnknownModel, UnknownWorker, NoWorker.

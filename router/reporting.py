@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
 from kvrouter.router.following import Following
 from kvrouter.router.metrics import RESYNCS, Metrics
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.report_ingest import ReportIngest
+from kvrouter.router.states import HEARD
 from kvrouter.router.status import PatchStatus, Recovery, WorkerStatus
 from kvrouter.router.stream import WorkerStream
 
@@ -41,7 +44,7 @@ def worker_status(stream: WorkerStream, following: Following, now: float) -> Wor
         catalog_source=catalog.source,
         hash_scheme=ingest.identity.label,
         residency=stream.counts(),
-        lag_ms=None if stream.lag_s is None else round(stream.lag_s * 1000, 3),
+        lag_ms=None if (lag_s := _lag_s(stream)) is None else round(lag_s * 1000, 3),
         gaps=stream.gaps,
         recovery=Recovery(**{name: getattr(ingest.tally, name) for name in Recovery.__struct_fields__}),
         last_event_age_s=_age_s(ingest.last_event_s, now),
@@ -52,6 +55,11 @@ def worker_status(stream: WorkerStream, following: Following, now: float) -> Wor
         role=registration.role.value,
         handover=registration.handover.value,
     )
+
+
+def _lag_s(stream: WorkerStream) -> float | None:
+    """How far answers are behind what this process hears of the worker; None while it hears nothing."""
+    return stream.lag_s if stream.held and stream.view.state in HEARD else None
 
 
 def _age_s(then: float | None, now: float) -> float | None:
@@ -99,8 +107,11 @@ def count_worker(metrics: Metrics, worker: WorkerKey, stream: WorkerStream) -> N
         counter.labels(label).inc(max(0, getattr(now, name) - getattr(before, name)))
     for how, name in RESYNCS.items():
         metrics.stream_resyncs.labels(label, how).inc(max(0, getattr(now, name) - getattr(before, name)))
-    if stream.lag_s is not None:
-        metrics.stream_event_lag_seconds.labels(label).set(stream.lag_s)
+    if (lag_s := _lag_s(stream)) is not None:
+        metrics.stream_event_lag_seconds.labels(label).set(lag_s)
+    else:
+        with contextlib.suppress(KeyError):
+            metrics.stream_event_lag_seconds.remove(label)
     metrics.commit_lag_seconds.labels(label).set(stream.unwritten_s)
     metrics.backlog_blocks.labels(label).set(stream.unwritten_blocks)
     metrics.worker_disk_corrupt_records.labels(label).set(stream.disk.signs.corrupt)

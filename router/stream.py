@@ -83,6 +83,8 @@ REPORTS_LOST_S = 15.0
 
 PAUSED = "followed again in a moment; the last known residency is shown"
 NO_FOLLOWER_YET = "no other router has been heard yet that follows this worker"
+# How long what is over is still said of a worker that is live: long enough to be read by who looks because of it.
+INCIDENT_SHOWN_S = 60.0
 
 
 class SourceChanged(Exception):
@@ -186,6 +188,8 @@ class WorkerStream:
         self._tally = Tally()
         self.counted = Tally()
         self.lag_s: float | None = None
+        # Since when the reason is what it is.
+        self._reason_s = clock()
         # Since when the state is what it is; a timer ends the credit of one in doubt.
         self.since_s = clock()
         self._overdue = False
@@ -410,6 +414,13 @@ class WorkerStream:
             approximate=self._is_approximate(state),
         )
 
+    def settle(self) -> None:
+        """What happened to a live worker is said for a while, and then only what holds now."""
+        view = self.view
+        if view.state is StreamState.LIVE and view.reason and self._clock() > self._reason_s + INCIDENT_SHOWN_S:
+            self.ingest.forget_incident()
+            self._refresh()
+
     def _hold_changed(self) -> None:
         self._room.set()
         self._refresh()
@@ -427,6 +438,8 @@ class WorkerStream:
             self.since_s = self._clock()
             self._time_credit(state)
         view = self.view = self._make_view(state)
+        if view.reason != old.reason:
+            self._reason_s = self._clock()
         if msgspec.structs.astuple(old) != msgspec.structs.astuple(view):
             if (old.state, old.credited) != (view.state, view.credited):
                 log.info(

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 UNKNOWN = "-"
+DOWN = "down"
 
 
 def text(value: Any) -> str:
@@ -44,7 +45,7 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
             text(worker_name(worker)),
             text(worker["model"]),
             text(worker.get("role")),
-            text(worker["state"]),
+            text(_standing(worker)),
             text(worker["seq"]),
             text(_blocks(worker["residency"])),
             text(worker["catalog_source"]),
@@ -54,7 +55,7 @@ def workers_table(workers: list[dict[str, Any]]) -> Table:
             text((worker.get("tokens") or {}).get("way")),
             text(worker.get("source")),
             text(worker["url"]),
-            text(worker["reason"] or worker.get("predictions")),
+            text(_reason(worker)),
         )
     return table
 
@@ -95,6 +96,23 @@ def worker_name(worker: dict[str, Any]) -> str:
     """`w0`, or `w0@3` for another rank than 0."""
     rank = worker["dp_rank"]
     return f"{worker['worker_id']}@{rank}" if rank else str(worker["worker_id"])
+
+
+def _standing(worker: dict[str, Any]) -> str:
+    """The state of its stream, and what keeps requests away from it besides."""
+    state = str(worker["state"])
+    if worker.get("draining"):
+        return f"{state}, draining"
+    return f"{state}, breaker open" if _breaker(worker) else state
+
+
+def _breaker(worker: dict[str, Any]) -> str:
+    """Why its breaker lets nothing through; what is down or drains says so already."""
+    return "" if worker.get("draining") or worker["state"] == DOWN else str(worker.get("closed") or "")
+
+
+def _reason(worker: dict[str, Any]) -> str:
+    return "; ".join(filter(None, (_breaker(worker), worker["reason"]))) or str(worker.get("predictions") or "")
 
 
 def _blocks(residency: dict[str, int]) -> str:

@@ -45,12 +45,15 @@ def watch_routes(
 
     @router.get("/ready", summary="Can a worker be chosen?", operation_id="ready", responses=gives(ReadyReply, 503))
     async def ready(request: Request) -> Response:
-        """503 with the reason until it can."""
+        """503 with the reason while no request would be placed: as `/select` would find now, and from SIGTERM on."""
         reason = STOPPING if shutdown.begun else core.readiness()
         if reason is not None:
             raise NoWorker(f"not ready: {reason}", code="not_ready")
-        ids = {(known.worker.model, known.worker.worker_id) for known in core.registrations() if not known.draining}
-        return respond(request, ReadyReply("ready", True, len(ids)))
+        try:
+            takers = placing.takers(core.models())
+        except NoWorker as error:
+            raise NoWorker(f"not ready: {error.message}", code="not_ready") from None
+        return respond(request, ReadyReply("ready", True, len({worker[:2] for worker in takers})))
 
     @router.get(
         "/metrics",

@@ -19,6 +19,7 @@ from kvrouter.router.cli import run
 from kvrouter.router.config import FIELDS, LISTS
 from kvrouter.router.metrics import MAX_WORKER_LABEL_CHARS, OTHER_WORKER, Metrics
 from kvrouter.router.names import WorkerKey
+from kvrouter.router.tables import workers_table
 
 WORKER = {
     "worker_id": "w0",
@@ -307,3 +308,19 @@ def test_a_worker_is_in_one_state_and_leaves_no_series_behind() -> None:
     }
     metrics.forget_worker(worker)
     assert series() == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "reason"),
+    [
+        ({}, "suspect", "gap 5..9"),
+        ({"draining": True, "closed": "it drains: ..."}, "suspect, draining", "gap 5..9"),
+        ({"closed": "5 failures in a row"}, "suspect, breaker open", "5 failures in a row; gap 5..9"),
+        ({"state": "down", "closed": "not tried", "reason": "gone"}, "down", "gone"),
+        ({"state": "live", "reason": "", "predictions": "untrue"}, "live", "untrue"),
+    ],
+)
+def test_the_table_says_what_keeps_requests_away(changes: dict[str, Any], state: str, reason: str) -> None:
+    table = workers_table([WORKER | changes])
+    cells = {str(column.header): str(next(iter(column.cells))) for column in table.columns}
+    assert cells["STATE"] == state and cells["REASON"].startswith(reason)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`/ready` says yes only while a request would be placed, as `/select` finds; `kvrouter workers` says of each worker why not."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# pytest's importlib mode leaves sys.path alone.
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from router_process import RouterProcess
+from scripted_engine import ScriptedEngine, plain
+
+WAIT_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+    with RouterProcess(tmp_path_factory.mktemp("router"), ["--health-interval-s", "0.1"]) as process:
+        yield process
+
+
+class Fleet:
+    """Engines of one model, by name; what is registered goes with the test."""
+
+    def __init__(self, router: RouterProcess, stack: ExitStack, model: str) -> None:
+        self.router, self._stack, self.model = router, stack, model
+
+    def register(self, name: str, **fields: Any) -> None:
+        self.router.request("POST", "/register", {"worker_id": name, "model": self.model, **fields})
+        self._stack.callback(self.router.request, "POST", "/unregister", {"worker_id": name})
+
+    def engine(self, name: str, **fields: Any) -> ScriptedEngine:
+        engine = self._stack.enter_context(ScriptedEngine(plain(b"{}")))
+        self.register(name, url=engine.url, **fields)
+        return engine
+
+    def ready(self) -> tuple[bool, str]:
+        """What `/ready` says; `/select` finds the same."""
+        status, answer = self._ask("GET", "/ready")
+        placed, _ = self._ask("POST", "/select", {"model": self.model, "token_ids": [1, 2, 3]})
+        assert (status == 200) == (placed == 200), (status, answer, placed)
+        return status == 200, "" if status == 200 else answer["error"]["message"]
+
+    def chat(self) -> int:
+        return self._ask("POST", "/v1/chat/completions", {"model": self.model, "messages": []})[0]
+
+    def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.router.port, timeout=WAIT_S)
+        try:
+            connection.request(method, path, None if body is None else json.dumps(body))
+            answer = connection.getresponse()
+            return answer.status, json.loads(answer.read())
+        finally:
+            connection.close()
+
+    def shown(self) -> str:
+        """The table, each row on one line."""
+        command = [
+            sys.executable,
+            "-m",
+            "kvrouter.router.cli",
+            "workers",
+            "--url",
+            f"http://127.0.0.1:{self.router.port}",
+        ]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S).stdout
+
+    def until(self, holds: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not holds():
+            assert time.monotonic() < deadline, f"{what}: {self.router.request('GET', '/workers')}"
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def fleet(router: RouterProcess, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    with ExitStack() as stack:
+        yield Fleet(router, stack, request.node.name)
+
+
+def live(fleet: Fleet, *names: str) -> None:
+    """Their health checks were answered: what never answered is not missed."""
+    for name in names:
+        fleet.until(lambda name=name: fleet.router.worker(name)["last_event_age_s"] is None, name)  # type: ignore[misc]
+    time.sleep(0.5)
+
+
+def test_it_is_ready_while_an_engine_lives_and_not_longer(fleet: Fleet) -> None:
+    one, two = fleet.engine("w0"), fleet.engine("w1")
+    live(fleet, "w0", "w1")
+    assert fleet.ready() == (True, "")
+    one.kill()
+    fleet.until(lambda: fleet.router.worker("w0")["state"] == "down", "w0 is seen to be gone")
+    assert fleet.ready()[0]
+    two.kill()
+    fleet.until(lambda: fleet.router.worker("w1")["state"] == "down", "w1 is seen to be gone")
+    is_ready, why = fleet.ready()
+    assert not is_ready and "w0: " in why and "w1: " in why and "the engine is gone" in why
+    # Nothing of a dead worker is as it was.
+    assert fleet.router.worker("w1")["lag_ms"] is None
+
+
+def test_it_is_not_ready_while_all_drain(fleet: Fleet) -> None:
+    for name in ("w0", "w1"):
+        fleet.engine(name)
+        fleet.router.request("PATCH", f"/workers/{name}", {"state": "draining"})
+    is_ready, why = fleet.ready()
+    assert not is_ready and "w0: it drains" in why and "w1: it drains" in why
+    assert fleet.shown().count(", draining") == 2
+    fleet.router.request("PATCH", "/workers/w1", {"state": "active"})
+    assert fleet.ready()[0] and fleet.shown().count(", draining") == 1
+
+
+def test_it_is_not_ready_while_all_breakers_are_open(fleet: Fleet) -> None:
+    engine = fleet.engine("w0")
+    live(fleet, "w0")
+    engine.script = plain(b"{}", "500 Oh")
+
+    def paused_s() -> float:
+        """Each failed try doubles it."""
+        fleet.chat()
+        _, _, rest = fleet.router.worker("w0")["closed"].partition("not tried for ")
+        return float(rest.partition(" s")[0] or 0)
+
+    # Long enough to look in.
+    fleet.until(lambda: paused_s() > 3.0, "its breaker is open")
+    is_ready, why = fleet.ready()
+    assert not is_ready and "failures in a row, the last: it answers 500" in why
+    shown = fleet.shown()
+    assert "breaker open" in shown and "it answers 500" in shown
+    engine.script = plain(b"{}")
+    fleet.until(lambda: fleet.chat() == 200, "it is tried again")
+    assert fleet.ready()[0] and "breaker open" not in fleet.shown()
+    assert fleet.router.worker("w0")["closed"] == ""
+
+
+def test_who_only_computes_prompts_or_has_no_url(fleet: Fleet) -> None:
+    assert not fleet.ready()[0]
+    fleet.engine("p0", role="prefill")
+    is_ready, why = fleet.ready()
+    assert not is_ready and "p0: role prefill" in why
+    # A gateway asks /select and goes there itself.
+    fleet.register("w0", endpoint="tcp://127.0.0.1:9", replay_endpoint="tcp://127.0.0.1:10")
+    assert fleet.ready()[0]
