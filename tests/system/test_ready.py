@@ -17,10 +17,13 @@ import pytest
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from replica_process import ReplicaProcess
 from router_process import RouterProcess
 from scripted_engine import ScriptedEngine, plain
 
 WAIT_S = 30.0
+# Some blocks.
+MESSAGES = [{"role": "user", "content": "hi " * 200}]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +55,7 @@ class Fleet:
         return status == 200, "" if status == 200 else answer["error"]["message"]
 
     def chat(self) -> int:
-        return self._ask("POST", "/v1/chat/completions", {"model": self.model, "messages": []})[0]
+        return self._ask("POST", "/v1/chat/completions", {"model": self.model, "messages": MESSAGES, "max_tokens": 2})[0]
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.router.port, timeout=WAIT_S)
@@ -136,8 +139,14 @@ def test_it_is_not_ready_while_all_breakers_are_open(fleet: Fleet) -> None:
     fleet.until(lambda: paused_s() > 3.0, "its breaker is open")
     is_ready, why = fleet.ready()
     assert not is_ready and "failures in a row, the last: it answers 500" in why
-    shown = fleet.shown()
-    assert "breaker open" in shown and "it answers 500" in shown
+
+    def shown_open() -> bool:
+        # A request that fails, as the pause may be over by now.
+        fleet.chat()
+        shown = fleet.shown()
+        return "breaker open" in shown and "it answers 500" in shown
+
+    fleet.until(shown_open, "it is shown")
     engine.script = plain(b"{}")
     fleet.until(lambda: fleet.chat() == 200, "it is tried again")
     assert fleet.ready()[0] and "breaker open" not in fleet.shown()
@@ -152,3 +161,19 @@ def test_who_only_computes_prompts_or_has_no_url(fleet: Fleet) -> None:
     # A gateway asks /select and goes there itself.
     fleet.register("w0", endpoint="tcp://127.0.0.1:9", replay_endpoint="tcp://127.0.0.1:10")
     assert fleet.ready()[0]
+
+
+def test_a_dead_worker_has_no_lag(fleet: Fleet, tmp_path: Path) -> None:
+    with ReplicaProcess(tmp_path, ["--instant", "--model", fleet.model]) as replica:
+        at = replica.endpoints
+        fleet.register("w0", url=at["url"], endpoint=at["events"], replay_endpoint=at["replay"])
+        fleet.router.wait_connected("w0")
+        assert fleet.chat() == 200
+        fleet.until(lambda: fleet.router.worker("w0")["lag_ms"] is not None, "its events are timed")
+        name = "kvrouter_stream_event_lag_seconds"
+        assert fleet.router.metric(name, worker="w0") > 0
+        replica.kill()
+        fleet.until(lambda: fleet.router.worker("w0")["state"] == "down", "it is seen to be gone")
+        assert fleet.router.worker("w0")["lag_ms"] is None and fleet.router.metric(name, worker="w0") == 0
+        (row,) = [line for line in fleet.shown().splitlines() if "down" in line and "the engine" in line]
+        assert " ms" not in row

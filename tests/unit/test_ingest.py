@@ -341,3 +341,15 @@ def test_the_rank_of_a_stream_is_remembered_over_a_restart() -> None:
     again.allow_ranks(frozenset({1}))
     feed(again, Connected(), Restarted(0, 0, "seq 0 again", True))
     assert again.state is StreamState.CATCHING_UP
+
+
+def test_what_happened_to_a_live_worker_hides_nothing_for_good() -> None:
+    ingest = feed(make(replay=None), Connected(), batch(0, stored([1], medium="CPU"), stored([1])))
+    assert ingest.state is not StreamState.CONNECTING and "no replay endpoint" in ingest.reason
+    ingest.forget_incident()
+    assert "chunk size of the offload tier" in ingest.reason
+    doubted = feed(make(), Connected())
+    assert doubted.reason
+    doubted.forget_incident()
+    # It is why it is not live.
+    assert "replaying" in doubted.reason
