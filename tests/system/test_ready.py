@@ -55,7 +55,9 @@ class Fleet:
         return status == 200, "" if status == 200 else answer["error"]["message"]
 
     def chat(self) -> int:
-        return self._ask("POST", "/v1/chat/completions", {"model": self.model, "messages": MESSAGES, "max_tokens": 2})[0]
+        return self._ask("POST", "/v1/chat/completions", {"model": self.model, "messages": MESSAGES, "max_tokens": 2})[
+            0
+        ]
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> tuple[int, Any]:
         connection = http.client.HTTPConnection("127.0.0.1", self.router.port, timeout=WAIT_S)
