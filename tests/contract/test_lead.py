@@ -222,10 +222,14 @@ def test_a_lost_lease_ends_the_lead(server: StoreServer, engine: FakeEngine) -> 
             lease = Lease(SECOND, number)
             seq = engine.publish(*removed(CHAIN[3:]))
             change = Change(Place(0, "GPU"), NO_HASHES, gone)
-            assert await core._store.commit(Commit(WORKER, row.epoch, seq, seq, [change]), lease) is CommitOutcome.APPLIED
+            assert (
+                await core._store.commit(Commit(WORKER, row.epoch, seq, seq, [change]), lease) is CommitOutcome.APPLIED
+            )
             await until(lambda: reused(core) == 3, "what the other router commits is not shown")
             # It has no heartbeat, so its word does not count for long.
-            await until(lambda: "no router follows this worker" in status(core).reason, "its silence is not noticed", 2.5)
+            await until(
+                lambda: "no router follows this worker" in status(core).reason, "its silence is not noticed", 2.5
+            )
             assert status(core).state == "suspect"
             # Its lease ends, and this router goes on from what it left.
             await until(lambda: is_well(core, 3), "it is not followed again")
