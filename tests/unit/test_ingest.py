@@ -348,7 +348,7 @@ def test_what_happened_to_a_live_worker_hides_nothing_for_good() -> None:
     assert ingest.state is not StreamState.CONNECTING and "no replay endpoint" in ingest.reason
     ingest.forget_incident()
     assert "chunk size of the offload tier" in ingest.reason
-    doubted = feed(make(), Connected())
+    doubted = feed(make(), Connected(replaying=True))
     assert doubted.reason
     doubted.forget_incident()
     # It is why it is not live.
