@@ -17,7 +17,8 @@ INTERVAL_S = 0.25
 # What a worker's follower said last holds for so long. With the age of a heartbeat when it is seen, its workers are in doubt within
 # 2 s of it.
 HEARD_S = 1.5
-# Answered looks until a router that was never seen to beat counts no longer: it may be what a dead one left.
+# Looks for which what the first look showed counts without having been seen to beat: it may live, or be what a dead router left.
+# What comes later counts from its second heartbeat on.
 UNPROVEN_LOOKS = 3
 # Answered looks without its heartbeat until a router counts no longer: after the store was emptied, all write theirs again.
 MISSING_LOOKS = 2
@@ -32,10 +33,12 @@ MAX_ROUTERS = 1_024
 class _Router:
     """One token's heartbeats as they were seen here."""
 
-    __slots__ = ("beats", "heartbeat", "missing_looks", "unchanged_looks")
+    __slots__ = ("beats", "heartbeat", "missing_looks", "unchanged_looks", "was_first")
 
-    def __init__(self, heartbeat: Heartbeat) -> None:
+    def __init__(self, heartbeat: Heartbeat, was_first: bool) -> None:
         self.heartbeat = heartbeat
+        # Whether it stood there at the first look.
+        self.was_first = was_first
         # Whether it was seen to beat, not only to have beaten.
         self.beats = False
         self.unchanged_looks = 0
@@ -63,6 +66,7 @@ class Membership:
         self._claims: dict[str, _Claim] = {}
         self._garbage: dict[bytes, bytes] = {}
         self._answered_s = now_s
+        self._first = True
         # The tokens that count, this process's always; and by worker, why which of them refuse it.
         self.routers = frozenset({token})
         self.refusals: dict[str, dict[str, str]] = {}
@@ -80,6 +84,7 @@ class Membership:
                     del self._known[token]
         for token, heartbeat in seen.items():
             self._take(token, heartbeat, now_s)
+        self._first = False
         self._claims = {worker: one for worker, one in self._claims.items() if now_s - one.heard_s < CLAIM_KEPT_S}
         routers = frozenset(token for token, router in self._known.items() if self._counts(router)) | {self._token}
         refusals: dict[str, dict[str, str]] = {}
@@ -106,7 +111,7 @@ class Membership:
     def _take(self, token: str, heartbeat: Heartbeat, now_s: float) -> None:
         router = self._known.get(token)
         if router is None:
-            router = self._known[token] = _Router(heartbeat)
+            router = self._known[token] = _Router(heartbeat, self._first)
         elif router.heartbeat.count == heartbeat.count:
             router.unchanged_looks += 1
         else:
@@ -119,7 +124,9 @@ class Membership:
                 self._claims[worker] = _Claim(token, now_s, worker in late)
 
     def _counts(self, router: _Router) -> bool:
-        return router.unchanged_looks < (self._gone_looks if router.beats else UNPROVEN_LOOKS)
+        if router.beats:
+            return router.unchanged_looks < self._gone_looks
+        return router.was_first and router.unchanged_looks < UNPROVEN_LOOKS
 
     @property
     def forgotten(self) -> list[str]:
@@ -127,8 +134,9 @@ class Membership:
         return [token for token, router in self._known.items() if router.unchanged_looks >= self._forgotten_looks]
 
     def is_gone(self, token: str) -> bool:
-        """Whether a token that was seen counts no longer."""
-        return token in self._known and token not in self.routers
+        """Whether a token is known to count no longer, not only not yet."""
+        router = self._known.get(token)
+        return router is not None and token not in self.routers and router.unchanged_looks >= UNPROVEN_LOOKS
 
     def silent_s(self, now_s: float) -> float:
         """How long the store has not answered, 0 while it is not worth mentioning."""

@@ -71,13 +71,15 @@ class ReportIngest(Ingest):
     def reason(self) -> str:
         return super().reason or self._note
 
-    def follow_reports(self) -> None:
-        """From now on the items come from the patch's topic."""
+    def follow_reports(self, epoch: str | None = None) -> None:
+        """From now on the items come from the patch's topic. epoch: of the life that answers there."""
         self._reports = True
         self._expired = False
         if self._declared is not None and self.report_epoch is None:
             # Which life declared it is not known.
             self._forget_learned()
+        if epoch is not None and self.report_epoch not in (None, epoch):
+            self._distrust("another life of the engine answers; loading what it holds, no credit meanwhile")
         if self.report_epoch is None:
             self._load_first("a patched engine answers; loading what it holds")
 

@@ -600,10 +600,10 @@ class WorkerStream:
             await self._follow_stock(self.registration.events, patch)
         elif (
             patch is not None
-            and await greet(patch, context=self._context, timeout_s=timeout_s, server_key=key) is not None
+            and (hello := await greet(patch, context=self._context, timeout_s=timeout_s, server_key=key)) is not None
         ):
             self._key_problem = None
-            await self._follow_reports(patch)
+            await self._follow_reports(patch, hello.epoch)
         elif key is not None:
             # Not the engine's own topic, which anybody could send in its place. libzmq does not say which of these it is.
             self._key_problem = (
@@ -618,8 +618,8 @@ class WorkerStream:
         else:
             await self._together(lambda news, room: [])
 
-    async def _follow_reports(self, patch: str) -> None:
-        self.ingest.follow_reports()
+    async def _follow_reports(self, patch: str, epoch: str) -> None:
+        self.ingest.follow_reports(epoch)
         self._refresh()
         reports = ReportSubscriber(
             patch,

@@ -89,6 +89,17 @@ def test_what_a_dead_router_left_vouches_for_nothing_and_soon_counts_no_longer(w
     assert world.me.routers == {"me", "dead"} and world.problem() is None
 
 
+def test_what_comes_later_counts_from_its_second_heartbeat_on(world: World) -> None:
+    world.look()
+    world.beat("forged", ["w"], refuses={"x": "because"})
+    for _ in range(10):
+        world.look()
+        assert world.me.routers == {"me"} and world.me.refusals == {}
+    world.beat("forged", ["w"])
+    world.look()
+    assert world.me.routers == {"me", "forged"}
+
+
 def test_a_worker_that_nobody_follows_is_in_doubt(world: World) -> None:
     for _ in range(10):
         world.beat("you", ["other"], refuses={"w": "host 10.0.0.1 is not among allow_hosts"})

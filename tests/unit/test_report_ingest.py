@@ -331,6 +331,14 @@ def test_a_restored_index_is_suspect_until_the_first_heartbeat_proves_it() -> No
     assert again.state is StreamState.LIVE and not again.has_news
 
 
+def test_a_restored_index_of_another_life_earns_no_credit_from_the_greeting_on() -> None:
+    again = restored(live(Declared(1, CATALOG), snapshot(5, {Place(0, GPU): {1: 1, 2: 2}})))
+    again.follow_reports(EPOCH)
+    assert again.state is StreamState.SUSPECT
+    again.follow_reports("another")
+    assert again.state is StreamState.RESYNCING and "another life" in again.reason
+
+
 def test_without_its_patch_an_engine_is_learned_anew_from_its_own_topic() -> None:
     ingest = live(Declared(1, CATALOG), snapshot(5, {Place(0, GPU): {1: 1}}))
     net(ingest)
