@@ -114,8 +114,8 @@ def is_well(core: Core, blocks: int) -> bool:
 
 
 def held_in_store(server: StoreServer) -> set[int]:
-    epoch = server.client.hget(keys.meta(WORKER), keys.META_EPOCH).decode()
-    members = server.client.smembers(keys.residents(WORKER, epoch, Place(0, "GPU")))
+    epoch = server.client.hget(keys.meta(WORKER), keys.META_EPOCH) or b""
+    members = server.client.smembers(keys.residents(WORKER, epoch.decode(), Place(0, "GPU")))
     return {int.from_bytes(member, "big") for member in members}
 
 
