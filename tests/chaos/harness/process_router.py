@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ ANSWER_S = 1.0
 class ProcessRouter:
     """One router; `open` again after `kill` is its next life, on the same port."""
 
-    def __init__(self, name: str, folder: Path, url: str) -> None:
+    def __init__(self, name: str, folder: Path, url: str, settings: Mapping[str, str] | None = None) -> None:
+        """settings: further variables of its environment."""
         self.name = name
+        self._settings = dict(settings or {})
         self.stopped = False
         self._folder, self._url = folder, url
         with socket.socket() as probe:
@@ -45,7 +48,7 @@ class ProcessRouter:
         with (self._folder / f"{self.name}.log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "kvrouter.router.cli", "serve", "--port", str(self._port), "--redis", self._url,
-                stdout=log, stderr=log, cwd=self._folder, env=os.environ | settings, start_new_session=True,
+                stdout=log, stderr=log, cwd=self._folder, env=os.environ | settings | self._settings, start_new_session=True,
             )  # fmt: skip
         async with asyncio.timeout(START_TIMEOUT_S):
             while True:

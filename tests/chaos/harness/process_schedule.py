@@ -24,13 +24,23 @@ from kvrouter.simulator.pool import Block, BlockPool
 from .engines import MODEL, Engine
 from .faults import FAULTS, Scene
 from .history import Held
-from .oracle import admissible
+from .oracle import NEWS_S, admissible
 from .process_router import LEASE_S, ProcessRouter
 from .stage import AFTER_S, BEFORE_S, HOPELESS_S, LIVE, SAMPLE_S, START_S, Stage
 from .tiers import short
 
 ROUTER_KILLED, ROUTER_STOPPED, ROUTER_CUT_OFF = "router_killed", "router_stopped", "router_cut_off"
-PROCESS_FAULTS = (ROUTER_KILLED, ROUTER_STOPPED, ROUTER_CUT_OFF)
+STORE_HANGS, ROUTER_REFUSES = "store_hangs", "router_refuses"
+PROCESS_FAULTS = (ROUTER_KILLED, ROUTER_STOPPED, ROUTER_CUT_OFF, STORE_HANGS, ROUTER_REFUSES)
+# Two where nothing else is said.
+ROUTERS = {ROUTER_KILLED: 1, STORE_HANGS: 3}
+# Far longer than leases and than doubt is credited.
+HANG_FIRST_S, HANG_LAST_S = 2.0, 30.0
+# How long a router that refuses all workers stays: for handing workers over, and for noticing that nobody has them.
+REFUSES_FIRST_S, REFUSES_LAST_S = 2.0, 5.0
+REFUSED_HOSTS = "10.0.0.0/8"
+# Of the machine that all of this shares.
+LATE_S = 1.0
 
 # What may happen to the engines while a router does not look.
 MEANWHILE = (
@@ -66,7 +76,7 @@ class ProcessSchedule(Stage):
     """Faults of the router's process."""
 
     async def _play(self) -> None:
-        count = 1 if self.outcome.fault == ROUTER_KILLED else 2
+        count = ROUTERS.get(self.outcome.fault, 2)
         self._wires = [Wire() for _ in range(count)]
         for wire in self._wires:
             wire.target = self._valkey.port
@@ -114,8 +124,49 @@ class ProcessSchedule(Stage):
             await asyncio.gather(*(wire.close() for wire in self._wires))
 
     async def _act(self, scene: Scene, routers: list[ProcessRouter]) -> None:
-        acts = {ROUTER_KILLED: self._kill, ROUTER_STOPPED: self._stop, ROUTER_CUT_OFF: self._cut_off}
+        acts = {
+            ROUTER_KILLED: self._kill,
+            ROUTER_STOPPED: self._stop,
+            ROUTER_CUT_OFF: self._cut_off,
+            STORE_HANGS: self._hang,
+            ROUTER_REFUSES: self._refuse,
+        }
         await acts[self.outcome.fault](scene, routers)
+
+    async def _hang(self, scene: Scene, routers: list[ProcessRouter]) -> None:
+        """SIGSTOP of the store, under traffic: nothing that one router learns reaches another."""
+        self.outcome.faults += 1
+        hang_s = self._rng.uniform(HANG_FIRST_S, HANG_LAST_S)
+        self._say(f"fault {STORE_HANGS} for {hang_s:.1f} s")
+        self._valkey.stop()
+        await asyncio.sleep(hang_s)
+        self._valkey.go_on()
+        self._say("the store goes on")
+
+    async def _refuse(self, scene: Scene, routers: list[ProcessRouter]) -> None:
+        """A further router may connect to no engine: the others go on as if it were not there."""
+        self.outcome.faults += 1
+        url = f"redis://127.0.0.1:{self._wires[0].port}/0"
+        refuser = ProcessRouter("refuser", self._folder, url, {"KVROUTER_ALLOW_HOSTS": REFUSED_HOSTS})
+        self._say(f"fault {ROUTER_REFUSES}")
+        try:
+            await refuser.open()
+            await asyncio.sleep(self._rng.uniform(REFUSES_FIRST_S, REFUSES_LAST_S))
+            await self._until_live(routers, self._settle_s / 2)
+            for router in routers:
+                for name, row in (await router.rows()).items():
+                    if not (_settled(row) and row["credited"]):
+                        self._fail(
+                            f"{router.name}: {name} is {row['state']} beside a router that refuses it ({row['reason']})"
+                        )
+            for name, row in (await refuser.rows()).items():
+                if row["state"] != "down" or row["credited"]:
+                    self._fail(f"the router that refuses {name} shows it as {row['state']}")
+            if self._rng.random() < 0.5:
+                await refuser.kill()
+        finally:
+            await refuser.close()
+        self._say("it is gone")
 
     async def _kill(self, scene: Scene, routers: list[ProcessRouter]) -> None:
         self.outcome.faults += 1
@@ -163,6 +214,7 @@ class ProcessSchedule(Stage):
                 continue
             engine = self._rng_free_choice()
             tokens = engine.prompts[self.outcome.samples % len(engine.prompts)]
+            asked_s = time.monotonic()
             try:
                 before = await router.rows()
                 hits = await router.gpu_hits(tokens)
@@ -172,6 +224,7 @@ class ProcessSchedule(Stage):
                 continue
             for name in before.keys() & hits.keys() & after.keys():
                 self._look(router, self._engine(name), tokens, before[name], hits[name], after[name])
+                self._look_how_old(router, self._engine(name), before[name], after[name], asked_s)
 
     def _rng_free_choice(self) -> Engine:
         # In turn, not by chance: how often we look depends on time, and must not change what the seed draws.
@@ -219,6 +272,24 @@ class ProcessSchedule(Stage):
                     f"{router.name} promises {hit} tokens of {engine.name} where {best} were held, live at seq {before['seq']} to "
                     f"{after['seq']}; the engine is at {[(life.stream, life.last_seq) for life in engine.history.current]}",
                     once=f"{router.name} {engine.name}",
+                )
+
+    def _look_how_old(
+        self, router: ProcessRouter, engine: Engine, before: dict[str, Any], after: dict[str, Any], asked_s: float
+    ) -> None:
+        """What is live shows news that is two seconds old, whatever the store does."""
+        undisturbed = self.outcome.fault in (STORE_HANGS, ROUTER_REFUSES) and not engine.news_blocked
+        if not undisturbed or not (_settled(before) and _settled(after)) or before["epoch"] != after["epoch"]:
+            return
+        ages_s = [
+            life.behind_s(after["seq"], asked_s) for life in engine.history.current if life.at(after["seq"]) is not None
+        ]
+        if ages_s and min(ages_s) > NEWS_S:
+            self.outcome.behind += 1
+            if min(ages_s) > NEWS_S + LATE_S:
+                self._fail(
+                    f"{router.name}: {engine.name} is live at seq {after['seq']}, and what followed is {min(ages_s):.1f} s old",
+                    once=f"{router.name} {engine.name} old",
                 )
 
     async def _until_live(self, routers: list[ProcessRouter], patience_s: float) -> None:
