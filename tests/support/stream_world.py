@@ -167,6 +167,8 @@ class World:
         self.parts: deque[SnapshotPart] = deque()
         self.asked: int | None = None
         self.inbox: deque[object] = deque()
+        # For each lost connection that waits there, the lives that had ended by then.
+        self.ends: deque[list[Life]] = deque()
         self.faulty = True
         # Whether the last step was an odd event that takes its time to be forgotten.
         self.odd = False
@@ -180,12 +182,12 @@ class World:
             (self.process, 14),
             (self.commit, 10),
             (self.cut, 3),
-            (self.restart, 2),
+            (self.restart, 3),
             (self.kill, 1),
             (self.toggle_replay, 2),
             (self.serve, 8),
             (self.answer, 12),
-            (self.overdue, 2),
+            (self.overdue, 4),
             (self.check, 5),
             (self.pulse, 5),
             (self.change_router, 2),
@@ -414,9 +416,13 @@ class World:
     def restart(self) -> None:
         """Often the next life has said as much as the old one before anybody hears of it: its next seq is the one waited for."""
         before = self.life
+        unheard = before is not None and before.next_seq <= MOST_UNHEARD and self.rng.random() < UNHEARD_SHARE
+        while unheard and self.live:
+            self.deliver()
         self.kill()
         self._begin_life()
-        if before is not None and before.next_seq <= MOST_UNHEARD and self.rng.random() < UNHEARD_SHARE:
+        if before is not None and unheard:
+            self.replay_up = self.rng.random() < 0.5
             while self._alive().next_seq < before.next_seq:
                 self._publish(self._alive())
 
@@ -458,7 +464,10 @@ class World:
             if isinstance(self.cursor, ReportCursor):
                 self.cursor.greeting_wanted = True
         else:
+            before = len(self.cursor.items)
             self.cursor.disconnected()
+            if len(self.cursor.items) > before:
+                self.ends.append([life for life in self.lives if life.ended])
         self._collect()
 
     def deliver(self) -> None:
@@ -631,6 +640,7 @@ class World:
     def _follow(self) -> None:
         """Sockets are opened to one of the two streams."""
         self.inbox.clear()
+        self.ends.clear()
         self.live.clear()
         self.news.clear()
         self.answers.clear()
@@ -678,7 +688,8 @@ class World:
             self.trace.append(f"  {_short(item)}")
             ingest.apply(item, self.now)  # type: ignore[arg-type]
             if isinstance(item, Disconnected):
-                self._hear_ends()
+                for life in self.ends.popleft():
+                    life.end_heard = True
             elif isinstance(item, Batch | ReportBatch):
                 self._hear_new_life(item)
             elif isinstance(item, Connected) and not self.faulty:
