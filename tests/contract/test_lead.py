@@ -36,6 +36,7 @@ from kvrouter.router.shares import shares
 from kvrouter.router.states import CREDITED, StreamState
 from kvrouter.router.stream import MAX_PENDING_BLOCKS
 from kvrouter.router.transitions import NO_HASHES, Change
+from kvrouter.router.warm import warm
 
 WORKER = WorkerKey("m", "w")
 TOKENS = prompt(1, 12)
@@ -43,6 +44,12 @@ CHAIN = hashes(TOKENS)
 WAIT_S = 30.0
 SUSPECT_CREDIT_S = 2.0
 FIRST, SECOND = "first-router", "second-router"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """The first question would compile the kernels, and the loop would stand still."""
+    warm()
 
 
 @pytest.fixture
