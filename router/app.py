@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +33,16 @@ from kvrouter.router.api.asgi import Outer, build_api
 from kvrouter.router.api.hot_http import hot_protocol
 from kvrouter.router.api.http_limits import HttpLimits
 from kvrouter.router.api.ports import CorePort, TokensPort
+from kvrouter.router.cautions import open_to_all
 from kvrouter.router.config import Config, Origin, without_password
 from kvrouter.router.core import Core
 from kvrouter.router.discovery.discovery import Discovery
 from kvrouter.router.discovery.sources import sources_of
 from kvrouter.router.errors import SettingError, StartError
+from kvrouter.router.index.connection import StoreUnavailable, parse_url
 from kvrouter.router.index.embedded import EmbeddedStore, EmbeddedStoreError
 from kvrouter.router.index.store import IndexStore, StoreError
+from kvrouter.router.jit import progress
 from kvrouter.router.logs import set_up_logs
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.model_names import parse_tokenizers
@@ -49,6 +53,7 @@ from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.quality.watching import Quality
 from kvrouter.router.shutdown import Shutdown, take_waiting
 from kvrouter.router.siblings import Siblings
+from kvrouter.router.supervision import TaskSupervisor
 from kvrouter.router.tokens.engine_client import Engine
 from kvrouter.router.tokens.judging import LocalMaker
 from kvrouter.router.tokens.tokenizing import Tokenizing
@@ -69,6 +74,8 @@ FILES_PER_CONNECTION = 2
 # own limit of 1,023 would refuse some of a hundred workers.
 SOCKETS_PER_WORKER = 10
 SPARE_SOCKETS = 64
+# Compiling takes half a minute on a slow machine: somebody who waits reads a line as often as this.
+WARM_LOOK_S = 2.0
 # A private server that died is noticed by this; questions are answered from memory meanwhile.
 STORE_CHECK_S = 1.0
 # Tells a part that the supervisor had a second signal. Not SIGTERM, which a service manager may send to all processes at once.
@@ -172,8 +179,15 @@ async def _start(
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     metrics = Metrics(registry)
-    # First, as a wrong folder ends the start. In a thread, as a large vocabulary takes a second to load.
-    local = await asyncio.to_thread(local_tokenizers, config) if config.tokenizers else {}
+    count_callbacks(metrics)
+    supervisor = TaskSupervisor(clock=time.monotonic, rng=random.Random(), failures=metrics.task_failures)
+    # Settings first: a wrong one ends the start before anything is compiled or started.
+    tracing = tracing_of(config, metrics)
+    if tracing is not None:
+        stack.push_async_callback(tracing.close)
+    local = await checked_settings(config)
+    if part is None:
+        log_cautions(config)
     token = PRIVATE_TOKEN if config.redis is None else None
     if part is not None:
         token = part.token
@@ -193,7 +207,7 @@ async def _start(
     try:
         url = config.redis
         if url is None:
-            url = await stack.enter_async_context(private_store(Path(config.data_dir)))
+            url = await stack.enter_async_context(private_store(Path(config.data_dir), supervisor))
         store = await IndexStore.open(url)
         stack.push_async_callback(store.close)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -210,6 +224,7 @@ async def _start(
             rng=random.Random(),
             http=http,
             token=token,
+            supervisor=supervisor,
         )
         stack.push_async_callback(core.stop)
         admission = Admission(core.drains, time.monotonic, metrics)
@@ -225,10 +240,10 @@ async def _start(
             prefillers=core.prefill_workers,
             servers=store.servers,
             process=core.token,
+            supervisor=supervisor,
         )
         core.on_engine_load = placing.engine_said
-        # In a thread, as it takes seconds on the first start of all and a signal must not wait for it.
-        await asyncio.to_thread(warm)
+        await warm_up()
         await core.start()
         stack.push_async_callback(placing.stop)
         placing.start()
@@ -241,11 +256,14 @@ async def _start(
             metrics=metrics,
             clock=time.monotonic,
             rng=random.Random(),
+            supervisor=supervisor,
         )
         stack.push_async_callback(discovery.stop)
         await discovery.start()
-    except (StoreError, EmbeddedStoreError) as error:
+    except EmbeddedStoreError as error:
         raise StartError(str(error)) from None
+    except StoreError as error:
+        raise StartError(_redis_problem(config, error)) from None
     tokens = Tokenizing(
         models=core.models,
         engines=lambda model: [Engine(*known) for known in core.engine_urls(model).items()],
@@ -258,12 +276,10 @@ async def _start(
         metrics=metrics,
         clock=time.monotonic,
         rng=random.Random(),
+        supervisor=supervisor,
     )
     stack.push_async_callback(tokens.stop)
     tokens.start()
-    tracing = tracing_of(config, metrics)
-    if tracing is not None:
-        stack.push_async_callback(tracing.close)
     quality = Quality(metrics, time.monotonic, tracing)
     core.listen(quality.on_view)
     outer = build_router(core, placing, admission, tokens, discovery, config, metrics, quality, shutdown)
@@ -292,6 +308,60 @@ async def _start(
         print(start_line(config, listener, workers) if part is None else workers, flush=True)
 
     return _Server(settings, started)
+
+
+def count_callbacks(metrics: Metrics) -> None:
+    """Have errors counted that nobody awaits, of timers and of transports; the loop logs them."""
+
+    def count(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        # A connection that broke is nobody's bug.
+        if not isinstance(context.get("exception"), OSError):
+            metrics.internal_errors.labels("callback").inc()
+        loop.default_exception_handler(context)
+
+    asyncio.get_running_loop().set_exception_handler(count)
+
+
+async def checked_settings(config: Config) -> dict[str, LocalMaker]:
+    """The tokenizers of the settings, whatever else can be checked without a connection being right. Raises SettingError."""
+    if config.redis is not None:
+        try:
+            parse_url(config.redis)
+        except StoreError as error:
+            raise SettingError(f"redis is {without_password(config.redis)!r}: {error}") from None
+    # In a thread, as a large vocabulary takes a second to load.
+    return await asyncio.to_thread(local_tokenizers, config) if config.tokenizers else {}
+
+
+def log_cautions(config: Config) -> None:
+    """Once for all processes of this router."""
+    if (caution := open_to_all(config)) is not None:
+        log.warning(caution)
+
+
+def _redis_problem(config: Config, error: StoreError) -> str:
+    if config.redis is None:
+        return f"the private store: {error}"
+    fix = "start it, or correct the URL (--redis); without one, a private server is started"
+    return f"Redis at {without_password(config.redis)}: {error}" + (
+        f"; {fix}" if isinstance(error, StoreUnavailable) else ""
+    )
+
+
+async def warm_up() -> None:
+    """Have all kernels compiled or loaded, and say how far it is where it takes its time."""
+    begun = time.monotonic()
+    # In a thread, as it takes seconds on the first start of all and a signal must not wait for it.
+    working = asyncio.get_running_loop().run_in_executor(None, warm)
+    compiled = False
+    while not (await asyncio.wait({working}, timeout=WARM_LOOK_S))[0]:
+        found = progress()
+        if found.missed:
+            compiled = True
+            log.info("compiling kernels, once", extra={"ready": f"{found.ready} of {found.total}"})
+    working.result()
+    if compiled:
+        log.info("kernels compiled", extra={"seconds": round(time.monotonic() - begun, 1)})
 
 
 def tracing_of(config: Config, metrics: Metrics) -> Tracing | None:
@@ -382,10 +452,10 @@ def _port_taken(host: str, port: int, error: OSError) -> SettingError:
 
 
 @asynccontextmanager
-async def private_store(data_dir: Path) -> AsyncIterator[str]:
+async def private_store(data_dir: Path, supervisor: TaskSupervisor) -> AsyncIterator[str]:
     """The private Valkey server of `data_dir`, kept running; yields its URL."""
     store = await EmbeddedStore.start(data_dir)
-    keeper = asyncio.get_running_loop().create_task(_keep_running(store))
+    keeper = supervisor.start("private_store", partial(_keep_running, store))
     try:
         yield store.url
     finally:

@@ -7,6 +7,7 @@ Belongs to one asyncio loop. `ask` is synchronous and does no I/O; everything th
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import secrets
 from collections import Counter
@@ -19,12 +20,13 @@ import zmq
 from kvrouter.events.permits import Permits
 from kvrouter.router.allow_list import AllowList
 from kvrouter.router.approximate import RoutingHistory, approximate_hit, pieces_of
+from kvrouter.router.cautions import evicting, open_to_all
 from kvrouter.router.config import Config
 from kvrouter.router.engine_lists import EngineLists, ServedModels
 from kvrouter.router.errors import UnknownModel
 from kvrouter.router.fleet import Fleet
 from kvrouter.router.following import Following
-from kvrouter.router.index.store import IndexStore
+from kvrouter.router.index.store import IndexStore, StoreError
 from kvrouter.router.load.gauges import EngineLoad
 from kvrouter.router.match import Matcher, Plans, WorkerView
 from kvrouter.router.metrics import Metrics
@@ -40,8 +42,13 @@ from kvrouter.router.segments import SegmentMemory
 from kvrouter.router.states import StreamState
 from kvrouter.router.status import WorkerStatus
 from kvrouter.router.stream import WorkerStream
+from kvrouter.router.supervision import TaskSupervisor
+
+log = logging.getLogger(__name__)
 
 GAUGE_INTERVAL_S = 1.0
+# Somebody may change how the store evicts while it runs.
+STORE_SETTINGS_S = 30.0
 
 # Some milliseconds for a thousand workers: of many that come at once, not each is worth it.
 JUDGE_PAUSE_S = 0.05
@@ -61,6 +68,7 @@ class Core:
         rng: random.Random,
         http: aiohttp.ClientSession | None = None,
         token: str | None = None,
+        supervisor: TaskSupervisor | None = None,
     ) -> None:
         """http: to ask engines whether they live, and what load they have; None: they are not asked. token: names this process
         in leases; one that outlives the process lets its successor take over at once."""
@@ -72,6 +80,7 @@ class Core:
         self._rng = rng
         self._http = http
         self._token = token or secrets.token_hex(8)
+        self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
         self._allowed = AllowList(config.allow_hosts)
         self._permits = Permits(rng=rng)
         self._memory = SegmentMemory(config.segment_memory_bytes)
@@ -82,6 +91,7 @@ class Core:
             metrics=metrics,
             clock=clock,
             rng=rng,
+            supervisor=self._supervisor,
             budget_bytes=config.mirror_budget_bytes,
         )
         self._mirror = self._following.mirror
@@ -97,6 +107,7 @@ class Core:
             allowed=self._allowed,
             make_stream=self._make_stream,
             take_image=self._following.take_image,
+            take_unreadable=self._following.take_unreadable,
             changed=self._members_changed,
             leaves=self._leaves,
             forget=self._forget,
@@ -116,6 +127,8 @@ class Core:
         self._judged_s = float("-inf")
         self._judging: asyncio.TimerHandle | None = None
         self._lives: dict[WorkerKey, str] = {}
+        # Of each server of the store that evicts.
+        self._evicting: list[str] = []
         # Told what engines that are followed here say of their load.
         self.on_engine_load: Callable[[WorkerKey, EngineLoad], None] = lambda worker, said: None
 
@@ -124,13 +137,19 @@ class Core:
         await self.fleet.start()
         self._loaded = True
         self._judge_registrations()
-        following = self._following
-        for task in (following.follow(), following.sweep(), self._gauge()):
-            self._tasks.append(asyncio.get_running_loop().create_task(task))
-        for task in (self.fleet.beat_always(), self.fleet.judge_followers(), self.fleet.watch_registry()):
-            self._tasks.append(asyncio.get_running_loop().create_task(task))
+        runs = {
+            "mirror": self._following.follow,
+            "mirror_reload": self._following.reload,
+            "mirror_sweep": self._following.sweep,
+            "gauges": self._gauge,
+            "heartbeat": self.fleet.beat_always,
+            "followers": self.fleet.judge_followers,
+            "registry": self.fleet.watch_registry,
+            "store_settings": self._watch_store_settings,
+        }
         if self._engines is not None:
-            self._tasks.append(asyncio.get_running_loop().create_task(self._engines.run()))
+            runs["engine_lists"] = self._engines.run
+        self._tasks += [self._supervisor.start(name, run) for name, run in runs.items()]
 
     async def stop(self) -> None:
         """End all tasks; what was committed stays in Redis."""
@@ -168,6 +187,7 @@ class Core:
             mirror=self._following,
             allowed=self._allowed,
             permits=self._permits,
+            supervisor=self._supervisor,
             changed=lambda: self._view_changed(worker),
             engine_load=lambda said: self.on_engine_load(worker, said),
         )
@@ -394,7 +414,26 @@ class Core:
             if view.state is not StreamState.LIVE or view.catalog.problem is not None:
                 why = view.reason or view.catalog.problem or ""
                 problems.append(f"{name} is {view.state.value}: {why}")
-        return problems
+        return problems + self.fleet.problems + self._supervisor.health()
+
+    def cautions(self) -> list[str]:
+        """What works now and is a risk all the same; it degrades nothing."""
+        return [caution for caution in (open_to_all(self._config), *self._evicting) if caution is not None]
+
+    async def _watch_store_settings(self) -> None:
+        while True:
+            try:
+                policies = await self._store.eviction_policies()
+            except StoreError as error:
+                # Its absence is shown where it is followed; without the right to ask, nothing is known.
+                log.debug("the store's settings are not known", extra={"reason": str(error)})
+            else:
+                found = [caution for policy in policies.items() if (caution := evicting(*policy)) is not None]
+                for caution in found:
+                    if caution not in self._evicting:
+                        log.warning(caution)
+                self._evicting = found
+            await asyncio.sleep(STORE_SETTINGS_S)
 
     async def _gauge(self) -> None:
         while True:

@@ -13,12 +13,13 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
+from kvrouter.router import registry
 from kvrouter.router.allow_list import AllowList
 from kvrouter.router.config import Config
 from kvrouter.router.errors import Conflict, HostNotAllowed
 from kvrouter.router.heartbeat import VERSION, Heartbeat, encode_heartbeat
 from kvrouter.router.index import keys
-from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
+from kvrouter.router.index.store import IndexStore, StoredValueError, StoreError, WorkerImage
 from kvrouter.router.membership import INTERVAL_S, Membership
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import WorkerKey
@@ -56,12 +57,13 @@ class Fleet:
         allowed: AllowList,
         make_stream: Callable[[Registration, Callable[[WorkerKey], bool]], WorkerStream],
         take_image: Callable[[WorkerImage], None],
+        take_unreadable: Callable[[WorkerKey, str], None],
         changed: Callable[[], None],
         leaves: Callable[[WorkerKey], None],
         forget: Callable[[WorkerKey], Awaitable[None]],
     ) -> None:
-        """make_stream(registration, mine). take_image: what Redis holds of a new worker. changed: one came, went, or was
-        registered otherwise. leaves: its stream is to end; forget: it has ended."""
+        """make_stream(registration, mine). take_image: what Redis holds of a new worker; take_unreadable: why that cannot be read.
+        changed: one came, went, or was registered otherwise. leaves: its stream is to end; forget: it has ended."""
         self._streams = streams
         self._store = store
         self._config = config
@@ -71,6 +73,7 @@ class Fleet:
         self._allowed = allowed
         self._make_stream = make_stream
         self._take_image = take_image
+        self._take_unreadable = take_unreadable
         self._changed = changed
         self._leaves = leaves
         self._forget = forget
@@ -88,6 +91,9 @@ class Fleet:
         self._left_out: dict[WorkerKey, str] = {}
         # Workers that were not in the registry at the last look, though nobody told of a change.
         self._missing: set[WorkerKey] = set()
+        # What of the registry cannot be read, and the workers of this process that are registered there so.
+        self.problems: list[str] = []
+        self._illegible: set[WorkerKey] = set()
 
     async def start(self) -> None:
         """Load what Redis holds, and begin to follow it. Raises StoreError when Redis cannot be read."""
@@ -198,12 +204,13 @@ class Fleet:
                     due = version != self._registry or self._clock() > read_s + REGISTRY_READ_S
                     if due and await self._follow_registry(version):
                         read_s = self._clock()
+            except StoredValueError as error:
+                if self.problems != [str(error)]:
+                    self.problems = [str(error)]
+                    self._metrics.unreadable_values.labels("registry").inc()
+                    log.error("registry not readable", extra={"reason": str(error)})
             except StoreError as error:
                 log.debug("registry not read", extra={"error": str(error)})
-            except Exception:
-                # A defect of ours must not end the task unseen: registrations of others would never be known.
-                self._metrics.internal_errors.labels("registry").inc()
-                log.exception("registry not followed")
 
     async def _restore_registry(self) -> None:
         """The store lost what was written to it: give it the registrations that are known here."""
@@ -214,14 +221,7 @@ class Fleet:
 
     async def _follow_registry(self, version: int) -> bool:
         """Make the workers here those of the registry as it is at `version` or later. False: look again soon."""
-        stored: dict[WorkerKey, Registration] = {}
-        left_out: dict[WorkerKey, str] = {}
-        for worker, raw in (await self._store.registrations()).items():
-            try:
-                stored[worker] = msgspec.json.decode(raw, type=Registration)
-            except msgspec.MsgspecError as error:
-                log.warning("stored registration not readable", extra={"worker": worker, "error": str(error)})
-                left_out[worker] = f"its registration cannot be read here: {error}"
+        stored, left_out = await self._stored_registrations()
         missing = self._streams.keys() - stored.keys()
         if missing and version == self._registry:
             # Nobody told of a change: a node of a cluster lost it, or whoever drops them has not come to telling yet.
@@ -254,6 +254,35 @@ class Fleet:
         self._registry = version
         return True
 
+    async def _stored_registrations(self) -> tuple[dict[WorkerKey, Registration], dict[WorkerKey, str]]:
+        """Those that can be read, and why others cannot. Of those, what is known here stays: they are registered all the same."""
+        raws, unreadable = await self._store.registrations()
+        stored: dict[WorkerKey, Registration] = {}
+        left_out: dict[WorkerKey, str] = {}
+        for worker, raw in raws.items():
+            try:
+                stored[worker] = registry.decode(worker, raw)
+            except StoredValueError as error:
+                unreadable.append(error)
+                if worker not in self._streams:
+                    left_out[worker] = f"its registration cannot be read here: {error}"
+        whole = {(error.key, error.field) for error in unreadable}
+        self._illegible = {
+            worker
+            for worker in self._streams
+            if not {(keys.registry(worker.model), field) for field in ("", keys.registry_field(worker))}.isdisjoint(
+                whole
+            )
+        }
+        stored |= {worker: self._streams[worker].registration for worker in self._illegible}
+        problems = [str(error) for error in unreadable]
+        for problem in problems:
+            if problem not in self.problems:
+                self._metrics.unreadable_values.labels("registry").inc()
+                log.error("registry not readable", extra={"reason": problem})
+        self.problems = problems
+        return stored, left_out
+
     async def register(self, registration: Registration) -> None:
         """The same again is a no-op; a different one for the same id and rank replaces it. Raises HostNotAllowed, and Conflict
         where a source that wins says something else."""
@@ -263,7 +292,7 @@ class Fleet:
         async with self._lock:
             worker = registration.worker
             known = self._streams.get(worker)
-            if known is not None and _says_the_same(known.registration, registration):
+            if known is not None and _says_the_same(known.registration, registration) and worker not in self._illegible:
                 return
             replaced = [other for other in self._streams if other[1:] == worker[1:]]
             for other in replaced:
@@ -361,7 +390,8 @@ class Fleet:
             elif own or token != self._token:
                 try:
                     found.update(msgspec.json.decode(raw, type=Claims).workers.get(source, ()))
-                except msgspec.MsgspecError as error:
+                except (msgspec.MsgspecError, ValueError) as error:
+                    self._metrics.unreadable_values.labels("claims").inc()
                     log.warning("claims of another router not readable", extra={"router": token, "error": str(error)})
         if dead:
             await self._store.drop_claims(dead)
@@ -370,11 +400,21 @@ class Fleet:
     async def _begin(self, registration: Registration) -> None:
         worker = registration.worker
         stream = self._make_stream(registration, self._is_mine)
-        image = await self._store.load(worker)
-        stream.prepare(image, await self._store.load_copies(worker))
+        image, unreadable = WorkerImage.empty(worker), None
+        try:
+            image = await self._store.load(worker)
+            stream.prepare(image, await self._store.load_copies(worker))
+        except StoredValueError as error:
+            unreadable = error
+            stream.prepare(WorkerImage.empty(worker), {})
         self._streams[worker] = stream
         self._mine = None
-        self._take_image(image)
+        if unreadable is not None:
+            self._take_unreadable(worker, str(unreadable))
+        elif problem := stream.unreadable(image):
+            self._take_unreadable(worker, problem)
+        else:
+            self._take_image(image)
         self._changed()
         if self._attends:
             stream.start()

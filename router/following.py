@@ -8,6 +8,7 @@ lead, loads the worker from Redis, and goes on with its log. Whoever writes with
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections import deque
@@ -19,10 +20,11 @@ from numpy.typing import NDArray
 from kvrouter.router.index.follower import FollowerItem, LogFollower, Reload, StoreBack, StoreLost
 from kvrouter.router.index.log import LogEntry
 from kvrouter.router.index.mirror import Mirror, MirrorFull
-from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
+from kvrouter.router.index.store import IndexStore, StoredValueError, StoreError, WorkerImage
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import Place, WorkerKey
 from kvrouter.router.stream import WorkerStream
+from kvrouter.router.supervision import TaskSupervisor
 from kvrouter.router.transitions import Change
 
 log = logging.getLogger("kvrouter.following")
@@ -33,8 +35,22 @@ ENTRIES_PER_TURN = 8
 BLOCKS_PER_TURN = 32_768
 
 SWEEP_INTERVAL_S = 0.05
-# Before a worker that could not be loaded is tried again.
-RELOAD_PAUSE_S = 1.0
+# Before a worker that could not be loaded is tried again: doubled from the first to the last.
+RELOAD_FIRST_S = 0.5
+RELOAD_LAST_S = 4.0
+
+
+class _Reloading:
+    """When a worker is to be loaded, and why it could not be."""
+
+    def __init__(self, due_s: float) -> None:
+        self.due_s = due_s
+        self.reason = ""
+        self._pause_s = RELOAD_FIRST_S
+
+    def put_off(self, now: float) -> None:
+        self.due_s = now + self._pause_s
+        self._pause_s = min(2 * self._pause_s, RELOAD_LAST_S)
 
 
 class Following:
@@ -48,6 +64,7 @@ class Following:
         metrics: Metrics,
         clock: Callable[[], float],
         rng: random.Random,
+        supervisor: TaskSupervisor,
         budget_bytes: int,
     ) -> None:
         """budget_bytes: the most memory that the mirror takes."""
@@ -57,7 +74,11 @@ class Following:
         self._clock = clock
         self._budget_bytes = budget_bytes
         self.mirror = Mirror(budget_bytes)
-        self._follower = LogFollower(store.servers, rng=rng)
+        self._follower = LogFollower(store.servers, rng=rng, supervisor=supervisor)
+        # Workers whose log cannot be followed from where it was read, until they are loaded again.
+        self._reloads: dict[WorkerKey, _Reloading] = {}
+        self._reload_wanted = asyncio.Event()
+        self._follows = False
         # Why the log of a worker cannot be followed: in a cluster, some can and some cannot.
         self._unfollowed: dict[WorkerKey, str] = {}
         self._store_lost_s: float | None = None
@@ -71,6 +92,7 @@ class Following:
 
     async def forget(self, worker: WorkerKey) -> None:
         """A worker is gone."""
+        self._reloads.pop(worker, None)
         await self._leave_log(worker)
         self._led.discard(worker)
         self.mirror.forget(worker)
@@ -78,7 +100,10 @@ class Following:
     async def lead(self, worker: WorkerKey) -> None:
         """See MirrorSource."""
         self._led.add(worker)
+        self._reloads.pop(worker, None)
         await self._leave_log(worker)
+        if (stream := self._streams.get(worker)) is not None:
+            stream.image_lost("")
 
     async def _leave_log(self, worker: WorkerKey) -> None:
         self._moved.add(worker)
@@ -87,10 +112,17 @@ class Following:
 
     async def follow_log(self, worker: WorkerKey) -> None:
         """See MirrorSource."""
-        image = await self._store.load(worker)
+        try:
+            image = await self._store.load(worker)
+            problem = "" if worker not in self._streams else self._streams[worker].unreadable(image)
+        except StoredValueError as error:
+            problem = str(error)
         if worker in self._streams:
             self._led.discard(worker)
-            self.take_image(image)
+            if problem:
+                self.take_unreadable(worker, problem)
+            else:
+                self.take_image(image)
 
     def begin_epoch(self, worker: WorkerKey, epoch: str) -> None:
         """See MirrorSource."""
@@ -122,11 +154,18 @@ class Following:
         if worker in self._led:
             raise RuntimeError(f"{worker} is led here: its stream writes the mirror")
         self._moved.add(worker)
+        self._reloads.pop(worker, None)
         self.mirror.begin_epoch(worker, image.epoch or "")
         for place, hashes in image.places.items():
             self._add(worker, place, hashes)
         self._follower.add_image(image)
         self._streams[worker].take_image(image)
+        self._streams[worker].image_lost("")
+
+    def take_unreadable(self, worker: WorkerKey, problem: str) -> None:
+        """What Redis holds of a new worker cannot be read: it is loaded when it can."""
+        self.mirror.begin_epoch(worker, "")
+        self._want_reload(worker, problem)
 
     def _add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
         try:
@@ -159,6 +198,19 @@ class Following:
         )
 
     async def follow(self) -> None:
+        self._follows = True
+        try:
+            await self._apply_all()
+        except Exception:
+            # Items were taken and not applied; until it runs again nothing of what the logs say is known here.
+            self._follows = False
+            for worker in self._streams:
+                self._want_reload(
+                    worker, "an internal error keeps the logs from being followed: they are again in a moment"
+                )
+            raise
+
+    async def _apply_all(self) -> None:
         while True:
             entries = blocks = 0
             items = await self._follower.next()
@@ -166,7 +218,7 @@ class Following:
             for item in in_turns(items):
                 if isinstance(item, LogEntry | Reload) and item.worker in self._moved:
                     continue
-                await self._take(item)
+                self._take(item)
                 entries += 1
                 blocks += _size_blocks(item)
                 if entries >= ENTRIES_PER_TURN or blocks >= BLOCKS_PER_TURN:
@@ -174,21 +226,18 @@ class Following:
                     await asyncio.sleep(0)
             await asyncio.sleep(0)
 
-    async def _take(self, item: FollowerItem) -> None:
+    def _take(self, item: FollowerItem) -> None:
         if isinstance(item, LogEntry):
-            self._apply(item)
+            try:
+                self._apply(item)
+            except Exception:
+                # A defect of ours costs its worker a load, and no other anything.
+                self._metrics.internal_errors.labels("mirror").inc()
+                log.exception("entry not applied", extra={"worker": item.worker})
+                self._want_reload(item.worker, "an internal error kept its changes from being applied")
         elif isinstance(item, Reload):
             log.warning("reload", extra={"worker": item.worker, "reason": item.reason})
-            try:
-                image = await self._store.load(item.worker)
-                if self._reads_log(item.worker):
-                    self.take_image(image)
-                self._regain_store([item.worker])
-            except StoreError as error:
-                self._lose_store([item.worker], str(error))
-                await asyncio.sleep(RELOAD_PAUSE_S)
-                if self._reads_log(item.worker):
-                    self._follower.add(item.worker)
+            self._want_reload(item.worker, item.reason)
         elif isinstance(item, StoreLost):
             self._lose_store(item.workers, item.reason)
         elif isinstance(item, StoreBack):
@@ -227,7 +276,7 @@ class Following:
     def _apply(self, entry: LogEntry) -> None:
         worker = entry.worker
         stream = self._streams.get(worker)
-        if stream is None:
+        if stream is None or worker in self._reloads:
             return
         known = self.mirror.worker(worker)
         if known is None or entry.opened_epoch or known.epoch != entry.epoch:
@@ -235,6 +284,65 @@ class Following:
         self._change(worker, entry.changes)
         stream.take_entry(entry)
         stream.shown(entry.epoch, entry.last_seq)
+
+    def _want_reload(self, worker: WorkerKey, reason: str) -> None:
+        """Have it loaded by `reload`. Until then its changes are not known here, so it earns no credit."""
+        if self._reads_log(worker):
+            self._reloads[worker] = _Reloading(self._clock())
+            self._streams[worker].image_lost(reason)
+            self._reload_wanted.set()
+
+    async def reload(self) -> None:
+        """Load the workers that have to be, beside the following: one that cannot be loaded keeps no other waiting."""
+        while True:
+            now = self._clock()
+            # An image that nothing is added to would be old at once.
+            if self._follows and self._follower.reading:
+                due = [worker for worker, one in self._reloads.items() if one.due_s <= now]
+                await asyncio.gather(*map(self._load_again, due))
+                pause_s = (
+                    min((one.due_s for one in self._reloads.values()), default=now + RELOAD_LAST_S) - self._clock()
+                )
+            else:
+                pause_s = SWEEP_INTERVAL_S
+            self._reload_wanted.clear()
+            if pause_s > 0:
+                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(pause_s, RELOAD_LAST_S)):
+                        await self._reload_wanted.wait()
+
+    async def _load_again(self, worker: WorkerKey) -> None:
+        wanted, stream = self._reloads[worker], self._streams.get(worker)
+        try:
+            await self._follower.remove(worker)
+            image = await self._store.load(worker)
+            problem = "" if stream is None else stream.unreadable(image)
+        except StoredValueError as error:
+            problem = str(error)
+        except StoreError as error:
+            wanted.put_off(self._clock())
+            if self._reloads.get(worker) is wanted:
+                self._lose_store([worker], str(error))
+            return
+        # It may have been dropped, or registered anew, meanwhile.
+        if stream is None or self._reloads.get(worker) is not wanted or self._streams.get(worker) is not stream:
+            return
+        if problem:
+            wanted.put_off(self._clock())
+            if wanted.reason != problem:
+                wanted.reason = problem
+                self._unreadable(stream, problem)
+            with contextlib.suppress(StoreError):
+                await self._store.report_unreadable(worker, problem)
+        else:
+            self.take_image(image)
+            self._regain_store([worker])
+
+    def _unreadable(self, stream: WorkerStream, problem: str) -> None:
+        self._metrics.unreadable_values.labels("worker").inc()
+        log.error("stored values not readable", extra={"worker": stream.worker, "reason": problem})
+        stream.image_lost(problem)
 
     async def sweep(self) -> None:
         while True:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, Lease, StoreError
+from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, Lease, StoredValueError, StoreError
 from kvrouter.router.ingest import Flush
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import WorkerKey
@@ -152,6 +152,8 @@ class Hold:
         head = await self._store.renew_lease(self._worker, self._lease, self._ttl_s)
         if head is None:
             await self._regain()
+        elif head.problem is not None:
+            self._lose("unreadable", str(head.problem))
         elif (head.epoch, head.seq) not in (self._written, self._unsure):
             self._lose("data_lost", "Redis lost commits of this worker")
 
@@ -195,6 +197,9 @@ class Hold:
                     if await once():
                         self._say(None)
                         return
+            except StoredValueError as error:
+                # Nothing can be written over it but a new epoch.
+                self._lose("unreadable", str(error))
             except StoreError as error:
                 self._metrics.index_commits.labels("failed").inc()
                 self._metrics.store_up.set(0)

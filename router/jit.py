@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import numba
 
@@ -26,10 +26,30 @@ R = TypeVar("R")
 
 log = logging.getLogger(__name__)
 
+# All that were declared, in the order of their modules.
+_kernels: list[object] = []
+
 
 def kernel(function: Callable[P, R]) -> Callable[P, R]:
     """`function`, compiled at its first call. Only numpy arrays and scalars go in and out."""
-    return cast("Callable[P, R]", _declared(function))
+    declared = _declared(function)
+    _kernels.append(declared)
+    return cast("Callable[P, R]", declared)
+
+
+class Progress(NamedTuple):
+    """Kernels that can be called, of all; missed: those that had to be compiled, as no cache had them."""
+
+    ready: int
+    total: int
+    missed: int
+
+
+def progress() -> Progress:
+    """How far the kernels of this process are."""
+    dispatchers: list[Any] = [one for one in _kernels if hasattr(one, "stats")]
+    ready = sum(bool(one.signatures) for one in dispatchers)
+    return Progress(ready, len(dispatchers), sum(bool(one.stats.cache_misses) for one in dispatchers))
 
 
 def _declared(function: Callable[P, R]) -> object:

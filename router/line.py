@@ -7,7 +7,6 @@ Belongs to one asyncio loop. Who is next and who may wait at all is decided in `
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable
 
 from kvrouter.router.config import Config
@@ -15,8 +14,7 @@ from kvrouter.router.errors import RouterError, Saturated
 from kvrouter.router.load.waiting import Waiter, WaitingLine
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.placement import Ask, Placement
-
-log = logging.getLogger("kvrouter.placing")
+from kvrouter.router.supervision import TaskSupervisor
 
 # How often those in line are looked at even if nothing is heard: engines' own numbers and expiry make room too.
 LINE_LOOK_S = 0.05
@@ -35,18 +33,20 @@ class Line:
         config: Config,
         metrics: Metrics,
         clock: Callable[[], float],
+        supervisor: TaskSupervisor,
     ) -> None:
         self._reserve = reserve
         self._tick = tick
         self._deadline_s = config.queue_deadline_s
         self._metrics = metrics
         self._clock = clock
+        self._supervisor = supervisor
         self._waiting: WaitingLine[tuple[Ask, float, asyncio.Future[Placement]]] = WaitingLine(config.queue_size)
         self._looking = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._tend())
+        self._task = self._supervisor.start("queue", self._tend)
 
     async def stop(self) -> None:
         if self._task is not None:
@@ -126,14 +126,9 @@ class Line:
     async def _tend(self) -> None:
         tick_s = 0.0
         while True:
-            try:
-                if len(self._waiting):
-                    self.look()
-                if self._clock() >= tick_s:
-                    tick_s = self._clock() + TICK_S
-                    self._tick()
-            except Exception:
-                # A defect of ours must not end the task unseen: nothing would expire any more.
-                self._metrics.internal_errors.labels("placing").inc()
-                log.exception("load not tended")
+            if len(self._waiting):
+                self.look()
+            if self._clock() >= tick_s:
+                tick_s = self._clock() + TICK_S
+                self._tick()
             await asyncio.sleep(LINE_LOOK_S)

@@ -24,7 +24,9 @@ RESYNCS = {"replay": "replays", "snapshot": "snapshots", "relearned": "relearned
 # Why a client's connection was closed: size or time of a head, time of a body, an answer that nobody read, too many connections,
 # no HTTP.
 CUT_REASONS = ("head_size", "head_time", "body_time", "send_time", "connections", "invalid")
-LEASE_LOSSES = ("taken", "handed_over", "data_lost")
+LEASE_LOSSES = ("taken", "handed_over", "data_lost", "unreadable")
+# Where a value in Redis was met that no router writes: in what is stored of a worker, the registry, the claims of routers.
+UNREADABLE = ("worker", "registry", "claims")
 
 # How a proxied request ended: ok, an engine's 4xx or 5xx passed on, the router's own refusal (its body, no worker), no engine that
 # answered, an answer that broke off, a client that hung up, a defect of the router.
@@ -80,6 +82,12 @@ class Metrics:
             "http_connections_cut_total", "Connections closed for a client's fault", "reason"
         )
         self.internal_errors = counter("internal_errors_total", "Unhandled exceptions: each is a bug", "where")
+        self.task_failures = counter(
+            "task_failures_total", "Long-lived tasks that ended and were started again", "task"
+        )
+        self.unreadable_values = counter(
+            "unreadable_values_total", "Values in Redis that no router writes, as they were met", "where"
+        )
         self.decide_seconds = Histogram(
             "kvrouter_decide_seconds",
             "Time to answer a question of the API (/query, /select), without HTTP",
@@ -273,6 +281,8 @@ class Metrics:
 
         for outcome in COMMIT_OUTCOMES:
             self.index_commits.labels(outcome)
+        for where in UNREADABLE:
+            self.unreadable_values.labels(where)
         for reason in CUT_REASONS:
             self.connections_cut.labels(reason)
         for how in LEASE_LOSSES:

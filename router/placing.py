@@ -30,6 +30,7 @@ from kvrouter.router.names import WorkerKey
 from kvrouter.router.placement import Ask, Placement, PrefillPart
 from kvrouter.router.printable import printable
 from kvrouter.router.states import StreamState
+from kvrouter.router.supervision import TaskSupervisor
 
 # Models whose problems one answer names.
 MODELS_SHOWN = 8
@@ -68,6 +69,7 @@ class Placing:
         prefillers: Callable[[str], frozenset[WorkerKey]] = lambda model: NOBODY,
         servers: Servers | None = None,
         process: str = "",
+        supervisor: TaskSupervisor | None = None,
     ) -> None:
         """unavailable: why a worker takes nothing now, None when it may. prefillers: a model's workers that only compute prompts.
         servers, process: where and under which name load is shared."""
@@ -88,7 +90,8 @@ class Placing:
         )
         self._selections = Selections()
         self._placements: dict[str, Placement] = {}
-        self._line = Line(self.reserve, self.tick, config, metrics, clock)
+        supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
+        self._line = Line(self.reserve, self.tick, config, metrics, clock, supervisor)
         self._share: LoadShare | None = None
         if servers is not None:
             self._share = LoadShare(
@@ -99,6 +102,7 @@ class Placing:
                 rng=rng,
                 end_here=self._end_here,
                 changed=self._line.look_soon,
+                supervisor=supervisor,
             )
 
     def start(self) -> None:

@@ -45,6 +45,9 @@ class CatalogSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     lora_paths: dict[str, str] = {}
 
 
+# The model of a registration whose engine has to be asked for it.
+UNKNOWN_MODEL = ""
+
 # In place of the patch's endpoint: do not look for one.
 NO_PATCH = "off"
 

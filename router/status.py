@@ -8,6 +8,8 @@ from typing import Any
 import msgspec
 
 from kvrouter.router.owners import REGISTER
+from kvrouter.router.registration import Registration
+from kvrouter.router.states import StreamState
 
 
 class PatchStatus(msgspec.Struct, frozen=True):
@@ -84,3 +86,33 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     handover: str = "kv_transfer_params"
     # Why what is predicted for it is not to be trusted, by what its engine said of answers; empty when nothing speaks against it.
     predictions: str = ""
+
+    @classmethod
+    def unregistered(cls, given: Registration, reason: str) -> WorkerStatus:
+        """One that a source knows and that is not registered yet; its model may not be known."""
+        return cls(
+            worker_id=given.worker.worker_id,
+            dp_rank=given.worker.dp_rank,
+            model=given.worker.model,
+            url=given.url,
+            state=StreamState.DOWN.value,
+            state_age_s=0.0,
+            credited=False,
+            approximate=False,
+            reason=reason,
+            epoch=None,
+            seq=None,
+            catalog=None,
+            catalog_source=None,
+            hash_scheme="",
+            residency={},
+            lag_ms=None,
+            gaps=0,
+            recovery=Recovery(),
+            last_event_age_s=None,
+            source=given.source,
+            draining=given.drains,
+            closed=reason,
+            role=given.role.value,
+            handover=given.handover.value,
+        )

@@ -32,7 +32,7 @@ from kvrouter.router.engine_disk import DiskSigns, DiskWatch
 from kvrouter.router.hold import ELSEWHERE, RETRY_FIRST_S, RETRY_LAST_S, HandedOver, Hold, HoldLost
 from kvrouter.router.index import keys
 from kvrouter.router.index.log import LogEntry
-from kvrouter.router.index.store import IndexStore, StoreError, WorkerImage
+from kvrouter.router.index.store import IndexStore, StoredValueError, StoreError, WorkerImage
 from kvrouter.router.ingest import Flush, Tally
 from kvrouter.router.lead import Lead, MirrorSource
 from kvrouter.router.load.gauges import EngineLoad
@@ -43,7 +43,8 @@ from kvrouter.router.provenance import ranks_allowed
 from kvrouter.router.registration import NO_PATCH, Registration
 from kvrouter.router.report_ingest import ReportIngest
 from kvrouter.router.states import CREDITED, SHOWN, StreamState, credited
-from kvrouter.router.told import Told, engine_start_s, state_fields
+from kvrouter.router.supervision import TaskSupervisor
+from kvrouter.router.told import RESTORE_ERRORS, Told, engine_start_s, state_fields
 from kvrouter.router.vitals import EngineBack, EngineLost, EngineRestarted, VitalSign
 
 log = logging.getLogger("kvrouter.stream")
@@ -109,6 +110,7 @@ class WorkerStream:
         new_epoch: Callable[[], str],
         allowed: AllowList,
         permits: Permits,
+        supervisor: TaskSupervisor,
         mine: Callable[[WorkerKey], bool],
         mirror: MirrorSource,
         changed: Callable[[], None],
@@ -130,6 +132,7 @@ class WorkerStream:
         self._allowed = allowed
         self._permits = permits
         self._mirror = mirror
+        self._supervisor = supervisor
         self._changed = changed
         self._engine_load = engine_load
         self._decoder = BatchDecoder()
@@ -162,6 +165,8 @@ class WorkerStream:
         self._unheard = False
         # Why what others tell cannot be relied on, None while the router that follows the worker is heard.
         self._follower_problem: str | None = NO_FOLLOWER_YET
+        # Why the mirror does not have what Redis holds of the worker; empty while it does.
+        self._image_problem = ""
         # Whether the last hold ended because the other of the two streams is to be followed.
         self._source_changed = False
         # When the engine's process started, as far as any router knows.
@@ -274,6 +279,17 @@ class WorkerStream:
             if self._elsewhere:
                 self._refresh()
 
+    def unreadable(self, image: WorkerImage) -> str:
+        """What of the image nobody could be shown, as it does not explain the worker; empty: all of it could."""
+        told = Told(self.registration, self._config.none_hash_seed)
+        told.take_image(image)
+        return told.problem
+
+    def image_lost(self, reason: str) -> None:
+        """Why the mirror does not have what Redis holds of the worker, so that nothing of it is credited; empty: it does."""
+        self._image_problem = reason
+        self._refresh()
+
     @property
     def held(self) -> bool:
         """Whether this process follows the worker."""
@@ -329,8 +345,8 @@ class WorkerStream:
         if image.epoch is not None and image.seq is not None:
             try:
                 self.ingest.restore(image.epoch, image.seq, image.places, copies, image.meta)
-            except (msgspec.MsgspecError, ValueError) as error:
-                # Written by another version or another program: what it means is not known, so it is not used.
+            except RESTORE_ERRORS as error:
+                # What it means is not known, so it is not used.
                 log.warning("stored state not readable", extra={"worker": self.worker, "error": str(error)})
                 self.ingest = self._new_ingest()
                 self.ingest.begin_unreadable(str(error))
@@ -347,7 +363,7 @@ class WorkerStream:
         if self.refusal:
             log.warning("worker not followed", extra={"worker": self.worker, "reason": self.refusal})
             return
-        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"stream {self.worker}")
+        self._task = self._supervisor.start("stream", self._run, of=self.worker.route_name)
 
     async def stop(self) -> None:
         """End the task; what was committed stays, the lease is given back to others."""
@@ -390,6 +406,8 @@ class WorkerStream:
             reason = refusal
         elif state is StreamState.MISMATCHED and self._contradiction:
             reason = self._contradiction
+        elif self._unproven_image:
+            reason = self._unproven_image
         elif self._elsewhere:
             reason = self._hold_problem or self._elsewhere_problem or self._told.reason or ELSEWHERE
         elif away is not None:
@@ -433,6 +451,8 @@ class WorkerStream:
             state = StreamState.SUSPECT
         if self._contradiction and state is not StreamState.DOWN:
             state = StreamState.MISMATCHED
+        if self._unproven_image and state in CREDITED:
+            state = StreamState.RESYNCING
         old = self.view
         if state is not old.state:
             self.since_s = self._clock()
@@ -455,6 +475,10 @@ class WorkerStream:
             self.shown(flush.epoch, None if flush.seqs is None else flush.seqs[1])
             if flush.seqs is not None:
                 self.lag_s = self._clock() - self._received_s
+
+    @property
+    def _unproven_image(self) -> str:
+        return self._image_problem or (self._told.problem if self._elsewhere else "")
 
     def _time_credit(self, state: StreamState) -> None:
         self._overdue = False
@@ -551,8 +575,14 @@ class WorkerStream:
         await self._mirror.lead(self.worker)
         if (epoch, seq) != self._prepared:
             # Others have committed since, or what was seen here is broken.
-            image, copies = await self._store.load(self.worker), await self._store.load_copies(self.worker)
-            self.prepare(image, copies)
+            try:
+                image, copies = await self._store.load(self.worker), await self._store.load_copies(self.worker)
+                self.prepare(image, copies)
+            except StoredValueError as error:
+                # The new epoch that an empty ingest opens voids it.
+                log.warning("stored values void", extra={"worker": self.worker, "reason": str(error)})
+                self.prepare(WorkerImage.empty(self.worker), {})
+                self.ingest.begin_unreadable(str(error))
         lead = Lead(self.worker, self._mirror, max_blocks=MAX_PENDING_BLOCKS)
         # A mirror that read the log up to the same commit shows the same.
         if not log_followed or (self.visible_epoch, self.visible_seq) != (self.ingest.epoch, self.ingest.seq):

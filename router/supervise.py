@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
+import random
 import signal
 import socket
 import sys
@@ -19,13 +21,29 @@ from asyncio.subprocess import PIPE, Process
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+import aiohttp
 import msgspec
+from prometheus_client import CollectorRegistry
 
-from kvrouter.router.app import HURRY, PRIVATE_TOKEN, Part, bound_socket, private_store, serve, start_line
+from kvrouter.router.app import (
+    HURRY,
+    PRIVATE_TOKEN,
+    Part,
+    bound_socket,
+    checked_settings,
+    log_cautions,
+    private_store,
+    serve,
+    start_line,
+    tracing_of,
+)
 from kvrouter.router.config import Config, Origin
+from kvrouter.router.discovery.sources import sources_of
 from kvrouter.router.errors import RouterError, StartError
 from kvrouter.router.index.embedded import EmbeddedStoreError
 from kvrouter.router.logs import set_up_logs
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.supervision import TaskSupervisor
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +97,15 @@ async def supervise(config: Config, origin: Origin) -> None:
 async def _run(config: Config, origin: Origin, listener: socket.socket, running: set[Process]) -> None:
     """running: has the processes that live."""
     async with AsyncExitStack() as stack:
+        await _check_settings(config, origin)
+        log_cautions(config)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrouter-"))
         url = config.redis
         if url is None:
+            # Without a page of metrics or /health of its own: what fails here stands in the log.
+            supervisor = TaskSupervisor(clock=asyncio.get_running_loop().time, rng=random.Random())
             try:
-                url = await stack.enter_async_context(private_store(Path(config.data_dir)))
+                url = await stack.enter_async_context(private_store(Path(config.data_dir), supervisor))
             except EmbeddedStoreError as error:
                 raise StartError(str(error)) from None
         orders = [_order(config, origin, url, number, folder, listener) for number in range(config.processes)]
@@ -100,6 +122,15 @@ async def _run(config: Config, origin: Origin, listener: socket.socket, running:
                 print(start_line(config, listener, children[0].workers), flush=True)
         except* RouterError as errors:
             raise errors.exceptions[0] from None
+
+
+async def _check_settings(config: Config, origin: Origin) -> None:
+    """All that the processes would refuse, before the store is started. Raises SettingError."""
+    if (tracing := tracing_of(config, Metrics(CollectorRegistry()))) is not None:
+        await tracing.close()
+    await checked_settings(config)
+    async with aiohttp.ClientSession() as session:
+        sources_of(config, origin, os.environ, alone=False, session=session, rng=random.Random())
 
 
 def _order(config: Config, origin: Origin, url: str, number: int, folder: str, listener: socket.socket) -> Order:

@@ -7,14 +7,17 @@ The follower of a worker writes its state into `meta` with its commits; here it 
 from __future__ import annotations
 
 import logging
+import math
 
 import msgspec
 
 from kvrouter.events.codec import BatchDecoder
+from kvrouter.router.index import keys
 from kvrouter.router.index.log import LogEntry
 from kvrouter.router.index.store import WorkerImage
 from kvrouter.router.ingest import META_GAPS, META_LEARNED, META_SCHEME
 from kvrouter.router.names import Place
+from kvrouter.router.printable import printable
 from kvrouter.router.registration import Registration
 from kvrouter.router.report_ingest import META_DECLARED, ReportIngest
 from kvrouter.router.states import StreamState
@@ -29,16 +32,21 @@ META_ENGINE_START = "engine_start"
 # What is wrong with the disk below its offload tier.
 META_DISK = "disk"
 
+# What `restore` raises for meta that another version or another program wrote.
+RESTORE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, KeyError, RecursionError)
+
 # Fields of meta that say what the catalog and the hash scheme are; they come with few commits.
 _SHAPING = frozenset({META_LEARNED, META_SCHEME, META_DECLARED})
+_STATES = {state.value.encode(): state for state in StreamState}
 
 
 def engine_start_s(meta: dict[str, bytes]) -> float | None:
     """What META_ENGINE_START says, None where it says nothing."""
     try:
-        return float(meta.get(META_ENGINE_START, b""))
+        start_s = float(meta.get(META_ENGINE_START, b""))
     except ValueError:
         return None
+    return start_s if math.isfinite(start_s) else None
 
 
 def state_fields(
@@ -62,6 +70,7 @@ class Told:
         self._seed = seed
         self._meta: dict[str, bytes] = {}
         self._counts: dict[Place, int] = {}
+        self._shape_problem = ""
         self.ingest = self._explain("")
 
     def _explain(self, epoch: str) -> ReportIngest:
@@ -69,11 +78,15 @@ class Told:
             return ReportIngest(self._registration, seed=self._seed, decoder=BatchDecoder(), new_epoch=lambda: epoch)
 
         found = ingest()
+        self._shape_problem = ""
         try:
             found.restore(epoch, 0, {}, {}, self._meta)
-        except (msgspec.MsgspecError, ValueError) as error:
-            # Written by another version or another program: what it means is not known, so it is not used.
+        except RESTORE_ERRORS as error:
+            # What it means is not known, so it is not used.
             log.warning("stored state not readable", extra={"worker": self._registration.worker, "error": str(error)})
+            self._shape_problem = (
+                f"Redis holds a catalog or hash scheme of it that no router writes ({printable(str(error))})"
+            )
             found = ingest()
         return found
 
@@ -95,11 +108,15 @@ class Told:
         return META_STATE in entry.meta
 
     @property
+    def problem(self) -> str:
+        """What of it cannot be read, so that nothing explains the worker; empty: all can."""
+        if META_STATE in self._meta and self._meta[META_STATE] not in _STATES:
+            return f"Redis holds a state of it that no router writes ({self._meta[META_STATE]!r})"
+        return self._shape_problem
+
+    @property
     def state(self) -> StreamState:
-        try:
-            return StreamState(self._meta.get(META_STATE, b"").decode())
-        except ValueError:
-            return StreamState.CONNECTING
+        return _STATES.get(self._meta.get(META_STATE, b""), StreamState.CONNECTING)
 
     @property
     def credited(self) -> bool:
@@ -108,7 +125,7 @@ class Told:
 
     @property
     def reason(self) -> str:
-        return self._meta.get(META_REASON, b"").decode("utf-8", "surrogatepass")
+        return self._meta.get(META_REASON, b"").decode("utf-8", "replace")
 
     @property
     def disk_problem(self) -> str:
@@ -116,7 +133,10 @@ class Told:
 
     @property
     def gaps(self) -> int:
-        return int(self._meta.get(META_GAPS, b"0"))
+        try:
+            return keys.parse_number(self._meta.get(META_GAPS, b"0"))
+        except ValueError:
+            return 0
 
     def counts(self) -> dict[str, int]:
         """Blocks by the text of their place."""

@@ -90,6 +90,15 @@ def name_problem(name: str) -> str | None:
     return None
 
 
+def worker_id_problem(worker_id: str) -> str | None:
+    """Why `worker_id` cannot name a worker."""
+    problem = name_problem(worker_id)
+    if problem is None and (found := re.search(r"@([0-9]+)\Z", worker_id)):
+        # Pins, headers, metrics and logs name rank 1 of `w0` so (names.route_name).
+        problem = f"must not end in {found[0]!r}, which stands for a rank: write dp_rank={found[1]}, or another name"
+    return problem
+
+
 def endpoint_problem(endpoint: str) -> str | None:
     """Why `endpoint` is no ZMQ endpoint to connect to."""
     wanted = "must be a ZMQ endpoint like tcp://10.0.0.5:5557 or ipc:///run/kv.sock"
@@ -149,7 +158,7 @@ def parse_worker(spec: str) -> WorkerSpec:
     worker_id, separator, url = head.partition("=")
     if not separator or not url:
         raise SettingError(f"write {SHAPE}")
-    _check("ID", name_problem(worker_id))
+    _check("ID", worker_id_problem(worker_id))
     _check("HTTP_URL", url_problem(url))
     values: dict[str, str] = {}
     for pair in pairs:

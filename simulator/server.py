@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -27,6 +28,8 @@ from kvrouter.simulator.replica import (
 from kvrouter.simulator.shapes import Geometry
 from kvrouter.simulator.stream import EventStream
 from kvrouter.simulator.timing import INSTANT, Timing
+
+log = logging.getLogger(__name__)
 
 # A connection that still has an answer to come when the replica stops is cut after this.
 SHUTDOWN_S = 5.0
@@ -126,7 +129,7 @@ class ReplicaServer:
         )
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket).start()
-        self._running = asyncio.create_task(self.api.life.engine.run())
+        self._running = asyncio.create_task(self._live())
 
     async def close(self) -> None:
         """Answer what runs, send the last events, free the ports. Safe to call twice, and before `open`."""
@@ -148,6 +151,14 @@ class ReplicaServer:
                 await self._running
             self._running = None
 
+    async def _live(self) -> None:
+        """One life of the engine's process. One that fails ends the process, as far as clients can tell."""
+        try:
+            await self.api.life.engine.run()
+        except Exception:
+            log.exception("the simulated engine failed: its process is gone")
+            self.api.down = True
+
     async def _restart(self, down_s: float) -> None:
         """The process dies and another takes its place: empty cache, a stream that begins at 0, the same addresses."""
         self.api.down = True
@@ -156,7 +167,7 @@ class ReplicaServer:
         await asyncio.sleep(down_s)
         self.publisher = EventPublisher(self.endpoints["events"], self.endpoints["replay"], context=self._context)
         self.api.life = self._make_life()
-        self._running = asyncio.create_task(self.api.life.engine.run())
+        self._running = asyncio.create_task(self._live())
         self.api.down = False
 
 

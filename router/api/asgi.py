@@ -425,7 +425,7 @@ def build_api(
     selecting = Selecting(core, placing, tokens, asking, metrics, clock)
     app.state.routes = []
     for router in (
-        worker_routes(core, tokens, proxy),
+        worker_routes(core, tokens, proxy, sources),
         load_routes(core, placing, selecting),
         model_routes(core),
         watching,

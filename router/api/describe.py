@@ -44,6 +44,7 @@ PROBLEMS = {
     404: "No such model or worker is registered, or there is no such reservation",
     409: "It contradicts what is registered or reserved, or there is no room for more workers",
     413: "The body is over the limit",
+    502: "The engine that was to be asked does not answer",
     503: "No worker can take it, or the store does not answer",
 }
 

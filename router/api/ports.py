@@ -65,6 +65,10 @@ class CorePort(Protocol):
         """None when a worker can be chosen, else the reason why not."""
         ...
 
+    def cautions(self) -> Sequence[str]:
+        """What works now and is a risk all the same."""
+        ...
+
     def health(self) -> Sequence[str]:
         """Why the process is degraded; empty when it is not."""
         ...
@@ -86,6 +90,14 @@ class TokensPort(Protocol):
 
 class SourcesPort(Protocol):
     """Where workers come from, as the API sees it; `router.discovery.Discovery` satisfies it."""
+
+    async def complete(self, registration: Registration, *, any_rank: bool) -> Sequence[Registration]:
+        """The workers that a registration stands for, with what their engine says of itself."""
+        ...
+
+    def statuses(self) -> Sequence[WorkerStatus]:
+        """Workers that are known and cannot be registered yet."""
+        ...
 
     def health(self) -> Sequence[str]:
         """What is wrong with the sources; empty where nothing is."""

@@ -21,6 +21,7 @@ from kvrouter.router.worker_spec import (
     patch_key_problem,
     patch_problem,
     url_problem,
+    worker_id_problem,
 )
 
 # vLLM 0.32 v1/kv_cache_interface.py:146 (wire.md).
@@ -46,12 +47,14 @@ MAX_PATH_CHARS = 4_096
 def registration_of(body: RegisterBody, unknown_model: str | None = None) -> Registration:
     """The worker that the body describes. unknown_model: its model where the body names none; None: it has to. Raises
     BadQuestion."""
+    worker_id = worker_id_of(body)
+    _check("worker_id", worker_id_problem(worker_id))
     if body.endpoint is None and body.url is None:
         raise BadQuestion("give endpoint (the ZMQ address of its KV events), url (its HTTP address), or both")
     registration = Registration(
         worker=WorkerKey(
             unknown_model if unknown_model is not None and model_of(body) is None else model_name_of(body),
-            worker_id_of(body),
+            worker_id,
             dp_rank_of(body.dp_rank) or 0,
         ),
         events=body.endpoint,

@@ -208,13 +208,17 @@ class RegisteredReply(msgspec.Struct):
     kv_events_endpoint: str | msgspec.UnsetType | None = msgspec.UNSET
     replay_endpoint: str | msgspec.UnsetType | None = msgspec.UNSET
     block_size: int | msgspec.UnsetType | None = msgspec.UNSET
+    # What the engine did not say, and what follows from that.
+    note: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class HealthReply(msgspec.Struct):
-    """Of `GET /health`; status is ok or degraded."""
+    """Of `GET /health`; status is ok or degraded, by the reasons. warnings: what works now and is a risk all the same;
+    absent where there is none."""
 
     status: str
     reasons: list[str]
+    warnings: list[str] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ReadyReply(msgspec.Struct):

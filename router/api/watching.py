@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
@@ -13,6 +14,7 @@ from kvrouter.router.api.workers import respond
 from kvrouter.router.errors import NoWorker
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.placing import Placing
+from kvrouter.router.printable import printable
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.shutdown import Shutdown
 from kvrouter.router.version import PACKAGE, VERSION
@@ -37,16 +39,23 @@ def watch_routes(
 
     @router.get("/health", summary="Does the process serve?", operation_id="health", responses=gives(HealthReply))
     async def health(request: Request) -> Response:
-        """200 as long as the process serves; `degraded` has its reasons beside it."""
+        """200 as long as the process serves; `degraded` has its reasons beside it, and warnings degrade nothing."""
         reasons = [*core.health(), *placing.health(), *(() if tokens is None else tokens.health())]
         reasons += () if proxy is None else proxy.health()
         reasons += () if sources is None else sources.health()
-        return respond(request, HealthReply("degraded" if reasons else "ok", reasons))
+        return respond(
+            request, HealthReply("degraded" if reasons else "ok", reasons, list(core.cautions()) or msgspec.UNSET)
+        )
 
     @router.get("/ready", summary="Can a worker be chosen?", operation_id="ready", responses=gives(ReadyReply, 503))
     async def ready(request: Request) -> Response:
         """503 with the reason while no request would be placed: as `/select` would find now, and from SIGTERM on."""
         reason = STOPPING if shutdown.begun else core.readiness()
+        waiting = [] if sources is None or shutdown.begun else sources.statuses()
+        if reason is not None and waiting and not core.registrations():
+            first = waiting[0]
+            more = f", and {len(waiting) - 1} more" if len(waiting) > 1 else ""
+            reason = f"worker {printable(first.worker_id)} is {first.reason}{more}"
         if reason is not None:
             raise NoWorker(f"not ready: {reason}", code="not_ready")
         try:

@@ -12,14 +12,14 @@ from starlette.convertors import Convertor, register_url_convertor
 from kvrouter.router.api.bodies import BodyReader, RegisterBody, UnregisterBody, WorkerPatch, model_of
 from kvrouter.router.api.describe import gives, takes
 from kvrouter.router.api.dynamo import INCOMPLETE, ROUTING_GROUP, SCHEDULABLE, UNSCHEDULABLE, patch_in, registrations_in
-from kvrouter.router.api.ports import CorePort, TokensPort
+from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
 from kvrouter.router.api.registering import dp_rank_of, patched, registration_of, worker_id_of
 from kvrouter.router.api.replies import RegisteredReply, WorkersReply, encode
 from kvrouter.router.errors import Conflict, UnknownWorker
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.owners import PLACES, REGISTER
 from kvrouter.router.proxy.proxy import Proxy
-from kvrouter.router.registration import Registration
+from kvrouter.router.registration import UNKNOWN_MODEL, Registration
 from kvrouter.router.worker_spec import MAX_DP_RANK
 
 
@@ -47,8 +47,11 @@ def respond(request: Request, reply: Any) -> Response:
     return Response(content, media_type=media_type)
 
 
-def worker_routes(core: CorePort, tokens: TokensPort | None, proxy: Proxy | None) -> APIRouter:
-    """The routes, bound to `core`; `tokens` says how those of texts are found, `proxy` why a worker takes no new request."""
+def worker_routes(
+    core: CorePort, tokens: TokensPort | None, proxy: Proxy | None, sources: SourcesPort | None
+) -> APIRouter:
+    """The routes, bound to `core`; `tokens` says how those of texts are found, `proxy` why a worker takes no new request, `sources`
+    what engines say of themselves."""
     router = APIRouter(tags=["workers"])
     register_reader = BodyReader(RegisterBody)
     unregister_reader = BodyReader(UnregisterBody)
@@ -76,21 +79,34 @@ def worker_routes(core: CorePort, tokens: TokensPort | None, proxy: Proxy | None
         given_id = known[0].given_id if known else worker_id
         return known[0] if known else None, RegisteredReply("ok", given_id, dropped)
 
-    async def add(request: Request) -> Registration:
-        registrations = [registration_of(body) for body in registrations_in(await read(request, register_reader))]
+    async def add(request: Request) -> tuple[Registration, bool]:
+        """The first that was registered, and whether its engine was asked for more than the client said."""
+        registrations: list[Registration] = []
+        learned = False
+        for body in registrations_in(await read(request, register_reader)):
+            if sources is None:
+                registrations.append(registration_of(body))
+            else:
+                # Without a model, its engine says which.
+                given = registration_of(body, UNKNOWN_MODEL if body.url is not None else None)
+                completed = await sources.complete(given, any_rank=body.dp_rank is None)
+                learned |= completed != [given]
+                registrations += completed
         for registration in registrations:
             # Engines may register again and again, and know nothing of what an operator said with PATCH.
             draining = any(known.draining for known in core.registrations() if known.worker == registration.worker)
             await core.register(msgspec.structs.replace(registration, draining=draining))
-        return registrations[0]
+        return registrations[0], learned
 
     async def register(request: Request) -> Response:
-        """The same registration again is a no-op; a different one for the same id and rank replaces it."""
-        return respond(request, RegisteredReply("ok", (await add(request)).given_id))
+        """The same again is a no-op; a different one for the same id and rank replaces it. An engine with a url is asked
+        for its model and its event endpoints where the body lacks them, and the answer says what was learned."""
+        registration, learned = await add(request)
+        return respond(request, _described(registration) if learned else RegisteredReply("ok", registration.given_id))
 
     async def add_worker(request: Request) -> Response:
         """As /register, and the answer says what is registered, as Dynamo's does; with data_parallel_size, each of its ranks."""
-        return respond(request, _described(await add(request)))
+        return respond(request, _described((await add(request))[0]))
 
     for path, name, handler in (("/register", "register", register), ("/workers", "add_worker", add_worker)):
         router.add_api_route(
@@ -100,7 +116,7 @@ def worker_routes(core: CorePort, tokens: TokensPort | None, proxy: Proxy | None
             summary="Register a worker",
             operation_id=name,
             openapi_extra=takes(RegisterBody),
-            responses=gives(RegisteredReply, 400, 409, 413, 503),
+            responses=gives(RegisteredReply, 400, 409, 413, 502, 503),
         )
 
     @router.post(
@@ -123,7 +139,7 @@ def worker_routes(core: CorePort, tokens: TokensPort | None, proxy: Proxy | None
             closed = "" if proxy is None else proxy.closed(worker) or ""
             untrue = "" if proxy is None else proxy.predictions_problem(worker) or ""
             shown.append(msgspec.structs.replace(status, tokens=found, closed=closed, predictions=untrue))
-        return respond(request, WorkersReply(shown))
+        return respond(request, WorkersReply(shown if sources is None else [*shown, *sources.statuses()]))
 
     @router.patch(
         "/workers/{worker_id:name}",
@@ -183,6 +199,7 @@ def _described(registration: Registration, dropped: int | msgspec.UnsetType = ms
         kv_events_endpoint=registration.events,
         replay_endpoint=registration.replay,
         block_size=registration.block_size,
+        note=registration.note or msgspec.UNSET,
     )
 
 

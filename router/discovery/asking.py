@@ -106,6 +106,11 @@ class EngineAsker:
         due = [url for url, due_s in self._due_s.items() if due_s <= now]
         await asyncio.gather(*map(self._ask, due))
 
+    async def ask(self, url: str, what: Wanted) -> EngineTold:
+        """What it says now, for once."""
+        async with self._slots:
+            return await self._asked(url, what, EngineTold())
+
     async def _ask(self, url: str) -> None:
         what, before = self._wanted.get(url), self._told.get(url)
         if what is None:

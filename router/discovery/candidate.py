@@ -9,11 +9,8 @@ import msgspec
 
 from kvrouter.router.discovery.told import EngineTold, Stream
 from kvrouter.router.names import WorkerKey
-from kvrouter.router.registration import NO_PATCH, Registration
+from kvrouter.router.registration import NO_PATCH, UNKNOWN_MODEL, Registration
 from kvrouter.router.worker_spec import MAX_DP_RANK, WorkerSpec
-
-# The model of a registration whose engine has to be asked for it.
-UNKNOWN_MODEL = ""
 
 
 class Candidate(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import aiohttp
 
@@ -20,12 +21,14 @@ from kvrouter.router.discovery.candidate import Candidate, completed
 from kvrouter.router.discovery.reconciling import Name, Plan, name_of, plan
 from kvrouter.router.discovery.source import Source
 from kvrouter.router.discovery.told import EngineTold
-from kvrouter.router.errors import RouterError
+from kvrouter.router.errors import HostNotAllowed, RouterError, WorkerUnreachable
 from kvrouter.router.fleet import Claims, Fleet
 from kvrouter.router.index.store import StoreError
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.printable import printable
 from kvrouter.router.registration import Registration
+from kvrouter.router.status import WorkerStatus
+from kvrouter.router.supervision import TaskSupervisor
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +38,6 @@ LOOK_S = 1.0
 FIRST_ASK_S = 2.5
 # Claims are written again now and then, for a store that lost them.
 CLAIM_S = 5.0
-# Before a source that failed by a defect is begun again.
-FAILED_PAUSE_S = 5.0
 # Of the workers that something is wrong with, so many are named in /health.
 NAMED = 3
 
@@ -68,6 +69,7 @@ class Discovery:
         clock: Callable[[], float],
         rng: random.Random,
         look_s: float = LOOK_S,
+        supervisor: TaskSupervisor | None = None,
     ) -> None:
         self._fleet = fleet
         self._registrations = registrations
@@ -76,6 +78,7 @@ class Discovery:
         self._metrics = metrics
         self._clock = clock
         self._look_s = look_s
+        self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
         self._news = asyncio.Event()
         self._asker = EngineAsker(session, clock=clock, rng=rng, changed=self._news.set)
         self._kept = {source.name: _Kept() for source in sources}
@@ -91,9 +94,11 @@ class Discovery:
                 async with asyncio.timeout(FIRST_ASK_S):
                     await self._asker.look()
             await self.look()
-            loop = asyncio.get_running_loop()
-            self._tasks = [loop.create_task(self._run(source)) for source in self._sources]
-            self._tasks += [loop.create_task(self._ask_always()), loop.create_task(self._always())]
+            self._tasks = [
+                self._supervisor.start("source", partial(self._run, source), of=source.name) for source in self._sources
+            ]
+            self._tasks.append(self._supervisor.start("engine_questions", self._asker.run))
+            self._tasks.append(self._supervisor.start("reconciliation", self._always))
 
     async def stop(self) -> None:
         for task in self._tasks:
@@ -104,27 +109,13 @@ class Discovery:
                 await self._fleet.disclaim()
 
     async def _run(self, source: Source) -> None:
-        while True:
-            try:
-                return await source.run(self._news.set)
-            except Exception:
-                self._failed("source failed", source.name)
-                source.problem = "internal error, a bug in the router: its log has the details"
-                self._news.set()
-                await asyncio.sleep(FAILED_PAUSE_S)
-
-    async def _ask_always(self) -> None:
-        while True:
-            try:
-                await self._asker.run()
-            except Exception:
-                self._failed("engines not asked", "")
-                await asyncio.sleep(FAILED_PAUSE_S)
-
-    def _failed(self, what: str, source: str) -> None:
-        """A defect of ours must not end a task unseen: workers would come and go unnoticed."""
-        self._metrics.internal_errors.labels("discovery").inc()
-        log.exception(what, extra={"source": source})
+        try:
+            await source.run(self._news.set)
+        except Exception:
+            # Until it runs again, what it shows is not compared: workers would be withdrawn by a list that nobody keeps true.
+            source.problem = "internal error, a bug in the router: its log has the details"
+            self._news.set()
+            raise
 
     async def _always(self) -> None:
         while True:
@@ -139,8 +130,6 @@ class Discovery:
             except StoreError as error:
                 # Shown where the store is followed; everything is done again at the next look.
                 log.debug("sources not compared", extra={"error": str(error)})
-            except Exception:
-                self._failed("sources not compared", "")
 
     async def look(self) -> None:
         """Compare all sources with what is registered, once."""
@@ -213,6 +202,37 @@ class Discovery:
             if candidate.only_known:
                 only_known.update(map(name_of, workers))
         return found, only_known
+
+    async def complete(self, registration: Registration, *, any_rank: bool) -> list[Registration]:
+        """The workers that a client's registration stands for, with what their engine says of itself where the client does not.
+        any_rank: no rank was named. Raises WorkerUnreachable where the model is to be had from an engine that does not tell it,
+        HostNotAllowed."""
+        candidate = Candidate(registration, any_rank=any_rank)
+        url = registration.url
+        if url is None or not (candidate.asks_model or candidate.asks_events):
+            return [registration]
+        if problem := self._allowed.registration_problem(registration):
+            raise HostNotAllowed(problem)
+        told = await self._asker.ask(url, Wanted(candidate.asks_model, candidate.asks_events))
+        workers = completed(candidate, told, [])
+        if not workers:
+            raise WorkerUnreachable(f"{url}: {told.problem}; then register it again", code="engine_not_asked")
+        return workers
+
+    def statuses(self) -> list[WorkerStatus]:
+        """The workers that a source shows and that are not registered yet, as those that are down."""
+        names = {name_of(one) for one in self._registrations()}
+        ids = {worker_id for worker_id, _ in names}
+        found = []
+        for source in self._sources:
+            waiting = self._kept[source.name].waiting
+            for candidate in source.shown or ():
+                name = name_of(candidate.registration)
+                registered = name[0] in ids if candidate.any_rank else name in names
+                if not registered and not candidate.only_known:
+                    reason = waiting.get(name, "it is about to be")
+                    found.append(WorkerStatus.unregistered(candidate.registration, f"not registered yet: {reason}"))
+        return found
 
     async def _claim(self, names: dict[str, list[Name]]) -> None:
         """Before anything is registered, so that no other router takes it for gone."""

@@ -16,13 +16,13 @@ from collections.abc import Mapping
 
 import msgspec
 
-from kvrouter.router.discovery.candidate import UNKNOWN_MODEL, Candidate, ranked
+from kvrouter.router.discovery.candidate import Candidate, ranked
 from kvrouter.router.discovery.told import Stream, bracketed
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.owners import KUBERNETES
-from kvrouter.router.registration import Registration
+from kvrouter.router.registration import UNKNOWN_MODEL, Registration
 from kvrouter.router.role import HandoverWay, Role, handover_problem, role_problem
-from kvrouter.router.worker_spec import MAX_DP_RANK, name_problem
+from kvrouter.router.worker_spec import MAX_DP_RANK, name_problem, worker_id_problem
 
 PREFIX = "kvrouter/"
 
@@ -108,6 +108,8 @@ def _described(pod: Pod, host: str) -> list[Candidate]:
     http = _port(said, "port") or ports.get(HTTP_PORT_NAME, HTTP_PORT)
     events = _port(said, "events-port") or ports.get(EVENTS_PORT_NAME)
     replay = _port(said, "replay-port") or ports.get(REPLAY_PORT_NAME)
+    if problem := worker_id_problem(pod.metadata.name):
+        raise Wrong(f"its name {problem}")
     model = said.get(PREFIX + "model", UNKNOWN_MODEL)
     if model and (problem := name_problem(model)):
         raise Wrong(f"{PREFIX}model {problem}")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -33,3 +34,4 @@ class StaticSource:
 
     async def run(self, changed: Callable[[], None]) -> None:
         """There is nothing to watch."""
+        await asyncio.get_running_loop().create_future()

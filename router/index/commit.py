@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum
+from typing import TypeVar
 
 import msgspec
 
 from kvrouter.router.index import keys
+from kvrouter.router.index.connection import StoredValueError
 from kvrouter.router.index.log import decode_text, encode_text
 from kvrouter.router.index.resp import Hashes, command, members_commands
 from kvrouter.router.names import Place, WorkerKey
 from kvrouter.router.transitions import Change
+
+T = TypeVar("T")
+
+# Before the first entry of every log.
+NO_LOG_ID = "0-0"
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -42,8 +49,14 @@ class Lease(msgspec.Struct, frozen=True):
         return f"{self.token}:{self.number}".encode()
 
     @staticmethod
-    def token_of(value: bytes) -> str:
-        return value.decode().rpartition(":")[0]
+    def token_of(value: bytes) -> str | None:
+        """Who has the lease; None for what no router writes, which is nobody's."""
+        token, _, number = value.rpartition(b":")
+        try:
+            keys.parse_number(number)
+            return token.decode() or None
+        except ValueError:
+            return None
 
 
 class CommitOutcome(Enum):
@@ -71,6 +84,11 @@ class WorkerImage(msgspec.Struct, frozen=True):
     commits: int
     places: dict[Place, Hashes]
 
+    @classmethod
+    def empty(cls, worker: WorkerKey) -> WorkerImage:
+        """Of a worker of which nothing is known."""
+        return cls(worker, None, None, {}, NO_LOG_ID, 0, {})
+
 
 class Head(msgspec.Struct, frozen=True):
     """What a transaction must know before it writes."""
@@ -80,23 +98,48 @@ class Head(msgspec.Struct, frozen=True):
     commits: int
     places: tuple[str, ...]
     lease: int
+    # The first field that cannot be read, here as if it were absent; None: all can. Nothing but a new epoch may be written over it.
+    problem: StoredValueError | None = None
 
     @classmethod
     def of(
         cls,
+        key: str,
         epoch: bytes | None,
         seq: bytes | None,
         commits: bytes | None,
         places: bytes | None,
         lease: bytes | None,
+        unreadable: bytes | None = None,
     ) -> Head:
-        return cls(
-            epoch=None if epoch is None else decode_text(epoch),
-            seq=None if seq is None else int(seq),
-            commits=int(commits or 0),
-            places=tuple((places or b"").decode("ascii").split()),
-            lease=int(lease or 0),
+        """key: where the fields stand. unreadable: what a router said that cannot read the worker's values."""
+        problem: StoredValueError | None = None
+
+        def read(field: str, value: bytes | None, parse: Callable[[bytes], T], absent: T) -> T:
+            nonlocal problem
+            try:
+                return absent if value is None else parse(value)
+            except ValueError:
+                problem = problem or StoredValueError(key, field, value)
+                return absent
+
+        head = cls(
+            epoch=read(keys.META_EPOCH, epoch, decode_text, None),
+            seq=read(keys.META_SEQ, seq, keys.parse_number, None),
+            commits=read(keys.META_COMMITS, commits, keys.parse_number, 0),
+            places=read(keys.META_PLACES, places, _parse_places, ()),
+            lease=read(keys.META_LEASE, lease, keys.parse_number, 0),
         )
+        if unreadable is not None:
+            problem = problem or StoredValueError(key, keys.META_UNREADABLE, unreadable)
+        return msgspec.structs.replace(head, problem=problem)
+
+
+def _parse_places(text: bytes) -> tuple[str, ...]:
+    places = tuple(text.decode("ascii").split(" ")) if text else ()
+    for place in places:
+        keys.parse_place(place)
+    return places
 
 
 def continues(commit: Commit, seq: int | None) -> bool:

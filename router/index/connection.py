@@ -26,6 +26,9 @@ RESPONSE_TIMEOUT_S = 10.0
 # Idle seconds before TCP probes a silent peer, so that a blocked reader notices a host that vanished.
 KEEPALIVE_IDLE_S = 15
 
+# Of a value that cannot be read: enough to recognise it in a sentence.
+SHOWN_CHARS = 60
+
 DEFAULT_PORT = 6379
 _TLS_OF_SCHEME = {"redis": False, "rediss": True, "valkey": False, "valkeys": True}
 _URL_FORM = "redis://[user:password@]host:port[/db], rediss://... (TLS), unix:///path, redis+cluster://host:port"
@@ -40,12 +43,31 @@ class StoreUnavailable(StoreError):
     """The server cannot be reached or cannot answer now. Whether the last command took effect is unknown."""
 
 
+class StoredValueError(StoreError):
+    """A value in the store that no router writes. It says nothing of any other key: only what depends on it is not known."""
+
+    def __init__(self, key: str, field: str, value: object) -> None:
+        """field: empty where the key itself is meant."""
+        what = f"{field} of {key}" if field else key
+        super().__init__(
+            f"Redis holds what no router writes: {what} is {_shown(value)}; correct or delete it, and let no "
+            "other program write there"
+        )
+        self.key = key
+        self.field = field
+
+
 class ReplyError(StoreError):
     """An error reply. `code` is its first word, which is the protocol's error code (MOVED, NOAUTH, OOM, ...)."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.code = text.partition(" ")[0]
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
 class Endpoint(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 import msgspec
 
 from kvrouter.router.index import keys
+from kvrouter.router.index.commit import NO_LOG_ID, WorkerImage
 from kvrouter.router.index.connection import (
     Connection,
     ReplyError,
@@ -24,8 +25,8 @@ from kvrouter.router.index.connection import (
 from kvrouter.router.index.log import LogEntry, parse_entry
 from kvrouter.router.index.resp import command
 from kvrouter.router.index.servers import Servers
-from kvrouter.router.index.store import NO_LOG_ID, WorkerImage
 from kvrouter.router.names import WorkerKey
+from kvrouter.router.supervision import TaskSupervisor
 
 # How long one XREAD waits for news. Only a bound on how long a dead connection can look idle; news arrives at once.
 BLOCK_S = 1.0
@@ -92,7 +93,9 @@ _Found = list[tuple[_Position | None, FollowerItem]]
 class _Reader:
     """One connection and the logs that it reads."""
 
-    def __init__(self, servers: Servers, out: asyncio.Queue[_Found | BaseException], rng: random.Random) -> None:
+    def __init__(
+        self, servers: Servers, out: asyncio.Queue[_Found], rng: random.Random, supervisor: TaskSupervisor
+    ) -> None:
         self._servers = servers
         self._out = out
         self._rng = rng
@@ -101,7 +104,9 @@ class _Reader:
         self._blocked = False
         self._woken = asyncio.Event()
         self._lost = False
-        self.task = asyncio.get_running_loop().create_task(self._run())
+        # False between a failure and the next start.
+        self.runs = True
+        self.task = supervisor.start("log_reader", self._run)
 
     def add(self, position: _Position) -> None:
         self._positions[keys.log(position.worker)] = position
@@ -120,25 +125,36 @@ class _Reader:
             self._connection.close()
 
     async def _run(self) -> None:
-        try:
-            pause_s = RETRY_FIRST_S
-            while True:
-                try:
-                    await self._follow()
-                    pause_s = RETRY_FIRST_S
-                except StoreError as error:
-                    if self._connection is not None:
-                        self._connection.close()
-                    if self._woken.is_set() and self._blocked:
-                        continue
-                    if not self._lost:
-                        self._lost = True
-                        await self._out.put([(None, StoreLost(self._workers(), str(error)))])
-                    await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
-                    pause_s = min(2 * pause_s, RETRY_LAST_S)
-        except Exception as error:
-            # A defect of ours must reach whoever waits for items, or the mirror would silently stand still.
-            await self._out.put(error)
+        pause_s = RETRY_FIRST_S
+        self.runs = True
+        while True:
+            try:
+                await self._follow()
+                pause_s = RETRY_FIRST_S
+            except StoreError as error:
+                if self._connection is not None:
+                    self._connection.close()
+                if self._woken.is_set() and self._blocked:
+                    continue
+                if not self._lost:
+                    self._lost = True
+                    await self._out.put([(None, StoreLost(self._workers(), str(error)))])
+                await asyncio.sleep(pause_s * self._rng.uniform(0.5, 1.0))
+                pause_s = min(2 * pause_s, RETRY_LAST_S)
+            except Exception:
+                # A defect of ours: positions have moved over entries that nobody was given.
+                self.runs = False
+                if self._connection is not None:
+                    self._connection.close()
+                await self._reload(list(self._positions.values()), "the reader of the logs failed")
+                raise
+
+    async def _reload(self, positions: list[_Position], reason: str) -> None:
+        """Read these no further, as their logs cannot be gone on with."""
+        for position in positions:
+            self._stop(position)
+        if positions:
+            await self._out.put([(position, Reload(position.worker, reason)) for position in positions])
 
     async def _follow(self) -> None:
         """One read, connecting first where needed."""
@@ -165,8 +181,10 @@ class _Reader:
         try:
             (streams,) = await self._connection.run(request, 1, BLOCK_S + SILENT_S)
         except ReplyError as error:
+            if error.code == "WRONGTYPE":
+                await self._stop_foreign(list(followed.values()))
             # UNBLOCKED: the slot went to another node while we waited; the next read is told where.
-            if error.code != "UNBLOCKED":
+            elif error.code != "UNBLOCKED":
                 await self._servers.follow_error(error)
             self._connection.close()
             return
@@ -192,16 +210,38 @@ class _Reader:
 
         Called when the connection stands: a store that restarts later breaks it, and is checked again."""
         positions = list(self._positions.values())
+        try:
+            stored = await self._commits(positions)
+        except ReplyError as error:
+            if error.code != "WRONGTYPE":
+                raise
+            # One at a time, to see whose it is.
+            stored = []
+            for position in positions:
+                try:
+                    stored += await self._commits([position])
+                except ReplyError as one:
+                    stored.append(str(one).encode())
+        for position, number in zip(positions, stored, strict=True):
+            try:
+                commits = keys.parse_number(number or b"0")
+            except ValueError:
+                await self._reload([position], f"the store counts its entries as {number!r}")
+                continue
+            if commits < position.commits:
+                reason = f"the store has {commits} entries where we read {position.commits}: it lost some"
+                await self._reload([position], reason)
+
+    async def _commits(self, positions: list[_Position]) -> list[bytes | None]:
         requests = [command("HGET", keys.meta(position.worker), keys.META_COMMITS) for position in positions]
-        commits = await self._servers.run(keys.meta(positions[0].worker), *requests)
-        gone: _Found = []
-        for position, stored in zip(positions, commits, strict=True):
-            if int(stored or 0) < position.commits:
-                self._stop(position)
-                reason = f"the store has {int(stored or 0)} entries where we read {position.commits}: it lost some"
-                gone.append((position, Reload(position.worker, reason)))
-        if gone:
-            await self._out.put(gone)
+        return await self._servers.run(keys.meta(positions[0].worker), *requests)
+
+    async def _stop_foreign(self, positions: list[_Position]) -> None:
+        """Reloads the workers whose log is none: one such refuses the read of all."""
+        requests = [command("TYPE", keys.log(position.worker)) for position in positions]
+        kinds = await self._servers.run(keys.log(positions[0].worker), *requests)
+        foreign = [one for one, kind in zip(positions, kinds, strict=True) if kind not in (b"stream", b"none")]
+        await self._reload(foreign, "its log in the store is of a type that no router writes")
 
     def _stop(self, position: _Position) -> None:
         log = keys.log(position.worker)
@@ -217,10 +257,11 @@ class LogFollower:
 
     Belongs to one event loop and one consumer. `rng` spreads reconnections."""
 
-    def __init__(self, servers: Servers, *, rng: random.Random | None = None) -> None:
+    def __init__(self, servers: Servers, *, supervisor: TaskSupervisor, rng: random.Random | None = None) -> None:
         self._servers = servers
         self._rng = rng or random.Random()
-        self._out: asyncio.Queue[_Found | BaseException] = asyncio.Queue(READ_AHEAD)
+        self._supervisor = supervisor
+        self._out: asyncio.Queue[_Found] = asyncio.Queue(READ_AHEAD)
         self._positions: dict[WorkerKey, _Position] = {}
         self._readers: dict[WorkerKey | None, _Reader] = {}
         self._ready: list[FollowerItem] = []
@@ -231,8 +272,13 @@ class LogFollower:
         name = worker if self._servers.is_cluster else None
         reader = self._readers.get(name)
         if reader is None:
-            reader = self._readers[name] = _Reader(self._servers, self._out, self._rng)
+            reader = self._readers[name] = _Reader(self._servers, self._out, self._rng, self._supervisor)
         reader.add(position)
+
+    @property
+    def reading(self) -> bool:
+        """Whether what is added is read: not while a reader that failed waits to be started again."""
+        return all(reader.runs for reader in self._readers.values())
 
     def add_image(self, image: WorkerImage) -> None:
         """Follows on from a loaded image."""
@@ -255,8 +301,6 @@ class LogFollower:
                 found.append(self._out.get_nowait())
             items: list[FollowerItem] = []
             for batch in found:
-                if isinstance(batch, BaseException):
-                    raise batch
                 items += (item for position, item in batch if self._is_current(position))
             if items:
                 return items

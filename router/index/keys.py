@@ -22,9 +22,11 @@ so that no brace, colon, slash or newline in a name can reach another worker's k
 
 from __future__ import annotations
 
+import re
 from urllib.parse import quote, unquote
 
 from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.worker_spec import MAX_DP_RANK
 
 MODELS = "kvr:models"
 REGISTRATIONS = "kvr:registrations"
@@ -39,7 +41,11 @@ META_SEQ = "seq"  # last committed seq of the epoch; absent before its first com
 META_COMMITS = "commits"  # number of log entries ever written for this worker; each entry carries its number
 META_PLACES = "places"  # the epoch's places, quoted and space-separated: what to UNLINK when it is voided
 META_LEASE = "lease"  # number of the last lease on this worker: each taking has a higher one
-META_FIELDS = frozenset({META_EPOCH, META_SEQ, META_COMMITS, META_PLACES, META_LEASE})
+META_UNREADABLE = "unreadable"  # set by a router that cannot read what is stored: its owner then opens a new epoch
+META_FIELDS = frozenset({META_EPOCH, META_SEQ, META_COMMITS, META_PLACES, META_LEASE, META_UNREADABLE})
+
+# Decimal digits of a number that we write: counts and seqs stay below 2^63.
+_NUMBER = re.compile(rb"[0-9]{1,18}")
 
 
 def _quoted(name: str) -> str:
@@ -73,6 +79,11 @@ def copies(worker: WorkerKey, epoch: str) -> str:
     return f"kvr:{worker_tag(worker)}:{_quoted(epoch)}:copies"
 
 
+def of_epochs(worker: WorkerKey) -> str:
+    """The pattern of the keys of all epochs of `worker`: those of no epoch have one part less."""
+    return f"kvr:{worker_tag(worker)}:*:*"
+
+
 def residents(worker: WorkerKey, epoch: str, place: Place) -> str:
     """The SET of block hashes that `worker` holds at `place` in `epoch`."""
     return f"kvr:{worker_tag(worker)}:{_quoted(epoch)}:{place_text(place)}"
@@ -87,8 +98,19 @@ def model_member(model: str) -> str:
     return _quoted(model)
 
 
+def parse_number(data: bytes) -> int:
+    """A number of 0 or more as we write it. Raises ValueError: `int` would also take spaces, signs and `1_0`."""
+    if _NUMBER.fullmatch(data) is None:
+        raise ValueError(f"{data!r} is no number")
+    return int(data)
+
+
 def parse_model_member(member: bytes) -> str:
-    return _unquoted(member.decode("ascii"))
+    """Raises ValueError for what `model_member` never writes."""
+    model = _unquoted(member.decode("ascii"))
+    if model_member(model) != member.decode("ascii"):
+        raise ValueError(f"{member!r} names no model")
+    return model
 
 
 def registry_field(worker: WorkerKey) -> str:
@@ -96,8 +118,12 @@ def registry_field(worker: WorkerKey) -> str:
 
 
 def parse_registry_field(model: str, field: bytes) -> WorkerKey:
+    """Raises ValueError for what `registry_field` never writes."""
     worker_id, _, rank = field.decode("ascii").rpartition("@")
-    return WorkerKey(model, _unquoted(worker_id), int(rank))
+    worker = WorkerKey(model, _unquoted(worker_id), parse_number(rank.encode()))
+    if registry_field(worker) != field.decode("ascii") or worker.dp_rank > MAX_DP_RANK:
+        raise ValueError(f"{field!r} names no worker")
+    return worker
 
 
 def place_text(place: Place) -> str:
@@ -108,13 +134,16 @@ def place_text(place: Place) -> str:
 
 
 def parse_place(text: str) -> Place:
-    """The place that `place_text` wrote as `text`."""
+    """The place that `place_text` wrote as `text`. Raises ValueError for what it never writes."""
     group, medium, *owner = text.split(":")
-    return Place(
-        None if group == "g-" else int(group[1:]),
+    place = Place(
+        None if group == "g-" else parse_number(group[1:].encode()),
         _unquoted(medium),
         _unquoted(owner[0]) if owner else None,
     )
+    if place_text(place) != text:
+        raise ValueError(f"{text!r} names no place")
+    return place
 
 
 def copies_field(place: Place, block_hash: int) -> bytes:

@@ -85,10 +85,10 @@ def parse_entry(worker: WorkerKey, entry_id: bytes, fields: list[bytes]) -> LogE
     return LogEntry(
         worker=worker,
         id=entry_id.decode("ascii"),
-        commit=int(values[b"commit"]),
+        commit=keys.parse_number(values[b"commit"]),
         epoch=decode_text(values[b"epoch"]),
-        first_seq=None if first is None else int(first),
-        last_seq=None if last is None else int(last),
+        first_seq=None if first is None else keys.parse_number(first),
+        last_seq=None if last is None else keys.parse_number(last),
         opened_epoch=kind is EntryKind.EPOCH,
         changes=[
             Change(keys.parse_place(place), hashes_from_bytes(added), hashes_from_bytes(removed))

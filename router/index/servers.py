@@ -143,6 +143,14 @@ class Servers:
             await self.relearn()
             raise
 
+    async def each(self, *commands: bytes) -> dict[str, list[Any]]:
+        """The replies of every server, by its address. Raises StoreError."""
+        found = {}
+        for endpoint in self._nodes or (self._seed,):
+            async with self._pool(endpoint).lend() as connection:
+                found[str(endpoint)] = await connection.run(b"".join(commands), len(commands))
+        return found
+
     def endpoint_of(self, key: str) -> Endpoint:
         return self._seed if self._slots is None else self._slots[key_slot(key)]
 

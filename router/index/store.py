@@ -15,11 +15,13 @@ Not here: counting copies (ingest), deciding who should own a worker (router.sha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
 from kvrouter.router.index import keys
 from kvrouter.router.index.commit import (
+    NO_LOG_ID,
     Commit,
     CommitOutcome,
     Head,
@@ -33,7 +35,13 @@ from kvrouter.router.index.commit import (
     new_places,
     residency_commands,
 )
-from kvrouter.router.index.connection import Connection, ReplyError, StoreError, StoreUnavailable
+from kvrouter.router.index.connection import (
+    Connection,
+    ReplyError,
+    StoredValueError,
+    StoreError,
+    StoreUnavailable,
+)
 from kvrouter.router.index.log import EntryKind, decode_text, encode_text, entry_fields
 from kvrouter.router.index.resp import Hashes, command, hashes_from_bytes
 from kvrouter.router.index.servers import Servers
@@ -49,10 +57,18 @@ __all__ = [
     "ReplyError",
     "StoreError",
     "StoreUnavailable",
+    "StoredValueError",
     "WorkerImage",
 ]
 
+log = logging.getLogger(__name__)
+
 T = TypeVar("T")
+
+# Names of keys looked at in one command: some hundred microseconds of the server's one thread.
+SCAN_KEYS = 1_000
+# A block hash as a member of a SET.
+HASH_BYTES = 8
 
 # Entries kept of each worker's log. An owner commits a few hundred times a second at most, so a follower may be
 # seconds behind before it must load anew, which takes a fraction of a second; at 2,048 transitions a commit a full
@@ -69,8 +85,18 @@ LOAD_TIMEOUT_S = 60.0
 LOAD_ATTEMPTS = 16
 # A heartbeat and a look at the others: later than this, the answer is about a moment that is over.
 BEAT_TIMEOUT_S = 1.0
-NO_LOG_ID = "0-0"
-_HEAD_FIELDS = (keys.META_EPOCH, keys.META_SEQ, keys.META_COMMITS, keys.META_PLACES, keys.META_LEASE)
+_HEAD_FIELDS = (
+    keys.META_EPOCH,
+    keys.META_SEQ,
+    keys.META_COMMITS,
+    keys.META_PLACES,
+    keys.META_LEASE,
+    keys.META_UNREADABLE,
+)
+# A key of the wrong type; it can only be dropped.
+_WRONG_TYPE = "WRONGTYPE"
+# Copies of a block are counted in 16 bits (copies.py), and stored from 2 on.
+_COPIES_MIN, _COPIES_MAX = 2, 2**16 - 1
 
 _UNWATCH = command("UNWATCH")
 _MULTI = command("MULTI")
@@ -95,6 +121,11 @@ class IndexStore:
     async def close(self) -> None:
         await self.servers.close()
 
+    async def eviction_policies(self) -> dict[str, str]:
+        """The maxmemory-policy of each server, by its address; INFO says it also where CONFIG is forbidden."""
+        found = await self.servers.each(command("INFO", "memory"))
+        return {server: _policy_in(info) for server, (info,) in found.items()}
+
     # -- registry
 
     async def put_registration(self, worker: WorkerKey, registration: bytes) -> None:
@@ -109,9 +140,17 @@ class IndexStore:
         await self.servers.run(keys.REGISTRATIONS, command("INCR", keys.REGISTRATIONS))
 
     async def registry_version(self) -> int:
-        """Rises with each change of the registry. Lower than it was: the store lost what was written meanwhile."""
-        (version,) = await self.servers.run(keys.REGISTRATIONS, command("GET", keys.REGISTRATIONS))
-        return int(version or 0)
+        """Rises with each change of the registry. Lower than it was: the store lost what was written meanwhile, or it is no
+        number, which counts as lost."""
+        key = keys.REGISTRATIONS
+        try:
+            (version,) = await self._read(key, command("GET", key))
+            return keys.parse_number(version or b"0")
+        except (ValueError, StoredValueError) as error:
+            # INCR refuses it, and with that every registration.
+            await self.servers.run(key, command("DEL", key))
+            log.warning("stored value dropped", extra={"key": key, "reason": str(error)})
+            return 0
 
     async def restore_registrations(self, known: dict[WorkerKey, bytes], above: int) -> None:
         """Writes back what the store lost; what is there stays. The version rises over `above`."""
@@ -124,16 +163,38 @@ class IndexStore:
             # Two routers that do this at once raise it twice, which only makes all read once more.
             await self.servers.run(keys.REGISTRATIONS, command("INCRBY", keys.REGISTRATIONS, missing))
 
-    async def registrations(self) -> dict[WorkerKey, bytes]:
-        """All registered workers, of all models."""
+    async def registrations(self) -> tuple[dict[WorkerKey, bytes], list[StoredValueError]]:
+        """All registered workers, of all models, and what of the registry cannot be read."""
         found: dict[WorkerKey, bytes] = {}
-        (members,) = await self.servers.run(keys.MODELS, command("SMEMBERS", keys.MODELS))
-        for model in map(keys.parse_model_member, members):
+        unreadable: list[StoredValueError] = []
+        (members,) = await self._read(keys.MODELS, command("SMEMBERS", keys.MODELS))
+        for member in members:
+            try:
+                model = keys.parse_model_member(member)
+            except ValueError:
+                unreadable.append(StoredValueError(keys.MODELS, "a member", member))
+                continue
             key = keys.registry(model)
-            (fields,) = await self.servers.run(key, command("HGETALL", key))
+            try:
+                (fields,) = await self._read(key, command("HGETALL", key))
+            except StoredValueError as error:
+                unreadable.append(error)
+                continue
             for field, value in _pairs(fields):
-                found[keys.parse_registry_field(model, field)] = value
-        return found
+                try:
+                    found[keys.parse_registry_field(model, field)] = value
+                except ValueError:
+                    unreadable.append(StoredValueError(key, "the name of a field", field))
+        return found, unreadable
+
+    async def _read(self, key: str, order: bytes) -> list[Any]:
+        """Raises StoredValueError where `key` is of another type than we write."""
+        try:
+            return await self.servers.run(key, order)
+        except ReplyError as error:
+            if error.code != _WRONG_TYPE:
+                raise
+            raise StoredValueError(key, "", "of a type that no router writes") from None
 
     async def drop_registration(self, worker: WorkerKey) -> bool:
         """Forgets `worker` and unlinks all that the index holds of it; its owner is FENCED from then on.
@@ -164,7 +225,7 @@ class IndexStore:
         that its registration is gone, as any of them may have taken the lease meanwhile."""
 
         def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
-            free = holder is None or Lease.token_of(holder) == token
+            free = holder is None or Lease.token_of(holder) in (None, token)
             return [_unlink_all(worker, head)] if free else False
 
         return await self._transact(worker, write) is None
@@ -206,8 +267,8 @@ class IndexStore:
 
     async def claims(self) -> dict[str, bytes]:
         """By token; also of routers that are gone."""
-        (fields,) = await self.servers.run(keys.CLAIMS, command("HGETALL", keys.CLAIMS))
-        return {token.decode(): claim for token, claim in _pairs(fields)}
+        (fields,) = await self._read(keys.CLAIMS, command("HGETALL", keys.CLAIMS))
+        return {token.decode(errors="replace"): claim for token, claim in _pairs(fields)}
 
     async def drop_claims(self, tokens: Iterable[str]) -> None:
         """`tokens` must not be empty."""
@@ -222,7 +283,7 @@ class IndexStore:
 
         def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
             nonlocal taken
-            if holder is not None and Lease.token_of(holder) != token:
+            if holder is not None and Lease.token_of(holder) not in (None, token):
                 return False
             taken = Lease(token, max(head.lease, above) + 1)
             return [
@@ -259,12 +320,15 @@ class IndexStore:
     ) -> CommitOutcome:
         """Starts `epoch`: what the old epoch held is unlinked, meta replaced. STALE: it is the current epoch."""
         fields = checked_meta(meta)
+        garbage = False
 
         def write(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
+            nonlocal garbage
             if holder != lease.value:
                 return CommitOutcome.FENCED
-            if head.epoch == epoch:
+            if head.epoch == epoch and head.problem is None:
                 return CommitOutcome.STALE
+            garbage = head.problem is not None
             meta_key, commits = keys.meta(worker), head.commits + 1
             own = {
                 keys.META_EPOCH: encode_text(epoch),
@@ -278,7 +342,11 @@ class IndexStore:
                 self._xadd(worker, entry_fields(EntryKind.EPOCH, commits, epoch, meta=fields)),
             ]
 
-        return await self._transact(worker, write) or CommitOutcome.APPLIED
+        outcome = await self._transact(worker, write) or CommitOutcome.APPLIED
+        if garbage and outcome is CommitOutcome.APPLIED:
+            # Which keys the old epoch had is not known.
+            await self.servers.on(keys.meta(worker), lambda connection: self._unlink_epochs(connection, worker, epoch))
+        return outcome
 
     async def note(self, worker: WorkerKey, epoch: str, lease: Lease, meta: dict[str, bytes]) -> CommitOutcome:
         """Sets fields of meta while `epoch` is current, without a batch."""
@@ -287,6 +355,8 @@ class IndexStore:
         def write(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
             if holder != lease.value:
                 return CommitOutcome.FENCED
+            if head.problem is not None:
+                raise head.problem
             if head.epoch != epoch:
                 return CommitOutcome.STALE
             commits = head.commits + 1
@@ -310,6 +380,8 @@ class IndexStore:
         def write(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
             if holder != lease.value:
                 return CommitOutcome.FENCED
+            if head.problem is not None:
+                raise head.problem
             if head.epoch != epoch or not continues(commit, head.seq):
                 return CommitOutcome.STALE
             commits = head.commits + 1
@@ -341,8 +413,14 @@ class IndexStore:
         )
 
         async def attempt(connection: Connection) -> tuple[bool, T | None]:
-            _, holder, head = await connection.run(watch, 3)
-            orders = write(holder, Head.of(*head))
+            try:
+                _, holder, head = await connection.run(watch, 3)
+            except ReplyError as error:
+                if error.code != _WRONG_TYPE:
+                    raise
+                await self._drop_foreign(connection, worker)
+                return False, None
+            orders = write(holder, Head.of(meta, *head))
             if not isinstance(orders, list):
                 await connection.run(_UNWATCH, 1)
                 return True, orders
@@ -351,8 +429,13 @@ class IndexStore:
             if done is None:
                 return False, None
             for reply in done:
-                if isinstance(reply, Exception):
-                    raise StoreError(f"{meta}: the server refused a part of a commit: {reply}")
+                if not isinstance(reply, Exception):
+                    continue
+                if str(reply).startswith(_WRONG_TYPE):
+                    # The rest of it was done, so what is stored is none of the two states: only a new epoch mends that.
+                    await self._drop_foreign(connection, worker)
+                    raise StoredValueError(meta, "a key of its worker", "of a type that no router writes")
+                raise StoreError(f"{meta}: the server refused a part of a commit: {reply}")
             return True, None
 
         for _ in range(CONFLICTS_MAX):
@@ -360,6 +443,41 @@ class IndexStore:
             if finished:
                 return result
         raise StoreError(f"{meta} kept changing while it was written; more than one router writes it: see their leases")
+
+    async def _drop_foreign(self, connection: Connection, worker: WorkerKey) -> None:
+        """Drops keys of the worker that are of another type than we write: they hold nothing, and refuse every command of ours."""
+        wanted = {keys.lease(worker): b"string", keys.meta(worker): b"hash", keys.log(worker): b"stream"}
+        _, *types = await connection.run(
+            b"".join((_UNWATCH, *(command("TYPE", key) for key in wanted))), 1 + len(wanted)
+        )
+        foreign = [
+            key for (key, kind), found in zip(wanted.items(), types, strict=True) if found not in (kind, b"none")
+        ]
+        if foreign:
+            log.warning("stored keys of another type dropped", extra={"keys": foreign})
+            await connection.run(command("UNLINK", *foreign), 1)
+        if keys.meta(worker) in foreign:
+            await self._unlink_epochs(connection, worker, None)
+
+    async def _unlink_epochs(self, connection: Connection, worker: WorkerKey, kept: str | None) -> None:
+        """Unlinks what the worker has of all epochs but `kept`. It looks at the names of all keys of the server, ten a worker:
+        only for when `meta` does not tell them."""
+        cursor = b"0"
+        while True:
+            order = command("SCAN", cursor, "MATCH", keys.of_epochs(worker), "COUNT", SCAN_KEYS)
+            ((cursor, found),) = await connection.run(order, 1)
+            beginning = None if kept is None else keys.copies(worker, kept).removesuffix("copies").encode()
+            gone = [key for key in found if beginning is None or not key.startswith(beginning)]
+            if gone:
+                await connection.run(command("UNLINK", *gone), 1)
+            if cursor == b"0":
+                return
+
+    async def report_unreadable(self, worker: WorkerKey, reason: str) -> None:
+        """Lets whoever follows the worker know that what is stored of it cannot be read, so that it opens a new epoch."""
+        order = hset(keys.meta(worker), {keys.META_UNREADABLE: encode_text(reason)})
+        # Nobody follows it: then the next who does loads it.
+        await self._transact(worker, lambda holder, head: False if holder is None else [order])
 
     def _xadd(self, worker: WorkerKey, fields: list[bytes]) -> bytes:
         size_bytes = sum(map(len, fields))
@@ -374,7 +492,7 @@ class IndexStore:
 
         async def read(connection: Connection) -> WorkerImage:
             ((epoch, places),) = await connection.run(command("HMGET", meta_key, keys.META_EPOCH, keys.META_PLACES), 1)
-            head = Head.of(epoch, None, None, places, None)
+            head = _readable(Head.of(meta_key, epoch, None, None, places, None))
             for _ in range(LOAD_ATTEMPTS):
                 named = [keys.parse_place(text) for text in head.places]
                 sets = [keys.residents(worker, head.epoch or "", place) for place in named]
@@ -384,16 +502,22 @@ class IndexStore:
                     *(command("SMEMBERS", key) for key in sets),
                 ]
                 request = b"".join((_MULTI, *orders, _EXEC))
-                *_, (fields, newest, *members) = await connection.run(request, len(orders) + 2, LOAD_TIMEOUT_S)
-                meta = {decode_text(field): value for field, value in _pairs(fields)}
-                asked, head = head, Head.of(*(meta.pop(name, None) for name in _HEAD_FIELDS))
+                *_, replies = await connection.run(request, len(orders) + 2, LOAD_TIMEOUT_S)
+                for key, reply in zip((meta_key, log_key, *sets), replies, strict=True):
+                    if isinstance(reply, Exception):
+                        raise StoredValueError(key, "", reply)
+                fields, newest, *members = replies
+                meta = _meta_of(meta_key, fields)
+                # What another router could not read, this one may: then there is nothing to say.
+                meta.pop(keys.META_UNREADABLE, None)
+                asked, head = head, _readable(Head.of(meta_key, *(meta.pop(name, None) for name in _HEAD_FIELDS)))
                 if (head.epoch, head.places) == (asked.epoch, asked.places):
                     found = {place: _hashes_of(key, m) for place, key, m in zip(named, sets, members, strict=True)}
                     log_id = newest[0][0].decode("ascii") if newest else NO_LOG_ID
                     return WorkerImage(worker, head.epoch, head.seq, meta, log_id, head.commits, found)
             raise StoreUnavailable(f"{meta_key} kept changing its epoch or places while it was read")
 
-        return await self.servers.on(meta_key, read)
+        return await self._on(meta_key, read)
 
     async def load_copies(self, worker: WorkerKey) -> dict[tuple[Place, int], int]:
         """The copies of the current epoch, where 2 or more, by place and block hash. Exact for the lease holder."""
@@ -403,17 +527,32 @@ class IndexStore:
             (epoch,) = await connection.run(command("HGET", meta_key, keys.META_EPOCH), 1)
             if epoch is None:
                 return {}
-            request = command("HGETALL", keys.copies(worker, decode_text(epoch)))
-            (fields,) = await connection.run(request, 1, LOAD_TIMEOUT_S)
-            return {keys.parse_copies_field(field): int(count) for field, count in _pairs(fields)}
+            head = _readable(Head.of(meta_key, epoch, None, None, None, None))
+            key = keys.copies(worker, head.epoch or "")
+            (fields,) = await connection.run(command("HGETALL", key), 1, LOAD_TIMEOUT_S)
+            return dict(_copies_of(key, fields))
 
-        return await self.servers.on(meta_key, read)
+        return await self._on(meta_key, read)
+
+    async def _on(self, key: str, read: Callable[[Connection], Awaitable[T]]) -> T:
+        """As `servers.on`; raises StoredValueError where a key is of another type than we write."""
+        try:
+            return await self.servers.on(key, read)
+        except ReplyError as error:
+            if error.code != _WRONG_TYPE:
+                raise
+            raise StoredValueError(key, "a key of its worker", "of a type that no router writes") from None
 
     async def committed(self, worker: WorkerKey) -> tuple[str | None, int | None]:
         """The current epoch and its last committed seq: shows an owner whether the store lost what it committed."""
         key = keys.meta(worker)
-        ((epoch, seq),) = await self.servers.run(key, command("HMGET", key, keys.META_EPOCH, keys.META_SEQ))
-        return (None if epoch is None else decode_text(epoch)), (None if seq is None else int(seq))
+        try:
+            (fields,) = await self._read(key, command("HMGET", key, *_HEAD_FIELDS))
+        except StoredValueError:
+            return None, None
+        head = Head.of(key, *fields)
+        # What cannot be read is nothing to go on from.
+        return (head.epoch, head.seq) if head.problem is None else (None, None)
 
 
 def _pairs(flat: list[bytes]) -> Iterable[tuple[bytes, bytes]]:
@@ -429,7 +568,42 @@ def _milliseconds(seconds: float) -> int:
 
 
 def _hashes_of(key: str, members: list[Any]) -> Hashes:
-    packed = b"".join(members)
-    if len(packed) != 8 * len(members):
-        raise StoreError(f"{key} holds members that are not 8 bytes: another program writes there; give us another db")
-    return hashes_from_bytes(packed)
+    # A few of other lengths could add up to the right sum.
+    for member in members:
+        if len(member) != HASH_BYTES:
+            raise StoredValueError(key, "a member", member)
+    return hashes_from_bytes(b"".join(members))
+
+
+def _policy_in(info: bytes) -> str:
+    for line in info.split(b"\r\n"):
+        name, _, value = line.partition(b":")
+        if name == b"maxmemory_policy":
+            return value.decode("ascii", "replace")
+    return ""
+
+
+def _readable(head: Head) -> Head:
+    if head.problem is not None:
+        raise head.problem
+    return head
+
+
+def _meta_of(key: str, fields: list[bytes]) -> dict[str, bytes]:
+    try:
+        return {decode_text(field): value for field, value in _pairs(fields)}
+    except ValueError:
+        raise StoredValueError(
+            key, "the name of a field", [name for name in fields[::2] if not name.isascii()]
+        ) from None
+
+
+def _copies_of(key: str, fields: list[bytes]) -> Iterable[tuple[tuple[Place, int], int]]:
+    for field, value in _pairs(fields):
+        try:
+            count = keys.parse_number(value)
+            if not _COPIES_MIN <= count <= _COPIES_MAX:
+                raise ValueError(f"{count} copies")
+            yield keys.parse_copies_field(field), count
+        except ValueError:
+            raise StoredValueError(key, repr(field), value) from None

@@ -23,6 +23,7 @@ from kvrouter.router.load.gauges import EngineLoad
 from kvrouter.router.load.messages import Ending, LoadMessage, WorkerGauge, WorkerTotals, decode, encode
 from kvrouter.router.load.weights import Weights
 from kvrouter.router.names import WorkerKey
+from kvrouter.router.supervision import TaskSupervisor
 
 log = logging.getLogger("kvrouter.load")
 
@@ -61,6 +62,7 @@ class LoadShare:
         rng: random.Random,
         end_here: Callable[[str, str], bool],
         changed: Callable[[], None],
+        supervisor: TaskSupervisor | None = None,
     ) -> None:
         """process: names this one among all; that of an earlier life is replaced by the first message."""
         self._weights = weights
@@ -71,6 +73,7 @@ class LoadShare:
         self._rng = rng
         self._end_here = end_here
         self._changed = changed
+        self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng)
         self._news = asyncio.Event()
         self._whole_wanted = True
         self._gauges: dict[WorkerKey, EngineLoad] = {}
@@ -85,8 +88,10 @@ class LoadShare:
         self.problem: str | None = None
 
     def start(self) -> None:
-        for task in (self._write(), self._read()):
-            self._tasks.append(asyncio.get_running_loop().create_task(task))
+        self._tasks = [
+            self._supervisor.start("load_write", self._write),
+            self._supervisor.start("load_read", self._read),
+        ]
 
     async def stop(self) -> None:
         """Ends it; the others are told, so that they need not wait until it is missed."""

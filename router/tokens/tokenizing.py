@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.metrics import Metrics
+from kvrouter.router.supervision import TaskSupervisor
 from kvrouter.router.tokens.asked import Asked, read
 from kvrouter.router.tokens.engine_client import Absent, Engine, EngineClient
 from kvrouter.router.tokens.engine_forms import (
@@ -74,6 +75,7 @@ class Tokenizing:
         metrics: Metrics,
         clock: Callable[[], float],
         rng: random.Random,
+        supervisor: TaskSupervisor | None = None,
     ) -> None:
         self._client = EngineClient(session)
         self._local = local
@@ -81,6 +83,7 @@ class Tokenizing:
         self._metrics = metrics
         self._clock = clock
         self._rng = rng
+        self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
         self._memory = PromptMemory(clock)
         self._engines = JudgedEngines(
             models=models,
@@ -101,7 +104,7 @@ class Tokenizing:
 
     def start(self) -> None:
         """Look for engines and judge them, until `stop`."""
-        self._watching = asyncio.get_running_loop().create_task(self._watch())
+        self._watching = self._supervisor.start("tokenizing", self._watch)
 
     async def stop(self) -> None:
         running = [task for task in (self._watching, *self._under_way.values()) if task is not None]
@@ -113,14 +116,9 @@ class Tokenizing:
 
     async def _watch(self) -> None:
         while True:
-            try:
-                self._engines.look()
-                held_bytes = self._memory.held_bytes + sum(local.held_bytes for local in self._local.values())
-                self._metrics.prompt_memory_bytes.set(held_bytes)
-            except Exception:
-                # A defect of ours must not end the task unseen: new engines would never be judged.
-                self._metrics.internal_errors.labels("tokens").inc()
-                log.exception("engines not looked at")
+            self._engines.look()
+            held_bytes = self._memory.held_bytes + sum(local.held_bytes for local in self._local.values())
+            self._metrics.prompt_memory_bytes.set(held_bytes)
             await asyncio.sleep(LOOK_S)
 
     async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt:

@@ -64,6 +64,7 @@ class TinyCore:
         self.registered: dict[WorkerKey, Registration] = {}
         self.fail: Exception | None = None
         self.degraded: list[str] = []
+        self.warned: list[str] = []
         self.unready: str | None = None
 
     def _maybe_fail(self) -> None:
@@ -141,6 +142,9 @@ class TinyCore:
 
     def health(self) -> list[str]:
         return self.degraded
+
+    def cautions(self) -> list[str]:
+        return self.warned
 
 
 class TinyTokens:

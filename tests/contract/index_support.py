@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import numpy as np
 from kvrouter.router.index.follower import LogEntry, LogFollower
 from kvrouter.router.index.store import Change, CommitOutcome, IndexStore, Lease
 from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.supervision import TaskSupervisor
 
 APPLIED, FENCED, STALE = CommitOutcome.APPLIED, CommitOutcome.FENCED, CommitOutcome.STALE
 # What `owned` takes, as the first that ever takes it; and one that nobody has.
@@ -48,6 +51,10 @@ def apply(residency: Residency, entry: LogEntry) -> None:
         there -= set(part.removed.tolist())
         if not there:
             del residency[part.place]
+
+
+def supervisor() -> TaskSupervisor:
+    return TaskSupervisor(clock=time.monotonic, rng=random.Random(1))
 
 
 class World:

@@ -159,6 +159,8 @@ def test_health_is_200_and_says_why_it_is_degraded(core: TinyCore) -> None:
     core.degraded = ["worker w0 is suspect"]
     answer = call(app, "GET", "/health")
     assert (answer.status, answer.json()) == (200, {"status": "degraded", "reasons": ["worker w0 is suspect"]})
+    core.degraded, core.warned = [], ["Redis evicts"]
+    assert call(app, "GET", "/health").json() == {"status": "ok", "reasons": [], "warnings": ["Redis evicts"]}
 
 
 def test_ready_is_503_until_it_is(core: TinyCore) -> None:

@@ -108,6 +108,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"worker_id": ""}, "worker_id"),
     ({"worker_id": "x" * 600}, "worker_id"),
     ({"worker_id": True}, "worker_id"),
+    ({"worker_id": "w0@1"}, "worker_id must not end in '@1', which stands for a rank: write dp_rank=1"),
     ({"instance_id": "other"}, "contradict"),
     ({"model": None}, "model"),
     ({"model": " "}, "model"),

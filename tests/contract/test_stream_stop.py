@@ -14,21 +14,29 @@ from prometheus_client import CollectorRegistry
 from kvrouter.events.permits import Permits
 from kvrouter.router.allow_list import AllowList
 from kvrouter.router.config import Config
+from kvrouter.router.following import Following
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.registration import Registration
 from kvrouter.router.stream import HoldLost, WorkerStream
+from kvrouter.router.supervision import TaskSupervisor
 
 
 def test_a_hold_lost_while_stopping_does_not_keep_it_going(embedded_url: str) -> None:
     async def main() -> None:
         store = await IndexStore.open(embedded_url)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        metrics, supervisor = Metrics(CollectorRegistry()), TaskSupervisor(clock=time.monotonic, rng=random.Random(1))
+        mirror = Following(
+            {}, store=store, metrics=metrics, clock=time.monotonic, rng=random.Random(1), supervisor=supervisor,
+            budget_bytes=1 << 24,
+        )  # fmt: skip
         stream = WorkerStream(
-            Registration(WorkerKey("m", "stopping")), store=store, token="t", config=Config(),
-            metrics=Metrics(CollectorRegistry()), context=context, clock=time.monotonic, rng=random.Random(1), http=None,
+            Registration(WorkerKey("m", "stopping")), store=store, token="t", config=Config(), mirror=mirror,
+            metrics=metrics, context=context, clock=time.monotonic, rng=random.Random(1), http=None,
             new_epoch=lambda: "e", allowed=AllowList(), permits=Permits(rng=random.Random(1)),
+            supervisor=supervisor,
             mine=lambda worker: True, changed=lambda: None,
             engine_load=lambda said: None,
         )  # fmt: skip

@@ -52,6 +52,8 @@ HOSTILE = [
     "w0?",
     "kvr:models",
 ]
+# Of those, what would be taken for a rank of another worker.
+RANKED = ["a/b:c@1", "w0@1"]
 REFUSED = ["", " \t\n", "x" * 513, "x" * 10_000, "lone\ud800surrogate", "\udfff"]
 TOKENS = prompt(1)
 
@@ -81,7 +83,7 @@ def test_names_are_data_everywhere(
     tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine], log_format: str
 ) -> None:
     # Each as the name of a worker of model m, and of a model with a worker w0.
-    named = [("m", name) for name in HOSTILE] + [(name, "w0") for name in HOSTILE]
+    named = [("m", name) for name in HOSTILE if name not in RANKED] + [(name, "w0") for name in HOSTILE]
     engine = FakeEngine(context)
     engines.append(engine)
     with RouterProcess(tmp_path, ["--log-format", log_format, "--log-level", "debug"]) as router:
@@ -96,6 +98,9 @@ def test_names_are_data_everywhere(
                 status, answer = post(router, "/register", engine.registration("w", "m") | body)
                 assert status == 400 and len(answer["error"]["message"]) < 1_000, name
             assert post(router, "/unregister", {"worker_id": name})[0] in (400, 404)
+        for name in RANKED:
+            status, answer = post(router, "/register", engine.registration(name, "m"))
+            assert status == 400 and "dp_rank=1" in answer["error"]["message"], answer
 
         rows = router.request("GET", "/workers")["workers"]
         assert sorted((row["model"], row["worker_id"]) for row in rows) == sorted(named)
@@ -138,7 +143,7 @@ def test_names_are_data_everywhere(
             families = {family.name: family for family in text_string_to_metric_families(answer.read().decode())}
         assert "kvrouter_forged" not in families
         labels = {sample.labels["worker"] for sample in families["kvrouter_ingest_batches"].samples}
-        assert len({name for name in labels if not name.startswith("w0@")}) >= len(HOSTILE) - 2
+        assert len({name for name in labels if not name.startswith("w0@")}) >= len(HOSTILE) - 2 - len(RANKED)
         assert all(is_safe(name) for name in labels)
 
         shown = command(router, "workers")

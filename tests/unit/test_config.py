@@ -255,6 +255,7 @@ def test_the_shortest_worker_spec() -> None:
         ("w0=", "ID=HTTP_URL"),
         ("=http://h:1", "ID "),
         ("w0=h:8000", "http://"),
+        ("w0@12=http://h:1", "ID must not end in '@12', which stands for a rank: write dp_rank=12"),
         ("w0=http://h:1,events", "KEY=VALUE"),
         ("w0=http://h:1,event=tcp://h:1", "events"),
         ("w0=http://h:1,events=h:1", "tcp://"),

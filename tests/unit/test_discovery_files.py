@@ -81,6 +81,8 @@ def test_an_entry_is_a_spec_or_the_fields_of_register() -> None:
         ("- worker_id: a\n  url: http://h:1\n  state: off\n", "line 3: state must be one of active, draining"),
         ("- url: http://h:1\n", "worker_id (or instance_id) is missing"),
         ("- a=http://h:1\n- a=http://h:2\n", "line 2: 'a' is in line 1 too"),
+        ("- a=http://h:1\n- a@1=http://h:2\n", "line 2: ID must not end in '@1'"),
+        ("- a=http://h:1\n- url: http://h:2\n  worker_id: a@1\n", "line 3: worker_id must not end in '@1'"),
         ("- !!python/object/apply:os.system [ls]\n", "is not YAML"),
         ("- &a [*a]\n", "line 1"),
     ],

@@ -114,3 +114,4 @@ def test_what_is_wrong_is_named_with_its_pod(annotations: dict[str, str]) -> Non
 
 def test_an_address_that_is_none_is_not_used() -> None:
     assert only("e-0", "127.0.0.1/../x").problem
+    assert "must not end in '@1'" in only("e@1").problem

@@ -11,6 +11,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from kvrouter.router.index.embedded import SOCKET_PATH_MAX_BYTES, EmbeddedStore,
 from kvrouter.router.index.follower import LogFollower, Reload, StoreBack, StoreLost
 from kvrouter.router.index.store import Change, Commit, CommitOutcome, IndexStore, StoreUnavailable
 from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.supervision import TaskSupervisor
 
 WAIT_S = 20.0
 WORKER = WorkerKey("m", "w")
@@ -63,7 +65,7 @@ def with_server(data_dir: Path, body: Callable[[EmbeddedStore], Awaitable[None]]
 async def registrations(server: EmbeddedStore) -> dict[WorkerKey, bytes]:
     store = await IndexStore.open(server.url)
     try:
-        return await store.registrations()
+        return (await store.registrations())[0]
     finally:
         await store.close()
 
@@ -185,7 +187,9 @@ def test_a_follower_is_told_when_the_server_came_back_without_its_last_entries(t
         assert await store.open_epoch(WORKER, "e", lease) is CommitOutcome.APPLIED
         commit = Commit(WORKER, "e", 0, 0, [Change(GPU, np.arange(3, dtype=np.uint64), np.empty(0, np.uint64))])
         assert await store.commit(commit, lease) is CommitOutcome.APPLIED
-        follower = LogFollower(store.servers, rng=random.Random(1))
+        follower = LogFollower(
+            store.servers, supervisor=TaskSupervisor(clock=time.monotonic, rng=random.Random(1)), rng=random.Random(1)
+        )
         follower.add(WORKER)
         items: list[object] = []
         async with asyncio.timeout(WAIT_S):

@@ -7,11 +7,14 @@ that its owner will free: `close` waits for it, and so does the end of the proce
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
+
+log = logging.getLogger(__name__)
 
 # Never raises: what went wrong is part of its result, which it hands over itself.
 Work: TypeAlias = Callable[[], None]
@@ -87,7 +90,11 @@ def _serve(queues: _Queues) -> None:
             if queues.closed:
                 return
             work = (queues.urgent or queues.other).popleft()
-        work()
+        try:
+            work()
+        except Exception:
+            # The thread goes on: without it, what is queued would wait for ever.
+            log.exception("disk work failed")
         # It holds the memory of a slot, and the next may be long in coming.
         del work
 

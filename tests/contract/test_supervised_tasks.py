@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A defect in a task that keeps the mirror costs some time and credit, by name, and leaves the mirror right."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from prometheus_client import CollectorRegistry
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+from fake_engine import FakeEngine, prompt, stored
+
+from kvrouter.router import following
+from kvrouter.router.config import Config
+from kvrouter.router.core import Core
+from kvrouter.router.index.follower import _Reader
+from kvrouter.router.index.log import LogEntry
+from kvrouter.router.index.store import IndexStore
+from kvrouter.router.metrics import Metrics
+from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.registration import NO_PATCH, Registration
+
+TIMEOUT_S = 30.0
+BLOCKS = 4
+WORKERS = ("w0", "w1", "w2", "w3")
+
+
+class Defect(Exception):
+    pass
+
+
+class Stage:
+    """Two routers that share the workers: each leads two, and reads the logs of the others. `core` is looked at."""
+
+    def __init__(self, core: Core, leader: Core, engines: dict[str, FakeEngine], registry: CollectorRegistry) -> None:
+        self.core = core
+        self._leader = leader
+        self.engines = engines
+        self._registry = registry
+        self.stored = 0
+
+    def failures(self, task: str) -> float:
+        return self._registry.get_sample_value("kvrouter_task_failures_total", {"task": task}) or 0.0
+
+    def publish(self) -> None:
+        """Another prompt for each engine."""
+        self.stored += 1
+        for engine in self.engines.values():
+            engine.publish(stored(prompt(self.stored, BLOCKS), 0, BLOCKS))
+
+    async def until(self, reached: Callable[[], Any], what: str) -> None:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                while not reached():
+                    await asyncio.sleep(0.005)
+        except TimeoutError:
+            raise AssertionError(f"{what}: {self.core.statuses()} {self.core.health()}") from None
+
+    def right(self) -> bool:
+        """All workers are live, with all that they hold, in the mirror too."""
+        for core, worker in itertools.product((self.core, self._leader), WORKERS):
+            if len(core._mirror.held(WorkerKey("m", worker), Place(0, "GPU"))) != BLOCKS * self.stored:
+                return False
+        return all(status.state == "live" and status.credited for status in self.core.statuses())
+
+    def read_here(self) -> list[str]:
+        """The workers whose logs `core` reads."""
+        return [key.worker_id for key, stream in self.core._streams.items() if not stream.held]
+
+
+def staged(body: Callable[[Stage], Awaitable[None]], url: str) -> None:
+    async def main() -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        store = await IndexStore.open(url)
+        registry = CollectorRegistry()
+
+        def make(metrics: Metrics, seed: int) -> Core:
+            return Core(
+                store=store, config=Config(), metrics=metrics, zmq_context=context, clock=time.monotonic,
+                rng=random.Random(seed),
+            )  # fmt: skip
+
+        core, leader = make(Metrics(registry), 1), make(Metrics(CollectorRegistry()), 2)
+        engines = {worker: FakeEngine(context) for worker in WORKERS}
+        await leader.start()
+        await core.start()
+        try:
+            for worker, engine in engines.items():
+                await core.register(
+                    Registration(
+                        WorkerKey("m", worker), events=engine.endpoint, replay=engine.replay_endpoint, patch=NO_PATCH
+                    )
+                )
+            stage = Stage(core, leader, engines, registry)
+            await stage.until(lambda: len(stage.read_here()) == len(WORKERS) // 2, "not shared")
+            await stage.until(lambda: all(status.state == "live" for status in core.statuses()), "not live")
+            stage.publish()
+            await stage.until(stage.right, "not followed")
+            await body(stage)
+        finally:
+            for worker in WORKERS:
+                await core.unregister(worker)
+            await core.stop()
+            await leader.stop()
+            await store.close()
+            for engine in engines.values():
+                engine.close()
+            context.destroy(linger=0)
+
+    asyncio.run(main())
+
+
+def test_a_defect_while_the_mirror_is_written_is_made_up_for(
+    embedded_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(stage: Stage) -> None:
+        apply, failures = following.Following._apply, 2
+        seen: set[tuple[str, bool]] = set()
+        bad, *_ = stage.read_here()
+        stage.core.listen(lambda worker, view: view and seen.add((worker.worker_id, view.credited)))
+
+        def fails(self: following.Following, entry: Any) -> None:
+            nonlocal failures
+            if entry.worker.worker_id == bad and failures:
+                failures -= 1
+                raise Defect
+            apply(self, entry)
+
+        monkeypatch.setattr(following.Following, "_apply", fails)
+        for _ in range(3):
+            stage.publish()
+            await stage.until(stage.right, "the mirror stays behind")
+        assert not failures and (bad, False) in seen
+        assert not [worker for worker, credited in seen if worker != bad and not credited]
+        assert stage.failures("mirror") == 0
+
+    staged(body, embedded_url)
+
+
+def test_a_defect_of_the_mirrors_task_is_made_up_for(embedded_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(stage: Stage) -> None:
+        in_turns, failures = following.in_turns, 2
+
+        def fails(items: Any) -> Any:
+            nonlocal failures
+            if failures:
+                failures -= 1
+                assert any(isinstance(item, LogEntry) for item in items)
+                raise Defect
+            return in_turns(items)
+
+        monkeypatch.setattr(following, "in_turns", fails)
+        stage.publish()
+        await stage.until(lambda: stage.failures("mirror"), "it did not fail")
+        assert any("task mirror failed" in reason for reason in stage.core.health())
+        stage.publish()
+        await stage.until(stage.right, "the mirror stays behind")
+
+    staged(body, embedded_url)
+
+
+def test_a_defect_of_a_reader_of_logs_is_made_up_for(embedded_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(stage: Stage) -> None:
+        advance, failures = _Reader._advance, 2
+
+        def fails(self: _Reader, position: Any, entries: Any) -> Any:
+            nonlocal failures
+            found = advance(self, position, entries)
+            if failures:
+                failures -= 1
+                raise Defect
+            return found
+
+        monkeypatch.setattr(_Reader, "_advance", fails)
+        stage.publish()
+        await stage.until(lambda: stage.failures("log_reader"), "it did not fail")
+        assert any("task log_reader failed" in reason for reason in stage.core.health())
+        stage.publish()
+        await stage.until(stage.right, "the mirror stays behind")
+
+    staged(body, embedded_url)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values in Redis that no router writes: they cost the worker whose they are its credit, by name, and nobody else anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from churn import Churn
+from fleet import MODEL, check, paused, register, rows, until, wait_seqs, wait_shared, wait_well, wrong_answers
+from router_process import RouterError, RouterProcess
+from store_server import StoreServer
+
+ENGINES = 3
+RATE = 2_000.0
+SPOILED = "w0"
+TAG = f"kvr:{{{MODEL}/{SPOILED}}}"
+META, LOG, LEASE = f"{TAG}:meta", f"{TAG}:log", f"{TAG}:lease"
+
+Pair = tuple[RouterProcess, RouterProcess]
+Spoil = Callable[[Any], None]
+
+
+def field(name: str | bytes, value: bytes) -> Spoil:
+    return lambda client: client.hset(META, name, value)
+
+
+def residents(client: Any) -> str:
+    return f"{TAG}:{client.hget(META, 'epoch').decode()}:g0:GPU"
+
+
+def replaced(key: Callable[[Any], str]) -> Spoil:
+    """Another type in place of what was there."""
+
+    def spoil(client: Any) -> None:
+        name = key(client)
+        with client.pipeline() as pipe:
+            pipe.delete(name)
+            if name == LEASE:
+                pipe.rpush(name, b"x")
+            else:
+                pipe.set(name, b"x")
+            pipe.execute()
+
+    return spoil
+
+
+# What `load` of the worker refuses, or a transaction.
+HEADS: dict[str, Spoil] = {
+    "seq": field("seq", b"abc"),
+    "commits": field("commits", b"1_0"),
+    "epoch": field("epoch", b"\xff\xfe"),
+    "places": field("places", b"g0:GPU g:x:y:z"),
+    "lease number": field("lease", b"-"),
+    "the name of a field": field(b"\xff", b"1"),
+    "a member": lambda client: client.sadd(residents(client), b"short"),
+    "learned": field("learned", b"{"),
+    "scheme": field("scheme", b'{"algo":"none"}'),
+    "a set of another type": replaced(residents),
+    "meta of another type": replaced(lambda client: META),
+    "log of another type": replaced(lambda client: LOG),
+}
+# What is only read where a router takes the worker over, or has a stand-in for; or belongs to the lease.
+OTHERS: dict[str, Spoil] = {
+    "copies": lambda client: client.hset(f"{TAG}:{client.hget(META, 'epoch').decode()}:copies", b"x", b"y"),
+    "fingerprint": field("fingerprint", b"x"),
+    "gaps": field("gaps", b"many"),
+    "state": field("state", b"\xff"),
+    "reason": field("reason", b"\xff"),
+    "engine start": field("engine_start", b"nan"),
+    "lease": lambda client: client.set(LEASE, b"\xff"),
+    "lease of another type": replaced(lambda client: LEASE),
+}
+
+
+def failed_tasks(router: RouterProcess) -> float:
+    samples = [
+        line for line in router.text("/metrics").splitlines() if line.startswith("kvrouter_task_failures_total{")
+    ]
+    assert len(samples) > 10
+    return sum(float(line.rpartition(" ")[2]) for line in samples)
+
+
+def make_all_reload(client: Any) -> None:
+    """An entry of the worker's log that nobody can read, so that all routers load it."""
+    if client.type(LOG) == b"stream":
+        client.xadd(LOG, {"kind": "junk"})
+
+
+@pytest.fixture
+def churn() -> Iterator[Churn]:
+    with Churn(ENGINES, RATE) as churn:
+        yield churn
+
+
+@pytest.fixture
+def pair(tmp_path: Path, server: StoreServer, churn: Churn) -> Iterator[Pair]:
+    """Two routers that share the workers and answer right; the engines run."""
+    with (
+        RouterProcess(tmp_path / "a", ["--redis", server.url]) as one,
+        RouterProcess(tmp_path / "b", ["--redis", server.url]) as two,
+    ):
+        register(one, churn)
+        churn.ask("go")
+        wait_shared((one, two), ENGINES)
+        check((one, two), server.client, churn)
+        churn.ask("go")
+        yield one, two
+        for router in (one, two):
+            whole = (tmp_path / ("a" if router is one else "b") / "router.log").read_text(errors="replace")
+            assert "Traceback" not in whole, whole[whole.index("Traceback") :][:3000]
+
+
+def others_right(routers: Pair, churn: Churn) -> None:
+    """The answers for all but the spoiled worker are what their engines hold."""
+    seqs = paused(churn)
+    truth = churn.ask("dump")
+    seqs.pop(SPOILED)
+    for router in routers:
+        wait_seqs(router, seqs)
+        wrong = [line for line in wrong_answers(router, churn, truth) if not line.startswith(f"{SPOILED} ")]
+        assert not wrong, wrong[:5]
+    churn.ask("go")
+
+
+def test_a_bad_value_of_a_worker_that_is_followed_is_written_anew(
+    pair: Pair, server: StoreServer, churn: Churn
+) -> None:
+    for kind, spoil in (HEADS | OTHERS).items():
+        print(kind)
+        spoil(server.client)
+        make_all_reload(server.client)
+        others_right(pair, churn)
+        for router in pair:
+            wait_well(router, ENGINES)
+        assert check(pair, server.client, churn) > 0
+        for router in pair:
+            assert {row["state"] for row in rows(router).values()} == {"live"}
+        churn.ask("go")
+    for router in pair:
+        assert failed_tasks(router) == 0
+
+
+def test_a_bad_value_of_a_worker_that_nobody_follows_is_named_and_loaded_when_it_is_repaired(
+    tmp_path: Path, server: StoreServer, churn: Churn
+) -> None:
+    client = server.client
+    with RouterProcess(tmp_path / "a", ["--redis", server.url]) as one:
+        register(one, churn)
+        churn.ask("go")
+        until(lambda: all(row["residency"].get("g0:GPU") for row in rows(one).values()), "nothing is learned")
+        wait_seqs(one, paused(churn))
+        wait_well(one, ENGINES)
+        residency = rows(one)[SPOILED]["residency"]
+    # As if another router followed it.
+    client.set(LEASE, "another:999999")
+    saved = {key: client.dump(key) for key in client.scan_iter(f"{TAG}:*", count=1000)}
+    HEADS["seq"](client)
+    churn.ask("go")
+    with RouterProcess(tmp_path / "b", ["--redis", server.url]) as two:
+        # It starts, whatever it finds, and the other workers are as ever.
+        for kind, spoil in HEADS.items():
+            print(kind)
+            spoil(client)
+            make_all_reload(client)
+            row = until(lambda: cannot_be_read(two), f"{kind} is not named")
+            assert row["state"] in ("resyncing", "connecting") and not row["credited"], row
+            assert any(SPOILED in line and "Redis holds" in line for line in two.request("GET", "/health")["reasons"])
+            others = [worker for worker in churn.workers if worker != SPOILED]
+            until(lambda others=others: all(rows(two)[one]["state"] == "live" for one in others), "the others suffer")
+            # Repaired: it is shown as it is stored.
+            with client.pipeline() as pipe:
+                for key in saved.keys() | set(client.scan_iter(f"{TAG}:*", count=1000)):
+                    pipe.delete(key)
+                for key, value in saved.items():
+                    pipe.restore(key, 0, value)
+                pipe.execute()
+            until(lambda: not cannot_be_read(two), f"{kind} is not loaded when it is repaired")
+            assert rows(two)[SPOILED]["residency"] == residency
+        assert two.metric("kvrouter_unreadable_values_total", where="worker") >= len(HEADS)
+        # And it is followed again by whoever may.
+        client.delete(LEASE)
+        wait_well(two, ENGINES)
+        check([two], client, churn)
+        assert "Traceback" not in two.log_tail()
+
+
+def cannot_be_read(router: RouterProcess) -> dict[str, Any] | None:
+    row = rows(router)[SPOILED]
+    return row if "Redis holds" in row["reason"] else None
+
+
+REGISTRY: dict[str, Spoil] = {
+    "a field without a rank": lambda client: client.hset(f"kvr:{{{MODEL}}}:workers", "w9", b"x"),
+    "a field that is no text": lambda client: client.hset(f"kvr:{{{MODEL}}}:workers", b"\xff@0", b"x"),
+    "a model that is no text": lambda client: client.sadd("kvr:models", b"\xff"),
+    "a registration of another worker": lambda client: client.hset(
+        f"kvr:{{{MODEL}}}:workers", "w9@0", client.hget(f"kvr:{{{MODEL}}}:workers", "w1@0")
+    ),
+    "a registration that is none": lambda client: client.hset(f"kvr:{{{MODEL}}}:workers", "w0@0", b'{"worker":7}'),
+    "workers of another type": lambda client: (
+        client.set("kvr:{other}:workers", b"x") and client.sadd("kvr:models", "other")
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", REGISTRY)
+def test_a_bad_entry_of_the_registry_is_named_and_left_out(
+    kind: str, tmp_path: Path, pair: Pair, server: StoreServer, churn: Churn
+) -> None:
+    one, two = pair
+    client = server.client
+    saved = {
+        key: client.dump(key)
+        for key in client.scan_iter("kvr:*")
+        if key in (b"kvr:models", f"kvr:{{{MODEL}}}:workers".encode())
+    }
+    REGISTRY[kind](client)
+    # Registrations of others are known all the same.
+    events, replay = churn.endpoints[0]
+    one.register("late", "m2", events, replay, patch_endpoint="off")
+    until(lambda: "late" in rows(two), "registrations at the other router are not known any more")
+    for router in pair:
+        until(lambda router=router: named(router), "it is not named")
+        assert SPOILED in rows(router)
+    assert two.metric("kvrouter_unreadable_values_total", where="registry") >= 1
+    # And a router starts.
+    with RouterProcess(tmp_path / "c", ["--redis", server.url]) as three:
+        assert {"w1", "w2", "late"} <= set(rows(three))
+        assert named(three)
+    one.unregister("late")
+    client.delete("kvr:{other}:workers")
+    for key, value in saved.items():
+        client.restore(key, 0, value, replace=True)
+    client.incr("kvr:registrations")
+    for router in pair:
+        wait_well(router, ENGINES)
+    check(pair, client, churn)
+
+
+def named(router: RouterProcess) -> bool:
+    return any("no router writes" in line for line in router.request("GET", "/health")["reasons"])
+
+
+def test_a_bad_version_of_the_registry_is_begun_anew(pair: Pair, server: StoreServer, churn: Churn) -> None:
+    one, two = pair
+    events, replay = churn.endpoints[0]
+    for number, spoil in enumerate((b"abc", b"1e3", None)):
+        if spoil is None:
+            server.client.delete("kvr:registrations")
+            server.client.sadd("kvr:registrations", b"x")
+        else:
+            server.client.set("kvr:registrations", spoil)
+
+        def registered(name: str = f"late{number}") -> bool:
+            try:
+                one.register(name, "m2", events, replay, patch_endpoint="off")
+            except RouterError:
+                return False
+            return name in rows(two)
+
+        until(registered, "registrations at the other router are not known any more")
+    for number in range(3):
+        one.unregister(f"late{number}")
+    for router in pair:
+        wait_well(router, ENGINES)
+    check(pair, server.client, churn)
+
+
+def test_bad_words_of_other_routers_change_nothing(
+    tmp_path: Path, pair: Pair, server: StoreServer, churn: Churn
+) -> None:
+    client = server.client
+    client.hset("kvr:routers", mapping={b"\xff\xfe": b"x", b"other": b"\xff"})
+    client.hset("kvr:claims", mapping={b"\xff": b"x", b"gone": b"\xff", b"other": b'{"workers":{"static":[["w0"]]}}'})
+    for message in (b"junk", b"\xff", b"\x97\xa1a\xc3\x91\x96\xa1m\xa2w0\x00\xff\x00\x00\x90\x90\x90"):
+        client.xadd("kvr:loads", {b"m": message})
+    client.xadd("kvr:loads", {b"\xff": b"\xff"})
+    specs = [f"{name}=http://127.0.0.1:9,model=m3,events={churn.endpoints[0][0]}" for name in ("s0", "s1")]
+    flags = [part for spec in specs for part in ("--worker", spec)]
+    with RouterProcess(tmp_path / "c", ["--redis", server.url, *flags]) as three:
+        for router in pair:
+            until(lambda router=router: {"s0", "s1"} <= set(rows(router)), "workers of a source are not registered")
+        for name in ("s0", "s1"):
+            with pytest.raises(RouterError, match="kept_by_source"):
+                three.unregister(name)
+        assert failed_tasks(three) == 0
+    others_right(pair, churn)

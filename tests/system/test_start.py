@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user reads when a router starts: wrong settings at once, kernels that are compiled, a Redis that is away, risks."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from fleet import rows, until
+from router_process import RouterError, RouterProcess, free_port
+from store_server import StoreServer
+
+from kvrouter.simulator.server import ReplicaServer, ServerThread
+from kvrouter.simulator.shapes import make_geometry
+
+MODEL = "sim"
+START_TIMEOUT_S = 120.0
+
+
+def refused(folder: Path, arguments: Sequence[str], environment: dict[str, str] | None = None) -> str:
+    """The one line with which the start ends; nothing was compiled for it, and no store was started."""
+    cache = folder / "kernels"
+    cache.mkdir(parents=True)
+    command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--port", str(free_port()), *arguments]
+    if "--redis" not in arguments:
+        command += ["--data-dir", str(folder / "data")]
+    done = subprocess.run(
+        command,
+        env={**os.environ, "NUMBA_CACHE_DIR": str(cache), **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=START_TIMEOUT_S,
+        cwd=folder,
+    )
+    assert done.returncode != 0 and not done.stdout
+    assert not (folder / "data").exists() and not list(cache.rglob("*.nb?"))
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, lines
+    (line,) = lines
+    return line
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_wrong_setting_ends_the_start_before_anything_is_compiled_or_started(tmp_path: Path, processes: str) -> None:
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "sitecustomize.py").write_text("import sys\nsys.modules['opentelemetry.sdk'] = None\n")
+    without_traces = {"PYTHONPATH": str(tmp_path / "none")}
+    cases: tuple[tuple[list[str], dict[str, str], str], ...] = (
+        (["--workers-file", "missing.yaml"], {}, "cannot read missing.yaml"),
+        (["--otlp-endpoint", "http://127.0.0.1:1"], without_traces, "otlp_endpoint needs a package"),
+        (["--tokenizer", "m=/nowhere"], {}, "--tokenizer m:"),
+        (["--redis", "redis://h/0?color=red"], {}, "unknown options ['color']"),
+        (["--kubernetes-selector", "app=vllm"], {}, "kubernetes_selector is set, and this is no pod"),
+    )
+    for number, (arguments, environment, words) in enumerate(cases):
+        line = refused(tmp_path / str(number), ["--processes", processes, *arguments], environment)
+        assert words in line, line
+
+
+def test_a_redis_that_cannot_be_reached_is_named_with_what_to_do(tmp_path: Path) -> None:
+    port = free_port()
+    line = refused(tmp_path, ["--redis", f"redis://user:secret@127.0.0.1:{port}/0"])
+    assert f"Redis at redis://***@127.0.0.1:{port}/0: " in line and "start it, or correct the URL (--redis)" in line
+    assert "secret" not in line
+
+
+def test_the_first_start_says_that_it_compiles_and_the_next_does_not(tmp_path: Path) -> None:
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path / "kernels")}
+    with RouterProcess(tmp_path / "first", environment=cache):
+        pass
+    first = (tmp_path / "first" / "router.log").read_text()
+    assert "compiling kernels, once ready=" in first.replace("'", "") and "kernels compiled seconds=" in first
+    with RouterProcess(tmp_path / "second", environment=cache):
+        pass
+    assert "compiling" not in (tmp_path / "second" / "router.log").read_text()
+
+
+def health(router: RouterProcess) -> dict[str, Any]:
+    found = router.request("GET", "/health")
+    assert isinstance(found, dict)
+    return found
+
+
+def test_a_redis_that_evicts_is_a_warning(tmp_path: Path) -> None:
+    with StoreServer(tmp_path / "store", "--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru") as server:
+        server.client.acl_setuser(
+            "router", enabled=True, passwords=["+pw"], keys=["*"], commands=["+@all", "-config"], channels=["*"]
+        )
+        url = server.url.replace("//", "//router:pw@")
+        with RouterProcess(tmp_path / "r", ["--redis", url]) as router:
+            (warning,) = until(lambda: health(router).get("warnings"), "it is not named")
+            assert "maxmemory-policy allkeys-lru" in warning and "set maxmemory-policy noeviction" in warning
+            assert health(router)["status"] == "ok"
+    with RouterProcess(tmp_path / "own") as router:
+        assert health(router) == {"status": "ok", "reasons": []}
+
+
+@pytest.mark.parametrize(("host", "warned"), [("0.0.0.0", True), ("127.0.0.1", False)])
+def test_a_router_open_to_all_without_a_key_is_a_warning(tmp_path: Path, host: str, warned: bool) -> None:
+    with RouterProcess(tmp_path / "open", ["--host", host]) as router:
+        assert any("without an API key" in line for line in health(router).get("warnings", [])) == warned
+        assert health(router)["status"] == "ok"
+        assert ("without an API key" in router.log_tail()) == warned
+
+
+def ready(router: RouterProcess) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=10)
+    connection.request("GET", "/ready")
+    answer = connection.getresponse()
+    body = json.loads(answer.read())
+    connection.close()
+    return answer.status, body["error"]["message"] if answer.status != 200 else ""
+
+
+def test_an_engine_that_is_not_up_yet_is_a_worker_that_is_down(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    port = free_port()
+    with RouterProcess(tmp_path / "r", ["--worker", f"w0=http://127.0.0.1:{port}"]) as router:
+        row = rows(router)["w0"]
+        assert (row["state"], row["credited"], row["source"]) == ("down", False, "static")
+        assert "its model is not known" in row["reason"] and "start the engine" in row["reason"]
+        status, message = ready(router)
+        assert status == 503 and "w0" in message and "no worker is registered" not in message
+        engine = ServerThread([ReplicaServer(make_geometry("llama"), 64, context=context, model=MODEL, port=port)])
+        engine.start()
+        try:
+            until(lambda: rows(router)["w0"]["state"] == "live", "it does not become live")
+            assert rows(router)["w0"]["model"] == MODEL and len(rows(router)) == 1
+            assert ready(router)[0] == 200
+        finally:
+            engine.stop()
+
+
+def test_a_url_alone_is_registered_as_its_engine_describes_itself(
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    replica = ReplicaServer(make_geometry("llama"), 64, context=context, model=MODEL)
+    engine = ServerThread([replica])
+    engine.start()
+    with RouterProcess(tmp_path / "r") as router:
+        try:
+            said = replica.endpoints
+            answer = router.request("POST", "/register", {"worker_id": "w0", "url": said["url"]})
+            assert (answer["model_name"], answer["kv_events_endpoint"], answer["replay_endpoint"]) == (
+                MODEL,
+                said["events"],
+                said["replay"],
+            )
+            until(lambda: rows(router)["w0"]["state"] == "live" and not rows(router)["w0"]["approximate"], "not live")
+            # The same again changes nothing; what a client says itself, counts.
+            assert router.request("POST", "/register", {"worker_id": "w0", "url": said["url"]}) == answer
+            router.request("POST", "/register", {"worker_id": "w1", "url": said["url"], "model": "other"})
+            assert rows(router)["w1"]["model"] == "other"
+        finally:
+            engine.stop()
+        away = f"http://127.0.0.1:{free_port()}"
+        with pytest.raises(RouterError, match=r"502.*engine_not_asked|502.*cannot be reached") as caught:
+            router.request("POST", "/register", {"worker_id": "w2", "url": away})
+        assert "start the engine, or write its model" in str(caught.value)
+        assert "w2" not in rows(router)
+        answer = router.request("POST", "/register", {"worker_id": "w3", "url": away, "model": MODEL})
+        assert "where its KV events are is not known" in answer["note"]

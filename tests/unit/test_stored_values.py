@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from Redis is what we write, or is refused by name: nothing in between."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from kvrouter.router import registry
+from kvrouter.router.index import keys
+from kvrouter.router.index.commit import Head, Lease
+from kvrouter.router.index.connection import StoredValueError
+from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.registration import MAX_GROUPS, CatalogSpec, GroupSpec, Registration
+
+WORKER = WorkerKey("m", "w0", 2)
+GOOD = Registration(WORKER, events="tcp://h:1", replay="tcp://h:2", url="http://h:8000", block_size=16)
+
+
+@pytest.mark.parametrize("text", [b"", b"abc", b"1_0", b" 1", b"+1", b"-1", b"1.0", b"\xd9\xa1", b"9" * 19, b"1\n"])
+def test_a_number_is_digits(text: bytes) -> None:
+    with pytest.raises(ValueError):
+        keys.parse_number(text)
+
+
+def test_numbers_are_read() -> None:
+    assert [keys.parse_number(text) for text in (b"0", b"7", b"9" * 18)] == [0, 7, 10**18 - 1]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "g0", "0:GPU", "g:GPU", "g00:GPU", "g-1:GPU", "g0:GPU:a:b", "g0:G U", "g0:%ff", "x0:GPU", "g0:%47PU"]
+)
+def test_a_place_is_as_it_is_written(text: str) -> None:
+    with pytest.raises(ValueError):
+        keys.parse_place(text)
+
+
+@pytest.mark.parametrize("place", [Place(0, "GPU"), Place(None, "a b:c", ""), Place(63, "ä", "x/{}")])
+def test_a_place_is_read_as_it_was_written(place: Place) -> None:
+    assert keys.parse_place(keys.place_text(place)) == place
+
+
+@pytest.mark.parametrize("field", [b"w9", b"w9@", b"w9@x", b"w9@01", b"w9@70000", b"\xff@0", b"a b@0", b"%zz@0"])
+def test_a_field_of_the_registry_is_as_it_is_written(field: bytes) -> None:
+    with pytest.raises(ValueError):
+        keys.parse_registry_field("m", field)
+
+
+@pytest.mark.parametrize("member", [b"\xff", b"a b", b"%e4", b"%61"])
+def test_a_model_is_as_it_is_written(member: bytes) -> None:
+    with pytest.raises(ValueError):
+        keys.parse_model_member(member)
+
+
+def test_a_head_reads_what_it_can_and_names_the_first_that_it_cannot() -> None:
+    head = Head.of("k", b"e", b"abc", b"5", b"g0:GPU ?", b"3")
+    assert (head.epoch, head.seq, head.commits, head.places, head.lease) == ("e", None, 5, (), 3)
+    assert isinstance(head.problem, StoredValueError)
+    assert (head.problem.key, head.problem.field) == ("k", "seq") and "b'abc'" in str(head.problem)
+    good = Head.of("k", b"e", b"4", b"5", b"g0:GPU g-:CPU", b"3")
+    assert good == Head("e", 4, 5, ("g0:GPU", "g-:CPU"), 3)
+    assert Head.of("k", None, None, None, None, None) == Head(None, None, 0, (), 0)
+    told = Head.of("k", b"e", b"4", b"5", b"", b"3", b"another router cannot read it")
+    assert told.problem is not None and "another router cannot read it" in str(told.problem)
+
+
+@pytest.mark.parametrize(
+    ("value", "token"),
+    [(b"t:1", "t"), (b"a:b:12", "a:b"), (b"\xff:1", None), (b"t", None), (b"t:x", None), (b":1", None), (b"", None)],
+)
+def test_a_lease_that_no_router_wrote_is_nobodys(value: bytes, token: str | None) -> None:
+    assert Lease.token_of(value) == token
+
+
+def test_a_registration_is_read_as_it_was_written() -> None:
+    assert registry.decode(WORKER, registry.encode(GOOD)) == GOOD
+
+
+def changed(**fields: object) -> bytes:
+    return registry.encode(msgspec.structs.replace(GOOD, **fields))
+
+
+def group(**fields: object) -> CatalogSpec:
+    return CatalogSpec(groups=(msgspec.structs.replace(GroupSpec(0, "mamba", 16), **fields),))
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"\xff",
+        b"[1]",
+        b"[" * 100_000,
+        changed(worker=WorkerKey("m", "w0", 1)),
+        changed(worker=WorkerKey("n", "w0", 2)),
+        changed(events="tcp://*:1"),
+        changed(replay="file:///x"),
+        changed(url="ftp://h"),
+        changed(block_size=0),
+        changed(patch="?"),
+        changed(patch_key="short"),
+        changed(catalog=group(block_size=-1)),
+        changed(catalog=group(group_idx=MAX_GROUPS)),
+        changed(catalog=group(sliding_window=2**40)),
+        changed(catalog=CatalogSpec(groups=tuple(GroupSpec(i % 9, "mamba", 16) for i in range(MAX_GROUPS + 1)))),
+        changed(catalog=CatalogSpec(hash_block_size=0)),
+    ],
+)
+def test_a_registration_that_no_router_writes_is_refused_by_name(raw: bytes) -> None:
+    with pytest.raises(StoredValueError) as caught:
+        registry.decode(WORKER, raw)
+    assert (caught.value.key, caught.value.field) == ("kvr:{m}:workers", "w0@2")
+    assert len(str(caught.value)) < 300
