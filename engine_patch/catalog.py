@@ -11,7 +11,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from kvrouter.engine_patch.offloading import blocks_per_chunk
+from kvrouter.engine_patch.offloading import blocks_per_chunk, connector_name, connector_names, suffix_partial_hits
 from kvrouter.engine_patch.translate import OffloadGroup, short_hash
 from kvrouter.events.report import DeclaredCatalog, DeclaredGroup, HashExample
 
@@ -66,7 +66,9 @@ def read_catalog(scheduler: Any, lora_paths: Mapping[str, str], vllm_version: st
         num_gpu_blocks=pool.num_gpu_blocks,
         dcp_size=int(getattr(scheduler, "dcp_world_size", 1)),
         pcp_size=int(getattr(scheduler, "pcp_world_size", 1)),
-        connector=None if connector is None else type(connector).__name__,
+        connector=None if connector is None else connector_name(connector),
+        connectors=[] if connector is None else connector_names(connector),
+        offload_partial_hits=suffix_partial_hits(connector),
         vllm_version=vllm_version,
     )
 

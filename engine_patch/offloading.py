@@ -233,3 +233,22 @@ def blocks_per_chunk(connector: Any) -> int | None:
         config = scheduler.config
         return int(config.blocks_per_chunk if hasattr(config, "blocks_per_chunk") else config.block_size_factor)
     return None
+
+
+def suffix_partial_hits(connector: Any) -> bool | None:
+    """Whether a SimpleCPUOffloadConnector's hits may end inside a block; None without one."""
+    for manager in simple_managers(connector):
+        return bool(getattr(manager.cpu_coordinator, "enable_partial_hash_hits", False))
+    return None
+
+
+def connector_name(connector: Any) -> str:
+    """The class's name, as vLLM's registry has it; with its module where it is not vLLM's own, which may do as it likes."""
+    found = type(connector)
+    return found.__name__ if found.__module__.startswith("vllm.") else f"{found.__module__}.{found.__name__}"
+
+
+def connector_names(connector: Any) -> list[str]:
+    """It and, where it is a MultiConnector, those inside."""
+    inner = [name for child in getattr(connector, "_connectors", ()) for name in connector_names(child)]
+    return [connector_name(connector), *inner]

@@ -174,6 +174,10 @@ class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):
     pcp_size: int = 1
     connector: str | None = None
     vllm_version: str | None = None
+    # Every connector, those inside a MultiConnector after it; a class from outside vLLM with its module.
+    connectors: list[str] = []
+    # Whether hits of a SimpleCPUOffloadConnector may end wherever those of the GPU may; None without one.
+    offload_partial_hits: bool | None = None
 
 
 class CatalogMessage(msgspec.Struct, frozen=True, tag="catalog", omit_defaults=True):

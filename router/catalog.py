@@ -17,6 +17,7 @@ from enum import Enum
 import msgspec
 
 from kvrouter.events.messages import BlockRemoved, BlockStored
+from kvrouter.router.connectors import OffloadTier, TierEvidence
 from kvrouter.router.names import GPU
 from kvrouter.router.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, GroupSpec
 
@@ -52,6 +53,8 @@ ODD_EVENTS_FORGOTTEN_AFTER = 1_024
 
 # Block sizes of one group that are remembered: its own, that of partial entries, and some to show a contradiction by.
 MAX_BLOCK_SIZES = 8
+
+NO_EVIDENCE = TierEvidence()
 
 # vLLM <= 0.19 names no groups and turns hybrid caching off when events are on, so its one group behaves as full attention.
 UNNAMED_GROUP_KIND = "full_attention"
@@ -96,11 +99,17 @@ class Catalog(msgspec.Struct, frozen=True):
     partial_hits: bool
     # Blocks of a group that the offload tier stores and loads as one; None: not known yet.
     blocks_per_chunk: int | None
+    offload: OffloadTier
 
     @property
     def align(self) -> int:
         """Every hit is a multiple of this. Source: kv_cache_coordinator.py:672 (hybrid), :466 (one group)."""
         return self.hash_block_size if self.partial_hits else self.scheduler_block_size
+
+    @property
+    def suffix_align(self) -> int:
+        """What the hits of a SimpleCPUOffloadConnector are a multiple of; also the coarser one never promises too much."""
+        return self.align if self.offload.finer_suffix else self.scheduler_block_size
 
     @property
     def cacheable(self) -> tuple[Group, ...]:
@@ -129,6 +138,7 @@ class Catalog(msgspec.Struct, frozen=True):
             "align": self.align if whole else None,
             "partial_hits": self.partial_hits if whole else None,
             "blocks_per_chunk": self.blocks_per_chunk,
+            "offload_connector": self.offload.connector,
             "problem": self.problem,
         }
 
@@ -175,8 +185,12 @@ def build_catalog(
     spec: CatalogSpec,
     blocks_per_chunk: int | None = None,
     problem: str | None = None,
+    evidence: TierEvidence = NO_EVIDENCE,
 ) -> Catalog:
     """The catalog of these groups, with all that vLLM derives; what `spec` states wins over what is derived."""
+    offload = evidence.tier(
+        spec.offload_connector, spec.offload_blocks_per_chunk is not None, spec.offload_partial_hits
+    )
     ordered = tuple(sorted(groups, key=lambda g: -1 if g.group_idx is None else g.group_idx))
     cacheable = tuple(g for g in ordered if g.prefix_cacheable)
     chunk = spec.offload_blocks_per_chunk or blocks_per_chunk
@@ -188,7 +202,7 @@ def build_catalog(
     for group in ordered:
         problem = problem or _problem_of(group)
     if problem is not None:
-        return Catalog(ordered, source, problem, 0, 0, False, chunk)
+        return Catalog(ordered, source, problem, 0, 0, False, chunk, offload)
     hash_block_size = spec.hash_block_size or math.gcd(*(g.block_size for g in cacheable))
     scheduler_block_size = spec.scheduler_block_size or math.lcm(*(g.block_size for g in ordered if g.block_size > 0))
     for group in cacheable:
@@ -203,7 +217,7 @@ def build_catalog(
     if max(g.block_size for g in cacheable) * (chunk or 1) > MAX_TOKENS:
         problem = f"its offload tier was announced with chunks of {chunk} blocks, more than {MAX_TOKENS} tokens"
     partial = _partial_hits(ordered, hash_block_size) if spec.partial_hits is None else spec.partial_hits
-    return Catalog(ordered, source, problem, hash_block_size, scheduler_block_size, partial, chunk)
+    return Catalog(ordered, source, problem, hash_block_size, scheduler_block_size, partial, chunk, offload)
 
 
 def _group_of(spec: GroupSpec) -> Group:
@@ -221,6 +235,7 @@ class LearnedGroup(msgspec.Struct, frozen=True):
     problem: str | None
     # See `CatalogLearner.in_doubt`.
     doubtful: bool = False
+    gpu_block_sizes: list[int] = []
 
 
 class Learned(msgspec.Struct, frozen=True):
@@ -228,12 +243,13 @@ class Learned(msgspec.Struct, frozen=True):
 
     groups: list[LearnedGroup]
     blocks_per_chunk: int | None
+    tier: TierEvidence = NO_EVIDENCE
 
 
 class _Seen:
     """What events said of one group so far."""
 
-    __slots__ = ("block_sizes", "kind", "problem", "recent_sizes", "window")
+    __slots__ = ("block_sizes", "gpu_block_sizes", "kind", "problem", "recent_sizes", "window")
 
     def __init__(self) -> None:
         self.kind: str | None = None
@@ -241,6 +257,8 @@ class _Seen:
         self.block_sizes: set[int] = set()
         # Those that came since the group is in doubt.
         self.recent_sizes: set[int] = set()
+        # Those of them that the GPU's events said.
+        self.gpu_block_sizes: set[int] = set()
         self.problem: str | None = None
 
     @property
@@ -267,6 +285,7 @@ class CatalogLearner:
         self._events = 0
         self._judged_at: dict[int | None, int] = {}
         self._blocks_per_chunk: int | None = None
+        self._tier = NO_EVIDENCE
         # First blocks of prompts and their sizes, newest last: one alone on an offload tier shows that chunks are single blocks.
         self._roots: dict[int, int] = {}
 
@@ -308,6 +327,7 @@ class CatalogLearner:
             del self._seen[group_idx]
         else:
             seen.problem, seen.block_sizes = None, set(seen.recent_sizes)
+            seen.gpu_block_sizes &= seen.block_sizes
         self.version += 1
 
     def _contradicts_names(self, group_idx: int | None) -> bool:
@@ -325,11 +345,15 @@ class CatalogLearner:
         elif block_size > 0 and len(seen.recent_sizes) < MAX_BLOCK_SIZES:
             seen.recent_sizes.add(block_size)
 
-    def stored(self, event: BlockStored) -> None:
-        """Take what a Stored event says of its group, also when its hash list is empty."""
+    def stored(self, event: BlockStored, *, shows_tier: bool = True) -> None:
+        """Take what a Stored event says of its group, also when its hash list is empty.
+
+        shows_tier: of another medium than the GPU, it has the shape in which its connector sent it."""
         seen = self._touch(event.group_idx, event.medium)
         if seen is not None and event.group_idx in self._judged_at:
             self._hear_again(event.group_idx, seen, event.block_size)
+        if event.medium != GPU and shows_tier:
+            self._judge_tier(event, seen)
         if event.medium != GPU and event.block_size == 0:
             self._judge_placeholder(event, seen)
         if seen is None or event.block_size <= 0:
@@ -342,6 +366,8 @@ class CatalogLearner:
         if event.block_size not in seen.block_sizes and len(seen.block_sizes) < MAX_BLOCK_SIZES:
             seen.block_sizes.add(event.block_size)
             self.version += 1
+        if event.medium == GPU and event.block_size in seen.block_sizes:
+            seen.gpu_block_sizes.add(event.block_size)
             if len(seen.block_sizes) > 2 or max(seen.block_sizes) % min(seen.block_sizes):
                 self._contradict(event, f"announced with block sizes {sorted(seen.block_sizes)}")
         if kind is not None and (kind, event.sliding_window) != (seen.kind, seen.window):
@@ -351,6 +377,12 @@ class CatalogLearner:
                     f"announced as {seen.kind} (window {seen.window}) and as {kind} (window {event.sliding_window})",
                 )
             seen.kind, seen.window = kind, event.sliding_window
+            self.version += 1
+
+    def _judge_tier(self, event: BlockStored, seen: _Seen | None) -> None:
+        tier = self._tier.add(event, seen.gpu_block_sizes if seen else ())
+        if tier is not self._tier:
+            self._tier = tier
             self.version += 1
 
     def removed(self, event: BlockRemoved) -> None:
@@ -382,6 +414,7 @@ class CatalogLearner:
 
     def _learn_chunk(self, event: BlockStored, seen: _Seen) -> None:
         # A self-describing store names all blocks of its chunk; a partial tail has a smaller block size and no say here.
+        # What a SimpleCPUOffloadConnector announces looks like chunks of one block, which its rule does not ask for.
         count = len(event.block_hashes)
         if seen.block_sizes and event.block_size == max(seen.block_sizes) and count > (self._blocks_per_chunk or 0):
             self._blocks_per_chunk = count
@@ -434,17 +467,23 @@ class CatalogLearner:
                 )
             groups[group_idx] = Group(group_idx, seen.kind or "unknown", size, seen.window)
         source = self._source if self._stated and self._stated.keys() >= groups.keys() else "learned"
-        return build_catalog(groups.values(), source, spec, self._blocks_per_chunk, problem)
+        return build_catalog(groups.values(), source, spec, self._blocks_per_chunk, problem, self._tier)
 
     def dump(self) -> bytes:
         """What was learned, for another process of the router; read back by `load`."""
         groups = [
             LearnedGroup(
-                index, seen.kind, seen.window, sorted(seen.block_sizes), seen.problem, index in self._judged_at
+                index,
+                seen.kind,
+                seen.window,
+                sorted(seen.block_sizes),
+                seen.problem,
+                index in self._judged_at,
+                sorted(seen.gpu_block_sizes),
             )
             for index, seen in self._seen.items()
         ]
-        return msgspec.json.encode(Learned(groups, self._blocks_per_chunk))
+        return msgspec.json.encode(Learned(groups, self._blocks_per_chunk, self._tier))
 
     def load(self, dumped: bytes) -> None:
         """Take over what `dump` wrote. Raises msgspec.DecodeError on anything else."""
@@ -455,6 +494,8 @@ class CatalogLearner:
             seen.block_sizes = set(group.block_sizes)
             if group.doubtful or group.problem is not None:
                 self._doubt(group.group_idx)
+            seen.gpu_block_sizes = set(group.gpu_block_sizes)
+        self._tier = learned.tier
         self._blocks_per_chunk = learned.blocks_per_chunk
         self.version += 1
 

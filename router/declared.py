@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from kvrouter.events.report import DeclaredCatalog
+from kvrouter.router.connectors import effective_connector
 from kvrouter.router.registration import CatalogSpec, GroupSpec
 
 
@@ -31,8 +32,15 @@ def declared_spec(declared: DeclaredCatalog, stated: CatalogSpec) -> CatalogSpec
         none_hash_seed=stated.none_hash_seed,
         partial_hits=stated.partial_hits if declared.partial_hits is None else declared.partial_hits,
         offload_blocks_per_chunk=declared.offload_blocks_per_chunk or stated.offload_blocks_per_chunk,
+        offload_connector=effective_connector(_connectors(declared)) or stated.offload_connector,
+        offload_partial_hits=declared.offload_partial_hits,
         lora_paths={**stated.lora_paths, **declared.lora_paths},
     )
+
+
+def _connectors(declared: DeclaredCatalog) -> list[str]:
+    # A patch that names only the outermost one leaves those inside a MultiConnector unknown.
+    return declared.connectors or ([] if declared.connector is None else [declared.connector])
 
 
 def declared_problem(declared: DeclaredCatalog) -> str | None:
@@ -62,6 +70,7 @@ def contradictions(declared: CatalogSpec, stated: CatalogSpec) -> list[str]:
         "none_hash",
         "partial_hits",
         "offload_blocks_per_chunk",
+        "offload_connector",
     ):
         said = getattr(stated, name)
         if said is not None and said != getattr(declared, name):

@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.catalog import Catalog, Group, Rule
+from kvrouter.router.catalog import Catalog, Group, Rule, SpecGroup
+from kvrouter.router.connectors import DISK_OWNER, TierRule
 from kvrouter.router.names import CPU, GPU, STORAGE, Place
 
 RULE_FULL = Rule.FULL.value
@@ -22,7 +23,6 @@ RULE_MAMBA = Rule.MAMBA.value
 (
     GEO_HASH_BLOCK,
     GEO_ALIGN,
-    GEO_PARTIAL,
     GEO_SCHEDULER_BLOCK,
     GEO_UNITARY,
     GEO_SIMPLE,
@@ -34,8 +34,13 @@ RULE_MAMBA = Rule.MAMBA.value
     GEO_EXT_MAMBA_ALIGN,
     GEO_EXT_TAIL_BLOCK,
     GEO_EXT_UNPROVEN,
+    GEO_CPU_START,
+    GEO_CPU_END,
+    GEO_STORAGE_START,
+    GEO_STORAGE_END,
+    GEO_SUFFIX_ALIGN,
     GEO_COLUMNS,
-) = range(15)
+) = range(19)
 
 SPEC_RULE, SPEC_BLOCK, SPEC_WINDOW, SPEC_CHUNK, SPEC_EAGLE, SPEC_MEMBER_START, SPEC_MEMBER_END, SPEC_COLUMNS = range(8)
 
@@ -59,23 +64,15 @@ BANK_BITS = 16
 
 
 class BankMask(msgspec.Struct, frozen=True):
-    """The bits, within one bank, of all places that hold a group on one medium. Mask 0: there is no such place."""
+    """The bit of a place within its bank. Mask 0: there is no such place."""
 
     bank: int
     mask: int
 
 
-def bank_mask(places: dict[Place, int], group_idx: int | None, medium: str) -> BankMask:
-    """The bits of every owner of (group, medium). Owners in another bank than the first are left out: less credit, never more."""
-    bank, mask = 0, 0
-    for place, index in places.items():
-        if place.group_idx != group_idx or place.medium != medium:
-            continue
-        if mask == 0:
-            bank = index // BANK_BITS
-        if index // BANK_BITS == bank:
-            mask |= 1 << (index % BANK_BITS)
-    return BankMask(bank, mask)
+def bank_mask(places: dict[Place, int], place: Place) -> BankMask:
+    index = places.get(place)
+    return BankMask(0, 0) if index is None else BankMask(index // BANK_BITS, 1 << (index % BANK_BITS))
 
 
 class Geometry(msgspec.Struct, frozen=True):
@@ -117,38 +114,46 @@ class GeometryBuilder:
         geo = [0] * GEO_COLUMNS
         geo[GEO_HASH_BLOCK] = catalog.hash_block_size
         geo[GEO_ALIGN] = catalog.align
-        geo[GEO_PARTIAL] = int(catalog.partial_hits)
         geo[GEO_SCHEDULER_BLOCK] = catalog.scheduler_block_size
         spec_groups = catalog.spec_groups()
         geo[GEO_UNITARY] = int(len(catalog.groups) == 1)
         geo[GEO_SIMPLE] = int(len(spec_groups) == 2 and spec_groups[0].rule is Rule.FULL)
-        geo[GEO_SPEC_START] = len(self._specs)
+        geo[GEO_SPEC_START], geo[GEO_SPEC_END] = self._add_specs(spec_groups, places, GPU)
+        earning = catalog.offload.earning(places)
+        if catalog.offload.rule is TierRule.CHUNKS and earning:
+            self._add_chunks(geo, catalog, places)
+        elif (CPU, None) in earning:
+            geo[GEO_CPU_START], geo[GEO_CPU_END] = self._add_specs(spec_groups, places, CPU)
+        elif (STORAGE, None) in earning:
+            geo[GEO_STORAGE_START], geo[GEO_STORAGE_END] = self._add_specs(spec_groups, places, STORAGE)
+        geo[GEO_SUFFIX_ALIGN] = catalog.suffix_align
+        self._geos.append(geo)
+        return len(self._geos) - 1
+
+    def _add_specs(self, spec_groups: tuple[SpecGroup, ...], places: dict[Place, int], medium: str) -> tuple[int, int]:
+        """The spec groups as they are held on one medium; their range."""
+        first = len(self._specs)
         for spec_group in spec_groups:
             start = len(self._members)
             for group in spec_group.members:
-                gpu = bank_mask(places, group.group_idx, GPU)
-                self._members.append([gpu.bank, gpu.mask])
-            first = spec_group.first
+                held = bank_mask(places, Place(group.group_idx, medium))
+                self._members.append([held.bank, held.mask])
+            one = spec_group.first
             self._specs.append(
                 [
                     spec_group.rule.value,
-                    first.block_size,
-                    first.sliding_window or 0,
-                    first.attention_chunk_size or 0,
+                    one.block_size,
+                    one.sliding_window or 0,
+                    one.attention_chunk_size or 0,
                     int(spec_group.eagle),
                     start,
                     len(self._members),
                 ]
             )
-        geo[GEO_SPEC_END] = len(self._specs)
-        self._add_offload(geo, catalog, places)
-        self._geos.append(geo)
-        return len(self._geos) - 1
+        return first, len(self._specs)
 
-    def _add_offload(self, geo: list[int], catalog: Catalog, places: dict[Place, int]) -> None:
-        geo[GEO_EXT_START] = geo[GEO_EXT_END] = len(self._exts)
-        if not any(place.medium in (CPU, STORAGE) for place in places):
-            return
+    def _add_chunks(self, geo: list[int], catalog: Catalog, places: dict[Place, int]) -> None:
+        geo[GEO_EXT_START] = len(self._exts)
         full: list[list[int]] = []
         sparse: list[list[int]] = []
         blocks_per_chunk = catalog.blocks_per_chunk or 1
@@ -156,8 +161,8 @@ class GeometryBuilder:
         for group in catalog.cacheable:
             chunk = group.block_size * blocks_per_chunk
             window_chunks = _window_chunks(group, chunk)
-            cpu = bank_mask(places, group.group_idx, CPU)
-            storage = bank_mask(places, group.group_idx, STORAGE)
+            cpu = bank_mask(places, Place(group.group_idx, CPU))
+            storage = bank_mask(places, Place(group.group_idx, STORAGE, DISK_OWNER))
             ext = [
                 int(window_chunks is not None),
                 chunk,

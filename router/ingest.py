@@ -35,9 +35,10 @@ from kvrouter.events.items import (
 )
 from kvrouter.events.messages import AllBlocksCleared, BlockStored, EventBatch
 from kvrouter.router.catalog import Catalog, CatalogLearner
+from kvrouter.router.connectors import TierRule
 from kvrouter.router.hashing import HashScheme
 from kvrouter.router.identity import HashIdentity, Standing
-from kvrouter.router.names import CPU, STORAGE, Place
+from kvrouter.router.names import Place
 from kvrouter.router.provenance import rank_problem, ranks_allowed
 from kvrouter.router.registration import NO_PATCH, CatalogSpec, Registration
 from kvrouter.router.residency import MAX_BLOCKS, MAX_PLACES, Residency, Runs
@@ -47,8 +48,6 @@ from kvrouter.router.vitals import EngineBack, EngineLost, EngineRestarted, Engi
 
 # Tags of events that can take blocks away: one that cannot be read may leave ghosts behind, so the epoch is voided.
 REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
-
-OFFLOADED = frozenset({CPU, STORAGE})
 
 SILENT = "it was registered without an event endpoint, so what it holds is not known"
 
@@ -197,15 +196,8 @@ class Ingest:
                 "no known hash scheme explains this worker's first dense root blocks: set its hash_algo and none_hash, or the seed "
                 "that its PYTHONHASHSEED has (none_hash_seed)"
             )
-        if (
-            not self._incident
-            and self.catalog.blocks_per_chunk is None
-            and any(place.medium in OFFLOADED for place in self.blocks.places)
-        ):
-            return (
-                "the chunk size of the offload tier is not on the wire: its blocks earn credit only where they show that a chunk "
-                "is one block; register a catalog with offload_blocks_per_chunk"
-            )
+        if withheld := self._withheld():
+            return f"{self._incident}; {withheld}" if self._incident else withheld
         if not self._incident and self.tally.refused:
             return (
                 f"{self.tally.refused} blocks found no room: more than {MAX_BLOCKS:,} blocks, or more than {MAX_PLACES:,} places "
@@ -217,6 +209,22 @@ class Ingest:
         """What happened is over, and no reason for what is now."""
         if self._state is StreamState.LIVE:
             self._incident = ""
+
+    def _withheld(self) -> str:
+        """Why what is held beside the GPU earns less than its blocks could."""
+        offload = self.catalog.offload
+        if withheld := offload.withheld(self.blocks.places):
+            return withheld
+        if (
+            offload.rule is TierRule.CHUNKS
+            and self.catalog.blocks_per_chunk is None
+            and offload.earning(self.blocks.places)
+        ):
+            return (
+                "the chunk size of the offload tier is not on the wire: its blocks earn credit only where they show that a chunk "
+                "is one block; register a catalog with offload_blocks_per_chunk"
+            )
+        return ""
 
     @property
     def catalog(self) -> Catalog:

@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from kvrouter.router.catalog import Catalog, Rule, SpecGroup
 from kvrouter.router.geometry import (
-    GEO_EXT_END,
-    GEO_EXT_START,
     GEO_SPEC_END,
     GEO_SPEC_START,
     RULE_FULL,
@@ -23,12 +21,13 @@ from kvrouter.router.geometry import (
     Geometry,
     GeometryBuilder,
 )
+from kvrouter.router.gpu_hit import alone, gpu_hit
 from kvrouter.router.hashing import HashScheme, HashSpace
-from kvrouter.router.hit_rule import alone, external_hit, gpu_hit
 from kvrouter.router.index.kernels import any_resident, gather
 from kvrouter.router.index.mirror import Mirror
 from kvrouter.router.jit import kernel
 from kvrouter.router.names import WorkerKey
+from kvrouter.router.offload_hit import tier_hit
 from kvrouter.router.question import GroupCover, Hit, Limit, Question
 from kvrouter.router.segments import SEGMENT_BLOCKS, PromptHasher, SegmentMemory
 from kvrouter.router.states import StreamState
@@ -77,11 +76,8 @@ def match_workers(
     for w in range(bases.shape[0]):
         geo = geos[w]
         gpu, limiter = gpu_hit(rows, bases[w], geo, specs, members, num_tokens)
-        cpu = gpu
-        disk = gpu
-        if geo[GEO_EXT_START] < geo[GEO_EXT_END]:
-            cpu = external_hit(rows, bases[w], geo, exts, num_tokens, gpu, False)
-            disk = max(cpu, external_hit(rows, bases[w], geo, exts, num_tokens, gpu, True))
+        cpu = tier_hit(rows, bases[w], geo, specs, members, exts, num_tokens, gpu, False)
+        disk = max(cpu, tier_hit(rows, bases[w], geo, specs, members, exts, num_tokens, gpu, True))
         out[w, OUT_GPU] = gpu
         out[w, OUT_CPU] = cpu
         out[w, OUT_DISK] = disk
@@ -99,7 +95,9 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     """Workers that are asked together, as the arrays that the kernels want. Valid for one version of the mirror's places."""
 
     views: tuple[WorkerView, ...]
-    spec_groups: tuple[SpecGroup, ...]
+    # Of each worker: its spec groups, and why some of its tiers earn nothing.
+    spec_groups: tuple[tuple[SpecGroup, ...], ...]
+    withheld: tuple[str, ...]
     row_of_slot: NDArray[np.int32]
     row_count: int
     bases: NDArray[np.int64]
@@ -113,7 +111,8 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
         row_of_slot = np.full(mirror.slot_count, -1, np.int32)
         bases = np.zeros(len(views), np.int64)
         builder = GeometryBuilder()
-        spec_groups: list[SpecGroup] = []
+        spec_groups: list[tuple[SpecGroup, ...]] = []
+        withheld: list[str] = []
         row = 0
         segment = SEGMENT_BLOCKS
         stops_early = True
@@ -123,7 +122,8 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
                 raise ValueError(f"{view.worker} is not in the mirror")
             builder.add(view.catalog, known.places)
             groups = view.catalog.spec_groups()
-            spec_groups.extend(groups)
+            spec_groups.append(groups)
+            withheld.append(view.catalog.offload.withheld(known.places))
             bases[i] = row
             for slot in known.slots:
                 row_of_slot[slot] = row
@@ -135,7 +135,9 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
             stops_early = stops_early and any(group.rule is Rule.FULL for group in groups)
             chunk = max(g.block_size for g in view.catalog.cacheable) * (view.catalog.blocks_per_chunk or 1)
             segment = max(segment, chunk // view.catalog.hash_block_size)
-        return cls(tuple(views), tuple(spec_groups), row_of_slot, row, bases, builder.build(), stops_early, segment)
+        geometry = builder.build()
+        tables = (row_of_slot, row, bases, geometry, stops_early, segment)
+        return cls(tuple(views), tuple(spec_groups), tuple(withheld), *tables)
 
     def rows(self, hashes: int) -> NDArray[np.uint16]:
         return np.zeros((self.row_count, hashes), np.uint16)
@@ -259,7 +261,9 @@ class Matcher:
             limited: Limit | None = None
             if question.explain:
                 groups = tuple(_covers(plan, rows, w, question.num_tokens))
-                limited = None if limiter < 0 else _limit(plan.spec_groups[limiter], gpu)
+                if limiter >= 0:
+                    spec_group = plan.spec_groups[w][limiter - int(geometry.geos[w, GEO_SPEC_START])]
+                    limited = _limit(spec_group, gpu, plan.withheld[w])
             hits.append(
                 Hit(view.worker, gpu, cpu, disk, view.state.value, view.reason, groups, limited, full_attention=covered)
             )
@@ -273,16 +277,15 @@ def _no_hit(view: WorkerView, reason: str) -> Hit:
 def _covers(plan: Plan, rows: NDArray[np.uint16], w: int, num_tokens: int) -> Iterable[GroupCover]:
     """How far each group alone would let worker `w` reach."""
     geometry = plan.geometry
-    offset = sum(len(view.catalog.spec_groups()) for view in plan.views[:w])
-    for s, spec_group in enumerate(plan.views[w].catalog.spec_groups()):
-        covered = alone(
-            rows, int(plan.bases[w]), geometry.geos[w], geometry.specs, geometry.members, num_tokens, offset + s
-        )
+    geo = geometry.geos[w]
+    for s, spec_group in enumerate(plan.spec_groups[w], int(geo[GEO_SPEC_START])):
+        covered = alone(rows, int(plan.bases[w]), geo, geometry.specs, geometry.members, num_tokens, s)
         for group in spec_group.members:
             yield GroupCover(group.group_idx, group.kind, int(covered))
 
 
-def _limit(spec_group: SpecGroup, hit: int) -> Limit:
+def _limit(spec_group: SpecGroup, hit: int, withheld: str) -> Limit:
+    """withheld: why blocks beside the GPU, which might reach further, earn nothing."""
     first = spec_group.first
     if spec_group.rule is Rule.FULL:
         why = f"its unbroken run of blocks on the GPU ends at {hit} tokens"
@@ -292,4 +295,4 @@ def _limit(spec_group: SpecGroup, hit: int) -> Limit:
         why = f"it has no state on the GPU at a boundary past {hit} tokens"
     else:
         why = f"the blocks of its chunk ({first.attention_chunk_size} tokens) are not all on the GPU past {hit} tokens"
-    return Limit(first.group_idx, first.kind, why)
+    return Limit(first.group_idx, first.kind, f"{why}; {withheld}" if withheld else why)

@@ -42,6 +42,10 @@ class CatalogSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     none_hash_seed: str | None = None
     partial_hits: bool | None = None
     offload_blocks_per_chunk: int | None = None
+    # vLLM's name of the KV connector whose rule holds for what is on CPU or disk (connectors.py).
+    offload_connector: str | None = None
+    # Whether hits of a SimpleCPUOffloadConnector may end wherever those of the GPU may; not so in its lazy mode.
+    offload_partial_hits: bool | None = None
     lora_paths: dict[str, str] = {}
 
 

@@ -229,7 +229,8 @@ class ReportIngest(Ingest):
                 group_idx=event.group_idx,
                 kind=event.kind,
                 sliding_window=event.sliding_window,
-            )
+            ),
+            shows_tier=False,
         )
 
     def _cleared(self, event: ReportCleared) -> None:

@@ -7,7 +7,7 @@ clock; knows no stream and no epoch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 import numpy as np
@@ -76,7 +76,7 @@ class Residency:
         self._pending_all = False
 
     @property
-    def places(self) -> Iterable[Place]:
+    def places(self) -> Collection[Place]:
         """Every place that was seen, also one that holds nothing now."""
         return self._held.keys()
 

@@ -27,7 +27,7 @@ HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
 SHAPE = "ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]"
 CATALOG_NUMBERS = ("hash_block_size", "scheduler_block_size", "offload_blocks_per_chunk")
-CATALOG_TEXTS = ("hash_algo", "none_hash", "none_hash_seed")
+CATALOG_TEXTS = ("hash_algo", "none_hash", "none_hash_seed", "offload_connector")
 KEYS = (
     "events",
     "replay",
@@ -152,6 +152,12 @@ def none_hash_problem(text: str) -> str | None:
     return None if re.fullmatch(r"(0x)?([0-9a-fA-F]{2}){8,32}", text) else "must be 16 to 64 hex digits"
 
 
+def connector_problem(name: str) -> str | None:
+    """Why `name` names no KV connector; one without a hit rule is accepted, and earns nothing."""
+    wanted = "must be the class name of a KV connector of vLLM, like OffloadingConnector or SimpleCPUOffloadConnector"
+    return None if re.fullmatch(r"[A-Za-z_][\w.]{0,127}", name, re.ASCII) else wanted
+
+
 def parse_worker(spec: str) -> WorkerSpec:
     """The worker that `spec` describes. Raises SettingError."""
     head, *pairs = spec.split(",")
@@ -185,6 +191,8 @@ def parse_worker(spec: str) -> WorkerSpec:
         _check("model", name_problem(values["model"]))
     if "none_hash" in values:
         _check("none_hash", none_hash_problem(values["none_hash"]))
+    if "offload_connector" in values:
+        _check("offload_connector", connector_problem(values["offload_connector"]))
     if values.get("hash_algo", HASH_ALGOS[0]) not in HASH_ALGOS:
         raise SettingError(f"hash_algo must be one of {', '.join(HASH_ALGOS)}")
     catalog: dict[str, str | int] = {key: values[key] for key in CATALOG_TEXTS if key in values}

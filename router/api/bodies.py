@@ -143,6 +143,7 @@ class CatalogBody(msgspec.Struct, kw_only=True):
     none_hash_seed: str | int | None = None
     partial_hits: bool | None = None
     offload_blocks_per_chunk: int | None = None
+    offload_connector: str | None = None
     lora_paths: dict[str, str] | None = None
 
 

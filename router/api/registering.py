@@ -15,6 +15,7 @@ from kvrouter.router.worker_spec import (
     HASH_ALGOS,
     MAX_DP_RANK,
     MAX_NAME_CHARS,
+    connector_problem,
     endpoint_problem,
     name_problem,
     none_hash_problem,
@@ -160,6 +161,8 @@ def catalog_of(body: CatalogBody) -> CatalogSpec:
     _check_number("catalog.hash_block_size", body.hash_block_size)
     _check_number("catalog.scheduler_block_size", body.scheduler_block_size)
     _check_number("catalog.offload_blocks_per_chunk", body.offload_blocks_per_chunk)
+    if body.offload_connector is not None:
+        _check("catalog.offload_connector", connector_problem(body.offload_connector))
     if body.hash_algo is not None and body.hash_algo not in HASH_ALGOS:
         raise BadQuestion(f"catalog.hash_algo must be one of {', '.join(HASH_ALGOS)}")
     loras = body.lora_paths or {}
@@ -180,6 +183,7 @@ def catalog_of(body: CatalogBody) -> CatalogSpec:
         none_hash_seed=None if body.none_hash_seed is None else str(body.none_hash_seed),
         partial_hits=body.partial_hits,
         offload_blocks_per_chunk=body.offload_blocks_per_chunk,
+        offload_connector=body.offload_connector,
         lora_paths=loras,
     )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from oracle import Answer, Oracle
 from router_process import RouterProcess
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec
 from workload import Prompt, PromptTree
 
 # Requests that wait or run at once: more than may run, so that the queue is never empty.
@@ -27,7 +28,8 @@ class Tally:
     """What one run compared. `early`: questions asked before a learned catalog was whole, where less is allowed.
 
     in_transfer: probes with a chunk on its way, judged by what is held; cut_short: those where the engine does not wait
-    for it and yet takes something else than what is held.
+    for it and yet takes something else than what is held. misplaced: probes where vLLM 0.32 takes chunks of chunked local attention
+    from the CPU that do not begin where the prompt's do, and the router promises none of them.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Tally:
     early: int = 0
     in_transfer: int = 0
     cut_short: int = 0
+    misplaced: int = 0
     gpu_hits: int = 0
     external_hits: int = 0
     hit_tokens: int = 0
@@ -54,6 +57,7 @@ class Tally:
         "cpu beyond gpu",
         "in transfer",
         "cut short",
+        "misplaced",
         "steps",
         "evicted",
         "cpu evicted",
@@ -71,6 +75,7 @@ class Tally:
             str(self.external_hits),
             str(self.in_transfer),
             str(self.cut_short),
+            str(self.misplaced),
             str(self.steps),
             str(self.evicted),
             str(self.cpu_evicted),
@@ -164,8 +169,15 @@ class Comparison:
         tally.in_transfer += truth.transfer
         tally.cut_short += truth.now is not None and truth.now != truth.cpu
         tally.external_hits += truth.cpu > truth.gpu
-        if found["cpu"] != truth.cpu:
+        if found["cpu"] < truth.cpu and self._is_misplaced(truth):
+            tally.misplaced += 1
+        elif found["cpu"] != truth.cpu:
             self._report("cpu", prompt, truth)
+
+    def _is_misplaced(self, truth: Answer) -> bool:
+        specs = self._oracle.group_set.specs
+        chunks = [spec.attention_chunk_size for spec in specs if isinstance(spec, ChunkedLocalAttentionSpec)]
+        return self._oracle.is_simple and any(truth.gpu % chunk for chunk in chunks)
 
     def _report(self, what: str, prompt: Prompt, truth: Answer) -> None:
         """Note a mismatch with all that is needed to run it again and to see which group is to blame."""

@@ -19,13 +19,15 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.config.kv_events import KVEventsConfig
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 512
 # Below the longest prompts, so that prefills are cut into chunks.
 MAX_BATCHED_TOKENS = 192
 MAX_RUNNING = 4
+# Any size does: nothing is ever copied.
+SIMPLE_BLOCK_BYTES = 4096
 
 
 def write_model(folder: Path) -> Path:
@@ -47,8 +49,10 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def build_vllm_config(group_set: GroupSet, model: Path, offload: dict[str, Any] | None) -> VllmConfig:
-    """offload: `kv_connector_extra_config` of an OffloadingConnector, or None for an engine without one."""
+def build_vllm_config(
+    group_set: GroupSet, model: Path, offload: dict[str, Any] | None, connector: str = "OffloadingConnector"
+) -> VllmConfig:
+    """offload: `kv_connector_extra_config` of the connector, or None for an engine without one."""
     model_config = ModelConfig(
         model=str(model), skip_tokenizer_init=True, max_model_len=MAX_MODEL_LEN, dtype="bfloat16", seed=0
     )
@@ -60,9 +64,7 @@ def build_vllm_config(group_set: GroupSet, model: Path, offload: dict[str, Any] 
     )
     transfer = None
     if offload is not None:
-        transfer = KVTransferConfig(
-            kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=offload
-        )
+        transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=offload)
     config = VllmConfig(
         model_config=model_config,
         cache_config=cache_config,
@@ -101,12 +103,15 @@ def build_vllm_config(group_set: GroupSet, model: Path, offload: dict[str, Any] 
     return config
 
 
-def build_kv_cache_config(group_set: GroupSet) -> KVCacheConfig:
+def build_kv_cache_config(group_set: GroupSet, connector: str | None) -> KVCacheConfig:
+    layers = [f"layer.{i}" for i in range(len(group_set.specs))]
+    tensor = KVCacheTensor(group_set.num_blocks * SIMPLE_BLOCK_BYTES, layers, 0, SIMPLE_BLOCK_BYTES)
     return KVCacheConfig(
         num_blocks=group_set.num_blocks,
-        kv_cache_tensors=[],
+        # The SimpleCPUOffloadConnector's pool is as many times the GPU's as it has bytes.
+        kv_cache_tensors=[tensor] if connector == "SimpleCPUOffloadConnector" else [],
         kv_cache_groups=[
-            KVCacheGroupSpec([f"layer.{i}"], spec, is_eagle_group=group_set.eagle and i in group_set.eagle_groups)
+            KVCacheGroupSpec([layers[i]], spec, is_eagle_group=group_set.eagle and i in group_set.eagle_groups)
             for i, spec in enumerate(group_set.specs)
         ],
         prefix_cache_retention_interval=group_set.retention,

@@ -211,3 +211,79 @@ OFFLOAD_SETS = (
     OffloadSet(_EAGLE, 150),
     OffloadSet(_EAGLE_FULL, 120),
 )
+
+
+@dataclass(frozen=True)
+class SimpleSet:
+    """A layout whose engine runs a SimpleCPUOffloadConnector with `cpu_blocks` blocks on the CPU.
+
+    lazy: blocks go there when they are about to leave the GPU, else as they are computed.
+    """
+
+    group_set: GroupSet
+    cpu_blocks: int
+    lazy: bool = False
+
+    CONNECTOR = "SimpleCPUOffloadConnector"
+    _BLOCK_BYTES = 4096
+
+    @property
+    def name(self) -> str:
+        return f"simple {self.group_set.name}, {self.cpu_blocks} {'lazy' if self.lazy else 'eager'}"
+
+    def connector_config(self) -> dict[str, Any]:
+        return {"cpu_bytes_to_use": self.cpu_blocks * self._BLOCK_BYTES, "lazy_offload": self.lazy}
+
+    def catalog(self) -> dict[str, Any] | None:
+        return self.group_set.catalog() if self.group_set.declared else None
+
+
+_SIX = GroupSet("4 windows+mamba+full", (*(window(64),) * 4, mamba(), full()), 230)
+_FOUR = GroupSet("2 full+2 windows", (full(), window(40), full(), window(96)), 170, retention=None)
+_PARTIAL = GroupSet("full 16+mamba 64, partial hits", (full(16), mamba(64)), 72)
+_CHUNKED = GroupSet("full+chunked", (full(), chunked(64)), 100, declared=True)
+_CHUNKED_WINDOW = GroupSet("full+chunked+window", (full(), chunked(48), window(64)), 150, declared=True)
+_EAGLE_PARTIAL = GroupSet("eagle partial hits", (full(16), mamba(64)), 76, eagle=True, declared=True)
+_EAGLE_ALL = GroupSet("eagle all flagged", (full(), window(64), window(32)), 160, eagle=True, declared=True)
+_EAGLE_MAMBA = GroupSet("eagle full+mamba", (full(), mamba()), 90, eagle=True, declared=True)
+
+SIMPLE_SETS = (
+    SimpleSet(_FULL, 120),
+    SimpleSet(_FULL, 70),
+    SimpleSet(_FULL, 120, lazy=True),
+    SimpleSet(GroupSet("mla", (mla(),), 48), 110),
+    SimpleSet(_WINDOW, 150),
+    SimpleSet(_WINDOW, 110),
+    SimpleSet(_WINDOW, 150, lazy=True),
+    SimpleSet(_DENSE, 170),
+    SimpleSet(_DENSE, 170, lazy=True),
+    SimpleSet(GroupSet("full+window every 64", (full(), window(40)), 90, retention=64), 160),
+    SimpleSet(GroupSet("mla+window-mla", (mla(), window_mla(48)), 80), 140),
+    SimpleSet(_MAMBA, 120),
+    SimpleSet(_MAMBA, 85),
+    SimpleSet(_MAMBA, 120, lazy=True),
+    SimpleSet(GroupSet("full+mamba dense", (full(), mamba()), 90, retention=None), 150),
+    SimpleSet(_THREE, 170),
+    SimpleSet(_THREE, 170, lazy=True),
+    SimpleSet(GroupSet("3-way dense", (full(), window(64), mamba()), 140, retention=None), 200),
+    SimpleSet(_FIVE, 280),
+    SimpleSet(_FIVE, 280, lazy=True),
+    SimpleSet(_SIX, 280),
+    SimpleSet(_FOUR, 260),
+    SimpleSet(GroupSet("window+mamba+full", (window(48), mamba(), full()), 120), 180),
+    SimpleSet(_MIXED, 120),
+    SimpleSet(_MIXED, 120, lazy=True),
+    SimpleSet(GroupSet("full 16+full 32", (full(16), full(32)), 80, retention=None), 140),
+    SimpleSet(GroupSet("full 16+window 32", (full(16), window(64, 32)), 80), 130),
+    SimpleSet(_PARTIAL, 120),
+    SimpleSet(_PARTIAL, 120, lazy=True),
+    SimpleSet(_TAIL, 100),
+    SimpleSet(_TAIL, 100, lazy=True),
+    SimpleSet(_CHUNKED, 160),
+    SimpleSet(_CHUNKED_WINDOW, 220, lazy=True),
+    SimpleSet(_EAGLE_FULL, 120),
+    SimpleSet(_EAGLE, 160),
+    SimpleSet(_EAGLE_ALL, 240),
+    SimpleSet(_EAGLE_MAMBA, 150),
+    SimpleSet(_EAGLE_PARTIAL, 130),
+)

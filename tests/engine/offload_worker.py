@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker side of an OffloadingConnector, without memory: it only reports transfer jobs as done.
+"""The worker sides of offloading connectors, without memory: they only report transfer jobs as done.
 
 vLLM's own worker wants CUDA. What the scheduler learns from it is when jobs finish, and that is what this keeps to: a
 load ends in its own step or later, a store no earlier than the step after, a flushed job at once.
@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata, SimpleCPUOffloadWorkerMetadata
 
 # Share of the waiting jobs that finish in a step.
 _FINISHING = 0.8
@@ -40,3 +41,36 @@ class OffloadWorker:
         for job_id in done:
             report.mark_completed(job_id)
         return KVConnectorOutput(finished_recving=received or None, kv_connector_worker_meta=report)
+
+
+class SimpleOffloadWorker:
+    """Of a SimpleCPUOffloadConnector: events of one direction end in their order, as on a CUDA stream."""
+
+    def __init__(self, rng: Random) -> None:
+        self._rng = rng
+        self._loads: dict[int, list[str]] = {}
+        self._stores: list[int] = []
+
+    def run(self, metadata: SimpleCPUOffloadMetadata | None) -> KVConnectorOutput:
+        """Take this step's events and report which of all events ended in it."""
+        flush = False
+        waiting = len(self._stores)
+        if metadata is not None:
+            flush = metadata.need_flush
+            if metadata.load_event >= 0:
+                self._loads[metadata.load_event] = metadata.load_event_to_reqs[metadata.load_event]
+            if metadata.store_event >= 0:
+                self._stores.append(metadata.store_event)
+        loaded, stored = set[str](), {}
+        for event in list(self._loads):
+            if not flush and self._rng.random() >= _FINISHING:
+                break
+            loaded |= set(self._loads.pop(event))
+        for event in self._stores[: len(self._stores) if flush else waiting]:
+            if not flush and self._rng.random() >= _FINISHING:
+                break
+            self._stores.remove(event)
+            stored[event] = 1
+        return KVConnectorOutput(
+            finished_recving=loaded or None, kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stored)
+        )

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine_config import VOCAB_SIZE, build_kv_cache_config, build_vllm_config
 from group_sets import GroupSet
-from offload_worker import OffloadWorker
+from offload_worker import OffloadWorker, SimpleOffloadWorker
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams
@@ -28,6 +28,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
+from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 from vllm.v1.structured_output import StructuredOutputManager
 from workload import Prompt, PromptTree
 
@@ -79,13 +80,20 @@ class Answer:
 class Oracle:
     """One engine core: scheduler, block pools, offload tier (if any) and event publisher."""
 
-    def __init__(self, group_set: GroupSet, model: Path, rng: Random, offload: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        group_set: GroupSet,
+        model: Path,
+        rng: Random,
+        offload: dict[str, Any] | None = None,
+        connector: str = "OffloadingConnector",
+    ) -> None:
         self.group_set = group_set
         self.traffic = Traffic()
         self._rng = rng
         self._names = 0
-        config = build_vllm_config(group_set, model, offload)
-        kv_cache_config = build_kv_cache_config(group_set)
+        config = build_vllm_config(group_set, model, offload, connector)
+        kv_cache_config = build_kv_cache_config(group_set, None if offload is None else connector)
         init_none_hash(sha256)
         with set_current_vllm_config(config):
             block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache_config, config)
@@ -99,7 +107,11 @@ class Oracle:
         self.block_size = block_size
         self.hash_block_size = hash_block_size
         self._hasher = get_request_block_hasher(hash_block_size, sha256)
-        self._worker = None if offload is None else OffloadWorker(rng)
+        self._worker: OffloadWorker | SimpleOffloadWorker | None = None
+        self._simple: SimpleCPUOffloadScheduler | None = None
+        if offload is not None:
+            self._simple = getattr(self.scheduler.connector, "scheduler_manager", None)
+            self._worker = OffloadWorker(rng) if self._simple is None else SimpleOffloadWorker(rng)
         publisher = self.scheduler.kv_event_publisher
         endpoints = publisher.get_publisher_config()
         assert endpoints is not None
@@ -111,6 +123,11 @@ class Oracle:
     def _count_and_publish(self, batch: Any) -> None:
         self.traffic.count(batch.events)
         self._publish(batch)
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether its connector is a SimpleCPUOffloadConnector."""
+        return self._simple is not None
 
     @property
     def last_seq(self) -> int:
@@ -145,6 +162,10 @@ class Oracle:
         running = [request.request_id for request in self.scheduler.running]
         if running:
             self.scheduler.finish_requests([self._rng.choice(running)], RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, *, running: bool, connector: bool) -> bool:
+        """As `POST /reset_prefix_cache`. False when something in use kept a cache from being emptied."""
+        return self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
 
     def step(self, tree: PromptTree | None = None) -> bool:
         """One engine step. True when it published a batch. Finished conversations are added to `tree`."""
@@ -197,12 +218,27 @@ class Oracle:
             # A load supersedes a local sub-block tail only when it reaches further (scheduler.py, WAITING requests).
             return local - tail + external if external > tail else local
 
+        if self._simple is not None:
+            found = cpu(self._simple_external(self._simple, request, local - tail))
+            return Answer(local, found, found)
         external, pending = self._external(request, local - tail)
         if external is not None and not pending:
             return Answer(local, cpu(external), cpu(external))
         held, _ = self._external(request, local - tail, settled=True)
         assert held is not None, "a chunk that is neither held nor on its way"
         return Answer(local, cpu(held), None if external is None else cpu(external), transfer=True)
+
+    def _simple_external(self, manager: SimpleCPUOffloadScheduler, request: Request, local: int) -> int:
+        """What the connector offers; a chunk on its way is not in its pool yet. Its blocks are neither pinned nor used by this."""
+        pool: Any = manager.cpu_block_pool
+        pool.touch = lambda blocks: None
+        try:
+            external, _ = self.scheduler.connector.get_num_new_matched_tokens(request, local)
+        finally:
+            del pool.touch
+        manager._pending_cpu_hits.pop(request.request_id, None)
+        assert external is not None
+        return int(external)
 
     def _external(self, request: Request, local: int, settled: bool = False) -> tuple[int | None, bool]:
         """(tokens beyond `local` that the connector offers or None: wait, whether a chunk looked up was being written).
@@ -262,6 +298,15 @@ class Oracle:
         )
         if self.scheduler.connector is None:
             return gpu
+        if self._simple is not None:
+            cpu_pool = self._simple.cpu_block_pool
+            return (
+                gpu,
+                [(block.block_id, block.ref_cnt, block.block_hash) for block in cpu_pool.blocks],
+                [block.block_id for block in cpu_pool.free_block_queue.get_all_free_blocks()],
+                len(cpu_pool.kv_event_queue),
+                sorted(self._simple._pending_cpu_hits),
+            )
         offload = self.scheduler.connector.connector_scheduler
         manager, tracker = offload.manager, offload._events_tracker
         policy = {name: repr(value) for name, value in vars(manager._policy).items()}

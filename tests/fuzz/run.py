@@ -43,7 +43,17 @@ OWN_SHARE = 0.8
 # Numba compiles what is in them, so they cannot be instrumented.
 KERNELS = [
     f"kvrouter.router.{name}"
-    for name in ("match", "hit_rule", "copy_kernels", "probing", "jit", "index.kernels", "index.mirror", "hashing")
+    for name in (
+        "match",
+        "gpu_hit",
+        "offload_hit",
+        "copy_kernels",
+        "probing",
+        "jit",
+        "index.kernels",
+        "index.mirror",
+        "hashing",
+    )
 ]
 
 

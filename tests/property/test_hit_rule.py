@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from judging import judge
 
 from kvrouter.router.catalog import Group
+from kvrouter.router.connectors import DISK_OWNER, OFFLOADING, SIMPLE_CPU
 from kvrouter.router.names import CPU, GPU, STORAGE, Place
 from kvrouter.router.registration import CatalogSpec
 
@@ -201,9 +202,60 @@ def test_eagle_drops_the_last_block() -> None:
 
 
 def test_offloaded_chunks_extend_the_hit_tier_by_tier() -> None:
-    resident = {Place(0, GPU): range(4), Place(0, CPU): range(2, 8), Place(0, STORAGE): (8, 9)}
+    resident = {Place(0, GPU): range(4), Place(0, CPU): range(2, 8), Place(0, STORAGE, DISK_OWNER): (8, 9)}
     hit = judge((FULL,), resident, 200)
     assert (hit.gpu, hit.cpu, hit.disk) == (64, 128, 160)
+
+
+def test_a_disk_tier_that_never_tells_removals_earns_nothing() -> None:
+    resident = {Place(0, GPU): range(4), Place(0, CPU): range(2, 8), Place(0, STORAGE): (8, 9)}
+    hit = judge((FULL,), resident, 200)
+    assert (hit.gpu, hit.cpu, hit.disk) == (64, 128, 128)
+    assert hit.limited_by is not None and "earn no credit" in hit.limited_by.why
+
+
+SIMPLE = CatalogSpec(offload_connector=SIMPLE_CPU, offload_partial_hits=True)
+
+
+def test_the_last_token_is_computed_also_where_the_cpu_tier_has_its_block() -> None:
+    """OffloadingConnector offers a prompt made of whole chunks up to its end, SimpleCPUOffloadConnector does not."""
+    held = {Place(0, CPU): range(12)}
+    assert judge((FULL,), held, 192).cpu == 192
+    assert judge((FULL,), held, 192, SIMPLE).cpu == 176
+
+
+def test_a_window_must_be_on_one_tier_behind_the_local_hit() -> None:
+    held = {Place(0, GPU): range(6), Place(1, GPU): (2, 3, 4, 5), Place(0, CPU): range(12), Place(1, CPU): (6, 7, 8)}
+    hit = judge((FULL, WINDOW), held, 200, SIMPLE)
+    assert (hit.gpu, hit.cpu) == (96, 144)
+    held[Place(1, CPU)] = (7, 8, 9)
+    assert judge((FULL, WINDOW), held, 200, SIMPLE).cpu == 96
+
+
+def test_both_media_of_a_connector_that_has_one_earn_nothing() -> None:
+    held = {Place(0, CPU): range(12), Place(0, STORAGE): range(12)}
+    hit = judge((FULL,), held, 200, SIMPLE)
+    assert (hit.cpu, hit.disk) == (0, 0)
+    assert judge((FULL,), {Place(0, STORAGE): range(12)}, 200, SIMPLE).disk == 192
+
+
+@settings(max_examples=400, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_a_suffix_hit_is_the_hit_of_the_rest_as_a_prompt_of_its_own(seed: int) -> None:
+    draw = random.Random(seed)
+    groups = make_groups(draw)
+    num_tokens = draw.randint(1, 320)
+    gpu = make_residency(draw, groups, draw.randint(0, num_tokens))
+    cpu = make_residency(draw, groups, num_tokens)
+    resident = gpu | {Place(place.group_idx, CPU): held for place, held in cpu.items()}
+    hit = judge(groups, resident, num_tokens, SIMPLE)
+    hash_block = math.gcd(*(group.block_size for group in groups))
+    rest = {
+        place: {i - hit.gpu // hash_block for i in held if i * hash_block >= hit.gpu} for place, held in cpu.items()
+    }
+    misplaced = any(g.attention_chunk_size and hit.gpu % g.attention_chunk_size for g in groups)
+    found = 0 if misplaced else judge(groups, rest, num_tokens - hit.gpu).gpu
+    assert hit.cpu == hit.gpu + found, (groups, resident, num_tokens)
 
 
 def test_media_that_may_hold_anything_earn_nothing() -> None:
@@ -212,7 +264,7 @@ def test_media_that_may_hold_anything_earn_nothing() -> None:
 
 
 def test_part_of_a_chunk_earns_nothing() -> None:
-    spec = CatalogSpec(offload_blocks_per_chunk=4)
+    spec = CatalogSpec(offload_blocks_per_chunk=4, offload_connector=OFFLOADING)
     assert judge((FULL,), {Place(0, CPU): range(8)}, 100, spec).cpu == 64
     assert judge((FULL,), {Place(0, CPU): range(7)}, 200, spec).cpu == 64
 
@@ -243,8 +295,9 @@ def sample() -> list[tuple[int, int, int]]:
         num_tokens = draw.randint(1, 160)
         resident = make_residency(draw, groups, num_tokens)
         resident |= {Place(g.group_idx, CPU): range(draw.randint(0, 30)) for g in groups}
-        hit = judge(groups, resident, num_tokens)
-        found.append((hit.gpu, hit.cpu, hit.disk))
+        for spec in (None, SIMPLE):
+            hit = judge(groups, resident, num_tokens, spec)
+            found.append((hit.gpu, hit.cpu, hit.disk))
     return found
 
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from kvrouter.router.catalog import Group, build_catalog
+from kvrouter.router.catalog import Catalog, Group, build_catalog
+from kvrouter.router.connectors import OFFLOADING
 from kvrouter.router.hashing import HashScheme
 from kvrouter.router.index.mirror import Mirror
 from kvrouter.router.match import Matcher, Plans, WorkerView
@@ -27,11 +28,13 @@ def judge(
     spec: CatalogSpec | None = None,
     blocks_per_chunk: int | None = 1,
     hashed_tokens: int | None = None,
+    catalog: Catalog | None = None,
 ) -> Hit:
     """The hit of one worker that holds the hash indices `resident[place]`.
 
-    hashed_tokens: ask with the hashes of so many tokens only, as when hashing stopped early."""
-    catalog = build_catalog(groups, "configured", spec or CatalogSpec(), blocks_per_chunk)
+    hashed_tokens: ask with the hashes of so many tokens only, as when hashing stopped early. catalog: in place of `groups`."""
+    spec = spec or CatalogSpec(offload_connector=OFFLOADING)
+    catalog = catalog or build_catalog(groups, "configured", spec, blocks_per_chunk)
     assert catalog.problem is None, catalog.problem
     mirror = Mirror(BUDGET_BYTES)
     worker = WorkerKey("m", "w")

@@ -31,7 +31,7 @@ from kvrouter.events.subscriber import Subscriber, SubscriberSettings
 from kvrouter.events.wire import WireRemoved, WireStored
 from kvrouter.router.catalog import MAX_BLOCK_SIZES
 from kvrouter.router.geometry import BANK_BITS
-from kvrouter.router.hit_rule import MAX_SPEC_GROUPS
+from kvrouter.router.gpu_hit import MAX_SPEC_GROUPS
 from kvrouter.router.index import mirror as mirrors
 from kvrouter.router.index.mirror import Mirror, MirrorFull
 from kvrouter.router.ingest import MAX_SHAPES

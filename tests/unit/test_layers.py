@@ -37,7 +37,7 @@ ROUTER_LAYERS = (
         "sockets",
         "shutdown",
     },
-    {"registration", "question", "probing", "status", "vitals", "load.gauges", "engine_disk"},
+    {"registration", "connectors", "question", "probing", "status", "vitals", "load.gauges", "engine_disk"},
     {"worker_spec", "hashing", "copy_kernels", "allow_list", "numbers"},
     {"arrays", "model_names", "discovery.told"},
     {"engine_lists", "provenance"},
@@ -56,7 +56,8 @@ ROUTER_LAYERS = (
     {"index.commit", "registry"},
     {"index.store"},
     {"index.follower", "index.embedded"},
-    {"hit_rule"},
+    {"gpu_hit"},
+    {"offload_hit"},
     {"match"},
     {"cost"},
     {"load.table", "load.rates", "load.sessions", "load.pending", "load.waiting"},
@@ -188,11 +189,11 @@ def test_no_import_runs_back(package: str) -> None:
 
 
 def test_the_check_itself_sees_a_run_back() -> None:
-    assert violations("router", "hit_rule", "kvrouter.router.core")
+    assert violations("router", "gpu_hit", "kvrouter.router.core")
     assert violations("events", "codec", "kvrouter.router.names")
     assert violations("simulator", "pool", "kvrouter.router.hashing")
     assert violations("events", "codec", "numba")
-    assert violations("router", "core", "kvrouter.router.hit_rule") is None
+    assert violations("router", "core", "kvrouter.router.gpu_hit") is None
 
 
 @pytest.mark.parametrize("library", OFFLOAD_WITH)

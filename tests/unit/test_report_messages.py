@@ -71,6 +71,8 @@ CATALOG = DeclaredCatalog(
     2,
     "c",
     "0.32.0",
+    ["c", "d"],
+    True,
 )
 
 REPORTS: list[Any] = [

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which KV connector a worker's tier events show, and what it earns: each in the bytes that its connector of vLLM sends."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from judging import judge
+
+from kvrouter.events.codec import BatchDecoder, encode_batch
+from kvrouter.events.items import Batch, Connected, ReplayFinished, fingerprint
+from kvrouter.events.wire import WireCleared, WireRemoved, WireStored
+from kvrouter.router.connectors import (
+    DISK_OWNER,
+    HAND_OVER_ONLY,
+    OFFLOADING,
+    SIMPLE_CPU,
+    TierRule,
+    effective_connector,
+)
+from kvrouter.router.ingest import Ingest
+from kvrouter.router.names import CPU, GPU, STORAGE, Place, WorkerKey
+from kvrouter.router.registration import CatalogSpec, Registration
+
+BLOCK = 16
+
+
+def stored(block_hash: int, medium: str = GPU, **fields: Any) -> WireStored:
+    """One dense block of group 0, as the GPU's pool announces it; `fields` are what a connector says otherwise."""
+    given: dict[str, Any] = {
+        "block_hashes": [block_hash], "parent_block_hash": block_hash - 1 or None, "token_ids": list(range(BLOCK)),
+        "block_size": BLOCK, "lora_id": None, "lora_name": None, "group_idx": 0, "kv_cache_spec_kind": "full_attention",
+    }  # fmt: skip
+    return WireStored(medium=medium, **(given | fields))
+
+
+PLACEHOLDER: dict[str, Any] = {
+    "parent_block_hash": None,
+    "token_ids": [],
+    "block_size": 0,
+    "kv_cache_spec_kind": None,
+}
+# By connector: medium and what differs from the GPU's event of the same block.
+# Sources: vLLM 0.32 and 0.33, offloading/events.py, simple_kv_offload/manager.py, mooncake/store/worker.py, umbp/scheduler.py,
+# lmcache_connector.py; single_type_kv_cache_manager.py (HiSparse).
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "offloading": (CPU, PLACEHOLDER),
+    "offloading, self-describing": (CPU, {}),
+    "offloading 0.33, self-describing, sparse group": (CPU, PLACEHOLDER | {"kv_cache_spec_kind": "full_attention"}),
+    "this project's disk": (STORAGE, PLACEHOLDER | {"ownership": DISK_OWNER, "locality": "LOCAL"}),
+    "simple": (CPU, {"locality": "LOCAL"}),
+    "simple, hand-off": (CPU, {"locality": "LOCAL", "parent_block_hash": None, "token_ids": []}),
+    "simple, second hash": (CPU, PLACEHOLDER | {"locality": "LOCAL", "kv_cache_spec_kind": "full_attention"}),
+    "MooncakeStore": ("cpu", {"kv_cache_spec_kind": None}),
+    "UMBP": (CPU, {"kv_cache_spec_kind": None, "locality": "LOCAL"}),
+    "LMCache": ("cpu", {"kv_cache_spec_kind": None, "group_idx": None}),
+    "fs tier": (STORAGE, PLACEHOLDER),
+    "fs tier, self-describing": (STORAGE, {"locality": "LOCAL"}),
+    "kvcr": (CPU, PLACEHOLDER | {"ownership": "kvcr"}),
+    "simple, disk": (STORAGE, {"locality": "LOCAL"}),
+}
+SHOWN = {
+    "offloading": OFFLOADING,
+    "offloading, self-describing": OFFLOADING,
+    "offloading 0.33, self-describing, sparse group": OFFLOADING,
+    "this project's disk": OFFLOADING,
+    "simple": SIMPLE_CPU,
+    "simple, hand-off": SIMPLE_CPU,
+    "simple, second hash": SIMPLE_CPU,
+}
+
+
+def event(shape: str, block_hash: int) -> WireStored:
+    medium, fields = SHAPES[shape]
+    return stored(block_hash, medium, **fields)
+
+
+def follow(*batches: list[Any], catalog: CatalogSpec | None = None) -> Ingest:
+    """A worker whose stream brought these batches."""
+    registration = Registration(
+        WorkerKey("m", "w"), events="tcp://127.0.0.1:1", replay="tcp://127.0.0.1:2", catalog=catalog
+    )
+    ingest = Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: "e")
+    ingest.apply(Connected(), 0.0)
+    ingest.apply(ReplayFinished(None, None, 0), 0.0)
+    for seq, events in enumerate(batches):
+        payload = encode_batch(float(seq), events)
+        ingest.apply(Batch(seq, payload, fingerprint(payload), False), 0.0)
+    return ingest
+
+
+def hit_of(ingest: Ingest, num_tokens: int) -> tuple[int, int, int]:
+    """What a prompt of blocks 1, 2, ... of this worker is promised."""
+    resident = {place: (ingest.blocks.hashes(place) - np.uint64(1)).tolist() for place in ingest.blocks.places}
+    found = judge((), resident, num_tokens, catalog=ingest.catalog)
+    return found.gpu, found.cpu, found.disk
+
+
+ON_GPU = [stored(i, token_ids=[]) for i in range(1, 5)]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_only_what_its_events_prove_earns_credit(shape: str) -> None:
+    ingest = follow(ON_GPU, [event(shape, i) for i in range(1, 9)])
+    gpu, cpu, disk = hit_of(ingest, 8 * BLOCK)
+    assert gpu == 64
+    if shape in SHOWN:
+        assert ingest.catalog.offload.connector == SHOWN[shape] and not ingest.reason
+        beyond = 128 if SHOWN[shape] == OFFLOADING else 112
+        assert (cpu, disk) == ((64, 128) if SHAPES[shape][0] == STORAGE else (beyond, beyond))
+    else:
+        assert (cpu, disk) == (64, 64)
+        assert "no credit" in ingest.reason
+
+
+def test_a_host_pool_of_hisparse_earns_nothing() -> None:
+    """Its group is announced on CPU alone, by the block pool itself."""
+    host = {"group_idx": 1, "kv_cache_spec_kind": "mla_attention"}
+    ingest = follow(ON_GPU, [stored(i, CPU, **host) for i in range(1, 9)])
+    assert ingest.catalog.offload.rule is None and "no credit" in ingest.reason
+    assert hit_of(ingest, 200)[1:] == (0, 0)
+
+
+@pytest.mark.parametrize("other", ["simple", "MooncakeStore", "UMBP", "LMCache"])
+@pytest.mark.parametrize("first", [True, False])
+def test_events_of_two_connectors_end_the_credit(other: str, first: bool) -> None:
+    """As from a MultiConnector, which takes what the first of them offers, however little."""
+    shapes = (other, "offloading") if first else ("offloading", other)
+    ingest = follow(ON_GPU, *[[event(shape, i) for i in range(1, 9)] for shape in shapes])
+    assert ingest.catalog.offload.rule is None and "no credit" in ingest.reason
+    assert hit_of(ingest, 200) == (64, 64, 64)
+
+
+def test_a_statement_that_the_events_refute_earns_nothing() -> None:
+    ingest = follow(
+        ON_GPU, [event("simple", i) for i in range(1, 9)], catalog=CatalogSpec(offload_connector=OFFLOADING)
+    )
+    assert "not of OffloadingConnector as stated" in ingest.reason
+    assert hit_of(ingest, 200) == (64, 64, 64)
+
+
+def test_a_chunk_size_is_one_of_an_offloading_connector() -> None:
+    spec = CatalogSpec(offload_blocks_per_chunk=1)
+    assert follow(ON_GPU, catalog=spec).catalog.offload.connector == OFFLOADING
+    assert follow(ON_GPU, [event("simple", 1)], catalog=spec).catalog.offload.connector == SIMPLE_CPU
+
+
+def test_disk_of_a_simple_connector_earns_where_it_is_stated() -> None:
+    spec = CatalogSpec(offload_connector=SIMPLE_CPU)
+    ingest = follow(ON_GPU, [event("simple, disk", i) for i in range(1, 9)], catalog=spec)
+    assert hit_of(ingest, 128) == (64, 64, 112) and not ingest.reason
+
+
+def test_a_connector_without_a_rule_is_named() -> None:
+    spec = CatalogSpec(offload_connector="LMCacheConnectorV1")
+    ingest = follow(ON_GPU, [event("LMCache", i) for i in range(1, 9)], catalog=spec)
+    assert ingest.catalog.offload.connector == "LMCacheConnectorV1" and "no credit" in ingest.reason
+    assert hit_of(ingest, 200) == (64, 64, 64)
+
+
+def test_what_was_learned_survives_a_restart_of_the_router() -> None:
+    before = follow(ON_GPU, [event("simple", i) for i in range(1, 9)])
+    flush = before.take()
+    assert flush is not None
+    after = follow()
+    after.restore("e", 1, {}, {}, flush.meta)
+    assert after.catalog.offload == before.catalog.offload
+
+
+def test_a_clear_without_a_medium_leaves_no_credit_on_any() -> None:
+    """A reset of the connector's pool sends it, as the GPU's does; removals of what is gone change nothing."""
+    ingest = follow(ON_GPU, [event("simple", i) for i in range(1, 9)], [WireCleared()])
+    assert hit_of(ingest, 200) == (0, 0, 0)
+    payload = encode_batch(3.0, [event("simple", 1), *[WireRemoved([i], CPU, 0, locality="LOCAL") for i in (1, 2)]])
+    ingest.apply(Batch(3, payload, fingerprint(payload), False), 0.0)
+    assert hit_of(ingest, 200) == (0, 0, 0)
+
+
+def test_a_block_stays_until_its_last_copy_is_removed() -> None:
+    twice = [event("simple", i) for i in (5, 5, 6)]
+    ingest = follow(ON_GPU, twice, [WireRemoved([5], CPU, 0, locality="LOCAL")])
+    assert hit_of(ingest, 200)[1] == 96
+    payload = encode_batch(2.0, [WireRemoved([5], CPU, 0, locality="LOCAL")])
+    ingest.apply(Batch(3, payload, fingerprint(payload), False), 0.0)
+    assert hit_of(ingest, 200)[1] == 64
+
+
+@pytest.mark.parametrize(
+    ("names", "rule"),
+    [
+        ([OFFLOADING], TierRule.CHUNKS),
+        ([SIMPLE_CPU], TierRule.SUFFIX),
+        (["MultiConnector", "NixlConnector", OFFLOADING], TierRule.CHUNKS),
+        (["MultiConnector", OFFLOADING, "NixlPushConnector"], TierRule.CHUNKS),
+        (["MultiConnector", "MultiConnector", "MoRIIOConnector", SIMPLE_CPU], TierRule.SUFFIX),
+        (["MultiConnector", OFFLOADING, SIMPLE_CPU], None),
+        (["MultiConnector", OFFLOADING, OFFLOADING], None),
+        (["MultiConnector", "LMCacheConnectorV1", OFFLOADING], None),
+        (["MultiConnector", OFFLOADING, "LMCacheMPConnector"], None),
+        (["MultiConnector"], None),
+        (["my.module.OffloadingConnector"], None),
+        (["HF3FSKVConnector"], None),
+        *[([name], None) for name in sorted(HAND_OVER_ONLY)],
+    ],
+)
+def test_a_declared_connector_earns_by_its_own_rule_or_not_at_all(names: list[str], rule: TierRule | None) -> None:
+    connector = effective_connector(names)
+    ingest = follow(ON_GPU, catalog=CatalogSpec(offload_connector=connector))
+    assert connector is not None and ingest.catalog.offload.rule is rule
+    assert bool(ingest.catalog.offload.problem) is (rule is None)
+
+
+def test_an_engine_without_a_connector_declares_none() -> None:
+    assert effective_connector([]) is None
+
+
+def test_unknown_until_the_group_was_seen_on_the_gpu() -> None:
+    """A self-describing event alone could be of HiSparse's host pool; with the GPU's events of its group it is not."""
+    tier = [event("offloading, self-describing", i) for i in range(1, 9)]
+    ingest = follow(tier)
+    assert "cannot be told" in ingest.reason and hit_of(ingest, 200) == (0, 0, 0)
+    ingest = follow(tier, [stored(9, token_ids=[])], [event("offloading, self-describing", 8)])
+    assert ingest.catalog.offload.connector == OFFLOADING and hit_of(ingest, 200) == (0, 128, 128)
+
+
+def test_places_that_earn_nothing_are_named_with_their_owner() -> None:
+    ingest = follow(ON_GPU, [event("offloading", i) for i in range(1, 9)], [event("kvcr", 9)])
+    assert "CPU of kvcr" in ingest.reason
+    assert hit_of(ingest, 200)[1] == 128
+    assert Place(0, CPU, "kvcr") in ingest.blocks.places
