@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -19,6 +20,7 @@ MAX_UNFINISHED = 5
 # Engine steps between two rounds of questions.
 MAX_STEPS_A_ROUND = 4
 ABORTED_SHARE = 0.03
+RESET_SHARE = 0.08
 # Reports that a failure shows in full.
 SHOWN_MISMATCHES = 3
 
@@ -38,6 +40,7 @@ class Tally:
     in_transfer: int = 0
     cut_short: int = 0
     misplaced: int = 0
+    clears: int = 0
     gpu_hits: int = 0
     external_hits: int = 0
     hit_tokens: int = 0
@@ -64,7 +67,7 @@ class Tally:
     )
 
     def row(self) -> tuple[str, ...]:
-        share = self.gpu_hits / max(1, self.probes)
+        share = self.gpu_hits / max(1, self.probes + self.early)
         mean = self.hit_tokens / max(1, self.probes)
         return (
             self.name,
@@ -94,6 +97,7 @@ class Comparison:
         self._tree = PromptTree(rng, 512)
         self._whole = False
         self._never_whole = False
+        self._resets = False
         self.tally = Tally(name)
 
     def run(
@@ -105,14 +109,18 @@ class Comparison:
         never_whole: bool = False,
         patch: str | None = None,
         told: Callable[[], int] | None = None,
+        resets: bool = False,
     ) -> Tally:
         """Register the engine, let it work, and ask `questions` prompts after each of `rounds` rounds.
 
         never_whole: the wire lacks a fact, so answers may fall short of the engine's for ever, and never exceed them.
-        patch: where the engine patch answers, which declares the catalog; told: seq of its last message, once all are sent."""
+        patch: where the engine patch answers, which declares the catalog; told: seq of its last message, once all are sent.
+        resets: caches are emptied now and then, of the GPU and of the connector, also while requests run; without the
+        patch vLLM does not say which, so answers may fall short."""
         oracle, router = self._oracle, self._router
-        self._never_whole = never_whole
-        self._whole = catalog is not None or patch is not None
+        self._never_whole = never_whole or (resets and patch is None)
+        self._resets = resets
+        self._whole = not self._never_whole and (catalog is not None or patch is not None)
         router.register(self._worker_id, self._model, oracle.endpoint, oracle.replay_endpoint, catalog, patch)
         try:
             if patch is None:
@@ -130,6 +138,7 @@ class Comparison:
         traffic = oracle.traffic
         self.tally.stored, self.tally.evicted = traffic.stored, traffic.removed
         self.tally.cpu_stored, self.tally.cpu_evicted = traffic.cpu_stored, traffic.cpu_removed
+        self.tally.clears = traffic.clears
         return self.tally
 
     def _advance(self) -> bool:
@@ -142,7 +151,19 @@ class Comparison:
                 self._oracle.abort_one()
             published |= self._oracle.step(self._tree)
             self.tally.steps += 1
+        if self._resets and self._rng.random() < RESET_SHARE:
+            self._reset()
+            published = True
         return published
+
+    def _reset(self) -> None:
+        # Refused where a request waits for a load: vLLM has preempted what ran by then.
+        with suppress(RuntimeError):
+            self._oracle.reset(running=self._rng.random() < 0.5, connector=self._rng.random() < 0.6)
+        # vLLM's own clear waits for a step that publishes; a new prompt brings one.
+        self._oracle.submit(Prompt(tuple(self._rng.randrange(512) for _ in range(64))))
+        while not self._oracle.step(self._tree):
+            self.tally.steps += 1
 
     def _learn(self, row: dict[str, Any]) -> None:
         """Whether the router knows all groups by now. A group without events is unknown to it, and rightly so."""

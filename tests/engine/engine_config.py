@@ -109,7 +109,7 @@ def build_kv_cache_config(group_set: GroupSet, connector: str | None) -> KVCache
     return KVCacheConfig(
         num_blocks=group_set.num_blocks,
         # The SimpleCPUOffloadConnector's pool is as many times the GPU's as it has bytes.
-        kv_cache_tensors=[tensor] if connector == "SimpleCPUOffloadConnector" else [],
+        kv_cache_tensors=[tensor] if connector in ("SimpleCPUOffloadConnector", "MultiConnector") else [],
         kv_cache_groups=[
             KVCacheGroupSpec([layers[i]], spec, is_eagle_group=group_set.eagle and i in group_set.eagle_groups)
             for i, spec in enumerate(group_set.specs)

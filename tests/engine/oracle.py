@@ -19,7 +19,7 @@ from engine_config import VOCAB_SIZE, build_kv_cache_config, build_vllm_config
 from group_sets import GroupSet
 from offload_worker import OffloadWorker, SimpleOffloadWorker
 from vllm.config import set_current_vllm_config
-from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
@@ -49,12 +49,14 @@ class Traffic:
     removed: int = 0
     cpu_stored: int = 0
     cpu_removed: int = 0
+    clears: int = 0
 
     def count(self, events: list[Any]) -> None:
         self.batches += 1
         for event in events:
             hashes = len(event.block_hashes) if isinstance(event, BlockStored | BlockRemoved) else 0
             on_gpu = getattr(event, "medium", None) == "GPU"
+            self.clears += isinstance(event, AllBlocksCleared)
             if isinstance(event, BlockStored):
                 self.stored += hashes if on_gpu else 0
                 self.cpu_stored += 0 if on_gpu else hashes

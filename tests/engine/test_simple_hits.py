@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -15,15 +16,20 @@ pytest.importorskip("vllm")
 from comparison import Comparison, Tally, verdict
 from group_sets import SIMPLE_SETS, SimpleSet
 from oracle import Oracle
+from patched import last_told, patched, tap_of
 from router_process import RouterProcess
 from workload import PromptTree
+
+from kvrouter.router.declared import declared_spec
+from kvrouter.router.registration import CatalogSpec
 
 pytestmark = pytest.mark.engine
 
 # 95 rounds of 6 questions in 38 layouts: more than 20,000 probes with those before a learned catalog is whole left out.
-ROUNDS = int(os.environ.get("KVROUTER_SIMPLE_ROUNDS", "95"))
+ROUNDS = int(os.environ.get("KVROUTER_TEST_SIMPLE_ROUNDS", "95"))
 QUESTIONS = 6
 MIN_PROBES = ROUNDS * QUESTIONS * 3 // 4
+RESET_ROUNDS = 40
 MIN_EXTERNAL_SHARE = 0.05
 MIN_CPU_EVICTED = 30
 
@@ -47,6 +53,84 @@ def test_cpu_hit_equals_the_engines(
     assert tally.probes >= MIN_PROBES
     assert tally.external_hits >= MIN_EXTERNAL_SHARE * tally.probes
     assert tally.cpu_evicted >= MIN_CPU_EVICTED
+
+
+# Every kind of layout, eager and lazy, in a part of the time.
+SOME_SETS = SIMPLE_SETS[::4]
+
+
+@pytest.mark.parametrize("simple_set", SOME_SETS, ids=lambda simple_set: simple_set.name)
+def test_resets_are_followed_with_the_engine_patch(
+    simple_set: SimpleSet, router: RouterProcess, model: Path, seed: int, table: Callable[..., None]
+) -> None:
+    name = f"patched {simple_set.name}"
+    rng = Random(f"{seed} {name}")
+    with patched() as records:
+        oracle = make_oracle(simple_set, model, rng)
+        try:
+            reporter: Any = tap_of(oracle).reporter
+            tally = Comparison(router, oracle, rng, seed, name).run(
+                None,
+                RESET_ROUNDS,
+                QUESTIONS,
+                patch=reporter.requests_endpoint,
+                told=lambda: last_told(oracle),
+                resets=True,
+            )
+        finally:
+            oracle.close()
+    table("The same with the engine patch and resets", Tally.HEADINGS, tally.row())
+    verdict(tally)
+    assert records.texts == []
+    assert tally.early == 0 and tally.external_hits and tally.clears and tally.cpu_evicted
+
+
+@pytest.mark.parametrize("simple_set", SOME_SETS, ids=lambda simple_set: simple_set.name)
+def test_a_reset_that_does_not_say_what_it_empties_never_leaves_too_much(
+    simple_set: SimpleSet, router: RouterProcess, model: Path, seed: int, table: Callable[..., None]
+) -> None:
+    name = f"resets {simple_set.name}"
+    rng = Random(f"{seed} {name}")
+    oracle = make_oracle(simple_set, model, rng)
+    try:
+        comparison = Comparison(router, oracle, rng, seed, name)
+        tally = comparison.run(simple_set.catalog(), RESET_ROUNDS, QUESTIONS, resets=True)
+    finally:
+        oracle.close()
+    table("The same with resets, from vLLM's own events: only too much is a mismatch", Tally.HEADINGS, tally.row())
+    verdict(tally)
+    assert tally.early == RESET_ROUNDS * QUESTIONS and tally.gpu_hits and tally.clears
+
+
+def test_the_patch_declares_the_connector_and_how_far_its_hits_may_reach(model: Path, seed: int) -> None:
+    found = {}
+    for simple_set in SIMPLE_SETS:
+        with patched():
+            oracle = make_oracle(simple_set, model, Random(seed))
+            try:
+                catalog = tap_of(oracle).reporter._declared
+            finally:
+                oracle.close()
+        assert (catalog.connector, catalog.connectors) == (simple_set.CONNECTOR, [simple_set.CONNECTOR])
+        found[simple_set.lazy, catalog.partial_hits] = catalog.offload_partial_hits
+    assert found == {(False, False): False, (False, True): True, (True, False): False, (True, True): False}
+
+
+def test_the_connectors_inside_a_multi_connector_are_declared(model: Path, seed: int) -> None:
+    inner = [
+        {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
+        for name in ("OffloadingConnector", "SimpleCPUOffloadConnector")
+    ]
+    with patched():
+        oracle = Oracle(SIMPLE_SETS[0].group_set, model, Random(seed), {"connectors": inner}, "MultiConnector")
+        try:
+            catalog = tap_of(oracle).reporter._declared
+        finally:
+            oracle.close()
+    assert catalog.connectors == ["MultiConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"]
+    assert (
+        declared_spec(catalog, CatalogSpec()).offload_connector == "OffloadingConnector with SimpleCPUOffloadConnector"
+    )
 
 
 @pytest.mark.parametrize("simple_set", SIMPLE_SETS[::5], ids=lambda simple_set: simple_set.name)
