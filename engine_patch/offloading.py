@@ -243,9 +243,18 @@ def suffix_partial_hits(connector: Any) -> bool | None:
 
 
 def connector_name(connector: Any) -> str:
-    """The class's name, as vLLM's registry has it; with its module where it is not vLLM's own, which may do as it likes."""
-    found = type(connector)
-    return found.__name__ if found.__module__.startswith("vllm.") else f"{found.__module__}.{found.__name__}"
+    """The class's name, as vLLM's registry has it. What is neither vLLM's nor ours may look blocks up as it likes, so a connector,
+    or the manager of an OffloadingConnector, from elsewhere is named with its module."""
+    name = _class_name(connector)
+    manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
+    inner = "" if manager is None else _class_name(manager)
+    return f"{name} with {inner}" if "." in inner else name
+
+
+def _class_name(thing: Any) -> str:
+    found = type(thing)
+    known = found.__module__.startswith(("vllm.", "kvrouter.engine_patch."))
+    return found.__name__ if known else f"{found.__module__}.{found.__name__}"
 
 
 def connector_names(connector: Any) -> list[str]:

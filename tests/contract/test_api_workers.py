@@ -51,6 +51,7 @@ def test_a_full_registration(core: TinyCore, path: str) -> None:
             "none_hash_seed": 0,
             "partial_hits": True,
             "offload_blocks_per_chunk": 4,
+            "offload_connector": "SimpleCPUOffloadConnector",
             "lora_paths": {"a": "/loras/a"},
         },
     }
@@ -78,6 +79,7 @@ def test_a_full_registration(core: TinyCore, path: str) -> None:
                 none_hash_seed="0",
                 partial_hits=True,
                 offload_blocks_per_chunk=4,
+                offload_connector="SimpleCPUOffloadConnector",
                 lora_paths={"a": "/loras/a"},
             ),
         )
@@ -132,6 +134,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"catalog": {"hash_block_size": 0}}, "catalog.hash_block_size"),
     ({"catalog": {"scheduler_block_size": 2**40}}, "catalog.scheduler_block_size"),
     ({"catalog": {"hash_algo": "md5"}}, "catalog.hash_algo"),
+    ({"catalog": {"offload_connector": "a b"}}, "catalog.offload_connector"),
     ({"catalog": {"none_hash": "xy"}}, "catalog.none_hash"),
     ({"catalog": {"none_hash": "abc" * 7}}, "catalog.none_hash"),
     ({"catalog": {"groups": [GROUP, {**GROUP, "group_idx": 1, "kind": "magic"}]}}, "catalog.groups[1].kind"),

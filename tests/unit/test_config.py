@@ -224,9 +224,11 @@ def test_no_secret_is_shown() -> None:
 def test_a_worker_spec_with_everything() -> None:
     spec = (
         "w0=https://h:8000/base,events=tcp://h:5557,replay=ipc:///r,model=org/name,dp_rank=3,block_size=16,lora_name=a,"
-        "hash_block_size=16,hash_algo=xxhash,none_hash_seed=0"
+        "hash_block_size=16,hash_algo=xxhash,none_hash_seed=0,offload_connector=OffloadingConnector"
     )
-    catalog = CatalogSpec(hash_block_size=16, hash_algo="xxhash", none_hash_seed="0")
+    catalog = CatalogSpec(
+        hash_block_size=16, hash_algo="xxhash", none_hash_seed="0", offload_connector="OffloadingConnector"
+    )
     assert parse_worker(spec) == WorkerSpec(
         "w0", "https://h:8000/base", 3, "org/name", "tcp://h:5557", "ipc:///r", 16, "a", catalog
     )
@@ -266,6 +268,7 @@ def test_the_shortest_worker_spec() -> None:
         ("w0=http://h:1,block_size=0", "block_size"),
         ("w0=http://h:1,hash_algo=md5", "sha256"),
         ("w0=http://h:1,none_hash=zz", "none_hash"),
+        ("w0=http://h:1,offload_connector=a b", "offload_connector must be the class name"),
         ("w0=http://h:1,role=prefiller", "role must be one of both, prefill, decode"),
         ("w0=http://h:1,handover=nixl", "handover must be one of kv_transfer_params, header"),
     ],

@@ -15,6 +15,7 @@ from judging import judge
 
 from kvrouter.events.codec import BatchDecoder, encode_batch
 from kvrouter.events.items import Batch, Connected, ReplayFinished, fingerprint
+from kvrouter.events.report import DeclaredCatalog
 from kvrouter.events.wire import WireCleared, WireRemoved, WireStored
 from kvrouter.router.connectors import (
     DISK_OWNER,
@@ -24,6 +25,7 @@ from kvrouter.router.connectors import (
     TierRule,
     effective_connector,
 )
+from kvrouter.router.declared import contradictions, declared_spec
 from kvrouter.router.ingest import Ingest
 from kvrouter.router.names import CPU, GPU, STORAGE, Place, WorkerKey
 from kvrouter.router.registration import CatalogSpec, Registration
@@ -214,6 +216,28 @@ def test_a_declared_connector_earns_by_its_own_rule_or_not_at_all(names: list[st
     ingest = follow(ON_GPU, catalog=CatalogSpec(offload_connector=connector))
     assert connector is not None and ingest.catalog.offload.rule is rule
     assert bool(ingest.catalog.offload.problem) is (rule is None)
+
+
+@pytest.mark.parametrize(
+    ("declared", "rule"),
+    [
+        (DeclaredCatalog([], connector=OFFLOADING), TierRule.CHUNKS),
+        (
+            DeclaredCatalog([], connector=SIMPLE_CPU, connectors=[SIMPLE_CPU], offload_partial_hits=True),
+            TierRule.SUFFIX,
+        ),
+        # Of a patch that does not name what is inside.
+        (DeclaredCatalog([], connector="MultiConnector", offload_blocks_per_chunk=1), None),
+        (DeclaredCatalog([], connector=f"{OFFLOADING} with my.Manager", offload_blocks_per_chunk=1), None),
+    ],
+)
+def test_the_engines_word_decides(declared: DeclaredCatalog, rule: TierRule | None) -> None:
+    stated = CatalogSpec(offload_connector=OFFLOADING)
+    tier = follow(ON_GPU, catalog=declared_spec(declared, stated)).catalog.offload
+    assert tier.rule is rule and tier.finer_suffix is bool(declared.offload_partial_hits)
+    assert ("offload_connector" in contradictions(declared_spec(declared, stated), stated)) is (
+        tier.connector != OFFLOADING
+    )
 
 
 def test_an_engine_without_a_connector_declares_none() -> None:
