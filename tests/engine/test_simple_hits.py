@@ -31,7 +31,7 @@ QUESTIONS = 6
 MIN_PROBES = ROUNDS * QUESTIONS * 3 // 4
 RESET_ROUNDS = 40
 MIN_EXTERNAL_SHARE = 0.05
-MIN_CPU_EVICTED = 30
+MIN_CPU_EVICTED = ROUNDS // 4
 
 
 def make_oracle(simple_set: SimpleSet, model: Path, rng: Random) -> Oracle:
