@@ -8,7 +8,12 @@ load ends in its own step or later, a store no earlier than the step after, a fl
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import (
+    MultiKVConnectorMetadata,
+    MultiKVConnectorWorkerMetadata,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     OffloadingWorkerMetadata,
@@ -73,4 +78,22 @@ class SimpleOffloadWorker:
             stored[event] = 1
         return KVConnectorOutput(
             finished_recving=loaded or None, kv_connector_worker_meta=SimpleCPUOffloadWorkerMetadata(stored)
+        )
+
+
+class MultiOffloadWorker:
+    """Of a MultiConnector with an OffloadingConnector and a SimpleCPUOffloadConnector, in this order."""
+
+    def __init__(self, rng: Random) -> None:
+        self._workers = (OffloadWorker(rng), SimpleOffloadWorker(rng))
+
+    def run(self, metadata: MultiKVConnectorMetadata | None) -> KVConnectorOutput:
+        parts: Any = (None, None) if metadata is None else metadata.metadata
+        done = [worker.run(part) for worker, part in zip(self._workers, parts, strict=True)]
+        received = set[str]().union(*(output.finished_recving or () for output in done))
+        return KVConnectorOutput(
+            finished_recving=received or None,
+            kv_connector_worker_meta=MultiKVConnectorWorkerMetadata(
+                tuple(output.kv_connector_worker_meta for output in done)
+            ),
         )

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine_config import VOCAB_SIZE, build_kv_cache_config, build_vllm_config
 from group_sets import GroupSet
-from offload_worker import OffloadWorker, SimpleOffloadWorker
+from offload_worker import MultiOffloadWorker, OffloadWorker, SimpleOffloadWorker
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 from vllm.sampling_params import SamplingParams
@@ -38,6 +38,13 @@ from kvrouter.engine_patch.offload.manager import HybridOffloadingManager
 # window's edge and a Mamba boundary.
 SHORT_OUTPUT_TOKENS = 3
 LONG_OUTPUT_TOKENS = 50
+
+
+WORKERS = {
+    "OffloadingConnector": OffloadWorker,
+    "SimpleCPUOffloadConnector": SimpleOffloadWorker,
+    "MultiConnector": MultiOffloadWorker,
+}
 
 
 @dataclass
@@ -109,11 +116,11 @@ class Oracle:
         self.block_size = block_size
         self.hash_block_size = hash_block_size
         self._hasher = get_request_block_hasher(hash_block_size, sha256)
-        self._worker: OffloadWorker | SimpleOffloadWorker | None = None
+        self._worker: Any = None
         self._simple: SimpleCPUOffloadScheduler | None = None
         if offload is not None:
             self._simple = getattr(self.scheduler.connector, "scheduler_manager", None)
-            self._worker = OffloadWorker(rng) if self._simple is None else SimpleOffloadWorker(rng)
+            self._worker = WORKERS[connector](rng)
         publisher = self.scheduler.kv_event_publisher
         endpoints = publisher.get_publisher_config()
         assert endpoints is not None

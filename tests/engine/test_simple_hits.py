@@ -116,13 +116,18 @@ def test_the_patch_declares_the_connector_and_how_far_its_hits_may_reach(model: 
     assert found == {(False, False): False, (False, True): True, (True, False): False, (True, True): False}
 
 
-def test_the_connectors_inside_a_multi_connector_are_declared(model: Path, seed: int) -> None:
+def make_multi(model: Path, rng: Random) -> Oracle:
+    """Both connectors inside a MultiConnector: the first takes its offer, however little, and both are on the CPU."""
     inner = [
-        {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 20}}
+        {"kv_connector": name, "kv_role": "kv_both", "kv_connector_extra_config": {"cpu_bytes_to_use": 100 * 4096}}
         for name in ("OffloadingConnector", "SimpleCPUOffloadConnector")
     ]
+    return Oracle(SIMPLE_SETS[0].group_set, model, rng, {"connectors": inner}, "MultiConnector")
+
+
+def test_the_connectors_inside_a_multi_connector_are_declared(model: Path, seed: int) -> None:
     with patched():
-        oracle = Oracle(SIMPLE_SETS[0].group_set, model, Random(seed), {"connectors": inner}, "MultiConnector")
+        oracle = make_multi(model, Random(seed))
         try:
             catalog = tap_of(oracle).reporter._declared
         finally:
@@ -131,6 +136,36 @@ def test_the_connectors_inside_a_multi_connector_are_declared(model: Path, seed:
     assert (
         declared_spec(catalog, CatalogSpec()).offload_connector == "OffloadingConnector with SimpleCPUOffloadConnector"
     )
+
+
+def test_two_tiers_of_a_multi_connector_earn_nothing_beside_the_gpu(
+    router: RouterProcess, model: Path, seed: int
+) -> None:
+    rng = Random(f"{seed} multi")
+    oracle = make_multi(model, rng)
+    tree = PromptTree(rng, 512)
+    router.register("multi", "multi", oracle.endpoint, oracle.replay_endpoint, None, None)
+    try:
+        router.wait_connected("multi")
+        on_gpu = 0
+        for _ in range(60):
+            oracle.submit(tree.request())
+            oracle.step(tree)
+            oracle.step(tree)
+            row = router.wait_seen("multi", oracle.last_seq)
+            for _ in range(4):
+                prompt = tree.question()
+                _, gpu, _ = oracle.scheduler.kv_cache_manager.get_computed_blocks(oracle._request(prompt, 1))
+                found = router.query("multi", "multi", prompt.token_ids, prompt.cache_salt)
+                # Before the second of them has sent anything, it is one connector to the router.
+                if "earns no credit" in row["reason"]:
+                    assert found["gpu"] == found["cpu"] == found["disk"] == gpu
+                    on_gpu += gpu > 0
+        assert on_gpu and row["residency"]["g0:CPU"]
+        assert "those of OffloadingConnector and of SimpleCPUOffloadConnector" in row["reason"]
+    finally:
+        router.unregister("multi")
+        oracle.close()
 
 
 @pytest.mark.parametrize("simple_set", SIMPLE_SETS[::5], ids=lambda simple_set: simple_set.name)
