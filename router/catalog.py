@@ -366,10 +366,10 @@ class CatalogLearner:
         if event.block_size not in seen.block_sizes and len(seen.block_sizes) < MAX_BLOCK_SIZES:
             seen.block_sizes.add(event.block_size)
             self.version += 1
-        if event.medium == GPU and event.block_size in seen.block_sizes:
-            seen.gpu_block_sizes.add(event.block_size)
             if len(seen.block_sizes) > 2 or max(seen.block_sizes) % min(seen.block_sizes):
                 self._contradict(event, f"announced with block sizes {sorted(seen.block_sizes)}")
+        if event.medium == GPU and event.block_size in seen.block_sizes:
+            seen.gpu_block_sizes.add(event.block_size)
         if kind is not None and (kind, event.sliding_window) != (seen.kind, seen.window):
             if seen.kind is not None:
                 self._contradict(
