@@ -344,7 +344,7 @@ def test_the_rank_of_a_stream_is_remembered_over_a_restart() -> None:
 
 
 def test_what_happened_to_a_live_worker_hides_nothing_for_good() -> None:
-    ingest = feed(make(replay=None), Connected(), batch(0, stored([1], medium="CPU"), stored([1])))
+    ingest = feed(make(replay=None), Connected(), batch(0, stored([1]), placeholder(2)))
     assert ingest.state is not StreamState.CONNECTING and "no replay endpoint" in ingest.reason
     ingest.forget_incident()
     assert "chunk size of the offload tier" in ingest.reason
