@@ -417,6 +417,7 @@ class World:
         """Often the next life has said as much as the old one before anybody hears of it: its next seq is the one waited for."""
         before = self.life
         unheard = before is not None and before.next_seq <= MOST_UNHEARD and self.rng.random() < UNHEARD_SHARE
+        unheard = unheard and self.faulty
         while unheard and self.live:
             self.deliver()
         self.kill()
