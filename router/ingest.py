@@ -44,7 +44,15 @@ from kvrouter.router.registration import NO_PATCH, CatalogSpec, Registration
 from kvrouter.router.residency import MAX_BLOCKS, MAX_PLACES, Residency, Runs
 from kvrouter.router.states import StreamState
 from kvrouter.router.transitions import Change
-from kvrouter.router.vitals import EngineBack, EngineLost, EngineRestarted, EngineSame, VitalSign
+from kvrouter.router.vitals import (
+    EngineAbsent,
+    EngineBack,
+    EngineLost,
+    EnginePresent,
+    EngineRestarted,
+    EngineSame,
+    VitalSign,
+)
 
 # Tags of events that can take blocks away: one that cannot be read may leave ghosts behind, so the epoch is voided.
 REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
@@ -155,6 +163,8 @@ class Ingest:
         self._skips = False
         # Why the engine is down by what its HTTP says; empty while it is not.
         self._down = ""
+        # Why its URL has never answered; a stream that is connected says more than its URL.
+        self._absent = ""
         self._linked = False
         # When the next seq came after a new connection, while only the engine's HTTP can tell that it is the same life.
         self._next_seq_s: float | None = None
@@ -176,7 +186,7 @@ class Ingest:
 
     @property
     def state(self) -> StreamState:
-        if self._down:
+        if self._down or self._is_absent:
             return StreamState.DOWN
         if self._rank_problem:
             return StreamState.MISMATCHED
@@ -185,10 +195,16 @@ class Ingest:
         return self._state
 
     @property
+    def _is_absent(self) -> bool:
+        return bool(self._absent) and self._state is StreamState.CONNECTING
+
+    @property
     def reason(self) -> str:
         """Why the state is what it is, and what happened last; empty when there is nothing to say."""
         if self._down:
             return self._down
+        if self._is_absent:
+            return f"the engine is not up: {self._absent}"
         if self._rank_problem:
             return self._rank_problem
         if self.state is StreamState.UNHASHABLE:
@@ -380,7 +396,11 @@ class Ingest:
 
     def vital(self, sign: VitalSign) -> None:
         """What the engine's HTTP says of its life. The caller has the stream read anew where another life may have begun."""
-        if isinstance(sign, EngineLost):
+        if isinstance(sign, EngineAbsent):
+            self._absent = sign.reason
+        elif isinstance(sign, EnginePresent):
+            self._absent = ""
+        elif isinstance(sign, EngineLost):
             self.tally.losses += 1
             self._down = f"the engine is gone ({sign.reason}); what it held is void"
             self._void_life(self._down)

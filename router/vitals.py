@@ -34,6 +34,16 @@ class EngineLost(msgspec.Struct, frozen=True):
     reason: str
 
 
+class EngineAbsent(msgspec.Struct, frozen=True):
+    """Nobody listens there, and it has not answered yet: it is not up, or its URL is another."""
+
+    reason: str
+
+
+class EnginePresent(msgspec.Struct, frozen=True):
+    """The absent engine answers for the first time."""
+
+
 class EngineBack(msgspec.Struct, frozen=True):
     """It answers again; whether it is the same life is not known."""
 
@@ -52,16 +62,18 @@ class EngineSame(msgspec.Struct, frozen=True):
     start_s: float
 
 
-VitalSign: TypeAlias = EngineLost | EngineBack | EngineRestarted | EngineSame
+VitalSign: TypeAlias = EngineAbsent | EnginePresent | EngineLost | EngineBack | EngineRestarted | EngineSame
 
 
 class Vitals:
-    """One engine's. Judges nothing before the first answer: where there never was one, there may be none to be had."""
+    """One engine's. Silence before the first answer says nothing: where there never was one, there may be none to be had. A refused
+    connection does: nobody is there."""
 
     def __init__(self, start_s: float | None = None) -> None:
         """start_s: when its process started, as whoever asked before was told."""
         self.start_s = start_s
         self._answered = False
+        self._absent = False
         self._lost = False
         self._misses = 0
 
@@ -72,6 +84,9 @@ class Vitals:
         self._answered = True
         self._misses = 0
         found: list[VitalSign] = []
+        if self._absent:
+            self._absent = False
+            found.append(EnginePresent())
         if self._lost:
             self._lost = False
             found.append(EngineBack())
@@ -87,6 +102,9 @@ class Vitals:
 
     def _missed(self, sign: NoPulse) -> list[VitalSign]:
         self._misses += 1
+        if sign.gone and not self._answered and not self._absent:
+            self._absent = True
+            return [EngineAbsent(sign.reason)]
         if self._lost or not self._answered or not (sign.gone or self._misses >= LOST_AFTER):
             return []
         self._lost = True

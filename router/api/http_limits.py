@@ -36,6 +36,9 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Of a client that sends no more: how often it is looked whether it still reads. A request of its that runs for nobody takes an
 # engine's time; a look is one system call.
 READER_LOOK_S = 0.1
+# And how many looks in a row an answer that has begun may stand still: with nothing to send, only patience tells who reads on from
+# who hung up. Tokens come some times a second; an engine that pauses for 5 s does so under a stall.
+STILL_LOOKS = 50
 
 # When the server stops: how long an idle connection is kept for a request that is on its way. Who has just connected sends it a
 # round trip later.

@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from kvrouter.router.api.asgi import too_large
-from kvrouter.router.api.http_limits import CONTINUE
+from kvrouter.router.api.http_limits import CONTINUE, STILL_LOOKS
 from kvrouter.router.errors import RouterError
 from kvrouter.router.proxy.connection import NO_CONTENT, AnswerHead, Connection
 from kvrouter.router.proxy.headers import Headers
@@ -46,6 +46,8 @@ class ProxiedCycle:
         self._unsent: list[bytes] = []
         self._chunked = False
         self._probed = False
+        # Looks in a row at a client that sends no more in which its answer stood still.
+        self._still_looks = 0
         # As uvicorn's protocol knows them.
         self.keep_alive = keep_alive
         self.more_body = True
@@ -128,8 +130,13 @@ class ProxiedCycle:
             self._source.resume()
 
     def probe_reader(self) -> None:
-        """To a client that sends no more, a word that every one of HTTP/1.1 skips: nobody who hung up takes it."""
-        if self._http_1_1 and not self._probed and not self.response_started:
+        """To a client that sends no more, a word that every one of HTTP/1.1 skips: nobody who hung up takes it. Ends an answer that
+        has begun and stands still."""
+        if self.response_started:
+            self._still_looks += 1
+            if self._still_looks > STILL_LOOKS:
+                self._protocol.transport.abort()
+        elif self._http_1_1 and not self._probed:
             self._probed = True
             self._write([CONTINUE])
 
@@ -163,6 +170,7 @@ class ProxiedCycle:
             source.pause()
 
     def send(self, parts: list[bytes]) -> None:
+        self._still_looks = 0
         out, self._unsent = self._unsent, []
         if self._chunked:
             out += (b"%x\r\n" % sum(map(len, parts)), *parts, b"\r\n")

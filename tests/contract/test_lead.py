@@ -184,7 +184,8 @@ def test_beyond_the_bound_the_epoch_is_rewritten_when_the_store_is_back(
             await until(lambda: is_well(core, 12), "the worker is not live")
             epoch = status(core).epoch
             server.kill() if away == "killed" else server.stop()
-            others = [value + 1 for value in range(MAX_PENDING_BLOCKS + 5_000)]
+            # One commit may be on its way already, which waits for the store beside the backlog.
+            others = [value + 1 for value in range(2 * MAX_PENDING_BLOCKS + 15_000)]
             for first in range(0, len(others), 5_000):
                 chain = others[first : first + 5_000]
                 seq = engine.publish(stored(TOKENS, 0, 1, block_hashes=chain, parent_block_hash=7, token_ids=[]))

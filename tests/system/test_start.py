@@ -120,14 +120,18 @@ def ready(router: RouterProcess) -> tuple[int, str]:
     return answer.status, body["error"]["message"] if answer.status != 200 else ""
 
 
+@pytest.mark.parametrize(
+    ("stated", "why"), [("", "its model is not known"), (f",model={MODEL}", "the engine is not up")]
+)
 def test_an_engine_that_is_not_up_yet_is_a_worker_that_is_down(
-    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]]
+    tmp_path: Path, context: zmq.Context[zmq.Socket[bytes]], stated: str, why: str
 ) -> None:
     port = free_port()
-    with RouterProcess(tmp_path / "r", ["--worker", f"w0=http://127.0.0.1:{port}"]) as router:
+    with RouterProcess(tmp_path / "r", ["--worker", f"w0=http://127.0.0.1:{port}{stated}"]) as router:
+        until(lambda: rows(router)["w0"]["state"] == "down", "it is not down")
         row = rows(router)["w0"]
-        assert (row["state"], row["credited"], row["source"]) == ("down", False, "static")
-        assert "its model is not known" in row["reason"] and "start the engine" in row["reason"]
+        assert (row["credited"], row["source"]) == (False, "static")
+        assert why in row["reason"] and f"127.0.0.1:{port}" in row["reason"]
         status, message = ready(router)
         assert status == 503 and "w0" in message and "no worker is registered" not in message
         engine = ServerThread([ReplicaServer(make_geometry("llama"), 64, context=context, model=MODEL, port=port)])

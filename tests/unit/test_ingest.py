@@ -31,6 +31,7 @@ from kvrouter.router.ingest import Ingest
 from kvrouter.router.names import GPU, Place, WorkerKey
 from kvrouter.router.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.states import StreamState
+from kvrouter.router.vitals import EngineAbsent, EnginePresent
 
 REPLAY = "tcp://127.0.0.1:2"
 G0 = Place(0, GPU)
@@ -353,3 +354,15 @@ def test_what_happened_to_a_live_worker_hides_nothing_for_good() -> None:
     doubted.forget_incident()
     # It is why it is not live.
     assert "replaying" in doubted.reason
+
+
+def test_an_engine_that_is_not_up_is_down_until_its_stream_or_its_url_shows_it() -> None:
+    ingest = make()
+    ingest.vital(EngineAbsent("http://x cannot be reached: Connection refused"))
+    assert ingest.state is StreamState.DOWN and "not up" in ingest.reason and "Connection refused" in ingest.reason
+    ingest.vital(EnginePresent())
+    assert ingest.state is StreamState.CONNECTING
+    ingest.vital(EngineAbsent("refused"))
+    # Its URL may be one that this router cannot reach; events prove that it lives.
+    feed(ingest, Connected(), batch(0, stored([1])))
+    assert ingest.state is StreamState.LIVE and "not up" not in ingest.reason

@@ -6,8 +6,10 @@ from __future__ import annotations
 from kvrouter.router.states import StreamState, credited
 from kvrouter.router.vitals import (
     LOST_AFTER,
+    EngineAbsent,
     EngineBack,
     EngineLost,
+    EnginePresent,
     EngineRestarted,
     EngineSame,
     NoPulse,
@@ -19,10 +21,17 @@ SLOW = NoPulse("no answer in 2 s")
 GONE = NoPulse("refused", gone=True)
 
 
-def test_before_the_first_answer_nothing_is_judged() -> None:
+def test_before_the_first_answer_silence_says_nothing() -> None:
     vitals = Vitals()
-    assert [vitals.observe(sign, 0.0) for sign in (GONE, SLOW, SLOW, SLOW, GONE)] == [[]] * 5
+    assert [vitals.observe(SLOW, 0.0) for _ in range(4)] == [[]] * 4
     assert vitals.observe(Pulse(5.0), 0.0) == []
+
+
+def test_an_engine_that_is_not_up_is_absent_until_it_answers() -> None:
+    vitals = Vitals()
+    assert [vitals.observe(sign, 0.0) for sign in (SLOW, GONE, GONE, SLOW)] == [[], [EngineAbsent("refused")], [], []]
+    assert vitals.observe(Pulse(5.0), 0.0) == [EnginePresent()]
+    assert vitals.observe(GONE, 0.0) == [EngineLost("refused")]
 
 
 def test_nobody_listens_is_a_loss_at_once_and_told_once() -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllm.kvrouter.offload")
 
 # Never raises: what went wrong is part of its result, which it hands over itself.
 Work: TypeAlias = Callable[[], None]
