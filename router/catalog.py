@@ -51,6 +51,13 @@ MAX_ROOTS = 4_096
 # all that came since. An engine under load publishes so many in seconds.
 ODD_EVENTS_FORGOTTEN_AFTER = 1_024
 
+# Stores of a group whose blocks came one at a time so far that are remembered: some prompts, of which one shows the group's size.
+MAX_SINGLE_STORES = 4_096
+
+# Stands for the block size of a group that is known from partial entries alone: more than any engine's, so that no whole block is
+# looked for, and within what vLLM's rule looks at inside one block. The first whole block names the size.
+UNNAMED_BLOCK_TOKENS = 65_536
+
 # Block sizes of one group that are remembered: its own, that of partial entries, and some to show a contradiction by.
 MAX_BLOCK_SIZES = 8
 
@@ -236,6 +243,7 @@ class LearnedGroup(msgspec.Struct, frozen=True):
     # See `CatalogLearner.in_doubt`.
     doubtful: bool = False
     gpu_block_sizes: list[int] = []
+    partial: bool = False
 
 
 class Learned(msgspec.Struct, frozen=True):
@@ -249,7 +257,16 @@ class Learned(msgspec.Struct, frozen=True):
 class _Seen:
     """What events said of one group so far."""
 
-    __slots__ = ("block_sizes", "gpu_block_sizes", "kind", "problem", "recent_sizes", "window")
+    __slots__ = (
+        "block_sizes",
+        "gpu_block_sizes",
+        "kind",
+        "partial",
+        "problem",
+        "recent_sizes",
+        "single_stores",
+        "window",
+    )
 
     def __init__(self) -> None:
         self.kind: str | None = None
@@ -260,6 +277,9 @@ class _Seen:
         # Those of them that the GPU's events said.
         self.gpu_block_sizes: set[int] = set()
         self.problem: str | None = None
+        # Whether entries inside its blocks were announced, and the hashes that show it.
+        self.partial = False
+        self.single_stores: set[int] = set()
 
     @property
     def stored(self) -> bool:
@@ -281,6 +301,9 @@ class CatalogLearner:
         self.version = 0
         self._state(spec or CatalogSpec())
         self._seen: dict[int | None, _Seen] = {}
+        self._life_is_whole = False
+        # Groups of which it is not known yet whether their blocks are larger than what was announced.
+        self._unsized: set[int | None] = set()
         # Events so far, and by group in doubt the number at which it is judged again.
         self._events = 0
         self._judged_at: dict[int | None, int] = {}
@@ -298,6 +321,38 @@ class CatalogLearner:
         """The engine itself says what its catalog is; problem: why no hit of it can be predicted all the same."""
         self._source, self._problem = "declared", problem
         self._state(spec)
+
+    def begin_life(self) -> None:
+        """Every event of the engine's life comes from here on, so that what none of them stored was never stored."""
+        self._life_is_whole = True
+
+    def miss_event(self) -> None:
+        """An event could not be read."""
+        self._life_is_whole = False
+
+    @property
+    def wants_parents(self) -> bool:
+        """Whether `parent` may still teach something."""
+        return self._life_is_whole and bool(self._unsized)
+
+    def parent(self, event: BlockStored) -> None:
+        """Learn from a GPU store of full attention, after `stored`, if it is a whole block or an entry inside one, as both come
+        in the hash block size (vLLM 0.32 block_pool.py: cache_full_blocks, cache_partial_block). Whole blocks come several at a
+        time, and each after its parent; the parent of an entry inside a block is stored by nobody."""
+        seen = self._seen.get(event.group_idx)
+        if seen is None or event.group_idx not in self._unsized or not len(event.block_hashes):
+            return
+        parent = event.parent_block_hash
+        orphan = parent is not None and parent not in seen.single_stores
+        whole = seen.kind not in FULL_KINDS or len(seen.block_sizes) > 1 or len(event.block_hashes) > 1
+        if whole or orphan or len(seen.single_stores) >= MAX_SINGLE_STORES:
+            self._unsized.discard(event.group_idx)
+            seen.single_stores.clear()
+            if orphan and not whole:
+                seen.partial = True
+                self.version += 1
+        else:
+            seen.single_stores.add(int(event.block_hashes[0]))
 
     @property
     def in_doubt(self) -> bool:
@@ -407,6 +462,7 @@ class CatalogLearner:
             if len(self._seen) > MAX_GROUPS:
                 return None
             seen = self._seen[group_idx] = _Seen()
+            self._unsized.add(group_idx)
             self.version += 1
             if self._contradicts_names(group_idx):
                 self._doubt(group_idx)
@@ -451,6 +507,12 @@ class CatalogLearner:
             spec = msgspec.structs.replace(spec, hash_block_size=hash_block_size)
         problem = self._problem
         groups = dict(self._stated)
+        # Entries inside blocks are there for a Mamba state's sake.
+        partial = any(seen.partial for seen in self._seen.values()) and any(
+            seen.kind == "mamba" for seen in self._seen.values()
+        )
+        if partial and spec.partial_hits is None:
+            spec = msgspec.structs.replace(spec, partial_hits=True)
         sizes = [min(seen.block_sizes) for seen in self._seen.values() if seen.block_sizes]
         finest = spec.hash_block_size or min(sizes, default=0)
         for group_idx, seen in self._seen.items():
@@ -460,6 +522,8 @@ class CatalogLearner:
                 problem = problem or "events of one engine came both with and without group_idx"
                 continue
             size = max(seen.block_sizes, default=0)
+            if partial and seen.partial and len(seen.block_sizes) == 1:
+                size = max(size, UNNAMED_BLOCK_TOKENS // size * size)
             problem = problem or seen.problem or _size_problem(group_idx, seen.block_sizes, finest)
             if seen.kind is None and size:
                 problem = problem or (
@@ -480,6 +544,7 @@ class CatalogLearner:
                 seen.problem,
                 index in self._judged_at,
                 sorted(seen.gpu_block_sizes),
+                seen.partial,
             )
             for index, seen in self._seen.items()
         ]
@@ -495,6 +560,7 @@ class CatalogLearner:
             if group.doubtful or group.problem is not None:
                 self._doubt(group.group_idx)
             seen.gpu_block_sizes = set(group.gpu_block_sizes)
+            seen.partial = group.partial
         self._tier = learned.tier
         self._blocks_per_chunk = learned.blocks_per_chunk
         self.version += 1

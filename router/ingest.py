@@ -509,10 +509,13 @@ class Ingest:
             batch = self._decoder.decode(item.payload, with_tokens=self.identity.wants_tokens)
         except CodecError as error:
             self.tally.broken += 1
+            self._learner.miss_event()
             self._void(f"batch {item.seq} could not be decoded ({error}); residency before it was dropped")
         else:
             if self._is_own(batch.dp_rank):
                 self._skips = False
+                if item.seq == 0:
+                    self._learner.begin_life()
                 self._events(batch)
             else:
                 self._skip()
@@ -537,6 +540,7 @@ class Ingest:
     def _skip(self) -> None:
         """Leave out a batch of another rank; what came before it cannot be trusted either."""
         self.tally.foreign += 1
+        self._learner.miss_event()
         if not self._skips:
             self._void("")
             self._skips = True
@@ -572,6 +576,8 @@ class Ingest:
         self.tally.events += len(batch.events)
         self.tally.unknown += batch.unknown
         self.tally.broken += len(batch.broken)
+        if batch.unknown or batch.broken:
+            self._learner.miss_event()
         unreadable = [event for event in batch.broken if event.tag in REMOVING_TAGS]
         if unreadable:
             self._void(
@@ -593,6 +599,8 @@ class Ingest:
         if shape not in self._known_shapes or event.medium != "GPU" or self._learner.in_doubt:
             self._learner.stored(event)
             self._known_shapes.add(shape)
+        if event.medium == "GPU" and self._learner.wants_parents:
+            self._learner.parent(event)
         if event.parent_block_hash is None and self._learner.wants_roots:
             self._learner.root(event)
         if event.token_ids is not None:

@@ -133,6 +133,8 @@ GPU_SETS = (
     GroupSet("full 16+mamba 64, partial hits", (full(16), mamba(64)), 80),
     # No prompt fills a Mamba block: it is known from partial entries alone.
     GroupSet("full 16+mamba 528, partial hits", (full(16), mamba(528)), 80),
+    GroupSet("full 528+mamba 528, hash 16", (full(528), mamba(528)), 50, match_unit=16),
+    GroupSet("full 32+mamba 32, hash 16, learned", (full(32), mamba(32)), 50, match_unit=16),
     GroupSet("full 32+mamba 32, hash 16", (full(32), mamba(32)), 50, match_unit=16, declared=True),
     # EAGLE.
     GroupSet("eagle full", (full(),), 64, eagle=True, declared=True),

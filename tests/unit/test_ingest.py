@@ -6,6 +6,7 @@ from __future__ import annotations
 from itertools import count
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -26,6 +27,7 @@ from kvrouter.events.items import (
     fingerprint,
 )
 from kvrouter.events.wire import WireCleared, WireRemoved, WireStored
+from kvrouter.router.catalog import UNNAMED_BLOCK_TOKENS
 from kvrouter.router.hashing import HashScheme, hash_block, reduce_hash
 from kvrouter.router.ingest import Ingest
 from kvrouter.router.names import GPU, Place, WorkerKey
@@ -366,3 +368,48 @@ def test_an_engine_that_is_not_up_is_down_until_its_stream_or_its_url_shows_it()
     # Its URL may be one that this router cannot reach; events prove that it lives.
     feed(ingest, Connected(), batch(0, stored([1])))
     assert ingest.state is StreamState.LIVE and "not up" not in ingest.reason
+
+
+def entry(block_hash: int, parent: int | None, group: int, kind: str) -> WireStored:
+    """One block, or one entry inside a larger one: both come so."""
+    return stored([block_hash], group, parent_block_hash=parent, kv_cache_spec_kind=kind)
+
+
+def partial(seq: int = 0) -> Any:
+    # Hash 3 ends at 48 tokens; nobody stored 2, at 32, whose block it would follow.
+    return batch(seq, entry(3, 2, 0, "full_attention"), entry(3, 2, 1, "mamba"))
+
+
+def test_a_group_known_from_entries_inside_its_blocks_alone_has_larger_blocks() -> None:
+    ingest = feed(live(), partial())
+    assert ingest.catalog.problem is None and ingest.catalog.partial_hits
+    assert [group.block_size for group in ingest.catalog.groups] == [UNNAMED_BLOCK_TOKENS, 16]
+    flush = ingest.take()
+    assert flush is not None
+    again = make()
+    again.restore(flush.epoch, 0, {}, {}, flush.meta)
+    assert again.catalog == ingest.catalog, "a router that takes over knows it too"
+    feed(ingest, batch(1, stored([9], 0, block_size=528), entry(12, 11, 1, "mamba")))
+    assert ingest.catalog.groups[0].block_size == 528 and ingest.catalog.partial_hits
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        [],
+        [stored([1, 2, 5])],
+        [entry(1, None, 0, "full_attention"), entry(2, 1, 0, "full_attention")],
+    ],
+    ids=["what came before is not known", "several at a time", "each after its parent"],
+)
+def test_blocks_that_may_be_whole_are_taken_for_whole(events: list[Any]) -> None:
+    ingest = feed(live(), *([batch(0, *events)] if events else []), partial(1))
+    assert [group.block_size for group in ingest.catalog.groups] == [16, 16] and not ingest.catalog.partial_hits
+
+
+def test_after_an_event_that_cannot_be_read_blocks_are_taken_for_whole() -> None:
+    ingest = live()
+    broken = Batch(0, msgspec.msgpack.encode([0.0, [{"type": "BlockStored", "block_hashes": "?"}]]), 0, False)
+    feed(ingest, broken, partial(1))
+    assert ingest.tally.broken == 1
+    assert [group.block_size for group in ingest.catalog.groups] == [16, 16]
