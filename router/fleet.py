@@ -172,6 +172,10 @@ class Fleet:
             if is_silent is not self._store_silent:
                 self._store_silent = is_silent
                 self._metrics.store_up.set(not is_silent)
+                if is_silent:
+                    log.warning("store lost", extra={"reason": self.store_problem})
+                else:
+                    log.info("store back")
             for stream in self._streams.values():
                 stream.follower_heard(self._membership.follower_problem(stream.tag, now_s))
             await asyncio.sleep(INTERVAL_S)

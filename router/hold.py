@@ -145,6 +145,8 @@ class Hold:
                 async with self._lock:
                     await self._renew()
             except StoreError as error:
+                if self.problem is None:
+                    log.warning("lease not renewed", extra={"worker": self._worker, "reason": str(error)})
                 self._say(str(error))
 
     async def _renew(self) -> None:

@@ -44,8 +44,9 @@ META_LEASE = "lease"  # number of the last lease on this worker: each taking has
 META_UNREADABLE = "unreadable"  # set by a router that cannot read what is stored: its owner then opens a new epoch
 META_FIELDS = frozenset({META_EPOCH, META_SEQ, META_COMMITS, META_PLACES, META_LEASE, META_UNREADABLE})
 
-# Decimal digits of a number that we write: counts and seqs stay below 2^63.
-_NUMBER = re.compile(rb"[0-9]{1,18}")
+# A number that we write: counts, and seqs, of which an engine can send any of 64 bits.
+_NUMBER = re.compile(rb"[0-9]{1,20}")
+_UINT64_MAX = 2**64 - 1
 
 
 def _quoted(name: str) -> str:
@@ -100,9 +101,9 @@ def model_member(model: str) -> str:
 
 def parse_number(data: bytes) -> int:
     """A number of 0 or more as we write it. Raises ValueError: `int` would also take spaces, signs and `1_0`."""
-    if _NUMBER.fullmatch(data) is None:
+    if _NUMBER.fullmatch(data) is None or (number := int(data)) > _UINT64_MAX:
         raise ValueError(f"{data!r} is no number")
-    return int(data)
+    return number
 
 
 def parse_model_member(member: bytes) -> str:
