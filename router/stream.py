@@ -152,8 +152,9 @@ class WorkerStream:
             mine=lambda: mine(registration.worker),
             changed=self._hold_changed,
         )
-        # Set when the store took what waited for it, or when it went away.
+        # Set when the store took what waited for it, or when it went away; and when something waits for it.
         self._room = asyncio.Event()
+        self._news = asyncio.Event()
         self._told = Told(registration, config.none_hash_seed)
         # Whether what others say of the worker is shown, as they follow it.
         self._elsewhere = False
@@ -390,7 +391,7 @@ class WorkerStream:
     def _elsewhere_problem(self) -> str | None:
         """Why the state that others wrote cannot be shown as it is, None when it can."""
         if not self._log_followed:
-            return "another router process follows this worker; what it learned is being loaded from Redis"
+            return "what other router processes learned of this worker is being loaded from Redis"
         if self._unheard:
             return "another router process follows this worker, and the store tells nothing of what it learns"
         return self._follower_problem
@@ -415,8 +416,10 @@ class WorkerStream:
             reason = "; ".join(filter(None, (unwritten, ingest.reason)))
         else:
             reason = self._hold_problem or self._key_problem or ingest.reason
-        if state in CREDITED and not credit:
+        if state is StreamState.SUSPECT and not credit:
             reason += f"; no credit any more, after {self._config.suspect_credit_s:g} s without proof"
+        elif state in CREDITED and not credit:
+            reason += "; the router that follows it gives it no credit"
         return WorkerView(
             worker=self.worker,
             url=self.registration.url,
@@ -465,6 +468,8 @@ class WorkerStream:
                 log.info(
                     "stream state", extra={"worker": self.worker, "state": view.state.value, "reason": view.reason}
                 )
+                # The other processes must know, also when it is not the stream that says so.
+                self._news.set()
             self._changed()
 
     def _draw(self) -> None:
@@ -699,7 +704,7 @@ class WorkerStream:
         self, work: Callable[[asyncio.Event, asyncio.Event], list[Coroutine[None, None, None]]]
     ) -> None:
         """Keep the lease and commit while the coroutines of `work(news, room)` run; what ends one ends all."""
-        news, room = asyncio.Event(), self._room
+        news, room = self._news, self._room
         # A new worker has an empty epoch to announce before its stream says anything.
         news.set()
         try:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import random
 import sys
 import time
@@ -293,5 +294,26 @@ def test_what_a_dead_router_left_is_in_doubt_until_proven(life: str, server: Sto
             assert any(state is StreamState.SUSPECT for _, state, _, _ in seen)
             assert all(credited is False for _, state, credited, _ in seen if state not in CREDITED)
         http.stop()
+
+    run(main)
+
+
+def test_credit_that_the_fleet_gives_back_reaches_the_other_routers_of_a_silent_engine(
+    server: StoreServer, engine: FakeEngine
+) -> None:
+    async def main() -> None:
+        async with router(server, FIRST) as one, router(server, SECOND) as two:
+            await one.register(registration(engine))
+            engine.publish(stored(TOKENS, 0, 12))
+            await until(lambda: two.statuses() and is_well(one, 12) and is_well(two, 12), "not both are well")
+            # Two workers on one event endpoint contradict each other.
+            await one.register(Registration(WorkerKey("m2", "other"), events=engine.endpoint, patch=NO_PATCH))
+            follower = one if one._streams[WORKER].held else two
+            await until(lambda: follower._streams[WORKER].view.state is StreamState.MISMATCHED, "no contradiction")
+            told = functools.partial(server.client.hget, keys.meta(WORKER), "credited")
+            await until(lambda: told() == b"0", "the other routers are not told of it")
+            await one.unregister("other")
+            await until(lambda: len(two.statuses()) == 1, "the other worker stays")
+            await until(lambda: is_well(one, 12) and is_well(two, 12), "not both are well again")
 
     run(main)

@@ -125,20 +125,28 @@ class Engine:
         return best * BLOCK
 
 
-def publish(engines: list[Engine], rate: float, go: threading.Event, idle: threading.Event) -> None:
-    """Step the engines in turn at `rate` blocks/s in all while `go` is set; `idle` says that none is being stepped."""
+def publish(engines: list[Engine], rate: float, go: threading.Event, step: threading.Lock) -> None:
+    """Step the engines in turn at `rate` blocks/s in all while `go` is set; `step` is held while one is being stepped."""
     sent, started_s, turn = 0, time.monotonic(), 0
     while True:
         if not go.is_set():
-            idle.set()
             go.wait()
-            idle.clear()
             sent, started_s = 0, time.monotonic()
         ahead_s = sent / rate - (time.monotonic() - started_s)
         if ahead_s > 0:
             time.sleep(ahead_s)
-        sent += engines[turn % len(engines)].step()
-        turn += 1
+        with step:
+            # Whoever cleared `go` and had the lock since relies on it.
+            if go.is_set():
+                sent += engines[turn % len(engines)].step()
+                turn += 1
+
+
+def stop(go: threading.Event, step: threading.Lock) -> None:
+    """Nothing is published from here on until `go` is set again."""
+    go.clear()
+    with step:
+        pass
 
 
 def main() -> None:
@@ -150,8 +158,8 @@ def main() -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     rng = random.Random(arguments.seed)
     engines = [Engine(context, random.Random(rng.random())) for _ in range(arguments.engines)]
-    go, idle = threading.Event(), threading.Event()
-    threading.Thread(target=publish, args=(engines, arguments.rate, go, idle), daemon=True).start()
+    go, step = threading.Event(), threading.Lock()
+    threading.Thread(target=publish, args=(engines, arguments.rate, go, step), daemon=True).start()
 
     def tell(answer: Any) -> None:
         print(json.dumps(answer), flush=True)
@@ -163,8 +171,7 @@ def main() -> None:
                 go.set()
                 tell({})
             case "pause":
-                go.clear()
-                idle.wait()
+                stop(go, step)
                 for engine in engines:
                     engine.publisher.flush(10.0)
                 tell([engine.publisher.next_seq - 1 for engine in engines])
@@ -182,8 +189,7 @@ def main() -> None:
                 )
             case _:
                 break
-    go.clear()
-    idle.wait()
+    stop(go, step)
     for engine in engines:
         engine.publisher.close()
     context.destroy(linger=0)

@@ -9,6 +9,9 @@ from typing import Any
 
 from churn import BLOCK, HASHES, KINDS, Churn
 from router_process import RouterError, RouterProcess
+from store_server import wait_stored
+
+from kvrouter.router.names import WorkerKey
 
 MODEL = "m"
 TIMEOUT_S = 40.0
@@ -127,6 +130,7 @@ def check(routers: Iterable[RouterProcess], client: Any, churn: Churn) -> int:
         wait_seqs(router, seqs)
         wrong = until_right(lambda router=router: wrong_answers(router, churn, truth))
         assert not wrong, "\n".join([*wrong[:10], router.log_tail()])
+    wait_stored(client, {WorkerKey(MODEL, worker): seq for worker, seq in seqs.items()})
     wrong = wrong_index(client, churn, truth)
     assert not wrong, wrong[:10]
     return sum(tokens > 0 for row in truth["reuse"] for tokens in row)

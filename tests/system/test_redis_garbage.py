@@ -11,7 +11,9 @@ import pytest
 from churn import Churn
 from fleet import MODEL, check, paused, register, rows, until, wait_seqs, wait_shared, wait_well, wrong_answers
 from router_process import RouterError, RouterProcess
-from store_server import StoreServer
+from store_server import StoreServer, wait_stored
+
+from kvrouter.router.names import WorkerKey
 
 ENGINES = 3
 RATE = 2_000.0
@@ -151,7 +153,9 @@ def test_a_bad_value_of_a_worker_that_nobody_follows_is_named_and_loaded_when_it
         register(one, churn)
         churn.ask("go")
         until(lambda: all(row["residency"].get("g0:GPU") for row in rows(one).values()), "nothing is learned")
-        wait_seqs(one, paused(churn))
+        seqs = paused(churn)
+        wait_seqs(one, seqs)
+        wait_stored(client, {WorkerKey(MODEL, worker): seq for worker, seq in seqs.items()})
         wait_well(one, ENGINES)
         residency = rows(one)[SPOILED]["residency"]
     # As if another router followed it.
