@@ -71,9 +71,11 @@ class Api:
         clock: Callable[[], float],
         restart: Callable[[float], Awaitable[None]],
         dp_rank: int = 0,
+        event_sources: bool = True,
     ) -> None:
         """address: where HTTP listens. streams: the endpoints of events and replay. clock: wall-clock
-        seconds. restart: gives the replica a new life after so many seconds. dp_rank: among its peers."""
+        seconds. restart: gives the replica a new life after so many seconds. dp_rank: among its peers.
+        event_sources: whether /kv_event_sources exists."""
         self.life = life
         self.down = False
         self._model = model
@@ -82,6 +84,7 @@ class Api:
         self._clock = clock
         self._restart = restart
         self._dp_rank = dp_rank
+        self._event_sources = event_sources
         self._numbers = itertools.count(1)
         self._fail = 0
         self._fail_status = 500
@@ -97,7 +100,8 @@ class Api:
         app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
         app.router.add_post("/sim/faults", self._set_faults)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_get("/kv_event_sources", self._kv_event_sources)
+        if self._event_sources:
+            app.router.add_get("/kv_event_sources", self._kv_event_sources)
         app.router.add_get("/health", self._health)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._metrics)

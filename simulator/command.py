@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--events", default=ANY_PORT, help="ZMQ endpoint of the event stream; port 0 takes a free one")
     add("--replay", default=ANY_PORT, help="ZMQ endpoint of the replay; `none` for no replay")
     add("--dp-rank", type=int, default=0, help="data-parallel rank that its events and metrics name")
+    add("--no-event-sources", action="store_true", help="without /kv_event_sources, as vLLM before 0.31")
     time = parser.add_argument_group("time")
     time.add_argument("--instant", action="store_true", help="steps take no time")
     time.add_argument("--prefill-rate", type=float, default=DEFAULT.prefill_tokens_per_s, help="tokens a second")
@@ -107,6 +108,7 @@ def _servers(
             max_running=options.max_running,
             max_text_tokens=options.max_text_tokens,
             dp_rank=options.dp_rank,
+            event_sources=not options.no_event_sources,
         )
         undo.callback(server.release)
         servers.append(server)

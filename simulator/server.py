@@ -68,10 +68,13 @@ class ReplicaServer:
         max_running: int = DEFAULT_MAX_RUNNING,
         max_text_tokens: int = DEFAULT_MAX_TEXT_TOKENS,
         dp_rank: int = 0,
+        event_sources: bool = True,
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """port 0 takes a free one. Raises OSError or zmq.ZMQError when an address is taken, ValueError for a size."""
+        """port 0 takes a free one. event_sources: whether /kv_event_sources exists.
+
+        Raises OSError or zmq.ZMQError when an address is taken, ValueError for a size."""
         self._context = context
         self._clock = clock
 
@@ -105,6 +108,7 @@ class ReplicaServer:
                 clock=clock,
                 restart=self._restart,
                 dp_rank=dp_rank,
+                event_sources=event_sources,
             )
             undo.pop_all()
         self.endpoints: Endpoints = {

@@ -49,8 +49,15 @@ class Child:
         self.process = subprocess.Popen(command, stdout=self._file, stderr=subprocess.PIPE)
 
     def wait_open(self) -> None:
+        self._wait_said(b"open\n")
+
+    def wait_stored(self) -> None:
+        """Until a write of a folder that was empty has ended, however busy the machine is."""
+        self._wait_said(b"+ ")
+
+    def _wait_said(self, words: bytes) -> None:
         end = time.monotonic() + HANG_S
-        while b"open\n" not in self._path.read_bytes():
+        while words not in self._path.read_bytes():
             assert self.process.poll() is None and time.monotonic() < end, self.errors()
             time.sleep(0.01)
 
@@ -151,7 +158,7 @@ def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
     account = Account()
     with pytest.raises(FolderInUse, match=f"process {child.process.pid} on "):
         check(tmp_path, account)
-    time.sleep(0.3)
+    child.wait_stored()
     status, lines = child.end(signal.SIGTERM)
     assert (status, lines[-1]) == (0, "end")
     account.add(lines, [])

@@ -131,7 +131,8 @@ def test_one_at_a_time_everything_predicted_is_delivered(router: RouterProcess, 
 
 
 def test_events_of_another_engine_are_found_out_by_what_it_delivers(tmp_path: Path) -> None:
-    with replicas(2, "--shape", "llama") as found:
+    """Where engines do not say which events are theirs; test_wrong_endpoints.py has those that do."""
+    with replicas(2, "--shape", "llama", "--no-event-sources") as found:
         flags = []
         for name, engine, other in (("w0", *found), ("w1", *reversed(found))):
             spec = f"{name}={engine['url']},events={other['events']},replay={other['replay']},model={MODEL}"
