@@ -82,6 +82,10 @@ LOOKS_BEFORE_ELSEWHERE = 10
 REPORTS_LOST_S = 15.0
 
 
+# What the store lacks when a worker is given up is one commit: some milliseconds. A store that hangs is waited for no longer, as
+# whoever stops a router waits too.
+LAST_COMMIT_S = 1.0
+
 PAUSED = "followed again in a moment; the last known residency is shown"
 NO_FOLLOWER_YET = "no other router has been heard yet that follows this worker"
 # How long what is over is still said of a worker that is live: long enough to be read by who looks because of it.
@@ -188,6 +192,8 @@ class WorkerStream:
         # When the items in hand were received; since when there is something that the store does not have.
         self._received_s = clock()
         self._unwritten_since_s: float | None = None
+        # What the store was sent last, None once it has said what became of it.
+        self._sending: Flush | None = None
         # (epoch, seq) in Redis that `ingest` was prepared from, None once it goes on from there.
         self._prepared: tuple[str | None, int | None] | None = None
         # Counts over all ingests of this stream, and what of them is in the metrics already.
@@ -514,6 +520,9 @@ class WorkerStream:
                 try:
                     self._sound, self._source_changed = True, False
                     await self._follow_sources()
+                except (asyncio.CancelledError, HandedOver):
+                    await self._write_rest()
+                    raise
                 finally:
                     self.ingest.pause(PAUSED)
                     self._refresh()
@@ -553,6 +562,7 @@ class WorkerStream:
                 log.info("stream changed", extra={"worker": self.worker, "reason": str(change)})
 
     async def _take_lease(self) -> None:
+        self._sending = None
         if not self._hold.wanted:
             await self._leave_to_others()
         taking = asyncio.ensure_future(self._hold.take())
@@ -851,17 +861,35 @@ class WorkerStream:
             if self._unwritten_since_s is None:
                 self._unwritten_since_s = self._clock()
             await asyncio.sleep(self._config.flush_interval_s)
-            flush, state = self._next_commit(), self._state_fields()
             taken_s = self._clock()
-            room.set()
-            if flush is not None:
-                if flush.opens_epoch or state != self._state_told:
-                    flush = msgspec.structs.replace(flush, meta=flush.meta | state)
-                await self._hold.write(flush)
-            elif state != self._state_told:
-                await self._hold.note(self.ingest.epoch, state)
-            self._state_told = state
+            await self._write(room)
             self._unwritten_since_s = taken_s if news.is_set() else None
+
+    async def _write(self, room: asyncio.Event) -> None:
+        """Have in the store all that it lacks now."""
+        flush, state = self._next_commit(), self._state_fields()
+        room.set()
+        if flush is not None:
+            if flush.opens_epoch or state != self._state_told:
+                flush = msgspec.structs.replace(flush, meta=flush.meta | state)
+            self._sending = flush
+            await self._hold.write(flush)
+            self._sending = None
+        elif state != self._state_told:
+            await self._hold.note(self.ingest.epoch, state)
+        self._state_told = state
+
+    async def _write_rest(self) -> None:
+        """What the store lacks of a worker that is given up: whoever is next may have no replay to learn it from."""
+        if self._hold.away or not self._hold.held:
+            return
+        try:
+            async with asyncio.timeout(LAST_COMMIT_S):
+                if self._sending is not None:
+                    await self._hold.write(self._sending)
+                await self._write(self._room)
+        except (HoldLost, StoreError, TimeoutError) as error:
+            log.warning("last commit not written", extra={"worker": self.worker, "reason": str(error) or "Redis hangs"})
 
     def _next_commit(self) -> Flush | None:
         assert self._lead is not None

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -72,7 +73,11 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_starts_answers_and_stops_cleanly(tmp_path: Path, number: signal.Signals) -> None:
-    with serving(tmp_path, "--worker", "w0=http://127.0.0.1:1,model=m") as (process, line):
+    # An engine that has not answered yet: a refused connection would say that nobody is there.
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        serving(tmp_path, "--worker", f"w0=http://127.0.0.1:{silent.getsockname()[1]},model=m") as (process, line),
+    ):
         url = re.search(r"listens on (http://127\.0\.0\.1:\d+);", line)
         assert url is not None
         assert str(tmp_path / "data") in line

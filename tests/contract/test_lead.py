@@ -174,6 +174,34 @@ def test_answers_are_exact_while_the_store_hangs_and_the_other_router_is_in_doub
     run(main)
 
 
+@pytest.mark.parametrize("on_its_way", [False, True], ids=["it waits", "a commit is on its way"])
+def test_a_router_that_stops_leaves_nothing_unwritten(
+    on_its_way: bool, server: StoreServer, engine: FakeEngine
+) -> None:
+    async def main() -> None:
+        async with router(server, FIRST, flush_interval_s=0.01) as core:
+            await core.register(registration(engine))
+            engine.publish(stored(TOKENS, 0, 12))
+            await until(lambda: is_well(core, 12), "the worker is not live")
+            await until(lambda: held_in_store(server) == set(CHAIN), "the store lacks what was stored")
+            if on_its_way:
+                server.stop()
+                engine.publish(*removed(CHAIN[9:]))
+                await until(lambda: core._streams[WORKER]._sending is not None, "nothing is sent")
+            seq = engine.publish(*removed(CHAIN[6:9]), *([] if on_its_way else removed(CHAIN[9:])))
+            while status(core).seq != seq:
+                await asyncio.sleep(0)
+            stopping = asyncio.ensure_future(core.stop())
+            if on_its_way:
+                await asyncio.sleep(0.2)
+                server.resume()
+            await stopping
+            assert held_in_store(server) == set(CHAIN[:6])
+            assert int(server.client.hget(keys.meta(WORKER), keys.META_SEQ)) == seq
+
+    run(main)
+
+
 @pytest.mark.parametrize("away", ["killed", "hanging"])
 def test_beyond_the_bound_the_epoch_is_rewritten_when_the_store_is_back(
     away: str, server: StoreServer, engine: FakeEngine

@@ -277,20 +277,28 @@ def fault(server: ReplicaServer, **faults: Any) -> None:
 
 
 def test_another_prefill_worker_is_asked_where_the_first_cannot_be_reached(pools: Pools) -> None:
-    with socket.socket() as gone:
-        gone.bind(("127.0.0.1", 0))
-        pools.register("p0", f"http://127.0.0.1:{gone.getsockname()[1]}")
-        pools.add("p1")
-        pools.add("d0")
-        pools.occupy("d0", "p1")
-        status, headers, _ = pools.ask(tokens(1), max_tokens=2)
+    pools.add("p1")
+    pools.add("d0")
+    pools.occupy("d0", "p1")
+    for attempt in range(2, 12):
+        name = f"p{attempt}"
+        # It goes between two looks at it; once the router has seen that nobody listens, it is down and not tried at all.
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            gone.settimeout(WAIT_S)
+            # With an event endpoint, so that the engine is not asked for one.
+            at = f"127.0.0.1:{gone.getsockname()[1]}"
+            pools.register(name, f"http://{at}", endpoint=f"tcp://{at}", patch_endpoint="off")
+            gone.accept()[0].close()
+        status, headers, _ = pools.ask(tokens(attempt), max_tokens=2)
         assert status == 200
-        # The one with nothing queued was tried first; it never got the request, so the other one may.
-        assert (headers["x-kvrouter-retried"], headers.get("x-kvrouter-prefill-worker")) in (
-            ("p0 refused", "p1"),
-            ("p0 refused", None),
-        )
-        pools.free("d0", "p1")
+        if "x-kvrouter-retried" in headers:
+            break
+    # The one with nothing queued was tried first; it never got the request, so the other one may.
+    assert (headers["x-kvrouter-retried"], headers.get("x-kvrouter-prefill-worker")) in (
+        (f"{name} refused", "p1"),
+        (f"{name} refused", None),
+    )
+    pools.free("d0", "p1")
 
 
 def test_a_decode_worker_that_dies_is_replaced_by_another(pools: Pools) -> None:

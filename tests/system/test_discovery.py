@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import zmq
-from router_process import RouterError, RouterProcess, free_port
+from router_process import RouterError, RouterProcess
 from store_server import StoreServer
 
 from kvrouter.simulator.server import ReplicaServer, ServerThread
@@ -171,9 +172,11 @@ def test_of_several_processes_one_has_the_sources(tmp_path: Path, replicas: list
 
 
 def test_an_engine_that_does_not_tell_is_named(tmp_path: Path) -> None:
-    arguments = ["--worker", f"w0=http://127.0.0.1:{free_port()},model=m"]
-    with RouterProcess(tmp_path, arguments) as router:
-        row = until(lambda: rows(router).get("w0"), "registered")
+    # It is there, as far as its socket tells, but answers nothing.
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        arguments = ["--worker", f"w0=http://127.0.0.1:{silent.getsockname()[1]},model=m"]
+        with RouterProcess(tmp_path, arguments) as router:
+            row = until(lambda: rows(router).get("w0"), "registered")
         assert row["approximate"]
         assert "where its KV events are is not known" in row["reason"] and "write events=" in row["reason"]
 
