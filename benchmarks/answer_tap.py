@@ -25,6 +25,7 @@ from kvrouter.router.metrics import Metrics
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.placement import Ask, Placement
 from kvrouter.router.quality.flights import Flights
+from kvrouter.router.quality.measures import Measures
 from kvrouter.router.quality.tap import Tap
 from kvrouter.router.quality.tracing import Tracing
 from kvrouter.router.quality.watching import Quality
@@ -132,11 +133,12 @@ def measure(*, quick: bool) -> list[TapRow]:
         TapRow("100 kB of a whole answer", len(whole), best_us(pieces(whole, streams=False), count // 20, rounds)),
     ]
     metrics = Metrics(CollectorRegistry())
-    without = Quality(metrics, time.monotonic)
+    measures = Measures(metrics)
+    without = Quality(metrics, measures, time.monotonic)
     rows.append(
         TapRow("a request, without its answer's pieces", 0, best_us(requests(without, [telling]), count // 10, rounds))
     )
-    traced = Quality(metrics, time.monotonic, Tracing(NOWHERE, metrics.quality.spans))
+    traced = Quality(metrics, measures, time.monotonic, Tracing(NOWHERE, measures.spans))
     rows.append(TapRow("the same, with traces", 0, best_us(requests(traced, [telling]), count // 50, rounds)))
     return rows
 

@@ -50,6 +50,7 @@ from kvrouter.router.placing import Placing
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.pool import KEEP_IDLE_S, Pool
 from kvrouter.router.proxy.proxy import Proxy
+from kvrouter.router.quality.measures import Measures
 from kvrouter.router.quality.watching import Quality
 from kvrouter.router.shutdown import Shutdown, take_waiting
 from kvrouter.router.siblings import Siblings
@@ -182,7 +183,8 @@ async def _start(
     count_callbacks(metrics)
     supervisor = TaskSupervisor(clock=time.monotonic, rng=random.Random(), failures=metrics.task_failures)
     # Settings first: a wrong one ends the start before anything is compiled or started.
-    tracing = tracing_of(config, metrics)
+    measures = Measures(metrics)
+    tracing = tracing_of(config, measures)
     if tracing is not None:
         stack.push_async_callback(tracing.close)
     local = await checked_settings(config)
@@ -280,7 +282,7 @@ async def _start(
     )
     stack.push_async_callback(tokens.stop)
     tokens.start()
-    quality = Quality(metrics, time.monotonic, tracing)
+    quality = Quality(metrics, measures, time.monotonic, tracing)
     core.listen(quality.on_view)
     outer = build_router(core, placing, admission, tokens, discovery, config, metrics, quality, shutdown)
     assert outer.proxy is not None
@@ -364,7 +366,7 @@ async def warm_up() -> None:
         log.info("kernels compiled", extra={"seconds": round(time.monotonic() - begun, 1)})
 
 
-def tracing_of(config: Config, metrics: Metrics) -> Tracing | None:
+def tracing_of(config: Config, measures: Measures) -> Tracing | None:
     """Where traces go, None where none are wanted. Raises SettingError."""
     if config.otlp_endpoint is None:
         return None
@@ -375,7 +377,7 @@ def tracing_of(config: Config, metrics: Metrics) -> Tracing | None:
         raise SettingError(
             f"otlp_endpoint needs a package that is not installed ({error.name}): pip install 'hybrid-kv-router[otel]'"
         ) from None
-    return Tracing(config.otlp_endpoint, metrics.quality.spans)
+    return Tracing(config.otlp_endpoint, measures.spans)
 
 
 def local_tokenizers(config: Config) -> dict[str, LocalMaker]:

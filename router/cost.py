@@ -14,13 +14,8 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrouter.router.load.rates import DEFAULT_TIER_COSTS, TierCosts
 from kvrouter.router.question import Hit
-
-# What a token costs that is loaded back instead of computed, in computed tokens, until it was measured. An 8 B model has 128 KB
-# of KV cache a token: over PCIe 4 (20 GB/s usable) 150,000 tokens/s come back from the CPU tier, from one NVMe disk (5 GB/s)
-# 40,000; an H100 computes about 30,000 to 40,000 of them in a second, an A100 half of that.
-CPU_TOKEN_COST = 0.2
-DISK_TOKEN_COST = 0.7
 
 # What a token of context that is being decoded costs a new prompt. Its chunks share their steps with the running sequences, and a
 # sequence of some thousand tokens takes 0.2 to 0.4 ms of a step (simulator/timing.py), as much as 4 to 6 tokens of prefill, in each
@@ -45,21 +40,6 @@ DELAY_WEIGHT = 8.0
 # tokenized, a worker without events), the last prompt of the session is most likely still there.
 SESSION_SHARE_KNOWN = 0.05
 SESSION_SHARE_BLIND = 0.5
-
-# How much slower or faster than the others a worker may count: a measured rate that is further off is a fault of measuring.
-# Within a quarter it is chance: equal replicas must have equal costs.
-SLOWNESS_MAX = 4.0
-SLOWNESS_MIN = 1.25
-
-
-class TierCosts(msgspec.Struct, frozen=True):
-    """What a token costs that is loaded back, in tokens computed."""
-
-    cpu: float = CPU_TOKEN_COST
-    disk: float = DISK_TOKEN_COST
-
-
-DEFAULT_TIER_COSTS = TierCosts()
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -98,13 +78,3 @@ def delay_tokens(work: float, queued: float, usual: float) -> float:
 def session_bonus(last_tokens: int, prefill: float, known: bool) -> float:
     """last_tokens: length of the session's last prompt. known: whether the worker's cache is."""
     return min(last_tokens, prefill) * (SESSION_SHARE_KNOWN if known else SESSION_SHARE_BLIND)
-
-
-def slowness(rate: float | None, usual: float | None) -> float:
-    """How many times longer than usual a worker takes for a token. rate, usual: tokens/s, None: not measured."""
-    if not rate or not usual:
-        return 1.0
-    found = usual / rate
-    if 1 / SLOWNESS_MIN < found < SLOWNESS_MIN:
-        return 1.0
-    return min(max(found, 1 / SLOWNESS_MAX), SLOWNESS_MAX)

@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvrouter.router.names import WorkerKey
-from kvrouter.router.quality.measures import Measures
 from kvrouter.router.states import StreamState
 
 STREAM_STATES = tuple(state.value for state in StreamState)
@@ -297,7 +296,8 @@ class Metrics:
             self.reservations_ended.labels(how)
         for reason in QUEUE_REFUSALS:
             self.queue_refused.labels(reason)
-        self.quality = Measures(registry)
+        self.registry = registry
+        self._forgetters: list[Callable[[str], None]] = []
         self._workers: dict[WorkerKey, str] = {}
         self._request_children: dict[tuple[str, int], Counter] = {}
         # Of the proxy's: to find a child costs more than to count.
@@ -362,6 +362,10 @@ class Metrics:
         for known in STREAM_STATES:
             self.stream_state.labels(label, known).set(1 if known == state else 0)
 
+    def on_forget(self, forget: Callable[[str], None]) -> None:
+        """Has `forget` drop the series of an unregistered worker's label too."""
+        self._forgetters.append(forget)
+
     def forget_worker(self, worker: WorkerKey) -> None:
         """Drops the series of an unregistered worker, unless another worker shares its label."""
         for outcome in ANSWER_OUTCOMES:
@@ -373,7 +377,8 @@ class Metrics:
         for metric in self._per_worker:
             with contextlib.suppress(KeyError):
                 metric.remove(label)
-        self.quality.forget(label)
+        for forget in self._forgetters:
+            forget(label)
         for gauge, values in (
             (self.stream_state, STREAM_STATES),
             (self.stream_resyncs, RESYNCS),

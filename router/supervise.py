@@ -43,6 +43,7 @@ from kvrouter.router.errors import RouterError, StartError
 from kvrouter.router.index.embedded import EmbeddedStoreError
 from kvrouter.router.logs import set_up_logs
 from kvrouter.router.metrics import Metrics
+from kvrouter.router.quality.measures import Measures
 from kvrouter.router.supervision import TaskSupervisor
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ async def _run(config: Config, origin: Origin, listener: socket.socket, running:
 
 async def _check_settings(config: Config, origin: Origin) -> None:
     """All that the processes would refuse, before the store is started. Raises SettingError."""
-    if (tracing := tracing_of(config, Metrics(CollectorRegistry()))) is not None:
+    if (tracing := tracing_of(config, Measures(Metrics(CollectorRegistry())))) is not None:
         await tracing.close()
     await checked_settings(config)
     async with aiohttp.ClientSession() as session:

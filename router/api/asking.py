@@ -18,7 +18,6 @@ from kvrouter.router.api.bodies import (
     QueryBody,
     QueryByHashBody,
     is_msgpack,
-    model_of,
     worker_ids_of,
 )
 from kvrouter.router.api.dynamo import DEFAULT_MODEL, check_group
@@ -29,6 +28,9 @@ from kvrouter.router.errors import BadQuestion
 from kvrouter.router.metrics import Metrics
 from kvrouter.router.model_names import Served
 from kvrouter.router.question import Question
+from kvrouter.router.registration_bodies import (
+    model_of,
+)
 
 
 class Asking:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
+from kvrouter.router import registration_bodies
 from kvrouter.router.api import bodies, replies
 
 SCHEMA_REF = "#/components/schemas/{name}"
@@ -19,9 +20,9 @@ SCHEMAS = (
     bodies.QueryByHashBody,
     bodies.SelectBody,
     bodies.ReservationBody,
-    bodies.RegisterBody,
-    bodies.UnregisterBody,
-    bodies.WorkerPatch,
+    registration_bodies.RegisterBody,
+    registration_bodies.UnregisterBody,
+    registration_bodies.WorkerPatch,
     replies.QueryReply,
     replies.SelectReply,
     replies.ReservedReply,

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import msgspec
 
-from kvrouter.router.api.bodies import RegisterBody, WorkerPatch
 from kvrouter.router.errors import BadQuestion
+from kvrouter.router.registration_bodies import (
+    RegisterBody,
+    WorkerPatch,
+)
 from kvrouter.router.worker_spec import MAX_DP_RANK
 
 # The name of a model that is not named.

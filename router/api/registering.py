@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import msgspec
 
-from kvrouter.router.api.bodies import CatalogBody, GroupBody, RegisterBody, UnregisterBody, WorkerPatch, model_of
 from kvrouter.router.arrays import UINT64_MAX
 from kvrouter.router.errors import BadQuestion
 from kvrouter.router.names import WorkerKey
 from kvrouter.router.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, GroupSpec, Registration
+from kvrouter.router.registration_bodies import (
+    CatalogBody,
+    GroupBody,
+    RegisterBody,
+    UnregisterBody,
+    WorkerPatch,
+    model_of,
+)
 from kvrouter.router.role import HandoverWay, Role, handover_problem, role_problem
 from kvrouter.router.worker_spec import (
     HASH_ALGOS,

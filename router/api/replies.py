@@ -8,7 +8,10 @@ from typing import Any
 
 import msgspec
 
-from kvrouter.router.api.bodies import MSGPACK, MSGPACK_TYPES
+from kvrouter.router.api.bodies import (
+    MSGPACK,
+    MSGPACK_TYPES,
+)
 from kvrouter.router.cost import Parts
 from kvrouter.router.question import GroupCover, Hit, Limit
 from kvrouter.router.role import HandoverWay

@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
 
-from kvrouter.router.api.bodies import ReservationBody
+from kvrouter.router.api.bodies import (
+    ReservationBody,
+)
 from kvrouter.router.api.describe import gives, takes
 from kvrouter.router.api.dynamo import ROUTING_GROUP
 from kvrouter.router.api.ports import CorePort

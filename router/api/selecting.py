@@ -19,7 +19,6 @@ from kvrouter.router.api.bodies import (
     ReservationBody,
     SelectBody,
     is_msgpack,
-    model_of,
     worker_ids_of,
 )
 from kvrouter.router.api.dynamo import ROUTING_GROUP, check_group
@@ -33,6 +32,9 @@ from kvrouter.router.metrics import Metrics
 from kvrouter.router.placement import Ask, Placement
 from kvrouter.router.placing import Placing
 from kvrouter.router.question import Question
+from kvrouter.router.registration_bodies import (
+    model_of,
+)
 from kvrouter.router.role import HandoverWay
 from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH
 

@@ -9,7 +9,9 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from starlette.convertors import Convertor, register_url_convertor
 
-from kvrouter.router.api.bodies import BodyReader, RegisterBody, UnregisterBody, WorkerPatch, model_of
+from kvrouter.router.api.bodies import (
+    BodyReader,
+)
 from kvrouter.router.api.describe import gives, takes
 from kvrouter.router.api.dynamo import INCOMPLETE, ROUTING_GROUP, SCHEDULABLE, UNSCHEDULABLE, patch_in, registrations_in
 from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
@@ -20,6 +22,12 @@ from kvrouter.router.names import WorkerKey
 from kvrouter.router.owners import PLACES, REGISTER
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.registration import UNKNOWN_MODEL, Registration
+from kvrouter.router.registration_bodies import (
+    RegisterBody,
+    UnregisterBody,
+    WorkerPatch,
+    model_of,
+)
 from kvrouter.router.worker_spec import MAX_DP_RANK
 
 

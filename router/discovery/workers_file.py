@@ -12,12 +12,14 @@ from typing import Any
 import msgspec
 import yaml
 
-from kvrouter.router.api.bodies import RegisterBody
 from kvrouter.router.api.registering import registration_of
 from kvrouter.router.discovery.candidate import Candidate, candidate_of
 from kvrouter.router.discovery.reconciling import Name, name_of
 from kvrouter.router.errors import BadQuestion, SettingError
 from kvrouter.router.registration import UNKNOWN_MODEL
+from kvrouter.router.registration_bodies import (
+    RegisterBody,
+)
 from kvrouter.router.worker_spec import parse_worker
 
 FIELDS = (*RegisterBody.__struct_fields__, "state")

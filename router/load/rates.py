@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
+import msgspec
+
 # A worker's last minutes under load; older ones are of another batch, another time of day.
 SAMPLES = 64
 # Fewer say nothing yet.
@@ -21,6 +23,31 @@ LOADED_TOKENS_MIN = 1_024
 DECODE_TOKENS_MIN = 16
 # What may be learned of loading back: between nothing and dearer than computing, which no engine would do.
 TOKEN_COST_MAX = 1.0
+
+# What a token costs that is loaded back instead of computed, in computed tokens, until it was measured. An 8 B model has 128 KB
+# of KV cache a token: over PCIe 4 (20 GB/s usable) 150,000 tokens/s come back from the CPU tier, from one NVMe disk (5 GB/s)
+# 40,000; an H100 computes about 30,000 to 40,000 of them in a second, an A100 half of that.
+CPU_TOKEN_COST = 0.2
+DISK_TOKEN_COST = 0.7
+
+# How much slower or faster than the others a worker may count: a measured rate that is further off is a fault of measuring.
+# Within a quarter it is chance: equal replicas must have equal costs.
+SLOWNESS_MAX = 4.0
+SLOWNESS_MIN = 1.25
+# How much slower or faster than the others a worker may count: a measured rate that is further off is a fault of measuring.
+# Within a quarter it is chance: equal replicas must have equal costs.
+SLOWNESS_MAX = 4.0
+SLOWNESS_MIN = 1.25
+
+
+class TierCosts(msgspec.Struct, frozen=True):
+    """What a token costs that is loaded back, in tokens computed."""
+
+    cpu: float = CPU_TOKEN_COST
+    disk: float = DISK_TOKEN_COST
+
+
+DEFAULT_TIER_COSTS = TierCosts()
 
 
 class WorkerRates:
@@ -74,3 +101,13 @@ def weighted_median(samples: Iterable[tuple[float, float]]) -> float:
         if reached >= half:
             return value
     return ordered[-1][1]
+
+
+def slowness(rate: float | None, usual: float | None) -> float:
+    """How many times longer than usual a worker takes for a token. rate, usual: tokens/s, None: not measured."""
+    if not rate or not usual:
+        return 1.0
+    found = usual / rate
+    if 1 / SLOWNESS_MIN < found < SLOWNESS_MIN:
+        return 1.0
+    return min(max(found, 1 / SLOWNESS_MAX), SLOWNESS_MAX)

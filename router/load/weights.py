@@ -12,9 +12,8 @@ from statistics import median
 
 import msgspec
 
-from kvrouter.router.cost import DISK_TOKEN_COST, TierCosts, slowness
 from kvrouter.router.load.gauges import EngineLoad
-from kvrouter.router.load.rates import WorkerRates
+from kvrouter.router.load.rates import DISK_TOKEN_COST, TierCosts, WorkerRates, slowness
 from kvrouter.router.load.table import LoadTable, WorkerLoad
 from kvrouter.router.names import WorkerKey
 

@@ -6,8 +6,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import Counter, Histogram
 
+from kvrouter.router.metrics import Metrics
 from kvrouter.router.quality.predictions import Outcome
 
 # From a cached prompt on a small model to a queue of minutes.
@@ -48,9 +49,12 @@ class WorkerMeasures:
 
 
 class Measures:
-    """The metrics as attributes, on a registry that is passed in."""
+    """The metrics as attributes, on the registry of the process's other metrics."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, metrics: Metrics) -> None:
+        registry = metrics.registry
+        metrics.on_forget(self.forget)
+
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"kvrouter_{name}", text, labels, registry=registry)
 

@@ -15,7 +15,7 @@ from kvrouter.router.names import WorkerKey
 from kvrouter.router.placement import Ask, Placement
 from kvrouter.router.printable import printable
 from kvrouter.router.quality.flights import Flight, Flights
-from kvrouter.router.quality.measures import WorkerMeasures
+from kvrouter.router.quality.measures import Measures, WorkerMeasures
 from kvrouter.router.quality.predictions import Outcome, Predictions, outcome_of
 from kvrouter.router.quality.tap import Send, Tap
 from kvrouter.router.quality.told import Told
@@ -39,9 +39,11 @@ class Quality:
 
     clock: seconds, that of `Placing`."""
 
-    def __init__(self, metrics: Metrics, clock: Callable[[], float], tracing: Tracing | None = None) -> None:
+    def __init__(
+        self, metrics: Metrics, measures: Measures, clock: Callable[[], float], tracing: Tracing | None = None
+    ) -> None:
         self._metrics = metrics
-        self.measures = metrics.quality
+        self.measures = measures
         self.clock = clock
         self.tracing = tracing
         self.flights = Flights()

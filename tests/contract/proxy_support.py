@@ -43,6 +43,7 @@ from kvrouter.router.placing import Placing
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.pool import Pool
 from kvrouter.router.proxy.proxy import Proxy
+from kvrouter.router.quality.measures import Measures
 from kvrouter.router.quality.watching import Quality
 from kvrouter.router.question import Hit
 from kvrouter.router.registration import Registration
@@ -155,7 +156,8 @@ class ProxyServer:
         self.port = self._socket.getsockname()[1]
         self.admission = Admission(self.core.drains, time.monotonic, self.metrics)
         self.placing = FirstFit(self.core, self.admission.problem)
-        self.quality = Quality(self.metrics, time.monotonic, tracing_of(self._config, self.metrics))
+        measures = Measures(self.metrics)
+        self.quality = Quality(self.metrics, measures, time.monotonic, tracing_of(self._config, measures))
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()

@@ -8,10 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrouter.router.api.bodies import RegisterBody, WorkerPatch
 from kvrouter.router.api.dynamo import patch_in, registrations_in
 from kvrouter.router.api.registering import registration_of
 from kvrouter.router.errors import BadQuestion
+from kvrouter.router.registration_bodies import (
+    RegisterBody,
+    WorkerPatch,
+)
 
 URL = "http://h:8000"
 

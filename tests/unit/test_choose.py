@@ -17,15 +17,11 @@ from kvrouter.router.cost import (
     DECODE_TOKEN_COST,
     DELAY_WEIGHT,
     SESSION_SHARE_BLIND,
-    SLOWNESS_MAX,
-    SLOWNESS_MIN,
     Parts,
-    TierCosts,
     delay_tokens,
-    slowness,
 )
 from kvrouter.router.load.gauges import EngineLoad
-from kvrouter.router.load.rates import SAMPLES_MIN
+from kvrouter.router.load.rates import SAMPLES_MIN, SLOWNESS_MAX, SLOWNESS_MIN, TierCosts, slowness
 from kvrouter.router.load.sessions import SessionPlace
 from kvrouter.router.load.table import LoadTable
 from kvrouter.router.load.weights import PROGRESS_MAX, Weights
