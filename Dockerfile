@@ -39,7 +39,7 @@ ENV PATH=/opt/kvrouter/bin:$PATH \
 USER 10001:10001
 WORKDIR /var/lib/kvrouter
 # Compiles the kernels once, here (12 s of CPU); a processor of another type than the builder's compiles its own at the first start.
-RUN python -c "from kvrouter.router.warm import warm; warm()"
+RUN python -c "from kvrouter.router.server.warm_up import warm; warm()"
 EXPOSE 30000
 # Not urllib: Docker may hand a proxy to every container, and urllib would ask that for 127.0.0.1. The start period covers
 # a first start that has to compile.

@@ -20,16 +20,16 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 from report import Result, machine, markdown, save
 
-from kvrouter.router.choose import Choice
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.placement import Ask, Placement
-from kvrouter.router.quality.flights import Flights
-from kvrouter.router.quality.measures import Measures
-from kvrouter.router.quality.tap import Tap
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.placement.choose import Choice
+from kvrouter.router.placement.placement_request import Ask, Placement
+from kvrouter.router.quality.answer_tap import Tap
+from kvrouter.router.quality.concurrency import Flights
+from kvrouter.router.quality.quality_metrics import Measures
+from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.quality.tracing import Tracing
-from kvrouter.router.quality.watching import Quality
-from kvrouter.router.question import Hit, Question
+from kvrouter.router.telemetry.metrics import Metrics
 
 WORKER = WorkerKey("m", "w0", 0)
 PATH = "/v1/chat/completions"

@@ -23,22 +23,22 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 from report import machine
 
-from kvrouter.router.catalog import Group, build_catalog
-from kvrouter.router.choose import Scene, choose
-from kvrouter.router.config import Config
-from kvrouter.router.hashing import HashScheme
-from kvrouter.router.index.mirror import Mirror
-from kvrouter.router.load.gauges import EngineLoad
-from kvrouter.router.match import Matcher, Plans, WorkerView
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import GPU, Place, WorkerKey
-from kvrouter.router.placement import Ask
-from kvrouter.router.placing import Placing
-from kvrouter.router.question import Hit, Question
-from kvrouter.router.registration import CatalogSpec
-from kvrouter.router.segments import SegmentMemory
-from kvrouter.router.states import StreamState
-from kvrouter.router.warm import warm
+from kvrouter.router.common.ids import GPU, Place, WorkerKey
+from kvrouter.router.config.settings import Config
+from kvrouter.router.kvcache.block_hash import HashScheme
+from kvrouter.router.kvcache.catalog import Group, build_catalog
+from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.router.matching.matcher import Matcher, Plans, WorkerView
+from kvrouter.router.matching.mirror import Mirror
+from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.placement.choose import Scene, choose
+from kvrouter.router.placement.placement_request import Ask
+from kvrouter.router.placement.placer import Placing
+from kvrouter.router.server.warm_up import warm
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.registration import CatalogSpec
+from kvrouter.router.workers.stream_state import StreamState
 
 WORKERS = (8, 64, 512)
 BLOCKS, BLOCK_TOKENS = 512, 16

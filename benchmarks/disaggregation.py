@@ -3,10 +3,10 @@
 
     python benchmarks/disaggregation.py [--seconds N] [--rate R] [--prompt-tokens N]
 
-The same number of simulated replicas in real time (`simulator/timing.py`: an 8 B model on an H100), all of them doing both, or half
-of them each. Requests come at random times; each has a fresh prompt, and streams its answer through a `kvrouter serve` with default
-settings. Shown: time to the first token, the pauses between two tokens, and of each answer the longest one.
-"""
+The same number of simulated replicas in real time (`simulator/engine/timing.py`: an 8 B model on an H100), all of them
+doing both, or half of them each. Requests come at random times; each has a fresh prompt, and streams its answer through
+a `kvrouter serve` with default settings. Shown: time to the first token, the pauses between two tokens, and of each
+answer the longest one."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from report import machine
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from router_process import RouterProcess
 
-from kvrouter.simulator.server import ReplicaServer, ServerThread
-from kvrouter.simulator.shapes import llama
-from kvrouter.simulator.timing import Timing
+from kvrouter.simulator.cache.shapes import llama
+from kvrouter.simulator.engine.timing import Timing
+from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 
 MODEL = "m"
 FLEETS = {"4 both": ("both",) * 4, "2 prefill, 2 decode": ("prefill", "prefill", "decode", "decode")}

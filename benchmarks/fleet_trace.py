@@ -4,7 +4,7 @@
     python benchmarks/fleet_trace.py TRACE [--shape gpt-oss]... [--policy kv]... [--seed 1]... [--cache-tokens 400000]
         [--speedup 1] [--requests N] [--count-from N] [--results FILE]
 
-Simulated replicas in virtual time (simulator/virtual.py), whose decisions and events are those of vLLM's scheduler; the
+Simulated replicas in virtual time (simulator/engine/virtual_time.py), whose decisions and events are those of vLLM's scheduler; the
 router's own ingest, mirror, matcher, cost and load (virtual_router.py). TRACE has a JSON object a line: timestamp (ms),
 input_length, output_length, hash_ids (one for each 512 tokens), as the Mooncake project publishes them.
 
@@ -29,17 +29,17 @@ import msgspec
 from report import machine
 from virtual_router import VirtualFleet, VirtualRouter
 
-from kvrouter.router.load.gauges import EngineLoad
-from kvrouter.router.placement import Placement
-from kvrouter.router.policies import NAMES
-from kvrouter.router.warm import warm
-from kvrouter.simulator.cpu_tier import CacheEvent
-from kvrouter.simulator.job import Job
-from kvrouter.simulator.replica import Replica
-from kvrouter.simulator.shapes import SHAPES, Geometry, make_geometry
-from kvrouter.simulator.text import PieceText
-from kvrouter.simulator.timing import Timing
-from kvrouter.simulator.virtual import Fleet, VirtualReplica
+from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.router.placement.placement_request import Placement
+from kvrouter.router.placement.policies import NAMES
+from kvrouter.router.server.warm_up import warm
+from kvrouter.simulator.cache.cpu_tier import CacheEvent
+from kvrouter.simulator.cache.job import Job
+from kvrouter.simulator.cache.shapes import SHAPES, Geometry, make_geometry
+from kvrouter.simulator.cache.text import PieceText
+from kvrouter.simulator.engine.replica import Replica
+from kvrouter.simulator.engine.timing import Timing
+from kvrouter.simulator.engine.virtual_time import Fleet, VirtualReplica
 
 PIECE_TOKENS = 512
 REPLICAS = 8

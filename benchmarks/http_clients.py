@@ -23,8 +23,8 @@ from proxy_overhead import Prompts
 from report import machine, markdown
 
 from kvrouter.router.proxy.headers import request_head
-from kvrouter.router.proxy.pool import Pool
-from kvrouter.router.proxy.target import target_of
+from kvrouter.router.proxy.upstream.origin import target_of
+from kvrouter.router.proxy.upstream.pool import Pool
 
 PATH = "/v1/completions"
 HEADERS = {"content-type": "application/json", "x-request-id": "x"}

@@ -28,15 +28,15 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 from report import machine
 
-from kvrouter.router.config import Config
-from kvrouter.router.index.servers import Servers
-from kvrouter.router.load.share import LoadShare
-from kvrouter.router.load.table import LoadTable
-from kvrouter.router.load.weights import Weights
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.placing import Ask, Placing
-from kvrouter.router.question import Hit, Question
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.settings import Config
+from kvrouter.router.load.load_sync import LoadShare
+from kvrouter.router.load.load_table import LoadTable
+from kvrouter.router.load.worker_load import Weights
+from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.placement.placer import Ask, Placing
+from kvrouter.router.redis_client.cluster import Servers
+from kvrouter.router.telemetry.metrics import Metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 

@@ -13,16 +13,16 @@ import numpy as np
 from report import Row, Settings, below, median_row, progress, run
 from workload import BLOCK_TOKENS, CHAIN_BLOCKS, MODEL, WORKERS, Chain, Workload, chains_for, places
 
-from kvrouter.router.catalog import Group, build_catalog
-from kvrouter.router.hashing import HashScheme
-from kvrouter.router.index.mirror import Mirror
-from kvrouter.router.match import Matcher, Plans, WorkerView
-from kvrouter.router.names import GPU, Place, WorkerKey
-from kvrouter.router.question import Question
-from kvrouter.router.registration import CatalogSpec
-from kvrouter.router.segments import SegmentMemory
-from kvrouter.router.states import StreamState
-from kvrouter.router.warm import warm
+from kvrouter.router.common.ids import GPU, Place, WorkerKey
+from kvrouter.router.kvcache.block_hash import HashScheme
+from kvrouter.router.kvcache.catalog import Group, build_catalog
+from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.matching.matcher import Matcher, Plans, WorkerView
+from kvrouter.router.matching.mirror import Mirror
+from kvrouter.router.matching.question import Question
+from kvrouter.router.server.warm_up import warm
+from kvrouter.router.workers.registration import CatalogSpec
+from kvrouter.router.workers.stream_state import StreamState
 
 MIRROR_BYTES = 1 << 30
 MEMORY_BYTES = 256 << 20

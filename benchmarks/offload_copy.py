@@ -22,7 +22,7 @@ import msgspec
 from report import Others, Result, machine, markdown, number, progress, quartiles, save
 
 if TYPE_CHECKING:
-    from kvrouter.engine_patch.offload.slot_layout import Plan
+    from kvrouter.engine_patch.offload.memory.slot_layout import Plan
 
 PAGE_BYTES = (4 * 2**10, 32 * 2**10, 256 * 2**10)
 BLOCKS_PER_CHUNK = (1, 4)
@@ -63,10 +63,10 @@ def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> l
     import numpy as np
     import torch
 
-    from kvrouter.engine_patch.offload.canonical import canonical_caches
-    from kvrouter.engine_patch.offload.copier import CpuCopier
-    from kvrouter.engine_patch.offload.region import Region
-    from kvrouter.engine_patch.offload.slot_layout import GroupPart, SlotLayout
+    from kvrouter.engine_patch.offload.memory.canonical import canonical_caches
+    from kvrouter.engine_patch.offload.memory.copier import CpuCopier
+    from kvrouter.engine_patch.offload.memory.region import Region
+    from kvrouter.engine_patch.offload.memory.slot_layout import GroupPart, SlotLayout
 
     blocks = size // page_bytes
     num_blocks = SPREAD * blocks

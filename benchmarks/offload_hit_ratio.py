@@ -18,9 +18,9 @@ from typing import NamedTuple
 import msgspec
 from report import Result, Row, machine, progress, save
 
-from kvrouter.engine_patch.offload.cpu_tier import ChunkState, CpuTier
 from kvrouter.engine_patch.offload.key import OffloadKey, pack
-from kvrouter.engine_patch.offload.policy import PolicyError, make_policy
+from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
+from kvrouter.engine_patch.offload.tiers.policy import PolicyError, make_policy
 
 NAME = "offload_hit_ratio"
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"

@@ -26,15 +26,15 @@ from processes import rss_bytes
 from prometheus_client import CollectorRegistry
 from workload import BLOCK_TOKENS, MODEL
 
-from kvrouter.router.config import Config
-from kvrouter.router.core import Core
-from kvrouter.router.index.embedded import EmbeddedStore
-from kvrouter.router.index.resp import command
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.settings import Config
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.registration import Registration
-from kvrouter.router.warm import warm
+from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore
+from kvrouter.router.redis_client.resp import command
+from kvrouter.router.server.warm_up import warm
+from kvrouter.router.streams.router_core import Core
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.registration import Registration
 
 TOKEN = "bench"
 # The follower and the allocator of Valkey settle within this.

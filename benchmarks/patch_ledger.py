@@ -19,14 +19,14 @@ import numpy as np
 import zmq
 from report import Row, Settings, below, median_row, progress, run
 
-from kvrouter.engine_patch.counters import Counters
-from kvrouter.engine_patch.intake import Message
-from kvrouter.engine_patch.ledger import Ledger
-from kvrouter.engine_patch.report_stream import ReportStream
-from kvrouter.engine_patch.reporter import Reporter, ReporterSettings
-from kvrouter.engine_patch.snapshots import Moment, parts
-from kvrouter.events.messages import HashArray
-from kvrouter.events.report import ReportEvent, ReportRemoved, ReportStored, pack_hashes
+from kvrouter.engine_patch.reporter.counters import Counters
+from kvrouter.engine_patch.reporter.event_queue import Message
+from kvrouter.engine_patch.reporter.ledger import Ledger
+from kvrouter.engine_patch.reporter.report_stream import ReportStream
+from kvrouter.engine_patch.reporter.reporter import Reporter, ReporterSettings
+from kvrouter.engine_patch.reporter.snapshots import Moment, parts
+from kvrouter.events.patch.messages import ReportEvent, ReportRemoved, ReportStored, pack_hashes
+from kvrouter.events.vllm.messages import HashArray
 
 GOAL_BYTES = 25.0
 # A step of a fast engine takes 5 ms and more: 0.4 percent of that.

@@ -19,7 +19,7 @@ from patch_reader import Reader
 from patch_real_engine import RealEngine
 from vllm.distributed.kv_events import KVEventBatch
 
-from kvrouter.events.report import ReportEvent, ReportStored, pack_hashes
+from kvrouter.events.patch.messages import ReportEvent, ReportStored, pack_hashes
 
 CASES = ("full+window", "3-way", "cpu 3-way, placeholder, 1 a chunk")
 CASE = CASES[0]

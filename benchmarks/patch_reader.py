@@ -14,7 +14,7 @@ from typing import Any, Self
 import msgspec
 import zmq
 
-from kvrouter.events.report import (
+from kvrouter.events.patch.messages import (
     REPORT_TOPIC,
     CatalogMessage,
     Events,

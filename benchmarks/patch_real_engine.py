@@ -12,7 +12,7 @@ from engine_process import EngineProcess
 from patch_engines import VOCAB_SIZE
 from router_process import free_port
 
-from kvrouter.engine_patch.settings import SWITCH
+from kvrouter.engine_patch.setup.settings import SWITCH
 
 # Half of a prompt is one of a few beginnings, so that blocks are reused, stored and evicted.
 BEGINNINGS = 12

@@ -19,8 +19,8 @@ from typing import Any
 import httptools
 import uvloop
 
-from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH, Asked, read
-from kvrouter.router.tokens.local import LocalTokenizer
+from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
+from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, Asked, read
 
 CHUNKS = 32
 # A fast decode step; longer than all that stands in front takes for a chunk.

@@ -13,24 +13,24 @@ import numpy as np
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 
-from kvrouter.events.codec import BatchDecoder, encode_batch
-from kvrouter.events.items import Batch, Connected, fingerprint
-from kvrouter.router.config import Config
-from kvrouter.router.index.mirror import Mirror
-from kvrouter.router.ingest import Flush, Ingest
-from kvrouter.router.load.gauges import EngineLoad
-from kvrouter.router.match import Matcher, Plans, WorkerView
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.placement import Ask, Placement
-from kvrouter.router.placing import Placing
-from kvrouter.router.question import Hit, Question
-from kvrouter.router.registration import CatalogSpec, GroupSpec, Registration
-from kvrouter.router.segments import SegmentMemory
-from kvrouter.router.states import credited
-from kvrouter.simulator.pool import Event
-from kvrouter.simulator.shapes import Geometry
-from kvrouter.simulator.stream import to_wire
+from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
+from kvrouter.events.vllm.stream_items import Batch, Connected, fingerprint
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.settings import Config
+from kvrouter.router.ingest.stock_ingest import Flush, Ingest
+from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.router.matching.matcher import Matcher, Plans, WorkerView
+from kvrouter.router.matching.mirror import Mirror
+from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.placement.placement_request import Ask, Placement
+from kvrouter.router.placement.placer import Placing
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.workers.stream_state import credited
+from kvrouter.simulator.cache.pool import Event
+from kvrouter.simulator.cache.shapes import Geometry
+from kvrouter.simulator.http.event_stream import to_wire
 
 MODEL = "trace"
 # From the end of an engine's step until answers show its events: a flush of 2 ms, the store and the log (docs/benchmarks.md).

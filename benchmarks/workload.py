@@ -18,9 +18,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvrouter.events.codec import encode_batch
-from kvrouter.events.wire import WireStored
-from kvrouter.router.hashing import HashScheme, HashSpace, hash_chain, reduce_hashes
+from kvrouter.events.vllm.codec import encode_batch
+from kvrouter.events.vllm.wire import WireStored
+from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace, hash_chain, reduce_hashes
 
 MODEL = "m"
 BLOCK_TOKENS = 16

@@ -17,12 +17,12 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvrouter.engine_patch.curve import read_secret
-from kvrouter.engine_patch.endpoints import choose
-from kvrouter.engine_patch.gates import Features, admit, misfit
-from kvrouter.engine_patch.publisher import ATTRIBUTE, ORIGINAL, constructor, watch
-from kvrouter.engine_patch.settings import PatchSettings, from_environment
-from kvrouter.engine_patch.tap import Reports, Tap
+from kvrouter.engine_patch.hooks.event_tap import Reports, Tap
+from kvrouter.engine_patch.hooks.publisher import ATTRIBUTE, ORIGINAL, constructor, watch
+from kvrouter.engine_patch.setup.curve_key import read_secret
+from kvrouter.engine_patch.setup.endpoints import choose
+from kvrouter.engine_patch.setup.features import Features, admit, misfit
+from kvrouter.engine_patch.setup.settings import PatchSettings, from_environment
 
 # Below vLLM's own logger, which has its handler and its format.
 LOGGER = "vllm.kvrouter"
@@ -150,7 +150,7 @@ def watch_none_hash(core: Any, tap: Tap) -> None:
 def start_reporter(settings: PatchSettings, publisher: Any, features: Features, configured: str) -> Reports | None:
     """The reporter of one publisher, listening; None, with one warning, where it cannot."""
     zmq = importlib.import_module("zmq")
-    reporting = importlib.import_module("kvrouter.engine_patch.reporter")
+    reporting = importlib.import_module("kvrouter.engine_patch.reporter.reporter")
     places = choose(
         configured or publisher._endpoint,
         bound_endpoint(publisher, zmq),

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import msgspec
 import zmq
 
-from kvrouter.simulator.faults import Faults
-from kvrouter.simulator.replica import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_RUNNING, DEFAULT_MAX_TEXT_TOKENS
-from kvrouter.simulator.server import ANY_PORT, ReplicaServer, ServerThread
-from kvrouter.simulator.shapes import SHAPES, Geometry, UnsupportedGeometry, make_geometry
-from kvrouter.simulator.timing import INSTANT, Timing
+from kvrouter.simulator.cache.shapes import SHAPES, Geometry, UnsupportedGeometry, make_geometry
+from kvrouter.simulator.engine.replica import DEFAULT_CHUNK_TOKENS, DEFAULT_MAX_RUNNING, DEFAULT_MAX_TEXT_TOKENS
+from kvrouter.simulator.engine.timing import INSTANT, Timing
+from kvrouter.simulator.http.faults import Faults
+from kvrouter.simulator.http.server import ANY_PORT, ReplicaServer, ServerThread
 
 DEFAULT = Timing()
 

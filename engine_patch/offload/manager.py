@@ -15,7 +15,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvrouter.engine_patch.offload.key import OffloadKey
 from kvrouter.engine_patch.offload.metrics import COUNTERS, GAUGES, Sample
 from kvrouter.engine_patch.offload.slots import SlotsSpec
-from kvrouter.engine_patch.offload.tiering import Answer, Medium, Tiering, Wish
+from kvrouter.engine_patch.offload.tiers.tiering import Answer, Medium, Tiering, Wish
 
 # Whose disk it is, on the wire: events of a tier below the first name their owner.
 DISK_OWNER = "kvrouter"

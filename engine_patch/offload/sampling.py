@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from kvrouter.engine_patch.offload.cpu_tier import CpuTier
 from kvrouter.engine_patch.offload.disk.reader import DiskReader
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.metrics import PREFIX, Sample
-from kvrouter.engine_patch.offload.tiering import Tiering
+from kvrouter.engine_patch.offload.tiers.cpu_tier import CpuTier
+from kvrouter.engine_patch.offload.tiers.tiering import Tiering
 
 
 class Sampling:

@@ -17,19 +17,19 @@ from typing import Any
 from vllm.v1.kv_offload import base
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvrouter.engine_patch.offload.canonical import from_vllm
-from kvrouter.engine_patch.offload.cpu_tier import CpuTier
-from kvrouter.engine_patch.offload.disk.identity import DiskIdentity, GroupIdentity
+from kvrouter.engine_patch.offload.disk.format.identity import DiskIdentity, GroupIdentity
 from kvrouter.engine_patch.offload.disk.reader import DiskReader
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.manager import HybridOffloadingManager
+from kvrouter.engine_patch.offload.memory.canonical import from_vllm
+from kvrouter.engine_patch.offload.memory.region import Region, padded, shared_path
+from kvrouter.engine_patch.offload.memory.slot_layout import SlotLayout
 from kvrouter.engine_patch.offload.metrics import COUNTERS, GAUGES
-from kvrouter.engine_patch.offload.policy import make_policy
-from kvrouter.engine_patch.offload.region import Region, padded, shared_path
 from kvrouter.engine_patch.offload.sampling import Sampling
 from kvrouter.engine_patch.offload.settings import tier_settings
-from kvrouter.engine_patch.offload.slot_layout import SlotLayout
-from kvrouter.engine_patch.offload.tiering import Tiering
+from kvrouter.engine_patch.offload.tiers.cpu_tier import CpuTier
+from kvrouter.engine_patch.offload.tiers.policy import make_policy
+from kvrouter.engine_patch.offload.tiers.tiering import Tiering
 from kvrouter.engine_patch.offload.worker import HybridOffloadingWorker, make_copier
 
 log = logging.getLogger("vllm.kvrouter.offload")

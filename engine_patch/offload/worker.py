@@ -10,18 +10,18 @@ from typing import Any
 
 from vllm.v1.kv_offload import base
 
-from kvrouter.engine_patch.offload.canonical import CanonicalCaches
-from kvrouter.engine_patch.offload.copier import Copier, CpuCopier
-from kvrouter.engine_patch.offload.region import Region
-from kvrouter.engine_patch.offload.slot_layout import Plan, SlotLayout, make_plan
+from kvrouter.engine_patch.offload.memory.canonical import CanonicalCaches
+from kvrouter.engine_patch.offload.memory.copier import Copier, CpuCopier
+from kvrouter.engine_patch.offload.memory.region import Region
+from kvrouter.engine_patch.offload.memory.slot_layout import Plan, SlotLayout, make_plan
+from kvrouter.engine_patch.offload.memory.transfers import Transfers
 from kvrouter.engine_patch.offload.slots import SlotsSpec
-from kvrouter.engine_patch.offload.transfers import Transfers
 
 
 def make_copier(caches: CanonicalCaches, layout: SlotLayout, slots: Any) -> Copier:
     """The one for the device that the caches are on. slots: as Region.rank_tensor gives them."""
     if any(page.tensor.is_cuda for page in caches.tensors):
-        from kvrouter.engine_patch.offload.cuda_copier import CudaCopier
+        from kvrouter.engine_patch.offload.memory.cuda_copier import CudaCopier
 
         return CudaCopier(caches, layout, slots)
     return CpuCopier(caches, layout, slots)

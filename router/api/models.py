@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Request, Response
 
-from kvrouter.router.api.describe import gives
+from kvrouter.router.api.openapi import gives
 from kvrouter.router.api.ports import CorePort
-from kvrouter.router.api.replies import ModelReply, ModelsReply
+from kvrouter.router.api.responses import ModelReply, ModelsReply
 from kvrouter.router.api.workers import respond
-from kvrouter.router.errors import UnknownModel
-from kvrouter.router.printable import printable
+from kvrouter.router.common.errors import UnknownModel
+from kvrouter.router.common.escaping import printable
 
 
 def model_routes(core: CorePort) -> APIRouter:

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvrouter.router.model_names import Served
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.question import Hit, Question
-from kvrouter.router.registration import Registration
-from kvrouter.router.role import HandoverWay
-from kvrouter.router.status import TokensStatus, WorkerStatus
-from kvrouter.router.tokens.prompt import Prompt
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.tokens.prompt_tokens import Prompt
+from kvrouter.router.workers.model_names import Served
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.role import HandoverWay
+from kvrouter.router.workers.worker_status import TokensStatus, WorkerStatus
 
 
 class CorePort(Protocol):
@@ -75,7 +75,7 @@ class CorePort(Protocol):
 
 
 class TokensPort(Protocol):
-    """Tokens from text as the API sees them; `router.tokens.Tokenizing` satisfies it."""
+    """Tokens from text as the API sees them; `router.tokens.tokenizer.Tokenizing` satisfies it."""
 
     async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt:
         """The tokens of a JSON body that was sent to `path`. Raises BadQuestion where it cannot be read."""
@@ -89,7 +89,7 @@ class TokensPort(Protocol):
 
 
 class SourcesPort(Protocol):
-    """Where workers come from, as the API sees it; `router.discovery.Discovery` satisfies it."""
+    """Where workers come from, as the API sees it; `router.discovery.discovery.Discovery` satisfies it."""
 
     async def complete(self, registration: Registration, *, any_rank: bool) -> Sequence[Registration]:
         """The workers that a registration stands for, with what their engine says of itself."""

@@ -9,26 +9,33 @@ import msgspec
 from fastapi import APIRouter, Query, Request, Response
 from starlette.convertors import Convertor, register_url_convertor
 
-from kvrouter.router.api.bodies import (
+from kvrouter.router.api.dynamo_shapes import (
+    INCOMPLETE,
+    ROUTING_GROUP,
+    SCHEDULABLE,
+    UNSCHEDULABLE,
+    patch_in,
+    registrations_in,
+)
+from kvrouter.router.api.openapi import gives, takes
+from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
+from kvrouter.router.api.requests import (
     BodyReader,
 )
-from kvrouter.router.api.describe import gives, takes
-from kvrouter.router.api.dynamo import INCOMPLETE, ROUTING_GROUP, SCHEDULABLE, UNSCHEDULABLE, patch_in, registrations_in
-from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
-from kvrouter.router.api.registering import dp_rank_of, patched, registration_of, worker_id_of
-from kvrouter.router.api.replies import RegisteredReply, WorkersReply, encode
-from kvrouter.router.errors import Conflict, UnknownWorker
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.owners import PLACES, REGISTER
+from kvrouter.router.api.responses import RegisteredReply, WorkersReply, encode
+from kvrouter.router.common.errors import Conflict, UnknownWorker
+from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.proxy.proxy import Proxy
-from kvrouter.router.registration import UNKNOWN_MODEL, Registration
-from kvrouter.router.registration_bodies import (
+from kvrouter.router.workers.registration import UNKNOWN_MODEL, Registration
+from kvrouter.router.workers.registration_bodies import (
     RegisterBody,
     UnregisterBody,
     WorkerPatch,
     model_of,
 )
-from kvrouter.router.worker_spec import MAX_DP_RANK
+from kvrouter.router.workers.registration_from_body import dp_rank_of, patched, registration_of, worker_id_of
+from kvrouter.router.workers.source_precedence import PLACES, REGISTER
+from kvrouter.router.workers.worker_spec import MAX_DP_RANK
 
 
 class _Name(Convertor[str]):

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from kvrouter.router.discovery.told import EngineTold, Stream
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.registration import NO_PATCH, UNKNOWN_MODEL, Registration
-from kvrouter.router.worker_spec import MAX_DP_RANK, WorkerSpec
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.workers.engine_answers import EngineTold, Stream
+from kvrouter.router.workers.registration import NO_PATCH, UNKNOWN_MODEL, Registration
+from kvrouter.router.workers.worker_spec import MAX_DP_RANK, WorkerSpec
 
 
 class Candidate(msgspec.Struct, frozen=True):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keeps the fleet as its sources show it: the async shell around `reconciling.py`.
+"""Keeps the fleet as its sources show it: the async shell around `reconcile.py`.
 
 Every process that has sources does the same; each step is idempotent, so it does not matter who comes first.
 """
@@ -15,20 +15,20 @@ from functools import partial
 
 import aiohttp
 
-from kvrouter.router.allow_list import AllowList
-from kvrouter.router.discovery.asking import EngineAsker, Wanted
+from kvrouter.router.common.errors import HostNotAllowed, RouterError, WorkerUnreachable
+from kvrouter.router.common.escaping import printable
+from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.discovery.candidate import Candidate, completed
-from kvrouter.router.discovery.reconciling import Name, Plan, name_of, plan
+from kvrouter.router.discovery.engine_prober import EngineAsker, Wanted
+from kvrouter.router.discovery.reconcile import Name, Plan, name_of, plan
 from kvrouter.router.discovery.source import Source
-from kvrouter.router.discovery.told import EngineTold
-from kvrouter.router.errors import HostNotAllowed, RouterError, WorkerUnreachable
-from kvrouter.router.fleet import Claims, Fleet
 from kvrouter.router.index.store import StoreError
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.printable import printable
-from kvrouter.router.registration import Registration
-from kvrouter.router.status import WorkerStatus
-from kvrouter.router.supervision import TaskSupervisor
+from kvrouter.router.streams.fleet import Claims, Fleet
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.engine_answers import EngineTold
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.worker_status import WorkerStatus
 
 log = logging.getLogger(__name__)
 

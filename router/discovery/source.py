@@ -8,12 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvrouter.router.discovery.candidate import Candidate
-from kvrouter.router.owners import STATIC
+from kvrouter.router.workers.source_precedence import STATIC
 
 
 class Source(Protocol):
-    """name: one of owners.py. shown: all workers that it knows now; None before the first time. problem: why it cannot know now,
-    empty when it can; what it knew before stays in `shown`, and nothing is taken away because of that."""
+    """name: one of source_precedence.py. shown: all workers that it knows now; None before the first time. problem: why
+    it cannot know now, empty when it can; what it knew before stays in `shown`, and nothing is taken away because of
+    that."""
 
     name: str
     shown: Sequence[Candidate] | None

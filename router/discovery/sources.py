@@ -9,16 +9,16 @@ from pathlib import Path
 
 import aiohttp
 
-from kvrouter.router.config import Config, Origin
+from kvrouter.router.config.settings import Config, Origin
 from kvrouter.router.discovery.candidate import candidate_of
-from kvrouter.router.discovery.cluster_api import ClusterApi, access_from
-from kvrouter.router.discovery.file_source import FileSource
-from kvrouter.router.discovery.kubernetes import KubernetesSource
-from kvrouter.router.discovery.settings_file import SettingsFile, overridden
+from kvrouter.router.discovery.files.file_source import FileSource
+from kvrouter.router.discovery.files.settings_file import SettingsFile, overridden
+from kvrouter.router.discovery.files.workers_file import parse_workers
+from kvrouter.router.discovery.kubernetes.api import ClusterApi, access_from
+from kvrouter.router.discovery.kubernetes.source import KubernetesSource
 from kvrouter.router.discovery.source import Source, StaticSource
-from kvrouter.router.discovery.workers_file import parse_workers
-from kvrouter.router.owners import CONFIG, FILE, STATIC
-from kvrouter.router.worker_spec import parse_worker
+from kvrouter.router.workers.source_precedence import CONFIG, FILE, STATIC
+from kvrouter.router.workers.worker_spec import parse_worker
 
 
 def sources_of(

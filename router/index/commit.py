@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import msgspec
 
+from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.index.connection import StoredValueError
-from kvrouter.router.index.log import decode_text, encode_text
-from kvrouter.router.index.resp import Hashes, command, members_commands
-from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.transitions import Change
+from kvrouter.router.index.log_entry import decode_text, encode_text
+from kvrouter.router.ingest.net_changes import Change
+from kvrouter.router.redis_client.connection import StoredValueError
+from kvrouter.router.redis_client.resp import Hashes, command, members_commands
 
 T = TypeVar("T")
 

@@ -25,8 +25,8 @@ from __future__ import annotations
 import re
 from urllib.parse import quote, unquote
 
-from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.worker_spec import MAX_DP_RANK
+from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.workers.worker_spec import MAX_DP_RANK
 
 MODELS = "kvr:models"
 REGISTRATIONS = "kvr:registrations"

@@ -9,7 +9,7 @@ Invariants:
   of a few keys, never a scan.
 - Each commit, note and new epoch writes exactly one log entry, numbered without holes per worker.
 
-Not here: counting copies (ingest), deciding who should own a worker (router.shares), following the log (follower.py).
+Not here: counting copies (ingest), deciding who should own a worker (router.shares), following the log (log_follower.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
+from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.index.commit import (
     NO_LOG_ID,
@@ -35,18 +36,17 @@ from kvrouter.router.index.commit import (
     new_places,
     residency_commands,
 )
-from kvrouter.router.index.connection import (
+from kvrouter.router.index.log_entry import EntryKind, decode_text, encode_text, entry_fields
+from kvrouter.router.ingest.net_changes import Change
+from kvrouter.router.redis_client.cluster import Servers
+from kvrouter.router.redis_client.connection import (
     Connection,
     ReplyError,
     StoredValueError,
     StoreError,
     StoreUnavailable,
 )
-from kvrouter.router.index.log import EntryKind, decode_text, encode_text, entry_fields
-from kvrouter.router.index.resp import Hashes, command, hashes_from_bytes
-from kvrouter.router.index.servers import Servers
-from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.transitions import Change
+from kvrouter.router.redis_client.resp import Hashes, command, hashes_from_bytes
 
 __all__ = [
     "Change",
@@ -95,7 +95,7 @@ _HEAD_FIELDS = (
 )
 # A key of the wrong type; it can only be dropped.
 _WRONG_TYPE = "WRONGTYPE"
-# Copies of a block are counted in 16 bits (copies.py), and stored from 2 on.
+# Copies of a block are counted in 16 bits (copy_counts.py), and stored from 2 on.
 _COPIES_MIN, _COPIES_MAX = 2, 2**16 - 1
 
 _UNWATCH = command("UNWATCH")

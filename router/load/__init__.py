@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""What is in flight where, and how fast each worker is."""

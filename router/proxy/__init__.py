@@ -1,1 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
+"""An OpenAI request to an engine, and its answer back."""

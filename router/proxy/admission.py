@@ -10,14 +10,14 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from kvrouter.router.match import WorkerView
-from kvrouter.router.metrics import BREAKER_STATES, Metrics
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.printable import printable
-from kvrouter.router.proxy.breaker import Breaker, BreakerState
-from kvrouter.router.proxy.connection import Connection
-from kvrouter.router.proxy.failure import Failure, Kind
-from kvrouter.router.states import StreamState
+from kvrouter.router.common.escaping import printable
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.matching.matcher import WorkerView
+from kvrouter.router.proxy.circuit_breaker import Breaker, BreakerState
+from kvrouter.router.proxy.upstream.connection import Connection
+from kvrouter.router.proxy.upstream.failure import Failure, Kind
+from kvrouter.router.telemetry.metrics import BREAKER_STATES, Metrics
+from kvrouter.router.workers.stream_state import StreamState
 
 DRAINING = "it drains: it takes no new request until its state is set to active again"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable
 from urllib.parse import quote
 
-from kvrouter.router.proxy.target import Target
+from kvrouter.router.proxy.upstream.origin import Target
 
 Headers = list[tuple[bytes, bytes]]
 NOTHING: Headers = []

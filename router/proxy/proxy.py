@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One OpenAI request from its client to an engine, and the answer back: bodies and streams as they are, byte for byte.
 
-What is to be placed is read in `reading.py`, which worker takes it is `placing.py`'s, when another one is asked is `failure.py`'s.
-An engine's errors are the client's; the router's own say what to do.
-"""
+What is to be placed is read in `request_reader.py`, which worker takes it is `placer.py`'s, when another one is asked
+is `failure.py`'s. An engine's errors are the client's; the router's own say what to do."""
 
 from __future__ import annotations
 
@@ -13,25 +12,25 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 import kvrouter.router.proxy.headers as h
-from kvrouter.router.allow_list import AllowList
-from kvrouter.router.errors import NoWorker, RouterError, Saturated, WorkerSilent, WorkerUnreachable
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.model_names import Served
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.placement import Ask, Placement
-from kvrouter.router.placing import Placing
-from kvrouter.router.proxy.addresses import Addresses
+from kvrouter.router.common.errors import NoWorker, RouterError, Saturated, WorkerSilent, WorkerUnreachable
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.placement.placement_request import Ask, Placement
+from kvrouter.router.placement.placer import Placing
 from kvrouter.router.proxy.admission import Admission
-from kvrouter.router.proxy.client import Client
-from kvrouter.router.proxy.connection import AnswerHead
-from kvrouter.router.proxy.failure import GONE_STATUSES, Failure, Kind, Spent
-from kvrouter.router.proxy.handover import can_be_handed_over
-from kvrouter.router.proxy.pool import Pool
-from kvrouter.router.proxy.prefilling import Prefilling, without
-from kvrouter.router.proxy.reading import Reading, Request, Tokens
-from kvrouter.router.proxy.sending import FIRST_SERVER_ERROR, Sending, Sent, named
-from kvrouter.router.quality.watching import Quality
-from kvrouter.router.registration import Registration
+from kvrouter.router.proxy.attempt import FIRST_SERVER_ERROR, Sending, Sent, named
+from kvrouter.router.proxy.downstream import Client
+from kvrouter.router.proxy.kv_transfer_params import can_be_handed_over
+from kvrouter.router.proxy.prefill_leg import Prefilling, without
+from kvrouter.router.proxy.request_reader import Reading, Request, Tokens
+from kvrouter.router.proxy.upstream.connection import AnswerHead
+from kvrouter.router.proxy.upstream.failure import GONE_STATUSES, Failure, Kind, Spent
+from kvrouter.router.proxy.upstream.pool import Pool
+from kvrouter.router.proxy.worker_addresses import Addresses
+from kvrouter.router.quality.request_watch import Quality
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.model_names import Served
+from kvrouter.router.workers.registration import Registration
 
 log = logging.getLogger("kvrouter.proxy")
 

@@ -24,11 +24,11 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from prometheus_client import Counter
 
-from kvrouter.router.config import without_password
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.placement import Ask, Placement
-from kvrouter.router.quality.told import Told
-from kvrouter.router.version import VERSION
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.common.version import VERSION
+from kvrouter.router.config.settings import without_password
+from kvrouter.router.placement.placement_request import Ask, Placement
+from kvrouter.router.quality.reuse_report import Told
 
 log = logging.getLogger("kvrouter.quality")
 

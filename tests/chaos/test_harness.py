@@ -13,9 +13,9 @@ from harness.fleet import run_all
 from harness.schedule import Schedule
 from harness.stage import Outcome
 
-from kvrouter.events.items import Batch, GapLost, Restarted
-from kvrouter.events.report_items import NewEpoch, ReportBatch, ReportGap
-from kvrouter.router.report_ingest import ReportIngest
+from kvrouter.events.patch.items import NewEpoch, ReportBatch, ReportGap
+from kvrouter.events.vllm.stream_items import Batch, GapLost, Restarted
+from kvrouter.router.ingest.patch_ingest import ReportIngest
 
 # A defect need not show in each schedule, but does in one of these.
 SEEDS = range(30_000, 30_004)

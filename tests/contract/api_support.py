@@ -15,18 +15,18 @@ import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from kvrouter.router.api.asgi import Outer, build_api
-from kvrouter.router.config import Config
-from kvrouter.router.errors import UnknownModel
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.model_names import Served
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.placing import Placing
-from kvrouter.router.question import GroupCover, Hit, Limit, Question
-from kvrouter.router.registration import Registration
-from kvrouter.router.role import HandoverWay, Role
-from kvrouter.router.status import Recovery, TokensStatus, WorkerStatus
-from kvrouter.router.tokens.prompt import Prompt
+from kvrouter.router.api.http.asgi import Outer, build_api
+from kvrouter.router.common.errors import UnknownModel
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.settings import Config
+from kvrouter.router.matching.question import GroupCover, Hit, Limit, Question
+from kvrouter.router.placement.placer import Placing
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.tokens.prompt_tokens import Prompt
+from kvrouter.router.workers.model_names import Served
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.role import HandoverWay, Role
+from kvrouter.router.workers.worker_status import Recovery, TokensStatus, WorkerStatus
 
 HASH_BLOCK_SIZE = 16
 

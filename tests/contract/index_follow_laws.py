@@ -30,11 +30,11 @@ from index_support import (
     supervisor,
 )
 
+from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.index import store as stores
-from kvrouter.router.index.follower import LogEntry, LogFollower, Reload, StoreBack, StoreLost
+from kvrouter.router.index.log_follower import LogEntry, LogFollower, Reload, StoreBack, StoreLost
 from kvrouter.router.index.store import Change, Commit, IndexStore, StoreError, StoreUnavailable
-from kvrouter.router.names import Place, WorkerKey
 
 STEPS = st.lists(
     st.tuples(

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from kvrouter.router.index.follower import LogEntry, LogFollower
+from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.index.log_follower import LogEntry, LogFollower
 from kvrouter.router.index.store import Change, CommitOutcome, IndexStore, Lease
-from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.supervision import TaskSupervisor
 
 APPLIED, FENCED, STALE = CommitOutcome.APPLIED, CommitOutcome.FENCED, CommitOutcome.STALE
 # What `owned` takes, as the first that ever takes it; and one that nobody has.

@@ -28,26 +28,26 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from api_support import TinyCore
 from scripted_engine import Script, ScriptedEngine
 
-from kvrouter.router.allow_list import AllowList
-from kvrouter.router.api.asgi import build_api
-from kvrouter.router.api.hot_http import hot_protocol
-from kvrouter.router.api.http_limits import HttpLimits
-from kvrouter.router.app import tracing_of
-from kvrouter.router.config import Config
-from kvrouter.router.errors import BadQuestion, NoWorker, UnknownModel, UnknownWorker
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.model_names import Served
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.placement import Ask
-from kvrouter.router.placing import Placing
+from kvrouter.router.api.http.asgi import build_api
+from kvrouter.router.api.http.hot_protocol import hot_protocol
+from kvrouter.router.api.http.limited_protocol import HttpLimits
+from kvrouter.router.common.errors import BadQuestion, NoWorker, UnknownModel, UnknownWorker
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.settings import Config
+from kvrouter.router.matching.question import Hit
+from kvrouter.router.placement.placement_request import Ask
+from kvrouter.router.placement.placer import Placing
 from kvrouter.router.proxy.admission import Admission
-from kvrouter.router.proxy.pool import Pool
 from kvrouter.router.proxy.proxy import Proxy
-from kvrouter.router.quality.measures import Measures
-from kvrouter.router.quality.watching import Quality
-from kvrouter.router.question import Hit
-from kvrouter.router.registration import Registration
-from kvrouter.router.tokens.prompt import Prompt
+from kvrouter.router.proxy.upstream.pool import Pool
+from kvrouter.router.quality.quality_metrics import Measures
+from kvrouter.router.quality.request_watch import Quality
+from kvrouter.router.server.app import tracing_of
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.tokens.prompt_tokens import Prompt
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.model_names import Served
+from kvrouter.router.workers.registration import Registration
 
 WAIT_S = 30.0
 CHAT = "/v1/chat/completions"

@@ -19,7 +19,7 @@ import uvicorn
 sys.path.insert(0, str(Path(__file__).parent))
 from api_support import TinyCore, TinyTokens, build, hit
 
-from kvrouter.router.api.hot_http import hot_protocol
+from kvrouter.router.api.http.hot_protocol import hot_protocol
 
 GOOD = json.dumps({"model": "m", "block_hashes": list(range(1, 400))}).encode()
 LIMIT_BYTES = 4_096

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from proxy_support import CHAT, ProxyServer, fleet, raw_request, received, until
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
 
-from kvrouter.router.api.http_heads import origin_form
-from kvrouter.router.errors import BadQuestion
+from kvrouter.router.api.http.request_heads import origin_form
+from kvrouter.router.common.errors import BadQuestion
 
 CHAT_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
 # One of each way: proxied, answered in the protocol, and by the ASGI application.

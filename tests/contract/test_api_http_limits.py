@@ -21,9 +21,9 @@ import uvicorn
 sys.path.insert(0, str(Path(__file__).parent))
 from api_support import TinyCore, build, hit
 
-from kvrouter.router.api.hot_http import hot_protocol
-from kvrouter.router.api.http_limits import HttpLimits
-from kvrouter.router.metrics import CUT_REASONS
+from kvrouter.router.api.http.hot_protocol import hot_protocol
+from kvrouter.router.api.http.limited_protocol import HttpLimits
+from kvrouter.router.telemetry.metrics import CUT_REASONS
 
 # Short, so that the tests are; far above what a loopback exchange takes.
 SMALL = HttpLimits(

@@ -15,7 +15,7 @@ from starlette.routing import Route
 sys.path.insert(0, str(Path(__file__).parent))
 from api_support import TinyCore, build, call, hit
 
-from kvrouter.router.api import asgi
+from kvrouter.router.api.http import asgi
 
 KEY = "correct-horse-battery"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "QUERY")

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrouter.router.api.registering import MAX_LORAS, MAX_PATH_CHARS
-from kvrouter.router.index.connection import StoreUnavailable
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.redis_client.connection import StoreUnavailable
+from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.workers.registration_from_body import MAX_LORAS, MAX_PATH_CHARS
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -17,10 +17,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
 
-from kvrouter.router.discovery import cluster_api
-from kvrouter.router.discovery.cluster_api import Access, ClusterApi, access_from
-from kvrouter.router.discovery.kubernetes import KubernetesSource
-from kvrouter.router.errors import SettingError
+from kvrouter.router.common.errors import SettingError
+from kvrouter.router.discovery.kubernetes import api as cluster_api
+from kvrouter.router.discovery.kubernetes.api import Access, ClusterApi, access_from
+from kvrouter.router.discovery.kubernetes.source import KubernetesSource
 
 TIMEOUT_S = 10.0
 

@@ -23,21 +23,21 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from engine_http import EngineHttp
 from fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
 
-from kvrouter.router.allow_list import AllowList
-from kvrouter.router.config import Config
-from kvrouter.router.core import Core
+from kvrouter.router.common.errors import Conflict
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.settings import Config
 from kvrouter.router.discovery.candidate import Candidate, candidate_of
-from kvrouter.router.discovery.cluster_api import Access, ClusterApi
 from kvrouter.router.discovery.discovery import Discovery
-from kvrouter.router.discovery.kubernetes import KubernetesSource
+from kvrouter.router.discovery.kubernetes.api import Access, ClusterApi
+from kvrouter.router.discovery.kubernetes.source import KubernetesSource
 from kvrouter.router.discovery.source import Source
-from kvrouter.router.errors import Conflict
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.owners import FILE, KUBERNETES, STATIC
-from kvrouter.router.registration import Registration
-from kvrouter.router.worker_spec import parse_worker
+from kvrouter.router.streams.router_core import Core
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.source_precedence import FILE, KUBERNETES, STATIC
+from kvrouter.router.workers.worker_spec import parse_worker
 
 TIMEOUT_S = 20.0
 LOOK_S = 0.05

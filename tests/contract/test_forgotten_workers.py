@@ -23,13 +23,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from engine_http import EngineHttp
 from fake_reporter import FakeReporter
 
-from kvrouter.events.publisher import EventPublisher
-from kvrouter.router.config import Config
-from kvrouter.router.core import Core
+from kvrouter.events.vllm.publisher import EventPublisher
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.settings import Config
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.registration import NO_PATCH, Registration
+from kvrouter.router.streams.router_core import Core
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.registration import NO_PATCH, Registration
 
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY = "tcp://127.0.0.1:0"

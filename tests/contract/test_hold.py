@@ -12,12 +12,12 @@ import pytest
 import redis
 from prometheus_client import CollectorRegistry
 
-from kvrouter.router.hold import HandedOver, Hold, HoldLost
+from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.index.store import Change, IndexStore
-from kvrouter.router.ingest import Flush
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.ingest.stock_ingest import Flush
+from kvrouter.router.streams.lease_holder import HandedOver, Hold, HoldLost
+from kvrouter.router.telemetry.metrics import Metrics
 
 WORKER = WorkerKey("m", "held")
 WAIT_S = 15.0

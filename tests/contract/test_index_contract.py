@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import redis
 
+from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.index.follower import LogEntry, LogFollower, Reload
-from kvrouter.router.index.resp import command
+from kvrouter.router.index.log_follower import LogEntry, LogFollower, Reload
 from kvrouter.router.index.store import Change, Commit, CommitOutcome, IndexStore, Lease, StoreError, StoreUnavailable
-from kvrouter.router.names import Place, WorkerKey
+from kvrouter.router.redis_client.resp import command
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -25,19 +25,19 @@ from engine_http import EngineHttp
 from fake_engine import FakeEngine, hashes, prompt, removed, stored
 from store_server import StoreServer
 
-from kvrouter.router.config import Config
-from kvrouter.router.core import Core
+from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.config.settings import Config
 from kvrouter.router.index import keys
 from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, Lease
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.question import Question
-from kvrouter.router.registration import NO_PATCH, Registration
-from kvrouter.router.shares import shares
-from kvrouter.router.states import CREDITED, StreamState
-from kvrouter.router.stream import MAX_PENDING_BLOCKS
-from kvrouter.router.transitions import NO_HASHES, Change
-from kvrouter.router.warm import warm
+from kvrouter.router.ingest.net_changes import NO_HASHES, Change
+from kvrouter.router.matching.question import Question
+from kvrouter.router.server.warm_up import warm
+from kvrouter.router.streams.assignment import shares
+from kvrouter.router.streams.router_core import Core
+from kvrouter.router.streams.worker_stream import MAX_PENDING_BLOCKS
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.registration import NO_PATCH, Registration
+from kvrouter.router.workers.stream_state import CREDITED, StreamState
 
 WORKER = WorkerKey("m", "w")
 TOKENS = prompt(1, 12)

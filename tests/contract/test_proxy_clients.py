@@ -16,9 +16,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from proxy_support import CHAT, fleet, raw_request, received, until
 from scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, hang, plain, stream
 
-from kvrouter.router.api.http_limits import HttpLimits
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.proxy.breaker import FAILURES_TO_OPEN
+from kvrouter.router.api.http.limited_protocol import HttpLimits
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.proxy.circuit_breaker import FAILURES_TO_OPEN
 
 RAW = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
 W0 = WorkerKey("m", "w0")

@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from proxy_support import CHAT, WAIT_S, fleet, proxying, raw_request, received, until, worker
 from scripted_engine import STREAM_HEAD, Asked, Script, ScriptedEngine, Wire, chunk, hang, plain, reset, stream
 
-from kvrouter.router.match import WorkerView
-from kvrouter.router.metrics import BREAKER_STATES, FAILURE_KINDS
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.proxy.breaker import FAILURES_TO_OPEN, BreakerState
-from kvrouter.router.proxy.connection import MAX_INTERIM_ANSWERS, Connection
-from kvrouter.router.proxy.failure import Failure, Kind
-from kvrouter.router.states import StreamState
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.matching.matcher import WorkerView
+from kvrouter.router.proxy.circuit_breaker import FAILURES_TO_OPEN, BreakerState
+from kvrouter.router.proxy.upstream.connection import MAX_INTERIM_ANSWERS, Connection
+from kvrouter.router.proxy.upstream.failure import Failure, Kind
+from kvrouter.router.telemetry.metrics import BREAKER_STATES, FAILURE_KINDS
+from kvrouter.router.workers.stream_state import StreamState
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 RAW = json.dumps(BODY).encode()

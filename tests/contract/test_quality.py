@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from proxy_support import CHAT, COMPLETIONS, ProxyServer, fleet, raw_request, until
 from scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, plain, reset, stream
 
-from kvrouter.router.quality.predictions import ALONE_MIN, COUNTED_MIN, SILENT_MIN
+from kvrouter.router.quality.prediction_judge import ALONE_MIN, COUNTED_MIN, SILENT_MIN
 
 # Of 99 tokens, `FirstFit` predicts 96.
 TOKENS = {"model": "m", "prompt": list(range(1, 100)), "max_tokens": 4}

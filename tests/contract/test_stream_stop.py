@@ -11,16 +11,16 @@ from collections.abc import Coroutine
 import zmq
 from prometheus_client import CollectorRegistry
 
-from kvrouter.events.permits import Permits
-from kvrouter.router.allow_list import AllowList
-from kvrouter.router.config import Config
-from kvrouter.router.following import Following
+from kvrouter.events.transport.permits import Permits
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.config.settings import Config
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.registration import Registration
-from kvrouter.router.stream import HoldLost, WorkerStream
-from kvrouter.router.supervision import TaskSupervisor
+from kvrouter.router.streams.mirror_sync import Following
+from kvrouter.router.streams.worker_stream import HoldLost, WorkerStream
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.registration import Registration
 
 
 def test_a_hold_lost_while_stopping_does_not_keep_it_going(embedded_url: str) -> None:

@@ -20,15 +20,15 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from fake_engine import FakeEngine, prompt, stored
 
-from kvrouter.router import following
-from kvrouter.router.config import Config
-from kvrouter.router.core import Core
-from kvrouter.router.index.follower import _Reader
-from kvrouter.router.index.log import LogEntry
+from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.config.settings import Config
+from kvrouter.router.index.log_entry import LogEntry
+from kvrouter.router.index.log_follower import _Reader
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.registration import NO_PATCH, Registration
+from kvrouter.router.streams import mirror_sync as following
+from kvrouter.router.streams.router_core import Core
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.registration import NO_PATCH, Registration
 
 TIMEOUT_S = 30.0
 BLOCKS = 4

@@ -22,16 +22,16 @@ from prometheus_client import CollectorRegistry
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from token_engine import TokenEngine, tokens_of
 
-from kvrouter.router.errors import BadQuestion
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.tokens import engines as judged_engines
-from kvrouter.router.tokens import tokenizing as module
-from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH, Asked
-from kvrouter.router.tokens.engine_client import ASKS_PER_ENGINE, Engine
-from kvrouter.router.tokens.engine_forms import Habits
-from kvrouter.router.tokens.judging import LocalMaker
-from kvrouter.router.tokens.prompt import Prompt, Unknown
-from kvrouter.router.tokens.tokenizing import Tokenizing
+from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.tokens import tokenizer as module
+from kvrouter.router.tokens.engine import verified_engines as judged_engines
+from kvrouter.router.tokens.engine.client import ASKS_PER_ENGINE, Engine
+from kvrouter.router.tokens.engine.verification import LocalMaker
+from kvrouter.router.tokens.engine.wire import Habits
+from kvrouter.router.tokens.prompt_tokens import Prompt, Unknown
+from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, Asked
+from kvrouter.router.tokens.tokenizer import Tokenizing
 
 MODEL = "m"
 # Nothing here waits this long unless it fails.
@@ -401,7 +401,7 @@ def test_an_answer_without_tokens_is_no_tokens(answer: bytes) -> None:
 
 
 def test_an_answer_too_long_to_be_tokens_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.router.tokens.engine_client.ANSWER_BYTES", 10_000)
+    monkeypatch.setattr("kvrouter.router.tokens.engine.client.ANSWER_BYTES", 10_000)
 
     async def test() -> None:
         async with case() as it:

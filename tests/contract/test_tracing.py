@@ -19,11 +19,11 @@ from collector import Collector, Seen
 from proxy_support import CHAT, COMPLETIONS, fleet, until
 from scripted_engine import Asked, hang, plain, reset, stream
 
-from kvrouter.router.config import Config
-from kvrouter.router.errors import SettingError
+from kvrouter.router.common.errors import SettingError
+from kvrouter.router.config.settings import Config
+from kvrouter.router.matching.question import Hit
 from kvrouter.router.quality import tracing
 from kvrouter.router.quality.tracing import traces_url
-from kvrouter.router.question import Hit
 
 TOKENS = {"model": "m", "prompt": list(range(1, 100)), "max_tokens": 4}
 USAGE = {"prompt_tokens": 99, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 80}}
@@ -230,12 +230,14 @@ def test_the_endpoint_is_a_collector_or_its_traces() -> None:
     assert traces_url("http://otel:4318") == traces_url("http://otel:4318/") == "http://otel:4318/v1/traces"
     assert traces_url("http://otel/x/v1/traces") == "http://otel/x/v1/traces"
     with pytest.raises(SettingError, match="a collector's URL"):
-        from kvrouter.router.config import load_config
+        from kvrouter.router.config.settings import load_config
 
         load_config(None, {}, {"otlp_endpoint": "otel:4317"})
     assert Config().otlp_endpoint is None
 
 
 def test_without_traces_no_sdk_is_loaded() -> None:
-    code = "import kvrouter.router.app, sys; print([m for m in sys.modules if m.startswith('opentelemetry.sdk')])"
+    code = (
+        "import kvrouter.router.server.app, sys; print([m for m in sys.modules if m.startswith('opentelemetry.sdk')])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

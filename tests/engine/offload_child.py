@@ -121,7 +121,7 @@ class Child:
 
     def saw_all(self) -> bool:
         """Whether this reader of another engine's folder knows what is in it now: which record has a key, too."""
-        from kvrouter.engine_patch.offload.disk.file_ops import FileOps
+        from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
         from kvrouter.engine_patch.offload.disk.view import View
 
         reader = self.manager._tiering._disk

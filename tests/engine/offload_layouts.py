@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvrouter.engine_patch.offload.canonical import CanonicalCaches, LayerCache, canonical_caches
+from kvrouter.engine_patch.offload.memory.canonical import CanonicalCaches, LayerCache, canonical_caches
 
 Views = Mapping[str, torch.Tensor | Sequence[torch.Tensor] | LayerCache]
 

@@ -21,12 +21,12 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core
 from workload import PromptTree
 
+from kvrouter.engine_patch.hooks.event_tap import Tap
+from kvrouter.engine_patch.hooks.publisher import ATTRIBUTE
 from kvrouter.engine_patch.plugin import StartReporter, patch
-from kvrouter.engine_patch.publisher import ATTRIBUTE
-from kvrouter.engine_patch.settings import SWITCH
-from kvrouter.engine_patch.tap import Tap
-from kvrouter.engine_patch.translate import short_hash
-from kvrouter.events.report import Events, ReportStored, unpack_hashes
+from kvrouter.engine_patch.reporter.translate import short_hash
+from kvrouter.engine_patch.setup.settings import SWITCH
+from kvrouter.events.patch.messages import Events, ReportStored, unpack_hashes
 
 ENVIRONMENT = {
     SWITCH: "1",

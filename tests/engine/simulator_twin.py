@@ -11,12 +11,21 @@ from typing import Any
 
 from offload_worker import OffloadWorker
 
-from kvrouter.simulator.cpu_tier import CacheEvent, Evicted, Offloaded
-from kvrouter.simulator.groups import make_group
-from kvrouter.simulator.pool import BlockPool, Cleared, Key, Removed, Stored
-from kvrouter.simulator.replica import Completion
-from kvrouter.simulator.shapes import Geometry, GroupShape, deepseek_v4, gemma3, gpt_oss, llama, llama4, qwen3_next
-from kvrouter.simulator.text import next_token
+from kvrouter.simulator.cache.cpu_tier import CacheEvent, Evicted, Offloaded
+from kvrouter.simulator.cache.groups import make_group
+from kvrouter.simulator.cache.pool import BlockPool, Cleared, Key, Removed, Stored
+from kvrouter.simulator.cache.shapes import (
+    Geometry,
+    GroupShape,
+    deepseek_v4,
+    gemma3,
+    gpt_oss,
+    llama,
+    llama4,
+    qwen3_next,
+)
+from kvrouter.simulator.cache.text import next_token
+from kvrouter.simulator.engine.replica import Completion
 
 Batch = list[CacheEvent]
 

@@ -20,11 +20,19 @@ import msgspec
 import zmq
 from vllm.distributed import kv_events
 
-from kvrouter.events.codec import BatchDecoder, encode_batch
-from kvrouter.events.items import Batch, GapClosed, Proven, ReplayFinished, Restarted, ResumePoint, StreamItem
-from kvrouter.events.publisher import EventPublisher
-from kvrouter.events.subscriber import Subscriber, SubscriberSettings
-from kvrouter.events.wire import WireCleared, WireRemoved, WireStored
+from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
+from kvrouter.events.vllm.publisher import EventPublisher
+from kvrouter.events.vllm.stream_items import (
+    Batch,
+    GapClosed,
+    Proven,
+    ReplayFinished,
+    Restarted,
+    ResumePoint,
+    StreamItem,
+)
+from kvrouter.events.vllm.subscriber import Subscriber, SubscriberSettings
+from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
 
 pytestmark = pytest.mark.engine
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 from offload_layouts import LAYOUTS, NUM_BLOCKS, Layout, take  # noqa: E402
 
-from kvrouter.engine_patch.offload.canonical import (  # noqa: E402
+from kvrouter.engine_patch.offload.memory.canonical import (  # noqa: E402
     MAX_PIECES,
     CanonicalCaches,
     LayerCache,

@@ -18,11 +18,11 @@ pytestmark = pytest.mark.engine
 
 from offload_layouts import LAYOUTS, NUM_BLOCKS, Layout  # noqa: E402
 
-from kvrouter.engine_patch.offload import copier as copier_module  # noqa: E402
-from kvrouter.engine_patch.offload.canonical import canonical_caches  # noqa: E402
-from kvrouter.engine_patch.offload.copier import CpuCopier  # noqa: E402
-from kvrouter.engine_patch.offload.region import Region  # noqa: E402
-from kvrouter.engine_patch.offload.slot_layout import GroupPart, Plan, SlotLayout, num_chunks  # noqa: E402
+from kvrouter.engine_patch.offload.memory import copier as copier_module  # noqa: E402
+from kvrouter.engine_patch.offload.memory.canonical import canonical_caches  # noqa: E402
+from kvrouter.engine_patch.offload.memory.copier import CpuCopier  # noqa: E402
+from kvrouter.engine_patch.offload.memory.region import Region  # noqa: E402
+from kvrouter.engine_patch.offload.memory.slot_layout import GroupPart, Plan, SlotLayout, num_chunks  # noqa: E402
 
 NUM_SLOTS = 20
 # How often a copy of 64 KiB or more is repeated at most, until another thread got to run: half a second, where it never does.

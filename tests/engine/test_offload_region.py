@@ -15,9 +15,9 @@ pytestmark = pytest.mark.engine
 
 from offload_layouts import LAYOUTS, NUM_BLOCKS  # noqa: E402
 
-from kvrouter.engine_patch.offload.copier import CpuCopier  # noqa: E402
-from kvrouter.engine_patch.offload.region import Region, shared_path  # noqa: E402
-from kvrouter.engine_patch.offload.slot_layout import GroupPart, SlotLayout  # noqa: E402
+from kvrouter.engine_patch.offload.memory.copier import CpuCopier  # noqa: E402
+from kvrouter.engine_patch.offload.memory.region import Region, shared_path  # noqa: E402
+from kvrouter.engine_patch.offload.memory.slot_layout import GroupPart, SlotLayout  # noqa: E402
 
 LAYOUT = LAYOUTS[0]
 RANK_BYTES = LAYOUT.block_bytes[0]
@@ -120,7 +120,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
     # Two slots and a half: pieces end with a slot.
-    monkeypatch.setattr("kvrouter.engine_patch.offload.region.PIN_BYTES", 10_000)
+    monkeypatch.setattr("kvrouter.engine_patch.offload.memory.region.PIN_BYTES", 10_000)
     return driver
 
 

@@ -24,10 +24,10 @@ from vllm.v1.engine import core
 from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind
 from workload import Prompt
 
-from kvrouter.engine_patch import tap
-from kvrouter.engine_patch.catalog import spec_classes
-from kvrouter.events.report import CatalogMessage, DeclaredCatalog
-from kvrouter.router.hashing import HashScheme, hash_block, reduce_hash
+from kvrouter.engine_patch.hooks import event_tap as tap
+from kvrouter.engine_patch.hooks.declared_catalog import spec_classes
+from kvrouter.events.patch.messages import CatalogMessage, DeclaredCatalog
+from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
 
 pytestmark = pytest.mark.engine
 

@@ -21,9 +21,9 @@ from report_peer import Copies, Peer, apply, copies_of, eventually, summed
 from router_process import free_port
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVEventBatch
 
-from kvrouter.engine_patch.gates import FEATURES
-from kvrouter.events.report import ReportCleared, reports_endpoint, requests_endpoint
-from kvrouter.router.hashing import HashScheme, hash_block, reduce_hash
+from kvrouter.engine_patch.setup.features import FEATURES
+from kvrouter.events.patch.messages import ReportCleared, reports_endpoint, requests_endpoint
+from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
 
 pytestmark = pytest.mark.engine
 

@@ -27,10 +27,13 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core
 from workload import PromptTree
 
-from kvrouter.engine_patch import offloading, plugin, positions, publisher, resets, tap
-from kvrouter.engine_patch.gates import FEATURES, NEWEST_KNOWN_VERSION, OLDEST_VERSION, ON
-from kvrouter.engine_patch.publisher import ATTRIBUTE, ORIGINAL
-from kvrouter.engine_patch.settings import SWITCH
+from kvrouter.engine_patch import plugin
+from kvrouter.engine_patch.hooks import event_tap as tap
+from kvrouter.engine_patch.hooks import offload_events as offloading
+from kvrouter.engine_patch.hooks import positions, publisher, resets
+from kvrouter.engine_patch.hooks.publisher import ATTRIBUTE, ORIGINAL
+from kvrouter.engine_patch.setup.features import FEATURES, NEWEST_KNOWN_VERSION, OLDEST_VERSION, ON
+from kvrouter.engine_patch.setup.settings import SWITCH
 
 pytestmark = pytest.mark.engine
 

@@ -15,7 +15,7 @@ from group_sets import GPU_SETS, OFFLOAD_SETS, GroupSet, OffloadSet
 from patched import WatchedOracle, patched, positions_of
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from kvrouter.events.report import ReportCleared, ReportRemoved, ReportStored
+from kvrouter.events.patch.messages import ReportCleared, ReportRemoved, ReportStored
 
 pytestmark = pytest.mark.engine
 

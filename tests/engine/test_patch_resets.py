@@ -20,7 +20,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import core
 from vllm.v1.kv_offload.base import Medium, OffloadingEvent, make_offload_key
 
-from kvrouter.events.report import ReportCleared, ReportStored
+from kvrouter.events.patch.messages import ReportCleared, ReportStored
 
 pytestmark = pytest.mark.engine
 

@@ -24,7 +24,7 @@ from vllm.distributed.kv_events import BlockRemoved, EventPublisherFactory, KVEv
 from vllm.v1.core.sched import scheduler
 from workload import PromptTree
 
-from kvrouter.engine_patch.publisher import ATTRIBUTE, DroppingQueue
+from kvrouter.engine_patch.hooks.publisher import ATTRIBUTE, DroppingQueue
 
 pytestmark = pytest.mark.engine
 

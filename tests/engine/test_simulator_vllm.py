@@ -25,10 +25,10 @@ from simulator_twin import (
     tuplify,
 )
 
-from kvrouter.simulator.cpu_tier import Evicted, Offloaded
-from kvrouter.simulator.pool import Removed, Stored
-from kvrouter.simulator.replica import Replica
-from kvrouter.simulator.shapes import Geometry
+from kvrouter.simulator.cache.cpu_tier import Evicted, Offloaded
+from kvrouter.simulator.cache.pool import Removed, Stored
+from kvrouter.simulator.cache.shapes import Geometry
+from kvrouter.simulator.engine.replica import Replica
 
 pytestmark = [
     pytest.mark.engine,

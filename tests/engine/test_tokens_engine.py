@@ -27,12 +27,12 @@ from engine_process import last_published
 from prometheus_client import CollectorRegistry
 from router_process import RouterError, RouterProcess
 
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.tokens.engine_client import Engine
-from kvrouter.router.tokens.forwarding import forwarded_body
-from kvrouter.router.tokens.local import LocalTokenizer
-from kvrouter.router.tokens.prompt import Prompt
-from kvrouter.router.tokens.tokenizing import Tokenizing
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.tokens.engine.client import Engine
+from kvrouter.router.tokens.forward_ids import forwarded_body
+from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
+from kvrouter.router.tokens.prompt_tokens import Prompt
+from kvrouter.router.tokens.tokenizer import Tokenizing
 
 pytestmark = pytest.mark.engine
 

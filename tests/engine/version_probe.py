@@ -30,9 +30,9 @@ from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched import scheduler as scheduler_module
 
 from kvrouter.engine_patch import plugin
-from kvrouter.events.codec import BatchDecoder
-from kvrouter.events.messages import BlockRemoved, BlockStored
-from kvrouter.events.report import REPORTS_PORT_OFFSET, REQUESTS_PORT_OFFSET, requests_endpoint
+from kvrouter.events.patch.messages import REPORTS_PORT_OFFSET, REQUESTS_PORT_OFFSET, requests_endpoint
+from kvrouter.events.vllm.codec import BatchDecoder
+from kvrouter.events.vllm.messages import BlockRemoved, BlockStored
 
 SEED = 7
 # Enough for every layout to evict from all of its groups.

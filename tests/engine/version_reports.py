@@ -14,7 +14,7 @@ from version_layouts import FULL
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 
-from kvrouter.events.report import (
+from kvrouter.events.patch.messages import (
     DeclaredCatalog,
     Events,
     Heartbeat,

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 
-from kvrouter.router.copy_kernels import MAX_COPIES
-from kvrouter.router.index.log import EntryKind, entry_fields, parse_entry
-from kvrouter.router.index.mirror import Mirror
-from kvrouter.router.match import Matcher, Plans, WorkerView
-from kvrouter.router.names import TIERS, Place
-from kvrouter.router.question import Question
-from kvrouter.router.registration import Registration
-from kvrouter.router.report_ingest import ReportIngest
-from kvrouter.router.residency import Residency
-from kvrouter.router.segments import SegmentMemory
-from kvrouter.router.states import CREDITED
+from kvrouter.router.common.ids import TIERS, Place
+from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
+from kvrouter.router.ingest.copy_kernels import MAX_COPIES
+from kvrouter.router.ingest.patch_ingest import ReportIngest
+from kvrouter.router.ingest.residency import Residency
+from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.matching.matcher import Matcher, Plans, WorkerView
+from kvrouter.router.matching.mirror import Mirror
+from kvrouter.router.matching.question import Question
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.stream_state import CREDITED
 
 ASKED_TOKENS = 130
 BUDGET_BYTES = 1 << 20

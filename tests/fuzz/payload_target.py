@@ -11,14 +11,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from kvrouter.events.codec import BatchDecoder, CodecError
-from kvrouter.events.messages import AllBlocksCleared, BlockRemoved, EventBatch
-from kvrouter.events.report import Events, Hello, Refused, ReportCleared
-from kvrouter.events.report_decode import MAX_EPOCH_CHARS, Unreadable, read_answer, read_report
-from kvrouter.events.wire import MAX_SEQ
-from kvrouter.router.index.log import EntryKind, entry_fields, parse_entry
-from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.transitions import Change
+from kvrouter.events.patch.decode import MAX_EPOCH_CHARS, Unreadable, read_answer, read_report
+from kvrouter.events.patch.messages import Events, Hello, Refused, ReportCleared
+from kvrouter.events.vllm.codec import BatchDecoder, CodecError
+from kvrouter.events.vllm.messages import AllBlocksCleared, BlockRemoved, EventBatch
+from kvrouter.events.vllm.wire import MAX_SEQ
+from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
+from kvrouter.router.ingest.net_changes import Change
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -13,8 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from kvrouter.events.codec import BatchDecoder
-from kvrouter.events.report import (
+from kvrouter.events.patch.cursor import ReportCursor
+from kvrouter.events.patch.decode import Unreadable, read_answer, read_report
+from kvrouter.events.patch.items import Beat, Loaded, NewEpoch, ReportBatch, ReportGap, Snapshot
+from kvrouter.events.patch.messages import (
     CatalogMessage,
     Events,
     Heartbeat,
@@ -25,14 +27,12 @@ from kvrouter.events.report import (
     ReportStored,
     SnapshotPart,
 )
-from kvrouter.events.report_cursor import ReportCursor
-from kvrouter.events.report_decode import Unreadable, read_answer, read_report
-from kvrouter.events.report_items import Beat, Loaded, NewEpoch, ReportBatch, ReportGap, Snapshot
-from kvrouter.events.wire import MAX_SEQ
-from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.registration import Registration
-from kvrouter.router.report_ingest import ReportIngest
-from kvrouter.router.states import CREDITED, StreamState
+from kvrouter.events.vllm.codec import BatchDecoder
+from kvrouter.events.vllm.wire import MAX_SEQ
+from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.ingest.patch_ingest import ReportIngest
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.stream_state import CREDITED, StreamState
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -13,15 +13,15 @@ from typing import Any
 
 import msgspec
 
-from kvrouter.events.codec import BatchDecoder, encode_batch
-from kvrouter.events.items import Batch, GapLost, Proven, ReadAnew, Restarted
-from kvrouter.events.messages import AllBlocksCleared, BlockStored, EventBatch
-from kvrouter.events.sequence import Cursor
-from kvrouter.events.wire import MAX_SEQ, WireCleared, WireRemoved, WireStored
-from kvrouter.router.ingest import Tally
-from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.registration import Registration
-from kvrouter.router.report_ingest import ReportIngest
+from kvrouter.events.vllm.batch_cursor import Cursor
+from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
+from kvrouter.events.vllm.messages import AllBlocksCleared, BlockStored, EventBatch
+from kvrouter.events.vllm.stream_items import Batch, GapLost, Proven, ReadAnew, Restarted
+from kvrouter.events.vllm.wire import MAX_SEQ, WireCleared, WireRemoved, WireStored
+from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.ingest.patch_ingest import ReportIngest
+from kvrouter.router.ingest.stock_ingest import Tally
+from kvrouter.router.workers.registration import Registration
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvrouter.simulator.server import ReplicaServer, ServerThread
-from kvrouter.simulator.shapes import make_geometry
+from kvrouter.simulator.cache.shapes import make_geometry
+from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))

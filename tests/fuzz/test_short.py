@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from kvrouter.router.residency import Residency
+from kvrouter.router.ingest.residency import Residency
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fills in `payload` of report_messages.json from the structs of `kvrouter.events.report`.
+"""Fills in `payload` of report_messages.json from the structs of `kvrouter.events.patch.messages`.
 
 A case states its message by field; bytes are written as {"hex": ...}. `docs/protocol.md` shows the same cases.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from kvrouter.events import report
+from kvrouter.events.patch import messages as report
 
 CASES = Path(__file__).with_name("report_messages.json")
 SIDES = {"report": report.Report, "request": report.Request, "reply": report.Reply}

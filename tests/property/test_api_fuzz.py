@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 from api_support import TinyCore, ask_app, build, hit
 
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.registration import Registration
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.workers.registration import Registration
 
 GROUP = {"group_idx": 0, "kind": "sliding_window", "block_size": 16, "sliding_window": 128, "eagle": True}
 CATALOG = {

@@ -9,10 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.router.backlog import Backlog
-from kvrouter.router.ingest import Flush
-from kvrouter.router.names import Place
-from kvrouter.router.transitions import Change
+from kvrouter.router.common.ids import Place
+from kvrouter.router.ingest.commit_backlog import Backlog
+from kvrouter.router.ingest.net_changes import Change
+from kvrouter.router.ingest.stock_ingest import Flush
 
 PLACES = (Place(0, "GPU"), Place(1, "GPU"), Place(None, "CPU", "o"))
 EXAMPLES = 300

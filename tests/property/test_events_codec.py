@@ -9,9 +9,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.events.codec import BatchDecoder, CodecError, encode_batch
-from kvrouter.events.messages import BlockRemoved, BlockStored, EventBatch
-from kvrouter.events.wire import WireCleared, WireRemoved, WireStored
+from kvrouter.events.vllm.codec import BatchDecoder, CodecError, encode_batch
+from kvrouter.events.vllm.messages import BlockRemoved, BlockStored, EventBatch
+from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
 
 texts = st.none() | st.text(max_size=5)
 hashes = (

@@ -13,7 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvrouter.events.items import (
+from kvrouter.events.vllm.batch_cursor import Cursor
+from kvrouter.events.vllm.stream_items import (
     Batch,
     GapClosed,
     GapLost,
@@ -25,7 +26,6 @@ from kvrouter.events.items import (
     ResumePoint,
     fingerprint,
 )
-from kvrouter.events.sequence import Cursor
 
 RING = 6
 MAX_HELD = 5

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
 
-from kvrouter.engine_patch import hash_counts
-from kvrouter.engine_patch.ledger import FrozenLedger, Ledger
-from kvrouter.engine_patch.snapshots import Moment, parts
-from kvrouter.events.report import PlaceSummary, ReportCleared, ReportEvent, pack_hashes
+from kvrouter.engine_patch.reporter import hash_counts
+from kvrouter.engine_patch.reporter.ledger import FrozenLedger, Ledger
+from kvrouter.engine_patch.reporter.snapshots import Moment, parts
+from kvrouter.events.patch.messages import PlaceSummary, ReportCleared, ReportEvent, pack_hashes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from report_peer import Copies, apply, copies_of, removed, stored, summed

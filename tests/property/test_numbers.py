@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvrouter.router.numbers import integers_of
+from kvrouter.router.common.json_numbers import integers_of
 
 PLAIN = st.integers(-(2**63), 2**64 - 1)
 EDGES = st.sampled_from([0, -1, 2**63, 2**64 - 1, -(2**63), 10**18, 10**19, 9, 10])

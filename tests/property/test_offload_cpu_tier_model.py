@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.engine_patch.offload.arc import ArcPolicy
-from kvrouter.engine_patch.offload.cpu_tier import ChunkState, CpuTier, Usage, WrongState
 from kvrouter.engine_patch.offload.key import OffloadKey, pack
-from kvrouter.engine_patch.offload.lru import LruPolicy
-from kvrouter.engine_patch.offload.policy import Policy
+from kvrouter.engine_patch.offload.tiers.arc import ArcPolicy
+from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier, Usage, WrongState
+from kvrouter.engine_patch.offload.tiers.lru import LruPolicy
+from kvrouter.engine_patch.offload.tiers.policy import Policy
 
 # Few, so that they come again, and more than there are slots, so that some must go.
 NUM_KEYS = 14

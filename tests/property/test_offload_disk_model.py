@@ -18,9 +18,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE
 from kvrouter.engine_patch.offload.disk.health import MAX_RETRY_S, State
 from kvrouter.engine_patch.offload.disk.tier import UNCLEARED, DiskTier
-from kvrouter.engine_patch.offload.disk.told import READ, WRITE
 from kvrouter.engine_patch.offload.key import OffloadKey
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))

@@ -21,18 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from fake_reporter import Ledger, apply, parts, removed, stored, summary
 
-from kvrouter.events.report import (
-    CatalogMessage,
-    DeclaredCatalog,
-    Events,
-    Heartbeat,
-    Hello,
-    ReportCleared,
-    ReportEvent,
-    SnapshotPart,
-)
-from kvrouter.events.report_cursor import ReportCursor
-from kvrouter.events.report_items import (
+from kvrouter.events.patch.cursor import ReportCursor
+from kvrouter.events.patch.items import (
     Beat,
     Declared,
     Expired,
@@ -44,6 +34,16 @@ from kvrouter.events.report_items import (
     ReportResume,
     Silent,
     SnapshotFailed,
+)
+from kvrouter.events.patch.messages import (
+    CatalogMessage,
+    DeclaredCatalog,
+    Events,
+    Heartbeat,
+    Hello,
+    ReportCleared,
+    ReportEvent,
+    SnapshotPart,
 )
 
 MAX_HELD = 4

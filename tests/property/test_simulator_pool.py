@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvrouter.simulator.pool import Block, BlockPool, Key, Removed
+from kvrouter.simulator.cache.pool import Block, BlockPool, Key, Removed
 
 BLOCKS = 9
 

@@ -8,9 +8,9 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.simulator.pool import Cleared, Event, Key, Removed, Stored
-from kvrouter.simulator.replica import Replica, RequestRefused
-from kvrouter.simulator.shapes import Geometry, GroupShape
+from kvrouter.simulator.cache.pool import Cleared, Event, Key, Removed, Stored
+from kvrouter.simulator.cache.shapes import Geometry, GroupShape
+from kvrouter.simulator.engine.replica import Replica, RequestRefused
 
 FULL, SWA, MAMBA = "full_attention", "sliding_window", "mamba"
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.router.copies import CopyTable
-from kvrouter.router.geometry import BANK_BITS
-from kvrouter.router.index.mirror import MIN_CAPACITY, Mirror, MirrorFull
-from kvrouter.router.names import CPU, GPU, Place, WorkerKey
-from kvrouter.router.transitions import Transitions
+from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
+from kvrouter.router.ingest.copy_counts import CopyTable
+from kvrouter.router.ingest.net_changes import Transitions
+from kvrouter.router.kvcache.hit_tables import BANK_BITS
+from kvrouter.router.matching.mirror import MIN_CAPACITY, Mirror, MirrorFull
 
 BUDGET_BYTES = 1 << 26
 

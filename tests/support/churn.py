@@ -22,9 +22,9 @@ from typing import Any, Self
 
 import zmq
 
-from kvrouter.events.codec import encode_batch
-from kvrouter.events.publisher import EventPublisher
-from kvrouter.events.wire import WireEvent, WireRemoved, WireStored
+from kvrouter.events.vllm.codec import encode_batch
+from kvrouter.events.vllm.publisher import EventPublisher
+from kvrouter.events.vllm.wire import WireEvent, WireRemoved, WireStored
 
 BLOCK = 16
 WINDOW = 64

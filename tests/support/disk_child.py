@@ -20,10 +20,10 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from kvrouter.engine_patch.offload.disk.file_ops import FileOps
-from kvrouter.engine_patch.offload.disk.identity import DiskIdentity, GroupIdentity
-from kvrouter.engine_patch.offload.disk.io_threads import Work
-from kvrouter.engine_patch.offload.disk.manifest import ENTRY_BYTES
+from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
+from kvrouter.engine_patch.offload.disk.format.identity import DiskIdentity, GroupIdentity
+from kvrouter.engine_patch.offload.disk.format.io_threads import Work
+from kvrouter.engine_patch.offload.disk.format.manifest import ENTRY_BYTES
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey, pack
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import zmq
 
-from kvrouter.events.codec import encode_batch
-from kvrouter.events.publisher import EventPublisher
-from kvrouter.events.wire import WireRemoved, WireStored
-from kvrouter.router.hashing import HashScheme, HashSpace
-from kvrouter.router.segments import PromptHasher, SegmentMemory
+from kvrouter.events.vllm.codec import encode_batch
+from kvrouter.events.vllm.publisher import EventPublisher
+from kvrouter.events.vllm.wire import WireRemoved, WireStored
+from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace
+from kvrouter.router.kvcache.prompt_hasher import PromptHasher, SegmentMemory
 
 BLOCK = 16
 WINDOW = 64

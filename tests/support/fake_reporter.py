@@ -14,7 +14,7 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from kvrouter.events.report import (
+from kvrouter.events.patch.messages import (
     REPORT_TOPIC,
     CatalogMessage,
     DeclaredCatalog,

@@ -11,7 +11,7 @@ from churn import BLOCK, HASHES, KINDS, Churn
 from router_process import RouterError, RouterProcess
 from store_server import wait_stored
 
-from kvrouter.router.names import WorkerKey
+from kvrouter.router.common.ids import WorkerKey
 
 MODEL = "m"
 TIMEOUT_S = 40.0

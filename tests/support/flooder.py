@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import zmq
 
-from kvrouter.events.codec import encode_batch
-from kvrouter.events.wire import WireRemoved, WireStored
+from kvrouter.events.vllm.codec import encode_batch
+from kvrouter.events.vllm.wire import WireRemoved, WireStored
 
 PAIRS = 32
 

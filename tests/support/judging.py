@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from kvrouter.router.catalog import Catalog, Group, build_catalog
-from kvrouter.router.connectors import OFFLOADING
-from kvrouter.router.hashing import HashScheme
-from kvrouter.router.index.mirror import Mirror
-from kvrouter.router.match import Matcher, Plans, WorkerView
-from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.question import Hit, Question
-from kvrouter.router.registration import CatalogSpec
-from kvrouter.router.segments import SegmentMemory
-from kvrouter.router.states import StreamState
+from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.kvcache.block_hash import HashScheme
+from kvrouter.router.kvcache.catalog import Catalog, Group, build_catalog
+from kvrouter.router.kvcache.offload_connectors import OFFLOADING
+from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.matching.matcher import Matcher, Plans, WorkerView
+from kvrouter.router.matching.mirror import Mirror
+from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.workers.registration import CatalogSpec
+from kvrouter.router.workers.stream_state import StreamState
 
 BUDGET_BYTES = 1 << 26
 

@@ -15,8 +15,7 @@ from functools import cache
 
 import numpy as np
 
-from kvrouter.events.codec import encode_batch
-from kvrouter.events.report import (
+from kvrouter.events.patch.messages import (
     DeclaredCatalog,
     DeclaredGroup,
     Events,
@@ -31,9 +30,10 @@ from kvrouter.events.report import (
     SnapshotPart,
     pack_hashes,
 )
-from kvrouter.events.wire import WireCleared, WireRemoved, WireStored
-from kvrouter.router.hashing import HashScheme, hash_chain, reduce_hash
-from kvrouter.router.names import CPU, GPU, Place
+from kvrouter.events.vllm.codec import encode_batch
+from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
+from kvrouter.router.common.ids import CPU, GPU, Place
+from kvrouter.router.kvcache.block_hash import HashScheme, hash_chain, reduce_hash
 
 PROMPTS = 4
 # One more, of the quiet end alone: what was held before it stays the only sign of itself.

@@ -11,9 +11,9 @@ from typing import Any
 import zmq
 from fake_engine import BLOCK, SCHEME, FakeEngine, hashes
 
-from kvrouter.engine_patch.reporter import Reporter
-from kvrouter.engine_patch.settings import ReporterSettings
-from kvrouter.events.report import (
+from kvrouter.engine_patch.reporter.reporter import Reporter
+from kvrouter.engine_patch.setup.settings import ReporterSettings
+from kvrouter.events.patch.messages import (
     DeclaredCatalog,
     DeclaredGroup,
     HashExample,

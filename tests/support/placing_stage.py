@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from kvrouter.router.config import Config
-from kvrouter.router.load.pending import PIECE_TOKENS
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.placement import Ask
-from kvrouter.router.placing import Placing
-from kvrouter.router.question import Hit, Question
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.settings import Config
+from kvrouter.router.load.pending_prefixes import PIECE_TOKENS
+from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.placement.placement_request import Ask
+from kvrouter.router.placement.placer import Placing
+from kvrouter.router.telemetry.metrics import Metrics
 
 TOKENS = 4 * PIECE_TOKENS
 OF_QUESTION = ("worker_ids", "exclude_worker_ids", "exclude_workers")

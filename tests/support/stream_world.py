@@ -32,20 +32,14 @@ from model_engine import (
     Life,
 )
 
-from kvrouter.events.codec import BatchDecoder
-from kvrouter.events.items import Batch, Connected, Disconnected
-from kvrouter.events.report import Events, Heartbeat, Hello, ReportEvent, SnapshotPart
-from kvrouter.events.report_cursor import ReportCursor
-from kvrouter.events.report_items import Beat, Declared, Greeted, Loaded, ReportBatch
-from kvrouter.events.sequence import Cursor
-from kvrouter.router.identity import Standing
-from kvrouter.router.index.mirror import Mirror
-from kvrouter.router.ingest import Flush
-from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.registration import NO_PATCH, CatalogSpec, Registration
-from kvrouter.router.report_ingest import ReportIngest
-from kvrouter.router.states import StreamState, credited
-from kvrouter.router.vitals import (
+from kvrouter.events.patch.cursor import ReportCursor
+from kvrouter.events.patch.items import Beat, Declared, Greeted, Loaded, ReportBatch
+from kvrouter.events.patch.messages import Events, Heartbeat, Hello, ReportEvent, SnapshotPart
+from kvrouter.events.vllm.batch_cursor import Cursor
+from kvrouter.events.vllm.codec import BatchDecoder
+from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected
+from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.ingest.engine_liveness import (
     EngineBack,
     EngineLost,
     EngineRestarted,
@@ -53,6 +47,12 @@ from kvrouter.router.vitals import (
     Pulse,
     Vitals,
 )
+from kvrouter.router.ingest.patch_ingest import ReportIngest
+from kvrouter.router.ingest.stock_ingest import Flush
+from kvrouter.router.kvcache.scheme_verification import Standing
+from kvrouter.router.matching.mirror import Mirror
+from kvrouter.router.workers.registration import NO_PATCH, CatalogSpec, Registration
+from kvrouter.router.workers.stream_state import StreamState, credited
 
 WORKER = WorkerKey("m", "w")
 MIRROR_BYTES = 1 << 24

@@ -16,9 +16,9 @@ from fake_engine import hashes, prompt, stored
 from patched_engine import PatchedEngine, stores
 from router_process import RouterError, RouterProcess
 
-from kvrouter.engine_patch.curve import read_secret
-from kvrouter.events.report import REPORT_TOPIC, HelloRequest, reports_endpoint, requests_endpoint
-from kvrouter.router.worker_spec import patch_key_problem
+from kvrouter.engine_patch.setup.curve_key import read_secret
+from kvrouter.events.patch.messages import REPORT_TOPIC, HelloRequest, reports_endpoint, requests_endpoint
+from kvrouter.router.workers.worker_spec import patch_key_problem
 
 TOKENS = prompt(1)
 CHAIN = hashes(TOKENS)

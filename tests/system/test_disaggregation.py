@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from router_process import RouterProcess
 from scripted_engine import Asked, ScriptedEngine, Wire, hang, plain, reset
 
-from kvrouter.simulator import tokenizer
-from kvrouter.simulator.server import ReplicaServer, ServerThread
-from kvrouter.simulator.shapes import llama
-from kvrouter.simulator.timing import INSTANT, Timing
+from kvrouter.simulator.cache import tokenizer
+from kvrouter.simulator.cache.shapes import llama
+from kvrouter.simulator.engine.timing import INSTANT, Timing
+from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 
 WAIT_S = 60.0
 COMPLETIONS = "/v1/completions"

@@ -17,8 +17,8 @@ import zmq
 from router_process import RouterError, RouterProcess
 from store_server import StoreServer
 
-from kvrouter.simulator.server import ReplicaServer, ServerThread
-from kvrouter.simulator.shapes import make_geometry
+from kvrouter.simulator.cache.shapes import make_geometry
+from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 
 MODEL = "sim"
 TIMEOUT_S = 30.0

@@ -20,7 +20,7 @@ from dynamo_client import LARGEST_ID, Client, Exchange, drive_indexer, drive_ran
 from fake_engine import FakeEngine, hashes, prompt, removed, stored
 from router_process import RouterProcess, free_port
 
-from kvrouter.events.codec import encode_batch
+from kvrouter.events.vllm.codec import encode_batch
 
 VERSION = "1.6.1"
 DYNAMO = (

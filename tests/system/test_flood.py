@@ -16,7 +16,7 @@ import zmq
 from fake_engine import FakeEngine, prompt, stored
 from router_process import RouterError, RouterProcess
 
-from kvrouter.events.wire import WireStored
+from kvrouter.events.vllm.wire import WireStored
 
 FLOODER = Path(__file__).parents[1] / "support" / "flooder.py"
 MODEL, NOISY = "quiet-model", "noisy-model"

@@ -14,7 +14,7 @@ import zmq
 from fake_engine import FakeEngine, hashes, prompt, removed, stored
 from router_process import RouterProcess
 
-from kvrouter.events.codec import encode_batch
+from kvrouter.events.vllm.codec import encode_batch
 
 MESSAGES = 10_000
 # Sent at once before the router is asked how far it is, so that the PUB's high-water mark drops nothing.

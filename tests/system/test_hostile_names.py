@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router_process import METRICS_AGE_S, RouterProcess
 from store_server import wait_stored
 
-from kvrouter.router.names import WorkerKey
+from kvrouter.router.common.ids import WorkerKey
 
 HOSTILE = [
     "}",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.engine_patch.offload.disk.folder import FolderInUse
+from kvrouter.engine_patch.offload.disk.format.folder import FolderInUse
 from kvrouter.engine_patch.offload.disk.reader import LOOK_S, DiskReader
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 

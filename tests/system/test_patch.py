@@ -14,7 +14,7 @@ from fake_engine import FakeEngine, hashes, prompt, stored
 from patched_engine import PatchedEngine, catalog, removes, stores
 from router_process import RouterProcess
 
-from kvrouter.events.report import DeclaredGroup, ReportCleared
+from kvrouter.events.patch.messages import DeclaredGroup, ReportCleared
 
 MODEL = "m"
 TOKENS = prompt(1)

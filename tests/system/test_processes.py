@@ -24,7 +24,7 @@ def processes(router: RouterProcess) -> set[int]:
     listed = subprocess.run(
         ["ps", "-o", "pid=,args=", "--ppid", str(router.pid)], capture_output=True, text=True, check=False
     )
-    return {int(line.split()[0]) for line in listed.stdout.splitlines() if "kvrouter.router.supervise" in line}
+    return {int(line.split()[0]) for line in listed.stdout.splitlines() if "kvrouter.router.server.supervisor" in line}
 
 
 def page(router: RouterProcess) -> str:

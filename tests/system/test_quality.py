@@ -206,7 +206,7 @@ def test_a_router_with_a_collector_stops_as_fast_as_one_without(router: RouterPr
 
 
 def test_traces_without_their_package_are_refused_with_the_fix(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['opentelemetry.sdk'] = None\nfrom kvrouter.router.cli import main; main()"
+    code = "import sys; sys.modules['opentelemetry.sdk'] = None\nfrom kvrouter.router.cli.commands import main; main()"
     flags = ["serve", "--port", "0", "--otlp-endpoint", "http://h:1"]
     command = [sys.executable, "-c", code, *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)

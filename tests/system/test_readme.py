@@ -17,8 +17,8 @@ import pytest
 import zmq
 from router_process import RouterProcess
 
-from kvrouter.simulator.server import ReplicaServer, ServerThread
-from kvrouter.simulator.shapes import make_geometry
+from kvrouter.simulator.cache.shapes import make_geometry
+from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "docs/discovery.md", "docs/containers.md", "docs/offload.md")

@@ -13,7 +13,7 @@ from fleet import MODEL, check, paused, register, rows, until, wait_seqs, wait_s
 from router_process import RouterError, RouterProcess
 from store_server import StoreServer, wait_stored
 
-from kvrouter.router.names import WorkerKey
+from kvrouter.router.common.ids import WorkerKey
 
 ENGINES = 3
 RATE = 2_000.0

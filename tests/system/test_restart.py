@@ -17,7 +17,7 @@ from fake_engine import FakeEngine, hashes, prompt, removed, stored
 from router_process import RouterProcess
 from store_server import wait_stored
 
-from kvrouter.router.names import WorkerKey
+from kvrouter.router.common.ids import WorkerKey
 
 TOKENS = prompt(1)
 OTHER = prompt(2)

@@ -18,8 +18,8 @@ from fleet import rows, until
 from router_process import RouterError, RouterProcess, free_port
 from store_server import StoreServer
 
-from kvrouter.simulator.server import ReplicaServer, ServerThread
-from kvrouter.simulator.shapes import make_geometry
+from kvrouter.simulator.cache.shapes import make_geometry
+from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 
 MODEL = "sim"
 START_TIMEOUT_S = 120.0

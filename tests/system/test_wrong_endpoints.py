@@ -17,9 +17,9 @@ from fake_engine import hashes, prompt
 from patched_engine import PatchedEngine, stores
 from router_process import RouterError, RouterProcess
 
-from kvrouter.events.report import requests_endpoint
-from kvrouter.simulator.server import ReplicaServer, ServerThread
-from kvrouter.simulator.shapes import make_geometry
+from kvrouter.events.patch.messages import requests_endpoint
+from kvrouter.simulator.cache.shapes import make_geometry
+from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 
 MODEL = "sim"
 TOKENS = list(range(96))

@@ -16,7 +16,7 @@ import zmq
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from report_peer import start
 
-from kvrouter.engine_patch.reporter import Reporter
+from kvrouter.engine_patch.reporter.reporter import Reporter
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

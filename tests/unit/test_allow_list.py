@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.allow_list import AllowList
-from kvrouter.router.config import load_config
-from kvrouter.router.errors import SettingError
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.registration import NO_PATCH, Registration
-from kvrouter.router.worker_spec import endpoint_problem, url_problem
+from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.settings import load_config
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.registration import NO_PATCH, Registration
+from kvrouter.router.workers.worker_spec import endpoint_problem, url_problem
 
 W0 = WorkerKey("m", "w0")
 

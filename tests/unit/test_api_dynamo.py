@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrouter.router.api.dynamo import patch_in, registrations_in
-from kvrouter.router.api.registering import registration_of
-from kvrouter.router.errors import BadQuestion
-from kvrouter.router.registration_bodies import (
+from kvrouter.router.api.dynamo_shapes import patch_in, registrations_in
+from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.workers.registration_bodies import (
     RegisterBody,
     WorkerPatch,
 )
+from kvrouter.router.workers.registration_from_body import registration_of
 
 URL = "http://h:8000"
 

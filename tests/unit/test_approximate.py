@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvrouter.router.approximate import PIECE_TOKENS, RoutingHistory, pieces_of
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.question import Question
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.matching.question import Question
+from kvrouter.router.matching.routing_history import PIECE_TOKENS, RoutingHistory, pieces_of
 
 W0, W1 = (WorkerKey("m", "w0"), 0), (WorkerKey("m", "w1"), 0)
 TTL_S = 10.0

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import zmq
 
-from kvrouter.events.codec import BatchDecoder, encode_batch
-from kvrouter.events.items import Batch, Connected, Disconnected, ReplayFinished, StreamItem, fingerprint
-from kvrouter.events.messages import MAX_NAME_CHARS
-from kvrouter.events.report import (
+from kvrouter.events.patch.decode import MAX_CATALOG_BYTES, Unreadable, read_answer, read_report
+from kvrouter.events.patch.items import Loaded, Snapshot, SnapshotPlace
+from kvrouter.events.patch.messages import (
     CatalogMessage,
     DeclaredCatalog,
     Events,
@@ -25,22 +24,23 @@ from kvrouter.events.report import (
     ReportRemoved,
     ReportStored,
 )
-from kvrouter.events.report_decode import MAX_CATALOG_BYTES, Unreadable, read_answer, read_report
-from kvrouter.events.report_items import Loaded, Snapshot, SnapshotPlace
-from kvrouter.events.subscriber import Subscriber, SubscriberSettings
-from kvrouter.events.wire import WireRemoved, WireStored
-from kvrouter.router.catalog import MAX_BLOCK_SIZES
-from kvrouter.router.geometry import BANK_BITS
-from kvrouter.router.gpu_hit import MAX_SPEC_GROUPS
-from kvrouter.router.index import mirror as mirrors
-from kvrouter.router.index.mirror import Mirror, MirrorFull
-from kvrouter.router.ingest import MAX_SHAPES
-from kvrouter.router.match import Plans, WorkerView
-from kvrouter.router.names import GPU, Place, WorkerKey
-from kvrouter.router.registration import MAX_GROUPS, MAX_TOKENS, Registration
-from kvrouter.router.report_ingest import ReportIngest
-from kvrouter.router.residency import MAX_PLACES, Residency
-from kvrouter.router.states import StreamState
+from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
+from kvrouter.events.vllm.messages import MAX_NAME_CHARS
+from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, ReplayFinished, StreamItem, fingerprint
+from kvrouter.events.vllm.subscriber import Subscriber, SubscriberSettings
+from kvrouter.events.vllm.wire import WireRemoved, WireStored
+from kvrouter.router.common.ids import GPU, Place, WorkerKey
+from kvrouter.router.ingest.patch_ingest import ReportIngest
+from kvrouter.router.ingest.residency import MAX_PLACES, Residency
+from kvrouter.router.ingest.stock_ingest import MAX_SHAPES
+from kvrouter.router.kvcache.catalog import MAX_BLOCK_SIZES
+from kvrouter.router.kvcache.gpu_hit import MAX_SPEC_GROUPS
+from kvrouter.router.kvcache.hit_tables import BANK_BITS
+from kvrouter.router.matching import mirror as mirrors
+from kvrouter.router.matching.matcher import Plans, WorkerView
+from kvrouter.router.matching.mirror import Mirror, MirrorFull
+from kvrouter.router.workers.registration import MAX_GROUPS, MAX_TOKENS, Registration
+from kvrouter.router.workers.stream_state import StreamState
 
 WORKER = WorkerKey("m", "w")
 

@@ -11,24 +11,24 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvrouter.router import choose as choosing
-from kvrouter.router.choose import Choice, Scene, choose, weigh
-from kvrouter.router.cost import (
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.router.load.load_table import LoadTable
+from kvrouter.router.load.session_affinity import SessionPlace
+from kvrouter.router.load.worker_load import PROGRESS_MAX, Weights
+from kvrouter.router.load.worker_speed import SAMPLES_MIN, SLOWNESS_MAX, SLOWNESS_MIN, TierCosts, slowness
+from kvrouter.router.matching.question import Hit
+from kvrouter.router.placement import choose as choosing
+from kvrouter.router.placement.choose import Choice, Scene, choose, weigh
+from kvrouter.router.placement.cost import (
     DECODE_TOKEN_COST,
     DELAY_WEIGHT,
     SESSION_SHARE_BLIND,
     Parts,
     delay_tokens,
 )
-from kvrouter.router.load.gauges import EngineLoad
-from kvrouter.router.load.rates import SAMPLES_MIN, SLOWNESS_MAX, SLOWNESS_MIN, TierCosts, slowness
-from kvrouter.router.load.sessions import SessionPlace
-from kvrouter.router.load.table import LoadTable
-from kvrouter.router.load.weights import PROGRESS_MAX, Weights
-from kvrouter.router.metrics import LOST_REASONS
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.policies import NAMES, policy
-from kvrouter.router.question import Hit
+from kvrouter.router.placement.policies import NAMES, policy
+from kvrouter.router.telemetry.metrics import LOST_REASONS
 
 TOKENS = 200
 

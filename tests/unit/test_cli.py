@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from kvrouter.router.cli import run
-from kvrouter.router.config import FIELDS, LISTS
-from kvrouter.router.metrics import MAX_WORKER_LABEL_CHARS, OTHER_WORKER, Metrics
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.tables import workers_table
+from kvrouter.router.cli.commands import run
+from kvrouter.router.cli.tables import workers_table
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.settings import FIELDS, LISTS
+from kvrouter.router.telemetry.metrics import MAX_WORKER_LABEL_CHARS, OTHER_WORKER, Metrics
 
 WORKER = {
     "worker_id": "w0",
@@ -276,7 +276,7 @@ def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_worker_labels_are_short_printable_and_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.router.metrics.MAX_WORKER_LABELS", 3)
+    monkeypatch.setattr("kvrouter.router.telemetry.metrics.MAX_WORKER_LABELS", 3)
     metrics = Metrics(CollectorRegistry())
     assert metrics.worker_label(WorkerKey("m", "w\n0", 0)) == "w_0"
     assert metrics.worker_label(WorkerKey("m", "w0", 2)) == "w0@2"

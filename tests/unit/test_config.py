@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrouter.router.config import FIELDS, LISTS, Config, describe, load_config, without_password
-from kvrouter.router.errors import SettingError
-from kvrouter.router.logs import Formatter
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.registration import CatalogSpec, Registration
-from kvrouter.router.role import HandoverWay, Role
-from kvrouter.router.worker_spec import WorkerSpec, parse_worker
+from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.settings import FIELDS, LISTS, Config, describe, load_config, without_password
+from kvrouter.router.telemetry.log_format import Formatter
+from kvrouter.router.workers.registration import CatalogSpec, Registration
+from kvrouter.router.workers.role import HandoverWay, Role
+from kvrouter.router.workers.worker_spec import WorkerSpec, parse_worker
 
 
 def wrong(file: Path | None = None, environ: dict[str, str] | None = None, flags: dict[str, Any] | None = None) -> str:

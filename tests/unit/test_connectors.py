@@ -13,11 +13,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from judging import judge
 
-from kvrouter.events.codec import BatchDecoder, encode_batch
-from kvrouter.events.items import Batch, Connected, ReplayFinished, fingerprint
-from kvrouter.events.report import DeclaredCatalog
-from kvrouter.events.wire import WireCleared, WireRemoved, WireStored
-from kvrouter.router.connectors import (
+from kvrouter.events.patch.messages import DeclaredCatalog
+from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
+from kvrouter.events.vllm.stream_items import Batch, Connected, ReplayFinished, fingerprint
+from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
+from kvrouter.router.common.ids import CPU, GPU, STORAGE, Place, WorkerKey
+from kvrouter.router.ingest.declared_catalog import contradictions, declared_spec
+from kvrouter.router.ingest.stock_ingest import Ingest
+from kvrouter.router.kvcache.offload_connectors import (
     DISK_OWNER,
     HAND_OVER_ONLY,
     OFFLOADING,
@@ -25,10 +28,7 @@ from kvrouter.router.connectors import (
     TierRule,
     effective_connector,
 )
-from kvrouter.router.declared import contradictions, declared_spec
-from kvrouter.router.ingest import Ingest
-from kvrouter.router.names import CPU, GPU, STORAGE, Place, WorkerKey
-from kvrouter.router.registration import CatalogSpec, Registration
+from kvrouter.router.workers.registration import CatalogSpec, Registration
 
 BLOCK = 16
 

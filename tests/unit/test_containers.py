@@ -202,7 +202,11 @@ def call(url: str, body: Any = None) -> Any:
 
 def test_the_image_builds_and_its_command_turns_healthy(image: Image) -> None:
     assert image.user_made
-    where = ["python", "-c", "import kvrouter.router.app as r, kvrouter.simulator as s; print(r.__file__, s.__file__)"]
+    where = [
+        "python",
+        "-c",
+        "import kvrouter.router.server.app as r, kvrouter.simulator as s; print(r.__file__, s.__file__)",
+    ]
     files = subprocess.check_output(where, env=image.env, cwd=image.cwd, text=True).split()
     assert all(Path(file).is_relative_to(image.root / "opt/kvrouter/lib") for file in files)
     env = image.env | {"KVROUTER_PORT": str(free_port())}

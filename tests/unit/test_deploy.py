@@ -13,12 +13,12 @@ import msgspec
 import pytest
 import yaml
 
-from kvrouter.router.config import Config, load_config
-from kvrouter.router.discovery.cluster_api import access_from
-from kvrouter.router.discovery.pods import Pod, candidates_of
-from kvrouter.router.discovery.workers_file import parse_workers
-from kvrouter.router.owners import FILE
-from kvrouter.router.supervise import CLOSE_TIMEOUT_S
+from kvrouter.router.config.settings import Config, load_config
+from kvrouter.router.discovery.files.workers_file import parse_workers
+from kvrouter.router.discovery.kubernetes.api import access_from
+from kvrouter.router.discovery.kubernetes.pods import Pod, candidates_of
+from kvrouter.router.server.supervisor import CLOSE_TIMEOUT_S
+from kvrouter.router.workers.source_precedence import FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -98,7 +98,7 @@ def test_the_role_allows_what_is_asked_and_no_more() -> None:
     router = documents("router.yaml")["Deployment"]["spec"]["template"]["spec"]
     assert router["serviceAccountName"] == account
     # Where the texts of errors send people.
-    assert "deploy/kubernetes/rbac.yaml" in (ROOT / "router/discovery/cluster_api.py").read_text()
+    assert "deploy/kubernetes/rbac.yaml" in (ROOT / "router/discovery/kubernetes/api.py").read_text()
 
 
 @pytest.mark.parametrize("page", ["docs/discovery.md", "docs/kubernetes.md"])

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from placing_stage import Stage, ask, hit
 
-from kvrouter.router.candidates import Pin, parted
-from kvrouter.router.choose import Scene, choose
-from kvrouter.router.disaggregation import DISTURBED_MAX, HANDOVER_TOKENS, Outcome, Rules, with_prefill
-from kvrouter.router.errors import NoWorker, UnknownWorker
-from kvrouter.router.load.gauges import EngineLoad
-from kvrouter.router.load.table import LoadTable
-from kvrouter.router.load.weights import IDLE_GRACE_S, Weights
-from kvrouter.router.metrics import PREFILL_OUTCOMES
-from kvrouter.router.names import WorkerKey
+from kvrouter.router.common.errors import NoWorker, UnknownWorker
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.router.load.load_table import LoadTable
+from kvrouter.router.load.worker_load import IDLE_GRACE_S, Weights
+from kvrouter.router.placement.candidates import Pin, parted
+from kvrouter.router.placement.choose import Scene, choose
+from kvrouter.router.placement.prefill_split import DISTURBED_MAX, HANDOVER_TOKENS, Outcome, Rules, with_prefill
+from kvrouter.router.telemetry.metrics import PREFILL_OUTCOMES
 
 LONG = 8_192
 RULES = Rules(1_024, 0.2)

@@ -14,13 +14,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fake_cluster import pod
 
+from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.discovery.candidate import Candidate
-from kvrouter.router.discovery.pods import Pod, candidates_of
-from kvrouter.router.discovery.told import Stream
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.owners import KUBERNETES
-from kvrouter.router.registration import Registration
-from kvrouter.router.role import HandoverWay, Role
+from kvrouter.router.discovery.kubernetes.pods import Pod, candidates_of
+from kvrouter.router.workers.engine_answers import Stream
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.role import HandoverWay, Role
+from kvrouter.router.workers.source_precedence import KUBERNETES
 
 
 def candidates(*args: Any, **given: Any) -> list[Candidate]:

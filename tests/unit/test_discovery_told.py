@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.discovery.candidate import Candidate, candidate_of, completed, ranked
-from kvrouter.router.discovery.told import EngineTold, Stream, model_in, streams_in
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.owners import STATIC
-from kvrouter.router.registration import Registration
-from kvrouter.router.worker_spec import parse_worker
+from kvrouter.router.workers.engine_answers import EngineTold, Stream, model_in, streams_in
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.source_precedence import STATIC
+from kvrouter.router.workers.worker_spec import parse_worker
 
 
 def config(**given: Any) -> dict[str, Any]:

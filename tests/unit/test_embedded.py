@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 import redis
 
-from kvrouter.router.errors import SettingError
-from kvrouter.router.index import embedded
-from kvrouter.router.index.embedded import SOCKET_PATH_MAX_BYTES, EmbeddedStore, EmbeddedStoreError
-from kvrouter.router.index.follower import LogFollower, Reload, StoreBack, StoreLost
+from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.index.log_follower import LogFollower, Reload, StoreBack, StoreLost
 from kvrouter.router.index.store import Change, Commit, CommitOutcome, IndexStore, StoreUnavailable
-from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.supervision import TaskSupervisor
+from kvrouter.router.redis_client import embedded_valkey as embedded
+from kvrouter.router.redis_client.embedded_valkey import SOCKET_PATH_MAX_BYTES, EmbeddedStore, EmbeddedStoreError
 
 WAIT_S = 20.0
 WORKER = WorkerKey("m", "w")
@@ -35,9 +35,9 @@ GPU = Place(0, "GPU")
 KILLED_ROUTER = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from kvrouter.router.index.embedded import EmbeddedStore
+from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.names import WorkerKey
+from kvrouter.router.common.ids import WorkerKey
 
 async def main():
     server = await EmbeddedStore.start(Path(sys.argv[1]))

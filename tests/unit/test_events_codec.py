@@ -11,9 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrouter.events.codec import BatchDecoder, CodecError, encode_batch
-from kvrouter.events.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
-from kvrouter.events.wire import WireCleared, WireRemoved, WireStored
+from kvrouter.events.vllm.codec import BatchDecoder, CodecError, encode_batch
+from kvrouter.events.vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "events_vllm_0_32.json").read_text())
 WIRE_TYPES = {"BlockStored": WireStored, "BlockRemoved": WireRemoved, "AllBlocksCleared": WireCleared}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from kvrouter.events.publisher import EventPublisher
+from kvrouter.events.vllm.publisher import EventPublisher
 
 ANY = "tcp://127.0.0.1:0"
 TIMEOUT_MS = 5_000

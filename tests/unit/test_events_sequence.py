@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from kvrouter.events.items import (
+from kvrouter.events.vllm.batch_cursor import ANSWERS_BETWEEN_READINGS, REMEMBERED_BATCHES, Cursor
+from kvrouter.events.vllm.stream_items import (
     Batch,
     Connected,
     Disconnected,
@@ -21,7 +22,6 @@ from kvrouter.events.items import (
     StreamItem,
     fingerprint,
 )
-from kvrouter.events.sequence import ANSWERS_BETWEEN_READINGS, REMEMBERED_BATCHES, Cursor
 
 
 def body(seq: int, life: str = "a") -> bytes:

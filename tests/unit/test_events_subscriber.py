@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import zmq
 
-from kvrouter.events.items import (
+from kvrouter.events.transport.permits import Permits
+from kvrouter.events.vllm.publisher import EventPublisher
+from kvrouter.events.vllm.stream_items import (
     Batch,
     Connected,
     Disconnected,
@@ -28,9 +30,7 @@ from kvrouter.events.items import (
     StreamItem,
     fingerprint,
 )
-from kvrouter.events.permits import Permits
-from kvrouter.events.publisher import EventPublisher
-from kvrouter.events.subscriber import Subscriber, SubscriberClosed, SubscriberSettings
+from kvrouter.events.vllm.subscriber import Subscriber, SubscriberClosed, SubscriberSettings
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""hashing.py against vectors that vLLM itself made (tests/golden/make_hash_vectors.py), and its own rules."""
+"""block_hash.py against vectors that vLLM itself made (tests/golden/make_hash_vectors.py), and its own rules."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.router.hashing import (
+from kvrouter.router.kvcache.block_hash import (
     ALGORITHMS,
     ExtraKeys,
     HashScheme,

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.index.connection import StoreError, parse_url
-from kvrouter.router.index.log import EntryKind, entry_fields, parse_entry
-from kvrouter.router.index.resp import MEMBERS_PER_COMMAND, command, members_commands
-from kvrouter.router.index.servers import key_slot
-from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.transitions import Change
+from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
+from kvrouter.router.ingest.net_changes import Change
+from kvrouter.router.redis_client.cluster import key_slot
+from kvrouter.router.redis_client.connection import StoreError, parse_url
+from kvrouter.router.redis_client.resp import MEMBERS_PER_COMMAND, command, members_commands
 
 # Surrogates too: they are legal in JSON strings.
 NAMES = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(

@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrouter.events.codec import BatchDecoder, encode_batch
-from kvrouter.events.items import (
+from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
+from kvrouter.events.vllm.stream_items import (
     Batch,
     Connected,
     Disconnected,
@@ -26,14 +26,14 @@ from kvrouter.events.items import (
     ResumePoint,
     fingerprint,
 )
-from kvrouter.events.wire import WireCleared, WireRemoved, WireStored
-from kvrouter.router.catalog import UNNAMED_BLOCK_TOKENS
-from kvrouter.router.hashing import HashScheme, hash_block, reduce_hash
-from kvrouter.router.ingest import Ingest
-from kvrouter.router.names import GPU, Place, WorkerKey
-from kvrouter.router.registration import CatalogSpec, GroupSpec, Registration
-from kvrouter.router.states import StreamState
-from kvrouter.router.vitals import EngineAbsent, EnginePresent
+from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
+from kvrouter.router.common.ids import GPU, Place, WorkerKey
+from kvrouter.router.ingest.engine_liveness import EngineAbsent, EnginePresent
+from kvrouter.router.ingest.stock_ingest import Ingest
+from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
+from kvrouter.router.kvcache.catalog import UNNAMED_BLOCK_TOKENS
+from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.workers.stream_state import StreamState
 
 REPLAY = "tcp://127.0.0.1:2"
 G0 = Place(0, GPU)

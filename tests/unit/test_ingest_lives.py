@@ -9,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvrouter.events.codec import BatchDecoder, encode_batch
-from kvrouter.events.items import (
+from kvrouter.events.patch.items import Declared, Expired, Greeted, Loaded, NewEpoch, ReportBatch, Snapshot
+from kvrouter.events.patch.messages import DeclaredCatalog, DeclaredGroup, Events, Hello, ReportStored, pack_hashes
+from kvrouter.events.vllm.batch_cursor import Cursor
+from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
+from kvrouter.events.vllm.stream_items import (
     Batch,
     Connected,
     Disconnected,
@@ -23,19 +26,16 @@ from kvrouter.events.items import (
     ResumePoint,
     fingerprint,
 )
-from kvrouter.events.report import DeclaredCatalog, DeclaredGroup, Events, Hello, ReportStored, pack_hashes
-from kvrouter.events.report_items import Declared, Expired, Greeted, Loaded, NewEpoch, ReportBatch, Snapshot
-from kvrouter.events.sequence import Cursor
-from kvrouter.events.wire import WireRemoved, WireStored
-from kvrouter.router.catalog import ODD_EVENTS_FORGOTTEN_AFTER
-from kvrouter.router.hashing import HashScheme, hash_block, reduce_hash
-from kvrouter.router.identity import Standing
-from kvrouter.router.ingest import META_LEARNED, META_SCHEME, SAME_PROCESS_WAIT_S
-from kvrouter.router.names import CPU, GPU, Place, WorkerKey
-from kvrouter.router.registration import CatalogSpec, GroupSpec, Registration
-from kvrouter.router.report_ingest import ReportIngest
-from kvrouter.router.states import StreamState
-from kvrouter.router.vitals import EngineLost, EngineRestarted, EngineSame
+from kvrouter.events.vllm.wire import WireRemoved, WireStored
+from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
+from kvrouter.router.ingest.engine_liveness import EngineLost, EngineRestarted, EngineSame
+from kvrouter.router.ingest.patch_ingest import ReportIngest
+from kvrouter.router.ingest.stock_ingest import META_LEARNED, META_SCHEME, SAME_PROCESS_WAIT_S
+from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
+from kvrouter.router.kvcache.catalog import ODD_EVENTS_FORGOTTEN_AFTER
+from kvrouter.router.kvcache.scheme_verification import Standing
+from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.workers.stream_state import StreamState
 
 REPLAY = "tcp://127.0.0.1:2"
 URL = "http://127.0.0.1:3"

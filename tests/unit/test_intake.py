@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.engine_patch.intake import Dropped, Intake, Lost, Message
-from kvrouter.events.report import ReportCleared, ReportStored
+from kvrouter.engine_patch.reporter.event_queue import Dropped, Intake, Lost, Message
+from kvrouter.events.patch.messages import ReportCleared, ReportStored
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from report_peer import fails, removed, said, stored

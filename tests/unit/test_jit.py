@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.router import jit
+from kvrouter.router.common import jit
 
 CALL = """
 from doubling import doubled, halved

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No import runs back: data flows events -> ingest -> index -> mirror -> match -> choose -> api, and imports the other way."""
+"""Imports form one line of rooms: data flows events -> ingest -> index -> matching -> placement -> api, imports the other way."""
 
 from __future__ import annotations
 
@@ -21,108 +21,50 @@ ALLOWED_PACKAGES = {
     "simulator": {"simulator", "events"},
 }
 
-# Modules of the router from the bottom up; a module may import only from lines above its own, or from its own line.
-ROUTER_LAYERS = (
-    {
-        "names",
-        "states",
-        "jit",
-        "errors",
-        "version",
-        "printable",
-        "owners",
-        "role",
-        "bounded",
-        "multimodal",
-        "sockets",
-        "shutdown",
+# The rooms of each package from the bottom up, each with what it is for; a room imports only rooms above its own line here. A room
+# inside another stands with it. "" is the package's root.
+ROOMS: dict[str, dict[str, str]] = {
+    "events": {
+        "transport": "ZMQ sockets with bounds, permits and reconnection.",
+        "vllm": "vLLM's own event stream.",
+        "patch": "The reports of the engine patch.",
     },
-    {
-        "registration",
-        "registration_bodies",
-        "connectors",
-        "question",
-        "probing",
-        "status",
-        "vitals",
-        "load.gauges",
-        "engine_disk",
+    "router": {
+        "common": "Values and helpers that know nothing of routing.",
+        "workers": "What a worker is, who described it, and what may be connected to.",
+        "kvcache": "vLLM's cache derived anew: groups, block hashes and the hit rule. Pure.",
+        "ingest": "From one worker's events to net changes of its residency. Pure.",
+        "redis_client": "Connections to Redis, to a cluster, and the private server.",
+        "index": "What Redis holds of each worker, and how it is written and followed.",
+        "telemetry": "Metrics and log format of a process.",
+        "config": "Settings from file, environment and flags.",
+        "matching": "From a question to every worker's hit, in memory.",
+        "load": "What is in flight where, and how fast each worker is.",
+        "placement": "Which worker gets a request, why, and the reservation.",
+        "tokens": "From a client's text to the engine's token ids.",
+        "streams": "Follows the fleet: one stream a worker, leases, and the mirror's updates.",
+        "quality": "What was predicted beside what engines delivered.",
+        "proxy": "An OpenAI request to an engine, and its answer back.",
+        "api": "The HTTP API, one module a resource.",
+        "discovery": "Where workers come from that nobody registers.",
+        "server": "Wiring, start, signals and processes.",
+        "cli": "The `kvrouter` command.",
     },
-    {"worker_spec", "hashing", "copy_kernels", "allow_list", "numbers"},
-    {"arrays", "model_names", "discovery.told"},
-    {"engine_lists", "provenance"},
-    {"quality.usage", "quality.predictions", "quality.flights"},
-    {"config", "metrics", "logs", "checkup", "siblings", "supervision"},
-    {"cautions"},
-    {"quality.measures", "quality.tap", "quality.told"},
-    {"segments", "approximate", "copies", "transitions", "catalog", "identity", "declared"},
-    {"geometry", "residency"},
-    {"ingest"},
-    {"report_ingest", "backlog"},
-    {"lead"},
-    {"index.resp", "index.keys", "index.kernels"},
-    {"index.connection"},
-    {"index.log", "index.mirror", "index.servers"},
-    {"index.commit", "registry"},
-    {"index.store"},
-    {"index.follower", "index.embedded"},
-    {"gpu_hit"},
-    {"offload_hit"},
-    {"match"},
-    {"load.table", "load.rates", "load.sessions", "load.pending", "load.waiting"},
-    {"load.messages", "load.weights"},
-    {"cost"},
-    {"load.share", "policies"},
-    {"choose", "candidates"},
-    {"load.selections"},
-    {"disaggregation", "losses"},
-    {"placement"},
-    {"line"},
-    {"deciding"},
-    {"tokens.prompt"},
-    {"tokens.asked", "tokens.pieces", "tokens.template"},
-    {"tokens.engine_forms", "tokens.memory", "tokens.forwarding"},
-    {"tokens.probes", "tokens.conversation", "tokens.engine_client"},
-    {"tokens.judging", "tokens.local"},
-    {"tokens.engines"},
-    {"tokens.tokenizing"},
-    {"hold", "told", "shares", "heartbeat"},
-    {"membership"},
-    {"stream"},
-    {"following"},
-    {"reporting", "fleet"},
-    {"core", "placing"},
-    {"quality.tracing"},
-    {"quality.watching"},
-    {"proxy.target", "proxy.breaker", "proxy.failure", "proxy.body", "proxy.handover"},
-    {"proxy.headers", "proxy.addresses"},
-    {"proxy.connection"},
-    {"proxy.pool", "proxy.admission", "proxy.client"},
-    {"proxy.reading"},
-    {"proxy.sending"},
-    {"proxy.prefilling"},
-    {"proxy"},
-    {"api"},
-    {"discovery.file_watch"},
-    {"discovery.candidate", "discovery.asking", "discovery.reconciling"},
-    {
-        "discovery.source",
-        "discovery.pods",
-        "discovery.workers_file",
-        "discovery.settings_file",
-        "discovery.file_source",
+    "engine_patch": {
+        "setup": "Settings, endpoints and features of the patch.",
+        "offload": "An offload connector for vLLM with a CPU tier and a disk tier.",
+        "reporter": "The stream of reports: what is held, counted, translated and sent.",
+        "hooks": "Where vLLM's code is hooked.",
+        "": "What vLLM loads.",
     },
-    {"discovery.cluster_api"},
-    {"discovery.kubernetes"},
-    {"discovery.sources", "discovery.discovery"},
-    {"warm"},
-    {"app", "client", "tables"},
-    {"supervise"},
-    {"cli"},
-)
-
-# Packages whose modules stand in several layers; they hold nothing themselves.
-PACKAGE_NAMES = ("discovery", "index", "load", "quality", "tokens")
+    "simulator": {
+        "cache": "The KV cache of a simulated replica.",
+        "engine": "Scheduler and clock of a simulated replica.",
+        "http": "The HTTP server of a simulated replica.",
+        "demo": "`kvrouter demo`.",
+        "": "`python -m kvrouter.simulator`, and its options.",
+    },
+}
 
 ENGINE_SIDE_FORBIDDEN = {"numba", "fastapi", "uvicorn", "redis"}
 
@@ -159,60 +101,74 @@ def violations(package: str, name: str, imported: str) -> str | None:
             return f"{package} runs in the engine's environment and must not need {top}"
         return None
     _, target, *rest = imported.split(".")
-    if (package, name, target) == ("router", "cli", "simulator"):
+    if target == "simulator" and (package, room(package, name)) == ("router", "cli"):
         # The one command has them all; the simulator itself never knows the router.
         return None
     if target not in ALLOWED_PACKAGES[package]:
         return f"{package} must not import {target}"
-    if package != "router" or target != "router" or not rest:
+    if target != package or not rest:
         return None
-    own, other = layer(name), layer(".".join(rest))
-    if own is None:
-        return f"router/{name.replace('.', '/')}.py has no place in ROUTER_LAYERS"
-    if other is not None and other > own:
-        return f"router.{name} must not import router.{'.'.join(rest)}: that runs back"
+    order = list(ROOMS[package])
+    own, other = room(package, name), room(package, ".".join(rest))
+    if order.index(other) > order.index(own):
+        return f"{package}.{name} must not import {imported}: that runs back"
     return None
 
 
-def layer(name: str) -> int | None:
-    """The line of a module, by its longest known prefix."""
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        prefix = ".".join(parts[:end])
-        for line, names in enumerate(ROUTER_LAYERS):
-            if prefix in names:
-                return line
-    return None
+def room(package: str, name: str) -> str:
+    """The outermost room of a module, "" for the package's root."""
+    first = name.partition(".")[0]
+    return first if first in ROOMS[package] else ""
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_import_runs_back(package: str) -> None:
     found = []
     for name, path in modules(package):
-        if package == "router" and name and name not in PACKAGE_NAMES:
-            assert layer(name) is not None, f"router/{name}: give it a place in ROUTER_LAYERS"
         for imported in imports(path):
-            problem = violations(package, name, imported) if name and name not in PACKAGE_NAMES else None
+            problem = violations(package, name, imported) if name else None
             if problem:
                 found.append(f"{path.relative_to(ROOT)}: {problem}")
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_room_is_listed_and_no_other_module_is_loose(package: str) -> None:
+    folders = {path.parent.name for path in (ROOT / package).glob("*/__init__.py")}
+    loose = {path.stem for path in (ROOT / package).glob("*.py")} - {"__init__"}
+    assert folders == {name for name in ROOMS[package] if name}
+    for name in folders:
+        assert ast.get_docstring(ast.parse((ROOT / package / name / "__init__.py").read_text())) == ROOMS[package][name]
+    assert bool(loose) == ("" in ROOMS[package]), f"{package}/ holds {sorted(loose)}"
+
+
+def test_no_modules_import_each_other() -> None:
+    imported_by: dict[str, set[str]] = {}
+    for package in PACKAGES:
+        for name, path in modules(package):
+            imported_by[f"kvrouter.{package}.{name}"] = set(imports(path))
+    ordered: set[str] = set()
+    while imported_by:
+        free = {name for name, found in imported_by.items() if not (found & imported_by.keys()) - {name}}
+        assert free, f"these import each other: {sorted(imported_by)}"
+        ordered |= free
+        imported_by = {name: found for name, found in imported_by.items() if name not in free}
+
+
 def test_the_check_itself_sees_a_run_back() -> None:
-    assert violations("router", "gpu_hit", "kvrouter.router.core")
-    assert violations("events", "codec", "kvrouter.router.names")
-    assert violations("simulator", "pool", "kvrouter.router.hashing")
-    assert violations("events", "codec", "numba")
-    assert violations("router", "core", "kvrouter.router.gpu_hit") is None
+    assert violations("router", "kvcache.gpu_hit", "kvrouter.router.streams.router_core")
+    assert violations("events", "vllm.codec", "kvrouter.router.common.ids")
+    assert violations("events", "vllm.codec", "kvrouter.events.patch.decode")
+    assert violations("simulator", "cache.pool", "kvrouter.router.kvcache.block_hash")
+    assert violations("events", "vllm.codec", "numba")
+    assert violations("router", "streams.router_core", "kvrouter.router.kvcache.gpu_hit") is None
 
 
 @pytest.mark.parametrize("library", OFFLOAD_WITH)
 def test_the_offload_tiers_books_need_no_engine(library: str) -> None:
     folder = ROOT / "engine_patch" / "offload"
     users = {
-        str(path.relative_to(folder).with_suffix(""))
-        for path in folder.rglob("*.py")
-        if any(name.partition(".")[0] == library for name in imports(path))
+        path.stem for path in folder.rglob("*.py") if any(name.partition(".")[0] == library for name in imports(path))
     }
     assert users == OFFLOAD_WITH[library]
 

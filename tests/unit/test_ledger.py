@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.engine_patch.ledger import Ledger
-from kvrouter.events.report import PlaceSummary, ReportCleared, ReportEvent, ReportStored, unpack_hashes
+from kvrouter.engine_patch.reporter.ledger import Ledger
+from kvrouter.events.patch.messages import PlaceSummary, ReportCleared, ReportEvent, ReportStored, unpack_hashes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from report_peer import removed, stored

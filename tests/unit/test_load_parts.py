@@ -8,16 +8,16 @@ import random
 import numpy as np
 import pytest
 
-from kvrouter.router.errors import QueueFull
-from kvrouter.router.load.gauges import EngineLoad, parse_engine_load
-from kvrouter.router.load.pending import PIECE_TOKENS, PendingPrefixes, names_of
-from kvrouter.router.load.rates import SAMPLES_MIN, WorkerRates, weighted_median
-from kvrouter.router.load.sessions import SessionMemory
-from kvrouter.router.load.table import LoadTable
-from kvrouter.router.load.waiting import TRIES_PER_LOOK, Waiter, WaitingLine
-from kvrouter.router.load.weights import GAUGE_TTL_S, IDLE_GRACE_S, Weights
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.question import Question
+from kvrouter.router.common.errors import QueueFull
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.load.engine_metrics import EngineLoad, parse_engine_load
+from kvrouter.router.load.load_table import LoadTable
+from kvrouter.router.load.pending_prefixes import PIECE_TOKENS, PendingPrefixes, names_of
+from kvrouter.router.load.session_affinity import SessionMemory
+from kvrouter.router.load.wait_queue import TRIES_PER_LOOK, Waiter, WaitingLine
+from kvrouter.router.load.worker_load import GAUGE_TTL_S, IDLE_GRACE_S, Weights
+from kvrouter.router.load.worker_speed import SAMPLES_MIN, WorkerRates, weighted_median
+from kvrouter.router.matching.question import Question
 
 A, B = WorkerKey("m", "a"), WorkerKey("m", "b")
 

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from kvrouter.router.choose import Choice
-from kvrouter.router.load.selections import Selected, Selections
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.question import Hit
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.matching.question import Hit
+from kvrouter.router.placement.choose import Choice
+from kvrouter.router.placement.selections import Selected, Selections
 
 
 def selected(expiry_s: float, worker_id: str = "w0") -> Selected:

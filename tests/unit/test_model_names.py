@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.engine_lists import ServedModels, served_in
-from kvrouter.router.errors import UnknownModel
-from kvrouter.router.model_names import ModelNames, Served, unserved_problem
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.registration import CatalogSpec, Registration
+from kvrouter.router.common.errors import UnknownModel
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.workers.engine_lists import ServedModels, served_in
+from kvrouter.router.workers.model_names import ModelNames, Served, unserved_problem
+from kvrouter.router.workers.registration import CatalogSpec, Registration
 
 BASE, OTHER = "base", "other"
 

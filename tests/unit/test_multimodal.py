@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.router.approximate import PIECE_TOKENS, pieces_of
-from kvrouter.router.hashing import HashScheme, HashSpace, extra_keys_for
-from kvrouter.router.load.pending import PIECE_TOKENS as PENDING_PIECE_TOKENS
-from kvrouter.router.load.pending import names_of
-from kvrouter.router.multimodal import MAX_ITEMS, Items, MultimodalItem, in_order, within
-from kvrouter.router.question import Question
+from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace, extra_keys_for
+from kvrouter.router.kvcache.multimodal import MAX_ITEMS, Items, MultimodalItem, in_order, within
+from kvrouter.router.load.pending_prefixes import PIECE_TOKENS as PENDING_PIECE_TOKENS
+from kvrouter.router.load.pending_prefixes import names_of
+from kvrouter.router.matching.question import Question
+from kvrouter.router.matching.routing_history import PIECE_TOKENS, pieces_of
 
 CAT, DOG = MultimodalItem("cat", 3, 4), MultimodalItem("dog", 7, 9)
 

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvrouter.engine_patch.offload.arc import ArcPolicy, ArcSizes
 from kvrouter.engine_patch.offload.key import OffloadKey, pack
+from kvrouter.engine_patch.offload.tiers.arc import ArcPolicy, ArcSizes
 
 # Kinds of traces: uniform, skewed, and scans through more than fits between a few keys that come again and again.
 KINDS = ("uniform", "skewed", "scans")

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvrouter.engine_patch.offload.cpu_tier import Allocation, ChunkState, CpuTier, Usage, WrongState
 from kvrouter.engine_patch.offload.key import OffloadKey, pack
-from kvrouter.engine_patch.offload.lru import LruPolicy
-from kvrouter.engine_patch.offload.policy import PolicyError, make_policy
+from kvrouter.engine_patch.offload.tiers.cpu_tier import Allocation, ChunkState, CpuTier, Usage, WrongState
+from kvrouter.engine_patch.offload.tiers.lru import LruPolicy
+from kvrouter.engine_patch.offload.tiers.policy import PolicyError, make_policy
 
 ABSENT, WRITING, READY = ChunkState.ABSENT, ChunkState.WRITING, ChunkState.READY
 

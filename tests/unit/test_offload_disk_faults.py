@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.engine_patch.offload.disk.file_ops import FileOps
-from kvrouter.engine_patch.offload.disk.folder import DiskFolderError
+from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE, Finished
+from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
+from kvrouter.engine_patch.offload.disk.format.folder import DiskFolderError
+from kvrouter.engine_patch.offload.disk.format.manifest import ENTRY_BYTES, HEADER_BYTES
+from kvrouter.engine_patch.offload.disk.format.record_store import DONE, Found, Outcome, Store
 from kvrouter.engine_patch.offload.disk.health import State
-from kvrouter.engine_patch.offload.disk.manifest import ENTRY_BYTES, HEADER_BYTES
-from kvrouter.engine_patch.offload.disk.store import DONE, Found, Outcome, Store
 from kvrouter.engine_patch.offload.disk.tier import UNCLEARED, DiskTier
-from kvrouter.engine_patch.offload.disk.told import READ, WRITE, Finished
 from kvrouter.engine_patch.offload.key import OffloadKey
-from kvrouter.engine_patch.throttled_log import INTERVAL_S
+from kvrouter.engine_patch.setup.throttled_log import INTERVAL_S
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from disk_child import RECORD_BYTES, STRIDE_BYTES, FaultyFiles, HandExecutor, Slots, identity, key, payload, salt_of

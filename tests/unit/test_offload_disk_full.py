@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.engine_patch.offload.disk.file_ops import FileOps
+from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
 from kvrouter.engine_patch.offload.disk.health import State
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey

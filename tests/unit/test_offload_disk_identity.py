@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.engine_patch.offload.disk import checksum as checksums
-from kvrouter.engine_patch.offload.disk.checksum import CRC32, XXH3, checksum, default_checksum
-from kvrouter.engine_patch.offload.disk.folder import DiskFolderError, FolderInUse, ForeignFolder, claim
-from kvrouter.engine_patch.offload.disk.identity import DiskIdentity, GroupIdentity
+from kvrouter.engine_patch.offload.disk.format import checksum as checksums
+from kvrouter.engine_patch.offload.disk.format.checksum import CRC32, XXH3, checksum, default_checksum
+from kvrouter.engine_patch.offload.disk.format.folder import DiskFolderError, FolderInUse, ForeignFolder, claim
+from kvrouter.engine_patch.offload.disk.format.identity import DiskIdentity, GroupIdentity
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from disk_child import identity

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.engine_patch.offload.disk import manifest as module
-from kvrouter.engine_patch.offload.disk.file_ops import FileOps
-from kvrouter.engine_patch.offload.disk.manifest import (
+from kvrouter.engine_patch.offload.disk.format import manifest as module
+from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
+from kvrouter.engine_patch.offload.disk.format.manifest import (
     ENTRY_BYTES,
     HEADER_BYTES,
     Entry,

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.engine_patch.offload.disk.file_ops import FileOps
-from kvrouter.engine_patch.offload.disk.folder import MANIFEST_FILE, RECORDS_FILE
+from kvrouter.engine_patch.offload.disk.disk_events import READ, Finished
+from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
+from kvrouter.engine_patch.offload.disk.format.folder import MANIFEST_FILE, RECORDS_FILE
+from kvrouter.engine_patch.offload.disk.format.manifest import ENTRY_BYTES, HEADER_BYTES
 from kvrouter.engine_patch.offload.disk.health import MAX_RETRY_S, State
-from kvrouter.engine_patch.offload.disk.manifest import ENTRY_BYTES, HEADER_BYTES
 from kvrouter.engine_patch.offload.disk.reader import LOOK_S, NO_HEADER, RESETS_DIFFER, DiskReader
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
-from kvrouter.engine_patch.offload.disk.told import READ, Finished
 from kvrouter.engine_patch.offload.key import OffloadKey
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.engine_patch.offload.disk.file_ops import FileOps
-from kvrouter.engine_patch.offload.disk.records import PAGE_BYTES, Records, stride_bytes
+from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
+from kvrouter.engine_patch.offload.disk.format.records import PAGE_BYTES, Records, stride_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from disk_child import RECORD_BYTES, FaultyFiles, payload

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from kvrouter.engine_patch.offload.disk.io_threads import IoThreads
+from kvrouter.engine_patch.offload.disk.format.io_threads import IoThreads
 
 # A hang, not a measure.
 LONG_S = 60.0

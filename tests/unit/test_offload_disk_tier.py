@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvrouter.engine_patch.offload.disk.checksum import CRC32
-from kvrouter.engine_patch.offload.disk.folder import DiskFolderError, FolderInUse, ForeignFolder
+from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE, Finished
+from kvrouter.engine_patch.offload.disk.format.checksum import CRC32
+from kvrouter.engine_patch.offload.disk.format.folder import DiskFolderError, FolderInUse, ForeignFolder
 from kvrouter.engine_patch.offload.disk.health import State
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
-from kvrouter.engine_patch.offload.disk.told import READ, WRITE, Finished
 from kvrouter.engine_patch.offload.key import OffloadKey
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))

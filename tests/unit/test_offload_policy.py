@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from kvrouter.engine_patch.offload.key import OffloadKey, pack
-from kvrouter.engine_patch.offload.lru import LruPolicy
-from kvrouter.engine_patch.offload.policy import BUILT_IN, METHODS, Policy, PolicyError, make_policy
+from kvrouter.engine_patch.offload.tiers.lru import LruPolicy
+from kvrouter.engine_patch.offload.tiers.policy import BUILT_IN, METHODS, Policy, PolicyError, make_policy
 
 MODULE = "kvrouter_test_policies"
 
@@ -258,7 +258,7 @@ def test_an_unknown_name_lists_the_known_ones(name: str) -> None:
         (f"{MODULE}:nothing", r"nothing\(8\) failed .TypeError"),
         (
             f"{MODULE}:HalfDone",
-            "HalfDone lacks victims, evictable_again; see kvrouter.engine_patch.offload.policy.Policy",
+            "HalfDone lacks victims, evictable_again; see kvrouter.engine_patch.offload.tiers.policy.Policy",
         ),
     ],
 )

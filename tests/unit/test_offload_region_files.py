@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.engine_patch.offload.region import Region, padded, remove_stale, shared_path
+from kvrouter.engine_patch.offload.memory.region import Region, padded, remove_stale, shared_path
 
 SLOTS, RANKS, RANK_BYTES = 5, 2, 3_000
 SLOT_BYTES = RANKS * RANK_BYTES
@@ -28,7 +28,7 @@ PATIENCE_S = 30.0
 USER = """
 import sys
 from pathlib import Path
-from kvrouter.engine_patch.offload.region import Region
+from kvrouter.engine_patch.offload.memory.region import Region
 path, slots, slot_bytes, ranks = Path(sys.argv[1]), *map(int, sys.argv[2:5])
 region = Region.create_or_open(path, slots, slot_bytes, ranks, None)
 print("open", flush=True)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.engine_patch.offload.slot_layout import GroupPart, SlotLayout, make_plan, num_chunks
+from kvrouter.engine_patch.offload.memory.slot_layout import GroupPart, SlotLayout, make_plan, num_chunks
 
 pages = st.lists(st.integers(1, 50), min_size=1, max_size=4).map(tuple)
 layouts = st.builds(

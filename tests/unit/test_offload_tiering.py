@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import pytest
 
-from kvrouter.engine_patch.offload.cpu_tier import CpuTier
 from kvrouter.engine_patch.offload.key import OffloadKey, pack
-from kvrouter.engine_patch.offload.lru import LruPolicy
-from kvrouter.engine_patch.offload.tiering import PATIENCE_STEPS, Answer, Change, Medium, Tiering, Wish
+from kvrouter.engine_patch.offload.tiers.cpu_tier import CpuTier
+from kvrouter.engine_patch.offload.tiers.lru import LruPolicy
+from kvrouter.engine_patch.offload.tiers.tiering import PATIENCE_STEPS, Answer, Change, Medium, Tiering, Wish
 
 CPU, DISK = Medium.CPU, Medium.STORAGE
 

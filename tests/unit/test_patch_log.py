@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvrouter.engine_patch.throttled_log import INTERVAL_S, ThrottledLog
+from kvrouter.engine_patch.setup.throttled_log import INTERVAL_S, ThrottledLog
 
 ROOT = Path(__file__).resolve().parents[2] / "engine_patch"
 METHODS = {"debug", "info", "warning", "error", "exception", "critical", "log"}

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvrouter.engine_patch.endpoints import Endpoints, binds, choose, of_rank
-from kvrouter.engine_patch.publisher import DroppingQueue, Seqs
+from kvrouter.engine_patch.hooks.publisher import DroppingQueue, Seqs
+from kvrouter.engine_patch.setup.endpoints import Endpoints, binds, choose, of_rank
 
 
 def test_a_full_queue_drops_and_skips_at_the_place_of_the_loss() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.engine_patch.settings import PatchSettings, from_environment
+from kvrouter.engine_patch.setup.settings import PatchSettings, from_environment
 
 
 def test_nothing_said_is_the_default() -> None:

@@ -7,7 +7,7 @@ import asyncio
 from functools import partial
 from random import Random
 
-from kvrouter.events.permits import Permit, Permits
+from kvrouter.events.transport.permits import Permit, Permits
 
 LONG_S = 60.0
 

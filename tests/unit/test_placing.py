@@ -16,13 +16,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from placing_stage import TOKENS, Stage, ask, hit
 
-from kvrouter.router.errors import Conflict, NoWorker, QueueFull, Saturated, UnknownSelection, UnknownWorker
-from kvrouter.router.load.gauges import EngineLoad
-from kvrouter.router.load.pending import PENDING_TTL_S, SELECTED_TTL_S, SETTLE_S
-from kvrouter.router.load.table import PREFILL_TTL_S, RESERVATION_TTL_S
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.placement import Ask, Placement
-from kvrouter.router.question import Question
+from kvrouter.router.common.errors import Conflict, NoWorker, QueueFull, Saturated, UnknownSelection, UnknownWorker
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.router.load.load_table import PREFILL_TTL_S, RESERVATION_TTL_S
+from kvrouter.router.load.pending_prefixes import PENDING_TTL_S, SELECTED_TTL_S, SETTLE_S
+from kvrouter.router.matching.question import Question
+from kvrouter.router.placement.placement_request import Ask, Placement
 
 PATIENCE_S = 20.0
 

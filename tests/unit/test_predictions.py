@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.quality.flights import Flights
-from kvrouter.router.quality.predictions import (
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.quality.concurrency import Flights
+from kvrouter.router.quality.prediction_judge import (
     ALONE_MIN,
     ALONE_WINDOW,
     BUSY_MIN,

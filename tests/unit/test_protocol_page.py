@@ -17,13 +17,13 @@ import msgspec
 import pytest
 import zmq
 
-from kvrouter.engine_patch import reporter as reporter_module
-from kvrouter.engine_patch.ledger import Ledger
-from kvrouter.engine_patch.reporter import ReporterSettings
-from kvrouter.engine_patch.request_desk import MAX_UNSENT
-from kvrouter.engine_patch.settings import DEFAULT_MAX_BLOCKS
-from kvrouter.engine_patch.snapshots import Moment, parts
-from kvrouter.events import report
+from kvrouter.engine_patch.reporter import reporter as reporter_module
+from kvrouter.engine_patch.reporter.ledger import Ledger
+from kvrouter.engine_patch.reporter.reporter import ReporterSettings
+from kvrouter.engine_patch.reporter.request_handler import MAX_UNSENT
+from kvrouter.engine_patch.reporter.snapshots import Moment, parts
+from kvrouter.engine_patch.setup.settings import DEFAULT_MAX_BLOCKS
+from kvrouter.events.patch import messages as report
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(TESTS / "support"))

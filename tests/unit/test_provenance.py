@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.discovery.told import Stream
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.provenance import engine_ranks, origin_problems, rank_problem, ranks_allowed
-from kvrouter.router.registration import NO_PATCH, Registration
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.workers.engine_answers import Stream
+from kvrouter.router.workers.provenance import engine_ranks, origin_problems, rank_problem, ranks_allowed
+from kvrouter.router.workers.registration import NO_PATCH, Registration
 
 A_URL, B_URL = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 A, B = "tcp://10.0.0.1:5557", "tcp://10.0.0.2:5557"

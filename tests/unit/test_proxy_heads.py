@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.allow_list import AllowList
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.proxy.addresses import Addresses
-from kvrouter.router.proxy.body import read_body
+from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.proxy.headers import answer_headers, named_in_header, request_head
-from kvrouter.router.proxy.target import Target, target_of
-from kvrouter.router.registration import Registration
+from kvrouter.router.proxy.openai_body import read_body
+from kvrouter.router.proxy.upstream.origin import Target, target_of
+from kvrouter.router.proxy.worker_addresses import Addresses
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.registration import Registration
 
 
 @pytest.mark.parametrize(

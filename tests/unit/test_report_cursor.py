@@ -15,17 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from fake_reporter import Ledger, packed, parts, stored, summary
 
-from kvrouter.events.report import (
-    CatalogMessage,
-    DeclaredCatalog,
-    Events,
-    Heartbeat,
-    Hello,
-    PlaceSummary,
-    SnapshotPart,
-)
-from kvrouter.events.report_cursor import REMEMBERED_EPOCHS, ReportCursor
-from kvrouter.events.report_items import (
+from kvrouter.events.patch.cursor import REMEMBERED_EPOCHS, ReportCursor
+from kvrouter.events.patch.items import (
     Beat,
     Connected,
     Declared,
@@ -42,7 +33,16 @@ from kvrouter.events.report_items import (
     Silent,
     SnapshotFailed,
 )
-from kvrouter.events.report_snapshot import MAX_NAME_CHARS, MAX_PLACES, SnapshotAssembly, SnapshotError
+from kvrouter.events.patch.messages import (
+    CatalogMessage,
+    DeclaredCatalog,
+    Events,
+    Heartbeat,
+    Hello,
+    PlaceSummary,
+    SnapshotPart,
+)
+from kvrouter.events.patch.snapshot_assembly import MAX_NAME_CHARS, MAX_PLACES, SnapshotAssembly, SnapshotError
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 CATALOG = DeclaredCatalog([])

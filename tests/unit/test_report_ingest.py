@@ -10,22 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrouter.events.codec import BatchDecoder, encode_batch
-from kvrouter.events.items import Batch, Connected, Disconnected, Proven, ReplayFinished, fingerprint
-from kvrouter.events.report import (
-    DeclaredCatalog,
-    DeclaredGroup,
-    Events,
-    HashExample,
-    Heartbeat,
-    Hello,
-    PlaceSummary,
-    ReportCleared,
-    ReportRemoved,
-    ReportStored,
-    pack_hashes,
-)
-from kvrouter.events.report_items import (
+from kvrouter.events.patch.items import (
     Beat,
     Declared,
     Greeted,
@@ -39,13 +24,28 @@ from kvrouter.events.report_items import (
     SnapshotFailed,
     SnapshotPlace,
 )
-from kvrouter.events.wire import WireStored
-from kvrouter.router.hashing import HashScheme, hash_block, reduce_hash
-from kvrouter.router.names import CPU, GPU, Place, WorkerKey
-from kvrouter.router.registration import CatalogSpec, GroupSpec, Registration
-from kvrouter.router.report_ingest import ReportIngest
-from kvrouter.router.residency import PlaceSum
-from kvrouter.router.states import CREDITED, StreamState
+from kvrouter.events.patch.messages import (
+    DeclaredCatalog,
+    DeclaredGroup,
+    Events,
+    HashExample,
+    Heartbeat,
+    Hello,
+    PlaceSummary,
+    ReportCleared,
+    ReportRemoved,
+    ReportStored,
+    pack_hashes,
+)
+from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
+from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, Proven, ReplayFinished, fingerprint
+from kvrouter.events.vllm.wire import WireStored
+from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
+from kvrouter.router.ingest.patch_ingest import ReportIngest
+from kvrouter.router.ingest.residency import PlaceSum
+from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
+from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.workers.stream_state import CREDITED, StreamState
 
 EPOCH, OTHER = "aa" * 8, "bb" * 8
 

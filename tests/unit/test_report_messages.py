@@ -9,8 +9,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrouter.events.greeting import reachable
-from kvrouter.events.report import (
+from kvrouter.events.patch.decode import (
+    MAX_EPOCH_CHARS,
+    MAX_ERROR_CHARS,
+    Unreadable,
+    read_answer,
+    read_report,
+    read_seq,
+)
+from kvrouter.events.patch.hello import reachable
+from kvrouter.events.patch.messages import (
     CatalogMessage,
     DeclaredCatalog,
     DeclaredGroup,
@@ -31,14 +39,6 @@ from kvrouter.events.report import (
     reports_endpoint,
     requests_endpoint,
     unpack_hashes,
-)
-from kvrouter.events.report_decode import (
-    MAX_EPOCH_CHARS,
-    MAX_ERROR_CHARS,
-    Unreadable,
-    read_answer,
-    read_report,
-    read_seq,
 )
 
 EPOCH = "0123456789abcdef"

@@ -20,9 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 from fake_reporter import HOST, Context, FakeReporter, Ledger, apply, refused, stored
 
-from kvrouter.events.permits import Permits
-from kvrouter.events.report import REPORT_TOPIC, DeclaredCatalog, HelloRequest, Refused, SnapshotPart, SnapshotRequest
-from kvrouter.events.report_items import (
+from kvrouter.events.patch.items import (
     Beat,
     Connected,
     Declared,
@@ -39,7 +37,16 @@ from kvrouter.events.report_items import (
     Silent,
     SnapshotFailed,
 )
-from kvrouter.events.report_subscriber import ReportSettings, ReportSubscriber, SubscriberClosed, greet
+from kvrouter.events.patch.messages import (
+    REPORT_TOPIC,
+    DeclaredCatalog,
+    HelloRequest,
+    Refused,
+    SnapshotPart,
+    SnapshotRequest,
+)
+from kvrouter.events.patch.subscriber import ReportSettings, ReportSubscriber, SubscriberClosed, greet
+from kvrouter.events.transport.permits import Permits
 
 # Nothing here waits this long unless it fails.
 PATIENCE_S = 15.0
@@ -660,7 +667,7 @@ def test_probe(context: Context, run: Any) -> None:
 def test_probe_survives_a_flood_of_nonsense(context: Context, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
         flood = itertools.cycle([[b"", b"\xc1"], [b""], [b"", msgspec.msgpack.encode(SnapshotPart(1, "e", 1.0, 0, 0))]])
-        monkeypatch.setattr("kvrouter.events.link.Link.receive", lambda _: next(flood))
+        monkeypatch.setattr("kvrouter.events.transport.link.Link.receive", lambda _: next(flood))
         assert await greet(f"{HOST}:9", context=context, timeout_s=0.05) is None
 
     run(test())
@@ -736,7 +743,7 @@ def test_sockets_that_cannot_go_on_are_told(context: Context, run: Any, monkeypa
             def broken(*_: object) -> None:
                 raise zmq.ZMQError(zmq.ETERM)
 
-            monkeypatch.setattr("kvrouter.events.link.Link.receive", broken)
+            monkeypatch.setattr("kvrouter.events.transport.link.Link.receive", broken)
             reporter.beat()
             with pytest.raises(zmq.ZMQError):
                 await stream.until_kind(Beat)

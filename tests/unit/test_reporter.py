@@ -15,10 +15,9 @@ import msgspec
 import pytest
 import zmq
 
-from kvrouter.engine_patch import reporter as reporter_module
-from kvrouter.engine_patch.reporter import Reporter
-from kvrouter.events import binding
-from kvrouter.events.report import (
+from kvrouter.engine_patch.reporter import reporter as reporter_module
+from kvrouter.engine_patch.reporter.reporter import Reporter
+from kvrouter.events.patch.messages import (
     CatalogMessage,
     DeclaredCatalog,
     DeclaredGroup,
@@ -30,6 +29,7 @@ from kvrouter.events.report import (
     ReportStored,
     unpack_hashes,
 )
+from kvrouter.events.transport import binding
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from report_peer import (

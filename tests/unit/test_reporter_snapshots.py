@@ -12,13 +12,13 @@ import msgspec
 import pytest
 import zmq
 
-from kvrouter.engine_patch import snapshots
-from kvrouter.engine_patch.counters import Counters
-from kvrouter.engine_patch.ledger import Ledger
-from kvrouter.engine_patch.reporter import MAX_MESSAGE_BYTES, Reporter
-from kvrouter.engine_patch.request_desk import MAX_UNSENT
-from kvrouter.engine_patch.snapshots import Moment, Sent, SnapshotService
-from kvrouter.events.report import (
+from kvrouter.engine_patch.reporter import snapshots
+from kvrouter.engine_patch.reporter.counters import Counters
+from kvrouter.engine_patch.reporter.ledger import Ledger
+from kvrouter.engine_patch.reporter.reporter import MAX_MESSAGE_BYTES, Reporter
+from kvrouter.engine_patch.reporter.request_handler import MAX_UNSENT
+from kvrouter.engine_patch.reporter.snapshots import Moment, Sent, SnapshotService
+from kvrouter.events.patch.messages import (
     Events,
     Hello,
     HelloRequest,

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvrouter.simulator.demo import Row, Summary, run_demo
-from kvrouter.simulator.demo_router import DemoFailed, Http, RouterProcess
-from kvrouter.simulator.demo_trace import (
+from kvrouter.simulator.demo.demo import run_demo
+from kvrouter.simulator.demo.router import DemoFailed, Http, RouterProcess
+from kvrouter.simulator.demo.summary import Row, Summary
+from kvrouter.simulator.demo.trace import (
     SCENES,
     Rivals,
     full_attention_choice,
@@ -27,7 +28,7 @@ from kvrouter.simulator.demo_trace import (
     make_prompts,
     working_set_blocks,
 )
-from kvrouter.simulator.demo_view import View
+from kvrouter.simulator.demo.view import View
 
 # Answers as the router does, predicts nothing, sends everything to the first worker.
 IGNORANT = """
@@ -186,7 +187,7 @@ def test_the_users_settings_do_not_reach_the_router(tmp_path: Path, monkeypatch:
 
 
 def test_a_worker_that_never_shows_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.simulator.demo_router.VISIBLE_S", 0.0)
+    monkeypatch.setattr("kvrouter.simulator.demo.router.VISIBLE_S", 0.0)
     router = RouterProcess(tmp_path, http=Http(), command=ignorant)
     router.start()
     try:
@@ -217,7 +218,7 @@ def test_wrong_predictions_end_with_1_and_leave_nothing(
 def test_a_signal_ends_it_and_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path) -> None:
     script = tmp_path / "demo.py"
     script.write_text(
-        "import sys\nfrom kvrouter.simulator.demo import run_demo\n"
+        "import sys\nfrom kvrouter.simulator.demo.demo import run_demo\n"
         f"IGNORANT = {IGNORANT!r}\n"
         "sys.exit(run_demo(requests=200, command=lambda port, data: [sys.executable, '-c', IGNORANT, str(port)]))\n"
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.simulator.cpu_tier import CacheEvent, CpuTier, Evicted, Offloaded, Uses
-from kvrouter.simulator.job import Handover
-from kvrouter.simulator.pool import Key, Stored
-from kvrouter.simulator.replica import Replica, Stuck
-from kvrouter.simulator.shapes import Geometry, gpt_oss, llama
-from kvrouter.simulator.stream import to_wire
-from kvrouter.simulator.timing import Timing
-from kvrouter.simulator.virtual import Fleet, VirtualReplica
+from kvrouter.simulator.cache.cpu_tier import CacheEvent, CpuTier, Evicted, Offloaded, Uses
+from kvrouter.simulator.cache.job import Handover
+from kvrouter.simulator.cache.pool import Key, Stored
+from kvrouter.simulator.cache.shapes import Geometry, gpt_oss, llama
+from kvrouter.simulator.engine.replica import Replica, Stuck
+from kvrouter.simulator.engine.timing import Timing
+from kvrouter.simulator.engine.virtual_time import Fleet, VirtualReplica
+from kvrouter.simulator.http.event_stream import to_wire
 
 
 def key(n: int, group_idx: int = 0) -> Key:

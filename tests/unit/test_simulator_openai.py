@@ -12,10 +12,10 @@ import aiohttp
 import pytest
 import zmq
 
-from kvrouter.simulator import tokenizer
-from kvrouter.simulator.server import ReplicaServer
-from kvrouter.simulator.shapes import gpt_oss
-from kvrouter.simulator.timing import INSTANT, Timing
+from kvrouter.simulator.cache import tokenizer
+from kvrouter.simulator.cache.shapes import gpt_oss
+from kvrouter.simulator.engine.timing import INSTANT, Timing
+from kvrouter.simulator.http.server import ReplicaServer
 
 PATIENCE_S = 20.0
 

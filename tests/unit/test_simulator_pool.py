@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.simulator.pool import BlockPool, Cleared, Key, PoolExhausted, Removed
+from kvrouter.simulator.cache.pool import BlockPool, Cleared, Key, PoolExhausted, Removed
 
 
 def key(n: int, group_idx: int = 0) -> Key:

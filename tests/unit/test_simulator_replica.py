@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.simulator.groups import make_group
-from kvrouter.simulator.hashing import extend_hashes, root_hash
-from kvrouter.simulator.pool import BlockPool, Cleared, Event, Removed, Stored
-from kvrouter.simulator.replica import Replica, RequestRefused
-from kvrouter.simulator.shapes import (
+from kvrouter.simulator.cache.groups import make_group
+from kvrouter.simulator.cache.hashing import extend_hashes, root_hash
+from kvrouter.simulator.cache.pool import BlockPool, Cleared, Event, Removed, Stored
+from kvrouter.simulator.cache.shapes import (
     SHAPES,
     Geometry,
     GroupShape,
@@ -20,7 +19,8 @@ from kvrouter.simulator.shapes import (
     make_geometry,
     qwen3_next,
 )
-from kvrouter.simulator.text import next_token
+from kvrouter.simulator.cache.text import next_token
+from kvrouter.simulator.engine.replica import Replica, RequestRefused
 
 FULL, SWA = "full_attention", "sliding_window"
 

@@ -7,10 +7,10 @@ import random
 
 import pytest
 
-from kvrouter.simulator.job import Job
-from kvrouter.simulator.replica import Replica, RequestRefused
-from kvrouter.simulator.scheduler import Step
-from kvrouter.simulator.shapes import SHAPES, gpt_oss, llama, make_geometry, qwen3_next
+from kvrouter.simulator.cache.job import Job
+from kvrouter.simulator.cache.shapes import SHAPES, gpt_oss, llama, make_geometry, qwen3_next
+from kvrouter.simulator.engine.replica import Replica, RequestRefused
+from kvrouter.simulator.engine.scheduler import Step
 
 
 def replica(blocks: int = 100, *, chunk_tokens: int = 32, max_running: int = 8, shape: object = None) -> Replica:

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import zmq
 
-from kvrouter.events.codec import BatchDecoder
-from kvrouter.events.messages import AllBlocksCleared, BlockRemoved, BlockStored
-from kvrouter.simulator import tokenizer
+from kvrouter.events.vllm.codec import BatchDecoder
+from kvrouter.events.vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored
+from kvrouter.simulator.cache import tokenizer
+from kvrouter.simulator.cache.pool import Key
+from kvrouter.simulator.cache.shapes import gpt_oss
 from kvrouter.simulator.command import main
-from kvrouter.simulator.pool import Key
-from kvrouter.simulator.server import ReplicaServer, ServerThread
-from kvrouter.simulator.shapes import gpt_oss
+from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 
 PATIENCE_S = 20.0
 

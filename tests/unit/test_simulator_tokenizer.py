@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrouter.simulator import tokenizer
-from kvrouter.simulator.text import next_token
+from kvrouter.simulator.cache import tokenizer
+from kvrouter.simulator.cache.text import next_token
 
 
 @given(st.text(st.characters(codec="utf-8")))

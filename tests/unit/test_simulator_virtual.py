@@ -7,11 +7,11 @@ import random
 
 import pytest
 
-from kvrouter.simulator.replica import Replica
-from kvrouter.simulator.shapes import Geometry, gpt_oss, llama, qwen3_next
-from kvrouter.simulator.text import PieceText
-from kvrouter.simulator.timing import Timing
-from kvrouter.simulator.virtual import Fleet, Moment, VirtualReplica
+from kvrouter.simulator.cache.shapes import Geometry, gpt_oss, llama, qwen3_next
+from kvrouter.simulator.cache.text import PieceText
+from kvrouter.simulator.engine.replica import Replica
+from kvrouter.simulator.engine.timing import Timing
+from kvrouter.simulator.engine.virtual_time import Fleet, Moment, VirtualReplica
 
 # A step of 10 ms, 1 ms a prefill token, 2 ms a decoding request.
 TIMING = Timing(prefill_tokens_per_s=1000, step_base_s=0.010, decode_sequence_s=0.002)

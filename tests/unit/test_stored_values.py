@@ -6,12 +6,11 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvrouter.router import registry
-from kvrouter.router.index import keys
+from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.index import keys, registry
 from kvrouter.router.index.commit import Head, Lease
-from kvrouter.router.index.connection import StoredValueError
-from kvrouter.router.names import Place, WorkerKey
-from kvrouter.router.registration import MAX_GROUPS, CatalogSpec, GroupSpec, Registration
+from kvrouter.router.redis_client.connection import StoredValueError
+from kvrouter.router.workers.registration import MAX_GROUPS, CatalogSpec, GroupSpec, Registration
 
 WORKER = WorkerKey("m", "w0", 2)
 GOOD = Registration(WORKER, events="tcp://h:1", replay="tcp://h:2", url="http://h:8000", block_size=16)

@@ -14,24 +14,27 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter
 
-from kvrouter.router.supervision import RECENT_S, RESTART_FIRST_S, RESTART_LAST_S, STEADY_S, TaskSupervisor
+from kvrouter.router.common.task_supervisor import RECENT_S, RESTART_FIRST_S, RESTART_LAST_S, STEADY_S, TaskSupervisor
 
 ROUTER = Path(__file__).resolve().parents[2] / "router"
 
 # Places that start a task of their own, by file and function: why each needs no supervisor.
 ALLOWED = {
-    ("supervision.py", "start"): "the supervisor itself",
+    ("common/task_supervisor.py", "start"): "the supervisor itself",
     (
-        "api/hot_http.py",
+        "api/http/hot_protocol.py",
         "on_message_complete",
     ): "one answer; its errors are answers, and uvicorn awaits it when it stops",
-    ("app.py", "unless_stopped"): "the start, awaited at once; its failure ends the process",
-    ("stream.py", "_take_lease"): "awaited by the function that starts it",
-    ("stream.py", "_together"): "a TaskGroup: what ends one ends the run of a supervised task",
-    ("supervise.py", "supervise"): "the process itself: awaited, its failure ends it",
-    ("supervise.py", "_run"): "a TaskGroup: what ends one ends the process",
-    ("tokens/engines.py", "_begin_judging"): "one judgement; its failure is logged and it is begun again by `look`",
-    ("tokens/tokenizing.py", "_asked_once"): "one question; whoever asked awaits it",
+    ("server/app.py", "unless_stopped"): "the start, awaited at once; its failure ends the process",
+    ("streams/worker_stream.py", "_take_lease"): "awaited by the function that starts it",
+    ("streams/worker_stream.py", "_together"): "a TaskGroup: what ends one ends the run of a supervised task",
+    ("server/supervisor.py", "supervise"): "the process itself: awaited, its failure ends it",
+    ("server/supervisor.py", "_run"): "a TaskGroup: what ends one ends the process",
+    (
+        "tokens/engine/verified_engines.py",
+        "_begin_judging",
+    ): "one judgement; its failure is logged and it is begun again by `look`",
+    ("tokens/tokenizer.py", "_asked_once"): "one question; whoever asked awaits it",
 }
 STARTERS = {"create_task", "ensure_future", "run_coroutine_threadsafe"}
 

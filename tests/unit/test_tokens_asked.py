@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrouter.router.errors import BadQuestion
-from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH, WITHOUT_TOKENS, Asked, read
-from kvrouter.router.tokens.engine_forms import Habits, refusal_of, tokenize_body
-from kvrouter.router.tokens.forwarding import MIN_TOKENS, forwarded_body
-from kvrouter.router.tokens.prompt import Prompt, Unknown, estimated_tokens
+from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.tokens.engine.wire import Habits, refusal_of, tokenize_body
+from kvrouter.router.tokens.forward_ids import MIN_TOKENS, forwarded_body
+from kvrouter.router.tokens.prompt_tokens import Prompt, Unknown, estimated_tokens
+from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, WITHOUT_TOKENS, Asked, read
 
 USER = {"role": "user", "content": "Hi"}
 CHAT = {"messages": [USER]}

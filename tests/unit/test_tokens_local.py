@@ -17,11 +17,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from tiny_tokenizer import BOS, write_tokenizer
 from tokenizers import Tokenizer
 
-from kvrouter.router.errors import SettingError
-from kvrouter.router.tokens.asked import CHAT_PATH, TEXT_PATH, Asked, read
-from kvrouter.router.tokens.engine_forms import Habits
-from kvrouter.router.tokens.local import LocalTokenizer
-from kvrouter.router.tokens.prompt import Unknown
+from kvrouter.router.common.errors import SettingError
+from kvrouter.router.tokens.engine.wire import Habits
+from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
+from kvrouter.router.tokens.prompt_tokens import Unknown
+from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, Asked, read
 
 USER = {"role": "user", "content": "Hi there, Größe 12"}
 

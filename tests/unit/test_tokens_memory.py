@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvrouter.router.tokens.memory import LIFE_S, OVERHEAD_BYTES, PromptMemory
-from kvrouter.router.tokens.prompt import Found
+from kvrouter.router.tokens.prompt_cache import LIFE_S, OVERHEAD_BYTES, PromptMemory
+from kvrouter.router.tokens.prompt_tokens import Found
 
 
 class Clock:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from chats import text
 from tiny_tokenizer import END, START, build_tokenizer
 
-from kvrouter.router.tokens.pieces import Pieces
+from kvrouter.router.tokens.local.piece_cache import Pieces
 
 # A character in four texts is one that special tokens are made of, so that halves of them occur too.
 NOISE = (

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from kvrouter.engine_patch.gates import parse_version
-from kvrouter.engine_patch.offloading import ChunkTable, chunk_sizes, partial_chunk, whole_chunk
-from kvrouter.engine_patch.positions import MAX_NOTES, note, position_of
-from kvrouter.engine_patch.translate import (
+from kvrouter.engine_patch.hooks.offload_events import ChunkTable, chunk_sizes, partial_chunk, whole_chunk
+from kvrouter.engine_patch.hooks.positions import MAX_NOTES, note, position_of
+from kvrouter.engine_patch.reporter.translate import (
     Chunk,
     Notes,
     OffloadGroup,
@@ -24,7 +23,8 @@ from kvrouter.engine_patch.translate import (
     translate,
     translate_offloaded,
 )
-from kvrouter.events.report import ReportCleared, ReportRemoved, ReportStored, unpack_hashes
+from kvrouter.engine_patch.setup.features import parse_version
+from kvrouter.events.patch.messages import ReportCleared, ReportRemoved, ReportStored, unpack_hashes
 
 
 def event(name: str, **fields: Any) -> Any:

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from kvrouter.router.following import in_turns
-from kvrouter.router.index.follower import FollowerItem, Reload, StoreBack
-from kvrouter.router.index.log import LogEntry
-from kvrouter.router.names import WorkerKey
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.index.log_entry import LogEntry
+from kvrouter.router.index.log_follower import FollowerItem, Reload, StoreBack
+from kvrouter.router.streams.mirror_sync import in_turns
 
 
 def entry(name: str, commit: int) -> LogEntry:

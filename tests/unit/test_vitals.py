@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from kvrouter.router.states import StreamState, credited
-from kvrouter.router.vitals import (
+from kvrouter.router.ingest.engine_liveness import (
     LOST_AFTER,
     EngineAbsent,
     EngineBack,
@@ -16,6 +15,7 @@ from kvrouter.router.vitals import (
     Pulse,
     Vitals,
 )
+from kvrouter.router.workers.stream_state import StreamState, credited
 
 SLOW = NoPulse("no answer in 2 s")
 GONE = NoPulse("refused", gone=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from kvrouter.engine_patch.throttled_log import INTERVAL_S
+from kvrouter.engine_patch.setup.throttled_log import INTERVAL_S
 
 DROPPED = "nothing of it was loaded, the record was dropped, and what it held is computed again"
 NOT_WRITTEN = "what it was to hold is not on disk"

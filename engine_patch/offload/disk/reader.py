@@ -22,14 +22,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvrouter.engine_patch.offload.disk.file_ops import FileOps
+from kvrouter.engine_patch.offload.disk.disk_events import READ, Change, Counters, Finished
+from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
+from kvrouter.engine_patch.offload.disk.format.identity import DiskIdentity
+from kvrouter.engine_patch.offload.disk.format.io_threads import Executor, IoThreads
+from kvrouter.engine_patch.offload.disk.format.manifest import Entry
+from kvrouter.engine_patch.offload.disk.format.record_store import Outcome, Result
 from kvrouter.engine_patch.offload.disk.health import RETRY_S, Health, State
-from kvrouter.engine_patch.offload.disk.identity import DiskIdentity
 from kvrouter.engine_patch.offload.disk.incident_log import DROPPED, IncidentLog
-from kvrouter.engine_patch.offload.disk.io_threads import Executor, IoThreads
-from kvrouter.engine_patch.offload.disk.manifest import Entry
-from kvrouter.engine_patch.offload.disk.store import Outcome, Result
-from kvrouter.engine_patch.offload.disk.told import READ, Change, Counters, Finished
 from kvrouter.engine_patch.offload.disk.view import Look, View
 from kvrouter.engine_patch.offload.key import OffloadKey
 

@@ -23,17 +23,17 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvrouter.engine_patch.offload.disk.file_ops import FileOps
-from kvrouter.engine_patch.offload.disk.folder import Folder, claim, foreign, unusable
+from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE, Change, Counters, Finished
+from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
+from kvrouter.engine_patch.offload.disk.format.folder import Folder, claim, foreign, unusable
+from kvrouter.engine_patch.offload.disk.format.identity import DiskIdentity
+from kvrouter.engine_patch.offload.disk.format.io_threads import Executor, IoThreads
+from kvrouter.engine_patch.offload.disk.format.manifest import ForeignManifest
+from kvrouter.engine_patch.offload.disk.format.record_store import Found, Outcome, Result, Store
+from kvrouter.engine_patch.offload.disk.format.records import stride_bytes
 from kvrouter.engine_patch.offload.disk.health import RETRY_S, Health, Permit, State
-from kvrouter.engine_patch.offload.disk.identity import DiskIdentity
 from kvrouter.engine_patch.offload.disk.incident_log import DROPPED, NOT_WRITTEN, IncidentLog
-from kvrouter.engine_patch.offload.disk.io_threads import Executor, IoThreads
-from kvrouter.engine_patch.offload.disk.manifest import ForeignManifest
 from kvrouter.engine_patch.offload.disk.record_table import RecordTable, Room
-from kvrouter.engine_patch.offload.disk.records import stride_bytes
-from kvrouter.engine_patch.offload.disk.store import Found, Outcome, Result, Store
-from kvrouter.engine_patch.offload.disk.told import READ, WRITE, Change, Counters, Finished
 from kvrouter.engine_patch.offload.key import OffloadKey
 
 DEFAULT_THREADS = 2

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvrouter.engine_patch.offload.disk.checksum import checksum
-from kvrouter.engine_patch.offload.disk.file_ops import FileOps, read_fully
-from kvrouter.engine_patch.offload.disk.folder import MANIFEST_FILE, RECORDS_FILE
-from kvrouter.engine_patch.offload.disk.identity import DiskIdentity
-from kvrouter.engine_patch.offload.disk.manifest import (
+from kvrouter.engine_patch.offload.disk.format.checksum import checksum
+from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps, read_fully
+from kvrouter.engine_patch.offload.disk.format.folder import MANIFEST_FILE, RECORDS_FILE
+from kvrouter.engine_patch.offload.disk.format.identity import DiskIdentity
+from kvrouter.engine_patch.offload.disk.format.manifest import (
     ENTRY_BYTES,
     HEADER_BYTES,
     SCAN_BYTES,
@@ -26,8 +26,8 @@ from kvrouter.engine_patch.offload.disk.manifest import (
     Manifest,
     decode_entry,
 )
-from kvrouter.engine_patch.offload.disk.records import Records
-from kvrouter.engine_patch.offload.disk.store import Outcome, Result, failure, read_record
+from kvrouter.engine_patch.offload.disk.format.record_store import Outcome, Result, failure, read_record
+from kvrouter.engine_patch.offload.disk.format.records import Records
 
 
 class Look(NamedTuple):

@@ -13,13 +13,13 @@ import numpy as np
 import zmq
 from prometheus_client import CollectorRegistry
 
-from kvrouter.router.config import Config
-from kvrouter.router.core import Core
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.settings import Config
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.metrics import Metrics
-from kvrouter.router.names import WorkerKey
-from kvrouter.router.question import Question
-from kvrouter.router.registration import NO_PATCH, CatalogSpec, Registration
+from kvrouter.router.matching.question import Question
+from kvrouter.router.streams.router_core import Core
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.registration import NO_PATCH, CatalogSpec, Registration
 
 from .engines import MODEL, Engine, Kind
 from .history import Place

@@ -18,10 +18,9 @@ from typing import Any
 import zmq
 from wire import Wire
 
-from kvrouter.engine_patch.reporter import Reporter
-from kvrouter.engine_patch.settings import ReporterSettings
-from kvrouter.events.codec import encode_batch
-from kvrouter.events.report import (
+from kvrouter.engine_patch.reporter.reporter import Reporter
+from kvrouter.engine_patch.setup.settings import ReporterSettings
+from kvrouter.events.patch.messages import (
     DeclaredCatalog,
     DeclaredGroup,
     HashExample,
@@ -31,12 +30,13 @@ from kvrouter.events.report import (
     ReportStored,
     pack_hashes,
 )
-from kvrouter.events.wire import WireEvent, WireRemoved, WireStored
-from kvrouter.simulator.hashing import DEFAULT_SEED, extend_hashes, root_hash
-from kvrouter.simulator.pool import Cleared, Event, Removed, Stored
-from kvrouter.simulator.replica import Replica
-from kvrouter.simulator.shapes import Geometry
-from kvrouter.simulator.stream import to_wire
+from kvrouter.events.vllm.codec import encode_batch
+from kvrouter.events.vllm.wire import WireEvent, WireRemoved, WireStored
+from kvrouter.simulator.cache.hashing import DEFAULT_SEED, extend_hashes, root_hash
+from kvrouter.simulator.cache.pool import Cleared, Event, Removed, Stored
+from kvrouter.simulator.cache.shapes import Geometry
+from kvrouter.simulator.engine.replica import Replica
+from kvrouter.simulator.http.event_stream import to_wire
 
 from .history import Held, History, Life, Place
 from .publisher import ANY_PORT, ChaosPublisher

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from kvrouter.simulator.hashing import DEFAULT_SEED
-from kvrouter.simulator.shapes import gemma3, gpt_oss, llama, qwen3_next
+from kvrouter.simulator.cache.hashing import DEFAULT_SEED
+from kvrouter.simulator.cache.shapes import gemma3, gpt_oss, llama, qwen3_next
 
 from .core_router import CoreRouter
 from .engines import Engine, Kind

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 
-from kvrouter.router.warm import warm
+from kvrouter.router.server.warm_up import warm
 
 from .faults import FAULTS
 from .process_schedule import PROCESS_FAULTS, ProcessSchedule

@@ -14,12 +14,12 @@ from typing import Any, cast
 import httpx
 from wire import Wire
 
+from kvrouter.router.common.ids import Place as RouterPlace
+from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.index.follower import BLOCK_S, SILENT_S
-from kvrouter.router.names import Place as RouterPlace
-from kvrouter.router.names import WorkerKey
-from kvrouter.simulator.hit import find_prefix
-from kvrouter.simulator.pool import Block, BlockPool
+from kvrouter.router.index.log_follower import BLOCK_S, SILENT_S
+from kvrouter.simulator.cache.hit import find_prefix
+from kvrouter.simulator.cache.pool import Block, BlockPool
 
 from .engines import MODEL, Engine
 from .faults import FAULTS, Scene

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import zmq
 
-from kvrouter.events.wire import END_SEQ, SEQ_BYTES
+from kvrouter.events.vllm.wire import END_SEQ, SEQ_BYTES
 
 ANY_PORT = "tcp://127.0.0.1:0"
 

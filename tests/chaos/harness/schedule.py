@@ -7,7 +7,7 @@ import asyncio
 import random
 import time
 
-from kvrouter.router.states import CREDITED
+from kvrouter.router.workers.stream_state import CREDITED
 
 from .core_router import CoreRouter, Sample
 from .engines import Engine

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import zmq
 
-from kvrouter.router.states import StreamState
-from kvrouter.simulator.shapes import Geometry, gemma3, gpt_oss, llama, qwen3_next
+from kvrouter.router.workers.stream_state import StreamState
+from kvrouter.simulator.cache.shapes import Geometry, gemma3, gpt_oss, llama, qwen3_next
 
 from .engines import Engine, Kind, Shape
 from .faults import Fault, Scene

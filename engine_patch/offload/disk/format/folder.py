@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of one identity within the folder that the user names: who owns it, and what is said in it for people.
+
+    FOLDER/<digest of the identity>/identity.json   what the records are of, for people; must be ours
+                                    *.damaged       what could not be believed, for people: nothing reads it
+                                    lock            locked while an engine writes here; its process id within
+                                    manifest        see manifest.py
+                                    records         see records.py
+
+Folders of other identities are never opened, neither is anything else that lies there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+
+from kvrouter.engine_patch.offload.disk.format.identity import DiskIdentity
+
+IDENTITY_FILE = "identity.json"
+LOCK_FILE = "lock"
+DAMAGED_SUFFIX = ".damaged"
+MANIFEST_FILE = "manifest"
+RECORDS_FILE = "records"
+
+# Prompts can be told from KV caches.
+FOLDER_MODE = 0o700
+LOCK_MODE = 0o600
+# A process id and the name of a host.
+MAX_OWNER_BYTES = 512
+
+
+class DiskFolderError(RuntimeError):
+    """The folder cannot be used; the text says why and what to do."""
+
+
+class FolderInUse(DiskFolderError):
+    """Another engine writes there."""
+
+
+class ForeignFolder(DiskFolderError):
+    """Its content is not what its name says."""
+
+
+class Folder:
+    """A claimed folder: ours until `release` or the end of the process, however it ends."""
+
+    def __init__(self, path: Path, lock_fd: int) -> None:
+        self.path = path
+        self._lock_fd: int | None = lock_fd
+
+    def release(self) -> None:
+        """The lock file stays: who unlinked it could not tell whose lock it is."""
+        if self._lock_fd is not None:
+            os.close(self._lock_fd)
+            self._lock_fd = None
+
+
+def claim(root: Path, identity: DiskIdentity, option: str, log: logging.Logger) -> Folder:
+    """Makes and locks the folder of this identity. option: the name of the setting to change, for the text of errors.
+
+    Raises FolderInUse, ForeignFolder, and DiskFolderError for a folder that cannot be written."""
+    path = root / identity.folder_name()
+    try:
+        path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+        lock_fd = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, LOCK_MODE)
+    except OSError as error:
+        raise unusable(path, error, option) from error
+    try:
+        _lock(path, lock_fd, option)
+        _describe(path, identity, option, log)
+    except OSError as error:
+        os.close(lock_fd)
+        raise unusable(path, error, option) from error
+    except BaseException:
+        os.close(lock_fd)
+        raise
+    return Folder(path, lock_fd)
+
+
+def unusable(path: Path, error: OSError, option: str) -> DiskFolderError:
+    """The error for a folder that the system does not let us use."""
+    return DiskFolderError(
+        f"{path}: the disk tier cannot use this folder ({error}): "
+        f"make it writable for this user, or set {option} to a folder on a local file system that is"
+    )
+
+
+def foreign(path: Path, why: str, option: str) -> ForeignFolder:
+    return ForeignFolder(
+        f"{path} holds records of something else ({why}); they were left as they are: "
+        f"remove the folder if nothing needs it, or set {option} to another one"
+    )
+
+
+def _lock(path: Path, lock_fd: int, option: str) -> None:
+    try:
+        fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        owner = os.pread(lock_fd, MAX_OWNER_BYTES, 0).decode(errors="replace").strip() or "unknown, it is just starting"
+        raise FolderInUse(
+            f"{path} is in use by another engine (process {owner}), and only one may write there: "
+            f"set {option} to another folder for this engine, also for each data-parallel rank, or let it read only"
+        ) from None
+    os.ftruncate(lock_fd, 0)
+    os.pwrite(lock_fd, f"{os.getpid()} on {os.uname().nodename}\n".encode(), 0)
+
+
+def _describe(path: Path, identity: DiskIdentity, option: str, log: logging.Logger) -> None:
+    """Sees to it that identity.json is ours; raises ForeignFolder for another identity's, OSError.
+
+    One that is neither is damaged: it is set aside, and the records with it, as nobody can say what they are of."""
+    text = identity.readable().encode()
+    file = path / IDENTITY_FILE
+    try:
+        found = file.read_bytes()
+    except FileNotFoundError:
+        _write_whole(file, text)
+        return
+    if found == text:
+        return
+    if _is_an_identity(found):
+        raise foreign(path, f"{IDENTITY_FILE} is of another identity", option)
+    # The manifest first: a kill in between leaves a folder without records and a damaged description, which is made up for later.
+    for name in (MANIFEST_FILE, IDENTITY_FILE):
+        _set_aside(path / name)
+    _write_whole(file, text)
+    log.warning(
+        "kvrouter: %s is damaged (%d bytes that no engine has written): it and the manifest were renamed to *%s, the folder starts "
+        "empty, and what it held is computed again",
+        file,
+        len(found),
+        DAMAGED_SUFFIX,
+    )
+
+
+def _is_an_identity(data: bytes) -> bool:
+    """Whether an engine wrote this, of whatever identity: the digest in it is that of the rest."""
+    try:
+        fields = json.loads(data)
+        digest = fields.pop("digest")
+        canonical = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        return False
+    return bool(digest == hashlib.sha256(canonical).hexdigest())
+
+
+def _set_aside(file: Path) -> None:
+    """In place of what was set aside before. Raises OSError."""
+    try:
+        file.replace(file.with_name(file.name + DAMAGED_SUFFIX))
+    except FileNotFoundError:
+        return
+
+
+def _write_whole(file: Path, data: bytes) -> None:
+    """Whole or not at all, also where the machine loses its power. Raises OSError."""
+    fresh = file.with_name(f"{file.name}.new")
+    with fresh.open("wb") as stream:
+        stream.write(data)
+        stream.flush()
+        os.fsync(stream.fileno())
+    fresh.replace(file)
+    folder_fd = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder_fd)
+    finally:
+        os.close(folder_fd)

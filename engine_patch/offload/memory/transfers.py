@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies behind the engine's back: submitted by its thread, done by others, asked about later.
+
+The engine's thread never waits but in `wait` and `close`. A copy that fails is a result, not an exception: the engine goes on
+without what it would have brought. Loads come before stores, since a request waits for a load; what somebody waits for comes
+before both. That order is safe because a slot is loaded only after its store was reported, and a block's next owner waits for the
+block's store.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvrouter.engine_patch.offload.memory.copier import Copier
+from kvrouter.engine_patch.offload.memory.slot_layout import Plan
+
+log = logging.getLogger("vllm.kvrouter.offload")
+
+
+class TransferResult(NamedTuple):
+    """num_bytes: 0 when it failed; seconds: of the copy, without the time in the queue."""
+
+    job_id: int
+    ok: bool
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Job:
+    job_id: int
+    is_load: bool
+    plan: Plan
+    fence: Any
+
+
+class Transfers:
+    """copier.lanes threads: with one, it does everything; with two, stores and loads have one each.
+
+    Called by one thread, the engine's. A job id is in use until its result was taken.
+    """
+
+    def __init__(self, copier: Copier, clock: Callable[[], float] = time.monotonic) -> None:
+        self._copier = copier
+        self._clock = clock
+        # Guards everything below; notified when a job comes, ends, or the end comes.
+        self._change = threading.Condition()
+        self._queued: deque[_Job] = deque()
+        self._unfinished: set[int] = set()
+        self._awaited: frozenset[int] = frozenset()
+        self._results: deque[TransferResult] = deque()
+        self._closed = False
+        directions = [(True, False)] if copier.lanes == 1 else [(True,), (False,)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(own,), name="kvrouter-offload-copy", daemon=True)
+            for own in directions
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit_store(self, job_id: int, plan: Plan) -> None:
+        """Cache to slots. Returns at once."""
+        self._submit(job_id, False, plan)
+
+    def submit_load(self, job_id: int, plan: Plan) -> None:
+        """Slots to cache. Returns at once."""
+        self._submit(job_id, True, plan)
+
+    def finished(self) -> list[TransferResult]:
+        """What ended since the last call, in the order in which it ended."""
+        with self._change:
+            results = list(self._results)
+            self._results.clear()
+        return results
+
+    def wait(self, job_ids: Iterable[int]) -> None:
+        """Returns when these have ended, well or not. Jobs that are not known have."""
+        with self._change:
+            self._awaited = frozenset(job_ids)
+            self._change.notify_all()
+            self._change.wait_for(lambda: self._unfinished.isdisjoint(self._awaited))
+            self._awaited = frozenset()
+
+    def close(self) -> None:
+        """Ends the threads after the copies that they are at. Jobs that were not begun have failed."""
+        with self._change:
+            self._closed = True
+            for job in self._queued:
+                self._end(job, TransferResult(job.job_id, False, 0, 0.0))
+            self._queued.clear()
+            self._change.notify_all()
+        for thread in self._threads:
+            thread.join()
+
+    def _submit(self, job_id: int, is_load: bool, plan: Plan) -> None:
+        try:
+            job = _Job(job_id, is_load, plan, self._copier.fence())
+        except Exception:
+            # A device that failed takes no events: the copy would fail as well.
+            log.exception("kvrouter: offload %s %d not submitted: it counts as failed", _kind(is_load), job_id)
+            job = None
+        with self._change:
+            if job is None or self._closed:
+                self._results.append(TransferResult(job_id, False, 0, 0.0))
+                return
+            self._unfinished.add(job_id)
+            self._queued.append(job)
+            self._change.notify_all()
+
+    def _run(self, own: tuple[bool, ...]) -> None:
+        while (job := self._next(own)) is not None:
+            start = self._clock()
+            ok, copied = False, 0
+            try:
+                copy = self._copier.load if job.is_load else self._copier.store
+                copied = copy(job.plan, job.fence)
+                ok = True
+            except Exception:
+                log.exception("kvrouter: offload %s %d failed", _kind(job.is_load), job.job_id)
+            with self._change:
+                self._end(job, TransferResult(job.job_id, ok, copied, self._clock() - start))
+
+    def _next(self, own: tuple[bool, ...]) -> _Job | None:
+        """The next job of these directions, or None at the end."""
+        with self._change:
+            while True:
+                mine = [job for job in self._queued if job.is_load in own]
+                if mine:
+                    # min takes the first of several that are equal, so each kind stays in its order.
+                    job = min(mine, key=lambda job: (job.job_id not in self._awaited, not job.is_load))
+                    self._queued.remove(job)
+                    return job
+                if self._closed:
+                    return None
+                self._change.wait()
+
+    def _end(self, job: _Job, result: TransferResult) -> None:
+        self._unfinished.discard(job.job_id)
+        self._results.append(result)
+        self._change.notify_all()
+
+
+def _kind(is_load: bool) -> str:
+    return "load" if is_load else "store"

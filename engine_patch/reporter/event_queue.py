@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the engine's thread to the reporter's: a queue that never blocks, never raises and is bounded.
+
+The engine's side is an append and, only while the other side sleeps, one byte into a pipe. When the queue is full the
+message is dropped, but what it changes is kept in its place in a compact form, so that the ledger stays true. When even that
+outgrows its bound, all that waits is given up, with all that comes until the other side has seen `Lost`: what happened is then not
+known, and the ledger must begin anew.
+
+One thread puts, one takes. There is no lock: deque's ends are atomic, and each counter has one writer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from kvrouter.events.patch.messages import ReportEvent, ReportRemoved, ReportStored
+
+Make: TypeAlias = Callable[[], Iterable[ReportEvent]]
+
+# What a kept event and its place in the queue take besides the hashes: structs, bytes headers, list and deque slots.
+EVENT_OVERHEAD_BYTES = 256
+
+
+class Message(NamedTuple):
+    """A message to be sent. ts: seconds since 1970."""
+
+    make: Make
+    batch_seq: int | None
+    ts: float
+
+
+class Dropped(msgspec.Struct, frozen=True, eq=False):
+    """A message that will not be sent: what it changes, and how much that takes."""
+
+    events: list[ReportEvent]
+    size_bytes: int
+
+
+class Lost(msgspec.Struct, eq=False):
+    """Changes before this are not known. size_bytes: its own."""
+
+    reason: str
+    size_bytes: int
+    # What waited when the backlog outgrew its bound; to be freed by who takes this, because that may take a while.
+    given_up: deque[Item] | None = None
+    # Messages that came after that and before this was taken.
+    unread: int = 0
+
+
+Item: TypeAlias = Message | Dropped | Lost
+
+
+class _Backlog:
+    """What waits. kept_bytes grows on the putting side, taken_bytes on the taking one."""
+
+    def __init__(self) -> None:
+        self.items: deque[Item] = deque()
+        self.kept_bytes = 0
+        self.taken_bytes = 0
+
+
+class Intake:
+    """The queue and its alarm."""
+
+    def __init__(self, max_messages: int, max_dropped_bytes: int, wall_clock: Callable[[], float]) -> None:
+        self._max_messages = max_messages
+        self._max_dropped_bytes = max_dropped_bytes
+        self._wall_clock = wall_clock
+        self._backlog = _Backlog()
+        self._asleep = False
+        # Until it is taken, nothing that is put matters.
+        self._lost: Lost | None = None
+        read_fd, write_fd = os.pipe()
+        os.set_blocking(read_fd, False)
+        os.set_blocking(write_fd, False)
+        # Objects, not bare descriptors: a write after `close` finds no descriptor, never another file's.
+        self._wake_read = os.fdopen(read_fd, "rb", buffering=0)
+        self._wake_write = os.fdopen(write_fd, "wb", buffering=0)
+
+    def __len__(self) -> int:
+        return len(self._backlog.items)
+
+    def put(self, make: Make, batch_seq: int | None) -> None:
+        """Queues a message. Runs `make` at once, and keeps only its compact form, when the queue is full."""
+        items = self._backlog.items
+        lost = self._lost
+        if lost is not None:
+            # Taken at this very moment, it makes this message one more that the new ledger misses, like all before it.
+            lost.unread += 1
+        elif len(items) < self._max_messages:
+            items.append(Message(make, batch_seq, self._wall_clock()))
+        else:
+            self._keep(make)
+        if self._asleep:
+            self.wake()
+
+    def wake(self) -> None:
+        """Ends the other side's sleep, from any thread."""
+        self._asleep = False
+        # A closed pipe: who should wake is gone. A full one, where nothing is written: it is awake.
+        with contextlib.suppress(OSError, ValueError):
+            self._wake_write.write(b"w")
+
+    def take(self) -> Item | None:
+        """The oldest item, None when there is none."""
+        backlog = self._backlog
+        try:
+            item = backlog.items.popleft()
+        except IndexError:
+            return None
+        if not isinstance(item, Message):
+            backlog.taken_bytes += item.size_bytes
+            if item is self._lost:
+                self._lost = None
+        return item
+
+    def fileno(self) -> int:
+        """Readable after `wake`."""
+        return self._wake_read.fileno()
+
+    def lie_down(self) -> bool:
+        """The taking side is about to sleep: whether it may, as nothing waits. `rise` must follow."""
+        self._asleep = True
+        # Looked at only now: what is put from here on wakes.
+        return not self._backlog.items
+
+    def rise(self) -> None:
+        """The taking side is awake."""
+        self._asleep = False
+        self._wake_read.read(64)
+
+    def close(self) -> None:
+        """Frees the alarm; what is put afterwards is never taken."""
+        self._wake_read.close()
+        self._wake_write.close()
+
+    def _keep(self, make: Make) -> None:
+        backlog = self._backlog
+        item: Dropped | Lost
+        try:
+            events = [_compact(event) for event in make()]
+            size = EVENT_OVERHEAD_BYTES + sum(_size(event) for event in events)
+            item = Dropped(events, size)
+        except Exception as error:
+            item = Lost(f"events of a dropped message cannot be read: {error!r}", EVENT_OVERHEAD_BYTES)
+        backlog.kept_bytes += item.size_bytes
+        if backlog.kept_bytes - backlog.taken_bytes <= self._max_dropped_bytes:
+            backlog.items.append(item)
+            return
+        # All that waits is void with what is lost. A fresh backlog, because to empty this one here would cost the engine's time.
+        fresh = _Backlog()
+        self._lost = Lost("the queue was full for too long", 0, backlog.items)
+        fresh.items.append(self._lost)
+        self._backlog = fresh
+
+
+def _compact(event: ReportEvent) -> ReportEvent:
+    if not isinstance(event, ReportStored):
+        return event
+    return ReportStored(event.hashes, event.group_idx, event.medium, ownership=event.ownership, locality=event.locality)
+
+
+def _size(event: ReportEvent) -> int:
+    return EVENT_OVERHEAD_BYTES + (len(event.hashes) if isinstance(event, ReportStored | ReportRemoved) else 0)

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From changes to the frames of one epoch: numbers them, keeps the ledger in step, encodes.
+
+Invariant: the ledger is what a reader knows who applied every message below `next_seq`. A message that is not sent still uses up
+its seq, so that readers see the gap and load a snapshot. Where the ledger itself misses changes, there is nothing left to prove
+against: a new epoch begins with an empty ledger. Readers then credit too little until blocks are stored again, never too much.
+No sockets, no threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+
+from kvrouter.engine_patch.reporter.counters import Counters
+from kvrouter.engine_patch.reporter.event_queue import Dropped, Item, Lost, Message
+from kvrouter.engine_patch.reporter.ledger import Ledger
+from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
+from kvrouter.events.patch.messages import REPORT_TOPIC, CatalogMessage, DeclaredCatalog, Events, Heartbeat, Report
+from kvrouter.events.vllm.wire import SEQ_BYTES
+
+log = logging.getLogger("vllm.kvrouter.reports")
+
+# (topic, seq, payload)
+Frames: TypeAlias = tuple[bytes, bytes, bytes]
+
+
+class ReportStream:
+    """One publisher's messages, in order. Clocks: seconds, `wall_clock` since 1970, `clock` monotonic."""
+
+    def __init__(
+        self,
+        *,
+        max_ledger_blocks: int,
+        heartbeat_s: float,
+        dp_rank: int,
+        counters: Counters,
+        wall_clock: Callable[[], float],
+        clock: Callable[[], float],
+        new_epoch: Callable[[], str],
+    ) -> None:
+        self.catalog: DeclaredCatalog | None = None
+        self.catalog_version = 0
+        self._max_ledger_blocks = max_ledger_blocks
+        self._heartbeat_s = heartbeat_s
+        self._dp_rank = dp_rank
+        self._counters = counters
+        self._wall_clock = wall_clock
+        self._new_epoch = new_epoch
+        self._log = ThrottledLog(log, clock)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._begin()
+
+    def pass_on(self, item: Item) -> Frames | None:
+        """What to send for an item of the intake; None when nothing is."""
+        if isinstance(item, Message):
+            return self._message(item)
+        if isinstance(item, Dropped):
+            self._dropped(item)
+        else:
+            self._lost(item)
+        return None
+
+    def lose(self, reason: str, kind: str) -> None:
+        """The ledger misses changes: begins a new epoch. kind: of the reason, for the log."""
+        self._counters.epochs_lost += 1
+        self._log.warning(kind, "ledger lost, new epoch", reason=reason, epoch=self.epoch, next_seq=self.next_seq)
+        self._begin()
+
+    def heartbeat(self) -> Frames:
+        """What is resident now."""
+        message = Heartbeat(
+            self.epoch,
+            self.started_s,
+            self._wall_clock(),
+            self._heartbeat_s,
+            self.ledger.places(),
+            self.catalog_version,
+            self._epoch_dropped,
+            self.ledger.untracked,
+        )
+        return self._frames(message)
+
+    def declare(self, catalog: DeclaredCatalog) -> bool:
+        """Takes the catalog; whether it differs from the last one."""
+        if catalog == self.catalog:
+            return False
+        self.catalog = catalog
+        self.catalog_version += 1
+        return True
+
+    def catalog_message(self) -> Frames | None:
+        """The catalog, None while there is none."""
+        if self.catalog is None:
+            return None
+        return self._frames(CatalogMessage(self.epoch, self.started_s, self.catalog_version, self.catalog))
+
+    def _begin(self) -> None:
+        self.epoch = self._new_epoch()
+        self.started_s = self._wall_clock()
+        self.next_seq = 0
+        self.ledger = Ledger(self._max_ledger_blocks)
+        # Dropped in this epoch; and since the last message that was sent.
+        self._epoch_dropped = 0
+        self._unsaid = 0
+
+    def _message(self, message: Message) -> Frames | None:
+        try:
+            told = self.ledger.told(message.make())
+        except Exception as error:
+            self._counters.failed += 1
+            self._counters.dropped += 1
+            self.lose(f"events cannot be read: {error!r}", f"make {type(error).__name__}")
+            return None
+        if not told and message.batch_seq is None and not self._unsaid:
+            return None
+        report = Events(
+            self.epoch,
+            self.started_s,
+            message.ts,
+            told,
+            self._dp_rank,
+            message.batch_seq,
+            self._unsaid,
+        )
+        try:
+            frames = self._frames(report)
+        except Exception as error:
+            self._log.warning(f"encode {type(error).__name__}", "message not encoded", error=repr(error))
+            self._counters.failed += 1
+            self._skip()
+            return None
+        self.next_seq += 1
+        self._unsaid = 0
+        return frames
+
+    def _dropped(self, item: Dropped) -> None:
+        try:
+            self.ledger.told(item.events)
+        except Exception as error:
+            self._counters.failed += 1
+            self._counters.dropped += 1
+            self.lose(f"events cannot be counted: {error!r}", f"count {type(error).__name__}")
+            return
+        if not self._unsaid:
+            self._log.warning("dropped", "queue full, messages dropped", epoch=self.epoch, seq=self.next_seq)
+        self._skip()
+
+    def _lost(self, item: Lost) -> None:
+        self._counters.dropped += 1
+        if item.given_up is None:
+            self._counters.failed += 1
+        else:
+            self._counters.dropped += len(item.given_up) + item.unread
+            item.given_up.clear()
+        self.lose(item.reason, "intake")
+
+    def _skip(self) -> None:
+        self.next_seq += 1
+        self._unsaid += 1
+        self._epoch_dropped += 1
+        self._counters.dropped += 1
+
+    def _frames(self, report: Report) -> Frames:
+        return REPORT_TOPIC, self.next_seq.to_bytes(SEQ_BYTES, "big"), self._encoder.encode(report)

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patch's own publisher: a thread with a PUB socket for what happens and a ROUTER for who asks. `docs/protocol.md` is its wire.
+
+The engine's thread only ever appends to a queue (`publish`); translation, the ledger, encoding and sending happen here, and nothing
+that a reader does or leaves undone reaches the engine: PUB drops for a slow reader, which a snapshot heals, and replies go only to
+clients with room for them. A turn is bounded, so that messages, heartbeats, requests and snapshots all go on under any load.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+import zmq
+
+from kvrouter.engine_patch.reporter.counters import Counters
+from kvrouter.engine_patch.reporter.event_queue import Intake, Make
+from kvrouter.engine_patch.reporter.report_stream import Frames, ReportStream
+from kvrouter.engine_patch.reporter.request_handler import RequestDesk
+from kvrouter.engine_patch.reporter.snapshots import Sent
+from kvrouter.engine_patch.setup.settings import ReporterSettings
+from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
+from kvrouter.events.patch.messages import DeclaredCatalog, Hello
+from kvrouter.events.transport.binding import bind
+
+__all__ = ["Reporter", "ReporterSettings"]
+
+log = logging.getLogger("vllm.kvrouter.reports")
+
+# Messages of one turn, and how long it may take: 20 ms let a heartbeat be late by 2 percent of its interval.
+TURN_MESSAGES = 64
+TURN_S = 0.020
+TURN_REQUESTS = 16
+
+# From the first message to the turn that sends it: the engine's thread, which has just published it, goes on with its step
+# undisturbed, and what follows is taken in the same turn. Both need the interpreter; a GPU's work on the step takes longer.
+GATHER_MS = 1
+
+# While every snapshot client lacks room: a ROUTER cannot say which of them has some again.
+BLOCKED_RETRY_S = 0.010
+
+# Turns that fail one after another before reporting is given up: what is broken then does not mend by trying.
+MAX_FAILED_TURNS = 10
+
+# A request is some 20 bytes, a subscription 11; whoever sends more than this is cut off.
+MAX_MESSAGE_BYTES = 4_096
+REQUESTS_HWM = 64
+
+# ZMQ's own ping: a peer that vanished without a word keeps its buffers no longer than this.
+PEER_PING_S = 5.0
+PEER_TIMEOUT_S = 15.0
+
+# An engine that shuts down waits no longer: what is queued is sent within the first, the thread is left behind after the second.
+DRAIN_S = 0.5
+JOIN_S = 2.0
+
+
+class Reporter:
+    """Publishes from construction until `close`. In a forked child it does nothing, as its thread is not there."""
+
+    # As bound, with the port that the system chose where 0 or * was asked for.
+    requests_endpoint: str
+    reports_endpoint: str
+
+    def __init__(
+        self,
+        *,
+        requests: str,
+        reports: str,
+        settings: ReporterSettings,
+        context: zmq.Context[zmq.Socket[bytes]],
+        wall_clock: Callable[[], float],
+        clock: Callable[[], float],
+        new_epoch: Callable[[], str],
+        dp_rank: int = 0,
+        patch_version: str = "",
+        features: Callable[[], dict[str, str]] = dict,
+        curve_secret: bytes | None = None,
+    ) -> None:
+        """Binds both sockets and starts the thread.
+
+        requests must be free, for it is where readers look: zmq.ZMQError otherwise. If the port of `reports` is taken, another of
+        the same host is used, which `Hello` tells. wall_clock: seconds since 1970; clock: seconds, monotonic; new_epoch: 16 random
+        hex digits; features: what `Hello` says of the patch, called in the thread.
+        curve_secret: both sockets speak CURVE with this key, and to nobody else.
+        """
+        self.counters = Counters()
+        self._settings = settings
+        self._clock = clock
+        self._patch_version = patch_version
+        self._features = features
+        self._declared: DeclaredCatalog | None = None
+        self._closing = False
+        self._close_by_s = 0.0
+        self._pid = os.getpid()
+        self._log = ThrottledLog(log, clock)
+        self._stream = ReportStream(
+            max_ledger_blocks=settings.max_ledger_blocks,
+            heartbeat_s=settings.heartbeat_s,
+            dp_rank=dp_rank,
+            counters=self.counters,
+            wall_clock=wall_clock,
+            clock=clock,
+            new_epoch=new_epoch,
+        )
+        self._served_epoch = self._stream.epoch
+        self._desk = RequestDesk(self._stream, self._hello, self._reply, settings, self.counters)
+        self._router = _open(context, zmq.ROUTER, requests, curve_secret)
+        try:
+            self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            # A reader with an address of its own that comes back before its old connection was noticed dead.
+            self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            self._router.setsockopt(zmq.SNDHWM, settings.reply_hwm)
+            self._router.setsockopt(zmq.RCVHWM, REQUESTS_HWM)
+            self.requests_endpoint = bind(self._router, requests)
+            self._pub = _open(context, zmq.PUB, reports, curve_secret)
+            try:
+                self._pub.setsockopt(zmq.SNDHWM, settings.report_hwm)
+                self.reports_endpoint = _bind_near(self._pub, reports)
+            except BaseException:
+                self._pub.close(linger=0)
+                raise
+        except BaseException:
+            self._router.close(linger=0)
+            raise
+        self._intake = Intake(settings.max_queue_size, settings.max_dropped_bytes, wall_clock)
+        self._next_beat_s = clock()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="kvrouter-reporter")
+        self._thread.start()
+
+    def publish(self, make: Make, batch_seq: int | None) -> None:
+        """Queues one message: the events that `make` returns, called in the reporter's thread or, if the queue is full, here.
+
+        From one thread at a time. Never blocks, never raises. batch_seq: the engine's own seq of what the message repeats.
+        """
+        if not self._closing and os.getpid() == self._pid:
+            self._intake.put(make, batch_seq)
+
+    def declare(self, catalog: DeclaredCatalog) -> None:
+        """Publishes the catalog if it differs from the last one. From any thread; it must not be changed afterwards."""
+        if not self._closing and os.getpid() == self._pid:
+            self._declared = catalog
+            self._intake.wake()
+
+    def close(self) -> None:
+        """Sends what is queued, for half a second at most, and ends. Waits 2 s at most; safe to call twice."""
+        if os.getpid() != self._pid:
+            return
+        self._close_by_s = self._clock() + DRAIN_S
+        self._closing = True
+        self._intake.wake()
+        self._thread.join(JOIN_S)
+        if self._thread.is_alive():
+            log.warning("kvrouter: the reporter at %s did not end in %g s", self.requests_endpoint, JOIN_S)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._intake.fileno(), zmq.POLLIN)
+        poller.register(self._router, zmq.POLLIN)
+        failed = 0
+        pause_s = 0.0
+        try:
+            while failed < MAX_FAILED_TURNS:
+                try:
+                    ready = self._sleep(poller, pause_s)
+                    if self._closing and (not len(self._intake) or self._clock() >= self._close_by_s):
+                        return
+                    pause_s = self._turn(self._router in ready)
+                    failed = 0
+                except zmq.ZMQError as error:
+                    if error.errno in (zmq.ETERM, zmq.ENOTSOCK):
+                        return
+                    failed += 1
+                    self._fail(error)
+                except Exception as error:
+                    failed += 1
+                    self._fail(error)
+            log.error(
+                "kvrouter: reporting at %s given up: %d turns failed in a row; routers follow vLLM's own events",
+                self.requests_endpoint,
+                MAX_FAILED_TURNS,
+            )
+        finally:
+            # Nobody takes from the intake any more.
+            self._closing = True
+            self._intake.close()
+            self._pub.close(linger=0)
+            self._router.close(linger=0)
+
+    def _fail(self, error: Exception) -> None:
+        # Half a turn may have been done: nothing is certain.
+        self._stream.lose(f"reporter failed: {error!r}", f"turn {type(error).__name__}")
+
+    def _sleep(self, poller: zmq.Poller, pause_s: float) -> dict[object, int]:
+        if self._closing or (pause_s > 0 and not self._intake.lie_down()):
+            pause_s = 0
+        # Rounded up, or the last millisecond would be spent turning.
+        ready: dict[object, int] = dict(poller.poll(int(pause_s * 1_000) + (pause_s > 0)))
+        self._intake.rise()
+        if self._intake.fileno() in ready and not self._closing:
+            ready.update(poller.poll(GATHER_MS))
+        return ready
+
+    def _turn(self, asked: bool) -> float:
+        """Does a bounded share of everything. Returns how many seconds nothing is to do unless someone wakes us."""
+        self._send_messages()
+        if self._stream.epoch != self._served_epoch:
+            self._served_epoch = self._stream.epoch
+            self._desk.void(self._stream.epoch, self._clock())
+            self._next_beat_s = self._clock()
+            self._send(self._stream.catalog_message())
+        declared = self._declared
+        if declared is not None and self._stream.declare(declared):
+            self._send(self._stream.catalog_message())
+        if asked:
+            self._receive()
+        now_s = self._clock()
+        if now_s >= self._next_beat_s:
+            self._send(self._stream.heartbeat())
+            self.counters.heartbeats += 1
+            self._next_beat_s = now_s + self._settings.heartbeat_s
+        progressed = self._desk.turn(now_s)
+        if len(self._intake) or progressed:
+            return 0.0
+        until_beat_s = max(0.0, self._next_beat_s - now_s)
+        return min(until_beat_s, BLOCKED_RETRY_S) if self._desk.busy else until_beat_s
+
+    def _send_messages(self) -> None:
+        stop_s = self._clock() + TURN_S
+        for _ in range(TURN_MESSAGES):
+            item = self._intake.take()
+            if item is None:
+                return
+            frames = self._stream.pass_on(item)
+            if frames is not None:
+                self._send(frames)
+                self.counters.sent += 1
+            if self._clock() >= stop_s:
+                return
+
+    def _send(self, frames: Frames | None) -> None:
+        if frames is not None:
+            # PUB never says that it is full: it drops, for the readers that lag.
+            self._pub.send_multipart(frames, zmq.NOBLOCK)
+
+    def _receive(self) -> None:
+        for _ in range(TURN_REQUESTS):
+            try:
+                frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._desk.answer(frames, self._clock())
+
+    def _reply(self, address: bytes, payload: bytes) -> Sent:
+        for last in (False, True):
+            try:
+                self._router.send_multipart((address, b"", payload), zmq.NOBLOCK)
+                return Sent.YES
+            except zmq.Again:
+                if not last:
+                    # ZMQ learns with delay what a client has read, unless it is made to look.
+                    self._router.getsockopt(zmq.EVENTS)
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                return Sent.GONE
+        return Sent.FULL
+
+    def _hello(self, request_id: int) -> Hello:
+        stream = self._stream
+        try:
+            features = self._features()
+        except Exception as error:
+            self._log.warning(f"features {type(error).__name__}", "features not readable", error=repr(error))
+            features = {}
+        return Hello(
+            request_id,
+            stream.epoch,
+            stream.started_s,
+            stream.next_seq,
+            self.reports_endpoint,
+            self._settings.heartbeat_s,
+            patch_version=self._patch_version,
+            catalog_version=stream.catalog_version,
+            catalog=stream.catalog,
+            features=features,
+        )
+
+
+def _open(
+    context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str, curve_secret: bytes | None
+) -> zmq.Socket[bytes]:
+    socket: zmq.Socket[bytes] = context.socket(kind)
+    if curve_secret is not None:
+        socket.setsockopt(zmq.CURVE_SERVER, 1)
+        socket.setsockopt(zmq.CURVE_SECRETKEY, curve_secret)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, int(PEER_PING_S * 1_000))
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(PEER_TIMEOUT_S * 1_000))
+    # As vLLM does: only for an IPv6 address, so that * stands for the IPv4 wildcard.
+    if endpoint.startswith("tcp://["):
+        socket.setsockopt(zmq.IPV6, 1)
+    return socket
+
+
+def _bind_near(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    try:
+        return bind(socket, endpoint)
+    except zmq.ZMQError as error:
+        if error.errno != zmq.EADDRINUSE or not endpoint.startswith("tcp://"):
+            raise
+    bound = bind(socket, f"{endpoint.rpartition(':')[0]}:*")
+    log.warning("kvrouter: %s is taken: reports are published at %s, which readers are told", endpoint, bound)
+    return bound

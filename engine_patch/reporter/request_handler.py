@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests and their replies: who we are, what is resident, or why not. No sockets: `reply` says what became of a payload."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from kvrouter.engine_patch.reporter.counters import Counters
+from kvrouter.engine_patch.reporter.report_stream import ReportStream
+from kvrouter.engine_patch.reporter.snapshots import Moment, Sent, SnapshotService
+from kvrouter.engine_patch.setup.settings import ReporterSettings
+from kvrouter.events.patch.messages import Hello, HelloRequest, Refused, Reply, Request
+
+# What decoding hostile bytes can raise: msgspec's errors and UnicodeDecodeError are ValueErrors, deep nesting is a RecursionError.
+_DECODE_ERRORS = (ValueError, RecursionError)
+
+# Replies that wait for clients that have no room, as while a snapshot is on its way to them: some for each of a few clients.
+MAX_UNSENT = 64
+
+
+class _AnyRequest(msgspec.Struct):
+    id: int
+    type: str
+
+
+_request = msgspec.msgpack.Decoder(Request)
+_any_request = msgspec.msgpack.Decoder(_AnyRequest)
+
+
+class RequestDesk:
+    """Answers requests about one stream, and serves its snapshots. now_s: seconds, monotonic."""
+
+    def __init__(
+        self,
+        stream: ReportStream,
+        hello: Callable[[int], Hello],
+        reply: Callable[[bytes, bytes], Sent],
+        settings: ReporterSettings,
+        counters: Counters,
+    ) -> None:
+        self._stream = stream
+        self._hello = hello
+        self._reply = reply
+        self._retry_s = settings.retry_s
+        self._timeout_s = settings.snapshot_timeout_s
+        self._counters = counters
+        self._snapshots = SnapshotService(
+            reply, max_clients=settings.max_snapshots, timeout_s=settings.snapshot_timeout_s, counters=counters
+        )
+        self._encoder = msgspec.msgpack.Encoder()
+        # (address, payload, when it was first tried), oldest first.
+        self._unsent: deque[tuple[bytes, bytes, float]] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a snapshot is under way or a reply waits."""
+        return len(self._snapshots) > 0 or len(self._unsent) > 0
+
+    def answer(self, frames: Sequence[bytes], now_s: float) -> None:
+        """Takes one request, (address, b"", payload). Whatever else it is, is counted and, if it has an id, refused."""
+        if len(frames) != 3 or frames[1]:
+            self._counters.bad_requests += 1
+            return
+        address, _, payload = frames
+        try:
+            request = _request.decode(payload)
+        except _DECODE_ERRORS:
+            self._refuse_unreadable(address, payload, now_s)
+            return
+        if isinstance(request, HelloRequest):
+            self._send(address, self._hello(request.id), now_s)
+        elif not self._snapshots.ask(
+            address, request.id, self._stream.epoch, self._stream.next_seq, self._freeze, now_s
+        ):
+            self._counters.snapshots_refused += 1
+            self._send(address, Refused(request.id, "too many snapshots under way", self._retry_s), now_s)
+
+    def turn(self, now_s: float) -> bool:
+        """Sends at most one part of a snapshot; whether it did."""
+        for _ in range(len(self._unsent)):
+            self._try(*self._unsent.popleft(), now_s)
+        return self._snapshots.turn(now_s)
+
+    def void(self, epoch: str, now_s: float) -> None:
+        """A new epoch began: snapshots of the old one end."""
+        for address, request_id in self._snapshots.void():
+            self._counters.snapshots_refused += 1
+            self._send(address, Refused(request_id, f"a new epoch began: {epoch}", self._retry_s), now_s)
+
+    def _freeze(self) -> Moment:
+        stream = self._stream
+        return Moment(stream.epoch, stream.started_s, stream.next_seq, stream.ledger.freeze())
+
+    def _refuse_unreadable(self, address: bytes, payload: bytes, now_s: float) -> None:
+        self._counters.bad_requests += 1
+        try:
+            request = _any_request.decode(payload)
+        except _DECODE_ERRORS:
+            return
+        self._send(address, Refused(request.id, f"not a request of this version: {request.type[:64]!r}"), now_s)
+
+    def _send(self, address: bytes, reply: Reply, now_s: float) -> None:
+        self._try(address, self._encoder.encode(reply), now_s, now_s)
+
+    def _try(self, address: bytes, payload: bytes, since_s: float, now_s: float) -> None:
+        sent = self._reply(address, payload)
+        if sent is Sent.YES:
+            return
+        if sent is Sent.FULL and now_s - since_s <= self._timeout_s and len(self._unsent) < MAX_UNSENT:
+            self._unsent.append((address, payload, since_s))
+        else:
+            self._counters.replies_unsent += 1

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's KV events and raw offloading events, of any version, as what our topic says.
+
+Pure, and no vLLM: events are known by their type's name and read by attribute. It runs in the reporter's thread, off the
+engine's path. Side notes about an event (where its blocks stand, or that it must not be told) are found by its identity.
+Sources: vLLM 0.20 to 0.32 distributed/kv_events.py, v1/kv_offload/base.py.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from kvrouter.engine_patch.offload.key import GROUP_BYTES, group_of
+from kvrouter.events.patch.messages import ReportCleared, ReportEvent, ReportRemoved, ReportStored
+from kvrouter.events.vllm.messages import GPU
+
+_HASH_MASK = (1 << 64) - 1
+HASH_BYTES = 8
+
+Runs: TypeAlias = list[tuple[int, int]]
+
+
+class Position(NamedTuple):
+    """Where the blocks of one stored event stand: `ReportStored.runs` and `.parent_hash`."""
+
+    runs: Runs
+    parent_hash: int | None
+
+
+# id(event) -> (the event, kept alive so that the id stays its own; where its blocks stand, or None: not to be told).
+Notes: TypeAlias = dict[int, tuple[object, Position | None]]
+
+
+class OffloadGroup(NamedTuple):
+    """What a raw offloading event does not say of its group. block_size in tokens."""
+
+    block_size: int
+    kind: str | None
+    sliding_window: int | None
+
+
+class Chunk(NamedTuple):
+    """What was known of an offloaded chunk when its transfer began. Tokens; `parent_hash` is that of the block before its last."""
+
+    end_tokens: int
+    block_size: int
+    parent_hash: int | None
+    lora_name: str | None
+
+
+Place: TypeAlias = tuple[int | None, str, str | None, str | None]
+
+
+def short_hash(block_hash: int | bytes) -> int:
+    """The last 8 bytes of an engine's hash, whichever form it comes in."""
+    if isinstance(block_hash, int):
+        return block_hash & _HASH_MASK
+    return int.from_bytes(block_hash[-HASH_BYTES:], "big")
+
+
+def pack(block_hashes: Collection[int | bytes]) -> bytes:
+    """Hashes of either form as 8 bytes each, big-endian."""
+    return struct.pack(f">{len(block_hashes)}Q", *map(short_hash, block_hashes))
+
+
+def medium_name(medium: Any) -> str:
+    """Upper case; enums by value; a medium that is not said is the GPU."""
+    return GPU if medium is None else str(getattr(medium, "value", medium)).upper()
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(getattr(value, "value", value))
+
+
+def translate(events: Iterable[Any], notes: Notes, left_out: Collection[int] = ()) -> list[ReportEvent]:
+    """One batch, in order. left_out: ids of events that are told from another source; notes that were found are taken out.
+
+    Removals between two other events are merged by place: among themselves their order means nothing.
+    """
+    reported: list[ReportEvent] = []
+    removed: dict[Place, list[int]] = {}
+    for event in events:
+        note = notes.pop(id(event), None)
+        if id(event) in left_out:
+            continue
+        position = None
+        if note is not None and note[0] is event:
+            position = note[1]
+            if position is None:
+                continue
+        name = type(event).__name__
+        if name == "BlockRemoved":
+            removed.setdefault(_place(event), []).extend(map(short_hash, event.block_hashes))
+        elif name in ("BlockStored", "AllBlocksCleared"):
+            _flush(removed, reported)
+            if name == "AllBlocksCleared":
+                # One that no hook has told of: it comes from the GPU's pool, the only one that every version empties so.
+                reported.append(ReportCleared(GPU, "prefix cache reset"))
+            elif event.block_hashes:
+                reported.append(_stored(event, position))
+    _flush(removed, reported)
+    return reported
+
+
+def _place(event: Any) -> Place:
+    return (
+        getattr(event, "group_idx", None),
+        medium_name(event.medium),
+        getattr(event, "ownership", None),
+        getattr(event, "locality", None),
+    )
+
+
+def _flush(removed: dict[Place, list[int]], reported: list[ReportEvent]) -> None:
+    for (group_idx, medium, ownership, locality), hashes in removed.items():
+        reported.append(ReportRemoved(pack(hashes), group_idx, medium, ownership, locality))
+    removed.clear()
+
+
+def _stored(event: Any, position: Position | None) -> ReportStored:
+    group_idx, medium, ownership, locality = _place(event)
+    parent = event.parent_block_hash
+    if position is None:
+        # The event's own parent is the block before its range, which is before its first block only where none is left out.
+        sparse = len(event.token_ids) != len(event.block_hashes) * event.block_size
+        position = Position([], None if parent is None or sparse else short_hash(parent))
+    return ReportStored(
+        hashes=pack(event.block_hashes),
+        group_idx=group_idx,
+        medium=medium,
+        block_size=event.block_size,
+        runs=position.runs,
+        parent_hash=position.parent_hash,
+        kind=_text(getattr(event, "kv_cache_spec_kind", None)),
+        sliding_window=getattr(event, "kv_cache_spec_sliding_window", None),
+        ownership=ownership,
+        locality=locality,
+        lora_name=event.lora_name,
+    )
+
+
+def translate_offloaded(
+    events: Iterable[Any], groups: Mapping[int, OffloadGroup], chunk_of: Callable[[bytes], Chunk | None]
+) -> list[ReportEvent]:
+    """Raw OffloadingEvents: one hash a chunk, that of its last block, whatever the version makes of them on its own topic."""
+    reported: list[ReportEvent] = []
+    for event in events:
+        medium, locality = medium_name(event.medium), _text(getattr(event, "locality", None))
+        ownership = getattr(event, "ownership", None)
+        keys_of: dict[int, list[bytes]] = {}
+        for key in event.keys:
+            keys_of.setdefault(group_of(key), []).append(key)
+        for group_idx, keys in keys_of.items():
+            if event.removed:
+                hashes = pack([key[:-GROUP_BYTES] for key in keys])
+                reported.append(ReportRemoved(hashes, group_idx, medium, ownership, locality))
+                continue
+            group = groups.get(group_idx)
+            for block_size, lora_name, ordered, position in _series(keys, group, chunk_of):
+                reported.append(
+                    ReportStored(
+                        hashes=pack([key[:-GROUP_BYTES] for key in ordered]),
+                        group_idx=group_idx,
+                        medium=medium,
+                        block_size=block_size,
+                        runs=position.runs,
+                        parent_hash=position.parent_hash,
+                        kind=group.kind if group else None,
+                        sliding_window=group.sliding_window if group else None,
+                        ownership=ownership,
+                        locality=locality,
+                        lora_name=lora_name,
+                    )
+                )
+    return reported
+
+
+def _series(
+    keys: Iterable[bytes], group: OffloadGroup | None, chunk_of: Callable[[bytes], Chunk | None]
+) -> Iterable[tuple[int, str | None, list[bytes], Position]]:
+    """Keys of one group as (block_size, lora_name, keys by their ends, position); first those that nothing is known of."""
+    unknown: list[bytes] = []
+    known: dict[tuple[int, str | None], list[tuple[Chunk, bytes]]] = {}
+    for key in keys:
+        chunk = chunk_of(key)
+        if chunk is None:
+            unknown.append(key)
+        else:
+            known.setdefault((chunk.block_size, chunk.lora_name), []).append((chunk, key))
+    if unknown:
+        yield group.block_size if group else 0, None, unknown, Position([], None)
+    for (block_size, lora_name), chunks in known.items():
+        chunks.sort(key=lambda item: item[0].end_tokens)
+        runs = merge_runs((chunk.end_tokens for chunk, _ in chunks), block_size)
+        yield block_size, lora_name, [key for _, key in chunks], Position(runs, chunks[0][0].parent_hash)
+
+
+def merge_runs(ends_tokens: Iterable[int], block_size: int) -> Runs:
+    """Ascending ends of blocks as runs of neighbours: [(end of the first, how many)]."""
+    runs: Runs = []
+    first = count = 0
+    for end in ends_tokens:
+        if count and end == first + count * block_size:
+            count += 1
+            continue
+        if count:
+            runs.append((first, count))
+        first, count = end, 1
+    if count:
+        runs.append((first, count))
+    return runs

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every decision about the order of a publisher's reports: what is next, missing or of another life; when to take a snapshot. Pure.
+
+The shell feeds decoded messages, answers and connection changes in, takes `items` out, asks for exactly the snapshot that `request`
+numbers, and says so with `asked`. There is no I/O and no clock here; the shell paces requests and says when an answer is overdue.
+
+Two facts carry it. One thread of the publisher numbers messages, sends them and freezes snapshots: what was received before a
+snapshot was asked for is in it, so messages are held only while one is on its way. And an answer is of the life that is there now,
+so one asked for after the last change of life decides which life that is.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TypeAlias
+
+from kvrouter.events.patch.items import (
+    Beat,
+    Connected,
+    Declared,
+    Disconnected,
+    Expired,
+    Greeted,
+    Heard,
+    Loaded,
+    Malformed,
+    NewEpoch,
+    ReportBatch,
+    ReportGap,
+    ReportItem,
+    ReportResume,
+    Silent,
+    Snapshot,
+    SnapshotFailed,
+)
+from kvrouter.events.patch.messages import CatalogMessage, DeclaredCatalog, Events, Heartbeat, Hello, SnapshotPart
+from kvrouter.events.patch.snapshot_assembly import DEFAULT_MAX_SNAPSHOT_BLOCKS, SnapshotAssembly, SnapshotError
+
+# What comes while a snapshot is on its way: a minute of 1,000 messages a second, a batch of a long prefill some 10 KB.
+DEFAULT_MAX_HELD = 65_536
+DEFAULT_MAX_HELD_BYTES = 256 << 20
+
+# Lives left behind, whose last messages may still come.
+REMEMBERED_EPOCHS = 16
+
+# None is an `events` message that could not be read.
+_Message: TypeAlias = Events | Heartbeat | None
+
+
+class ReportCursor:
+    """Where we are in one publisher's reports. Single-threaded; never raises on what the wire brings."""
+
+    def __init__(
+        self,
+        *,
+        resume: ReportResume | None = None,
+        max_held: int = DEFAULT_MAX_HELD,
+        max_held_bytes: int = DEFAULT_MAX_HELD_BYTES,
+        max_snapshot_blocks: int = DEFAULT_MAX_SNAPSHOT_BLOCKS,
+    ) -> None:
+        """max_held, max_held_bytes: bounds on messages held while a snapshot is on its way."""
+        self.items: list[ReportItem] = []
+        # The number of the snapshot that is wanted; None: in order, none is.
+        self.request: int | None = None
+        # Snapshots that failed since the last that did not.
+        self.failures = 0
+        # Who the publisher is must be asked (again); answers to earlier greetings no longer count. The shell clears it on asking.
+        self.greeting_wanted = True
+        # Messages of the publisher's life so far; the shell watches it grow.
+        self.heard = 0
+        self.malformed_messages = 0
+        self._max_held = max_held
+        self._max_held_bytes = max_held_bytes
+        self._max_snapshot_blocks = max_snapshot_blocks
+        self._epoch = resume.epoch if resume else None
+        self._past: deque[str] = deque(maxlen=REMEMBERED_EPOCHS)
+        # The seq of the next batch to hand out; None until the first snapshot of a life.
+        self._expected = resume.next_seq if resume else None
+        self._resuming = resume is not None
+        self._requests = 0
+        # None: the wanted snapshot has not been asked for yet.
+        self._assembly: SnapshotAssembly | None = None
+        self._held: deque[tuple[int, _Message, int]] = deque()
+        self._held_bytes = 0
+        # All messages below this seq that came since the snapshot was asked for are no longer held.
+        self._overflowed_seq = -1
+        self._declared = -1
+        self._catalog_asked = 0
+        self._connected = False
+        self._silent = False
+        if resume is None:
+            self._want_snapshot()
+
+    @property
+    def held(self) -> int:
+        """Messages that wait for a snapshot."""
+        return len(self._held)
+
+    @property
+    def held_bytes(self) -> int:
+        """Payload bytes of those."""
+        return self._held_bytes
+
+    @property
+    def is_silent(self) -> bool:
+        """`Silent` was the last word."""
+        return self._silent
+
+    def take(self) -> list[ReportItem]:
+        """The items since the last call, in order."""
+        items, self.items = self.items, []
+        return items
+
+    def connected(self) -> None:
+        """The live socket has a peer. What it missed meanwhile shows by seq, and another life by epoch."""
+        self._connected = True
+        self.items.append(Connected())
+
+    def disconnected(self) -> None:
+        """The live socket lost its peer."""
+        if self._connected:
+            self._connected = False
+            self.items.append(Disconnected())
+
+    def silent(self, silent_s: float) -> None:
+        """Nothing was heard for too long."""
+        if not self._silent:
+            self._silent = True
+            self.items.append(Silent(silent_s))
+
+    def malformed(self, reason: str) -> None:
+        """A message or an answer that is none."""
+        self.malformed_messages += 1
+        self.items.append(Malformed(reason))
+
+    def hello(self, hello: Hello) -> None:
+        """The answer to a greeting that was sent after the last change of life."""
+        self.items.append(Greeted(hello))
+        if hello.epoch != self._epoch:
+            self._enter_life(hello.epoch, hello.started_s, "another life answers")
+            self.greeting_wanted = False
+        elif self._resuming and self.request is None:
+            self._judge_resume(hello.next_seq)
+        self._resuming = False
+        if hello.catalog is not None:
+            self._declare(hello.catalog_version, hello.catalog)
+
+    def events(self, seq: int, message: Events, size_bytes: int) -> None:
+        """An `events` message of the live socket; 0 <= seq < 2**63, size_bytes as on the wire."""
+        if self._is_of_this_life(message.epoch, message.started_s):
+            self._follow(seq, message, size_bytes)
+
+    def heartbeat(self, seq: int, message: Heartbeat, size_bytes: int) -> None:
+        """A heartbeat of the live socket."""
+        if not self._is_of_this_life(message.epoch, message.started_s):
+            return
+        if message.catalog_version > max(self._declared, self._catalog_asked):
+            # The message that declared it was lost.
+            self._catalog_asked = message.catalog_version
+            self.greeting_wanted = True
+        self._follow(seq, message, size_bytes)
+
+    def catalog(self, seq: int, message: CatalogMessage) -> None:
+        """A catalog of the live socket."""
+        if not self._is_of_this_life(message.epoch, message.started_s):
+            return
+        self._declare(message.version, message.catalog)
+        if self.request is None and self._expected is not None and seq > self._expected:
+            self._lose(self._expected, seq, 0, f"a catalog of seq {seq} came next")
+
+    def unreadable(self, seq: int, epoch: str | None, size_bytes: int) -> None:
+        """An `events` message that cannot be read. Damage begins no life."""
+        if epoch is None or epoch == self._epoch:
+            self._follow(seq, None, size_bytes)
+
+    def ask_snapshot(self) -> None:
+        """The consumer doubts what it holds: nothing more is handed out before a snapshot."""
+        if self.request is None:
+            self._want_snapshot()
+
+    def expire(self) -> None:
+        """Known from elsewhere: what was handed out may be of a life that has ended. Who is there, and with what, is asked anew."""
+        self.items.append(Expired())
+        self._declared, self._catalog_asked = -1, 0
+        self.greeting_wanted = True
+        self._want_snapshot()
+
+    def asked(self) -> None:
+        """The wanted snapshot was just asked for: from here on messages are held."""
+        if self.request is not None:
+            self._assembly = SnapshotAssembly(self._max_snapshot_blocks)
+            self._drop_held()
+
+    def part(self, part: SnapshotPart) -> None:
+        """A part of the snapshot that was asked for; one of another request is ignored."""
+        assembly = self._assembly
+        if assembly is None or part.id != self.request:
+            return
+        try:
+            snapshot = assembly.add(part)
+        except SnapshotError as error:
+            self.snapshot_failed(str(error))
+            return
+        if assembly.parts == 1:
+            if part.epoch != self._epoch:
+                self._enter_life(part.epoch, part.started_s, "another life sends the snapshot", answered=True)
+            elif self._expected is not None and part.next_seq < self._expected:
+                self.snapshot_failed(f"it is of seq {part.next_seq}, older than what was handed out ({self._expected})")
+                return
+        if part.next_seq < self._overflowed_seq:
+            self.snapshot_failed(f"messages up to seq {self._overflowed_seq - 1} could not be held meanwhile")
+        elif snapshot is not None:
+            self._load(snapshot)
+
+    def snapshot_overdue(self) -> None:
+        """Nothing more of the answer came for too long."""
+        parts = 0 if self._assembly is None else self._assembly.parts
+        self.snapshot_failed(f"the answer stopped after {parts} parts" if parts else "no answer")
+
+    def snapshot_failed(self, reason: str) -> None:
+        """The answer did not come, or cannot be used: another is wanted."""
+        if self.request is not None:
+            self.failures += 1
+            self.items.append(SnapshotFailed(reason))
+            self._want_snapshot()
+
+    def _is_of_this_life(self, epoch: str, started_s: float) -> bool:
+        if epoch != self._epoch:
+            if epoch in self._past:
+                return False
+            self._enter_life(epoch, started_s, "its messages come")
+        self.heard += 1
+        if self._silent:
+            self._silent = False
+            self.items.append(Heard())
+        return True
+
+    def _enter_life(self, epoch: str, started_s: float, reason: str, *, answered: bool = False) -> None:
+        """answered: the snapshot that is on its way is of that life."""
+        old, self._epoch = self._epoch, epoch
+        self._expected = None
+        self._resuming = False
+        self._declared = -1
+        self._catalog_asked = 0
+        self.greeting_wanted = True
+        self._drop_held()
+        if old is not None:
+            self._past.append(old)
+            self.items.append(NewEpoch(epoch, started_s, reason))
+            if not answered:
+                self._want_snapshot()
+
+    def _judge_resume(self, next_seq: int) -> None:
+        """The first answer, before any live message could come: it tells what was missed while nobody listened."""
+        expected = self._expected
+        assert expected is not None
+        if next_seq > expected:
+            self._lose(expected, next_seq, 0, "they were published while nobody listened")
+        elif next_seq < expected:
+            self._expected = None
+            self._lose(next_seq, next_seq, 0, f"the publisher is at seq {next_seq}, before {expected} of what was kept")
+
+    def _declare(self, version: int, catalog: DeclaredCatalog) -> None:
+        if version > self._declared:
+            self._declared = version
+            self.items.append(Declared(version, catalog))
+
+    def _follow(self, seq: int, message: _Message, size_bytes: int) -> None:
+        if self._assembly is not None:
+            self._hold(seq, message, size_bytes)
+        elif self.request is None:
+            self._accept(seq, message, size_bytes)
+
+    def _accept(self, seq: int, message: _Message, size_bytes: int) -> None:
+        expected = self._expected
+        if expected is None or seq < expected:
+            return
+        if seq > expected:
+            if isinstance(message, Heartbeat):
+                self._lose(expected, seq, 0, f"a heartbeat of seq {seq} came next")
+            else:
+                self._lose(expected, seq, message.dropped if message else 0, f"seq {seq} came next")
+        elif message is None:
+            self._lose(seq, seq + 1, 0, f"seq {seq} cannot be read")
+        elif isinstance(message, Events):
+            self._expected = seq + 1
+            self.items.append(ReportBatch(seq, message, size_bytes))
+        else:
+            self.items.append(Beat(seq, message))
+
+    def _lose(self, first_seq: int, next_seq: int, dropped: int, reason: str) -> None:
+        self.items.append(ReportGap(first_seq, next_seq, dropped, reason))
+        self._want_snapshot()
+
+    def _want_snapshot(self) -> None:
+        self._requests += 1
+        self.request = self._requests
+        self._assembly = None
+        self._drop_held()
+
+    def _load(self, snapshot: Snapshot) -> None:
+        for seq, _, _ in self._held:
+            if seq > snapshot.next_seq:
+                # Subscribed too late, or dropped on the way: the state would be behind as soon as loaded.
+                self.snapshot_failed(f"messages {snapshot.next_seq} to {seq - 1} after it did not come")
+                return
+            if seq == snapshot.next_seq:
+                break
+        self.request = None
+        self._assembly = None
+        self.failures = 0
+        self._expected = snapshot.next_seq
+        self.items.append(Loaded(snapshot))
+        held, self._held = self._held, deque()
+        self._drop_held()
+        for seq, message, size_bytes in held:
+            self._accept(seq, message, size_bytes)
+            if self.request is not None:
+                # The next snapshot has the rest.
+                return
+
+    def _hold(self, seq: int, message: _Message, size_bytes: int) -> None:
+        self._held.append((seq, message, size_bytes))
+        self._held_bytes += size_bytes
+        while len(self._held) > 1 and (len(self._held) > self._max_held or self._held_bytes > self._max_held_bytes):
+            oldest, what, size = self._held.popleft()
+            self._held_bytes -= size
+            if not isinstance(what, Heartbeat):
+                self._overflowed_seq = max(self._overflowed_seq, oldest + 1)
+
+    def _drop_held(self) -> None:
+        self._held.clear()
+        self._held_bytes = 0
+        self._overflowed_seq = -1

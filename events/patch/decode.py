@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Payloads of the engine patch's sockets to checked messages. Pure; never raises, whatever the bytes.
+
+Checked is what every reader relies on: hashes are whole, numbers are seqs, an epoch is short. What the numbers add up to is the
+readers' own matter.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrouter.events.patch.messages import (
+    CatalogMessage,
+    Events,
+    Heartbeat,
+    Hello,
+    PlaceSummary,
+    Refused,
+    Reply,
+    Report,
+    ReportCleared,
+    ReportRemoved,
+    ReportStored,
+    SnapshotPart,
+)
+from kvrouter.events.vllm.messages import MAX_NAME_CHARS
+from kvrouter.events.vllm.wire import MAX_SEQ, SEQ_BYTES
+
+# msgspec's errors and UnicodeDecodeError are ValueErrors, deep nesting is a RecursionError.
+_DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
+
+# A greeting or a catalog, which is kept as long as the worker: some ten groups, and 1,024 LoRAs with long paths.
+MAX_CATALOG_BYTES = 4 << 20
+
+# Epochs are remembered; ours have 16.
+MAX_EPOCH_CHARS = 64
+
+# An error's text is for a log line.
+MAX_ERROR_CHARS = 200
+
+_REPORT_TYPES = frozenset(("events", "heartbeat", "catalog"))
+_REPLY_TYPES = frozenset(("hello", "snapshot", "refused"))
+
+
+class Unreadable(msgspec.Struct, frozen=True):
+    """A payload that is no message, or one that no reader can use."""
+
+    reason: str
+    # It calls itself `events`, so it has used up its seq.
+    uses_seq: bool = False
+    # None: not readable either.
+    epoch: str | None = None
+
+
+class _Head(msgspec.Struct):
+    type: str
+    # Whatever else is damaged, a message that calls itself `events` has used up its seq.
+    epoch: object = None
+
+
+_reports: msgspec.msgpack.Decoder[Events | Heartbeat | CatalogMessage] = msgspec.msgpack.Decoder(Report)
+_replies: msgspec.msgpack.Decoder[Hello | SnapshotPart | Refused] = msgspec.msgpack.Decoder(Reply)
+_head = msgspec.msgpack.Decoder(_Head)
+
+
+def read_seq(frame: bytes) -> int | None:
+    """The number in a seq frame; None when it is none."""
+    if len(frame) != SEQ_BYTES:
+        return None
+    value = int.from_bytes(frame, "big")
+    return value if value <= MAX_SEQ else None
+
+
+def read_report(payload: bytes) -> Events | Heartbeat | CatalogMessage | Unreadable | None:
+    """A message of the PUB socket; None for one of a type that this version does not know."""
+    try:
+        message = _reports.decode(payload)
+    except _DECODE_ERRORS as error:
+        head = _read_head(payload)
+        if head is not None and head.type not in _REPORT_TYPES:
+            return None
+        return _unreadable(error, head)
+    if not 0 < len(message.epoch) <= MAX_EPOCH_CHARS:
+        return Unreadable(f"an epoch of {len(message.epoch)} characters", isinstance(message, Events))
+    if isinstance(message, Events):
+        for event in message.events:
+            if not isinstance(event, ReportCleared) and len(event.hashes) % 8:
+                reason = f"an event with {len(event.hashes)} bytes of hashes: expected a multiple of 8"
+                return Unreadable(reason, True, message.epoch)
+            if (long := _long_name(event)) is not None:
+                return Unreadable(long, True, message.epoch)
+    elif isinstance(message, Heartbeat):
+        for place in message.places:
+            if (long := _long_name(place)) is not None:
+                return Unreadable(long)
+    elif len(payload) > MAX_CATALOG_BYTES:
+        return Unreadable(f"a catalog of {len(payload)} bytes: expected at most {MAX_CATALOG_BYTES}")
+    return message
+
+
+def read_answer(frames: list[bytes]) -> Hello | SnapshotPart | Refused | Unreadable | None:
+    """An answer of the ROUTER socket; None for one of a type that this version does not know."""
+    if len(frames) != 2 or frames[0]:
+        return Unreadable(f"{len(frames)} frames: expected an empty one and the payload")
+    payload = frames[1]
+    try:
+        reply = _replies.decode(payload)
+    except _DECODE_ERRORS as error:
+        head = _read_head(payload)
+        if head is not None and head.type not in _REPLY_TYPES:
+            return None
+        return _unreadable(error, head)
+    if not isinstance(reply, Refused):
+        if not 0 < len(reply.epoch) <= MAX_EPOCH_CHARS:
+            return Unreadable(f"an epoch of {len(reply.epoch)} characters")
+        if not 0 <= reply.next_seq <= MAX_SEQ:
+            return Unreadable(f"an answer of seq {reply.next_seq}: no seq")
+    if isinstance(reply, Hello) and len(payload) > MAX_CATALOG_BYTES:
+        return Unreadable(f"a greeting of {len(payload)} bytes: expected at most {MAX_CATALOG_BYTES}")
+    return reply
+
+
+def _long_name(said: ReportStored | ReportRemoved | ReportCleared | PlaceSummary) -> str | None:
+    """What is wrong with a name that would be kept."""
+    names = (said.medium, said.ownership, said.kind if isinstance(said, ReportStored) else None)
+    longest = max(len(name) for name in names if name is not None)
+    return f"a name of {longest} characters: expected at most {MAX_NAME_CHARS}" if longest > MAX_NAME_CHARS else None
+
+
+def _read_head(payload: bytes) -> _Head | None:
+    try:
+        head = _head.decode(payload)
+    except _DECODE_ERRORS:
+        return None
+    return head
+
+
+def _unreadable(error: BaseException, head: _Head | None) -> Unreadable:
+    reason = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
+    if head is None:
+        return Unreadable(reason)
+    epoch = head.epoch if isinstance(head.epoch, str) and len(head.epoch) <= MAX_EPOCH_CHARS else None
+    return Unreadable(reason, head.type == "events", epoch)

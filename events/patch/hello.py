@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a patched engine answer here, and where does it publish?"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import zmq
+
+from kvrouter.events.patch.decode import read_answer
+from kvrouter.events.patch.messages import MAX_PORT, Hello, HelloRequest
+from kvrouter.events.transport.link import Link, LinkSettings
+
+_WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::"))
+
+
+def reachable(reports: str, asked: str) -> str | None:
+    """Where to connect to for the endpoint that a `Hello` names: a wildcard host is the one that was asked.
+
+    None when it is no endpoint of the same transport: no answer makes us open a file or a socket of another kind.
+    """
+    scheme, _, rest = reports.partition("://")
+    asked_scheme, _, asked_rest = asked.partition("://")
+    if scheme != asked_scheme or not rest or "\0" in rest:
+        return None
+    if scheme != "tcp":
+        return reports
+    host, _, port = rest.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port[:9]) <= MAX_PORT:
+        return None
+    if host in _WILDCARD_HOSTS:
+        host = asked_rest.rpartition(":")[0]
+    return f"tcp://{host}:{port}"
+
+
+async def greet(
+    requests_endpoint: str, *, context: zmq.Context[zmq.Socket[bytes]], timeout_s: float, server_key: str | None = None
+) -> Hello | None:
+    """Who answers at this endpoint; None when nobody does in time. Raises zmq.ZMQError when it is no address.
+
+    server_key: as LinkSettings has it."""
+    readable = asyncio.Event()
+    link = Link(
+        context,
+        requests_endpoint,
+        loop=asyncio.get_running_loop(),
+        on_readable=readable.set,
+        settings=LinkSettings(server_key=server_key),
+    )
+    request = HelloRequest(1)
+    try:
+        async with asyncio.timeout(timeout_s):
+            link.send(b"", msgspec.msgpack.encode(request))
+            while True:
+                readable.clear()
+                link.take_news()
+                while frames := link.receive():
+                    reply = read_answer(frames)
+                    if isinstance(reply, Hello) and reply.id == request.id:
+                        return reply
+                    # Whatever it sends, others and the timeout get their turn.
+                    await asyncio.sleep(0)
+                if not link.readable():
+                    await readable.wait()
+    except TimeoutError:
+        return None
+    finally:
+        link.close()

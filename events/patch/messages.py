@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the engine patch says on its own sockets, in both directions: `docs/protocol.md` as structs.
+
+One definition for the side that writes (`kvrouter.engine_patch`) and the side that reads (`kvrouter.router`, tests). Every payload
+is one MessagePack map with a `type`; fields at their default are left out, unknown ones are skipped, new ones are only ever added
+with a default. A block hash is 64 bits (the last 8 bytes of the engine's hash); many travel as one big-endian binary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from kvrouter.events.vllm.messages import HashArray
+
+# The topic on the PUB socket; a change that old readers cannot follow gets another one.
+REPORT_TOPIC = b"kvrouter.v1"
+PROTOCOL = 1
+
+# From the port of the engine's own KV events to ours, so that a router finds them knowing only the former. Far above vLLM's usual
+# ports and their data-parallel offsets; where the sum is no port, the offset is subtracted.
+REQUESTS_PORT_OFFSET = 10_000
+REPORTS_PORT_OFFSET = 11_000
+MAX_PORT = 65_535
+
+# Hashes in one part of a snapshot: 64 KiB, so that live messages wait no longer than for one of these.
+SNAPSHOT_PART_BLOCKS = 8_192
+
+# A set's digest is the sum of its hashes modulo 2**64: hashes are uniform, so two sets that differ agree with a chance of 2**-64.
+DIGEST_MASK = (1 << 64) - 1
+
+
+class ReportStored(msgspec.Struct, frozen=True, tag="stored", omit_defaults=True, gc=False, eq=False):
+    """Blocks of one place became resident, one physical copy each."""
+
+    hashes: bytes
+    group_idx: int | None
+    medium: str
+    # Tokens a block; of a partial entry, the hash block size.
+    block_size: int = 0
+    # [[end, count], ...]: the next `count` hashes stand for the first end, end + block_size, ... tokens of their prompt.
+    # Empty: not known.
+    runs: list[tuple[int, int]] = []
+    # Hash of the block before the first run, None at the start of a prompt or when not known.
+    parent_hash: int | None = None
+    kind: str | None = None
+    sliding_window: int | None = None
+    ownership: str | None = None
+    locality: str | None = None
+    lora_name: str | None = None
+
+
+class ReportRemoved(msgspec.Struct, frozen=True, tag="removed", omit_defaults=True, gc=False, eq=False):
+    """One physical copy of each of these blocks is gone."""
+
+    hashes: bytes
+    group_idx: int | None
+    medium: str
+    ownership: str | None = None
+    locality: str | None = None
+
+
+class ReportCleared(msgspec.Struct, frozen=True, tag="cleared", omit_defaults=True, gc=False):
+    """Everything on one medium is gone (with `ownership`: of that owner; without: of every owner)."""
+
+    medium: str
+    reason: str = ""
+    ownership: str | None = None
+
+
+ReportEvent: TypeAlias = ReportStored | ReportRemoved | ReportCleared
+
+
+class Events(msgspec.Struct, frozen=True, tag="events", omit_defaults=True, eq=False):
+    """Residency changed. The one message that uses up a seq."""
+
+    # One life of the publisher: 16 hex digits, random.
+    epoch: str
+    # When that life began, seconds since 1970.
+    started_s: float
+    ts: float
+    events: list[ReportEvent]
+    dp_rank: int = 0
+    # The engine's own seq of the batch that this repeats; None when the engine's topic has not said it yet.
+    batch_seq: int | None = None
+    # How many messages before this one the publisher itself dropped because its queue was full; their seqs are used up.
+    dropped: int = 0
+
+
+class PlaceSummary(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is resident in one place: for comparison with an index."""
+
+    group_idx: int | None
+    medium: str
+    # Distinct hashes, physical copies, sum of the distinct hashes modulo 2**64.
+    blocks: int
+    copies: int
+    digest: int
+    ownership: str | None = None
+    locality: str | None = None
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", omit_defaults=True):
+    """The publisher lives, and this is resident after every message of a lower seq than this one's frame."""
+
+    epoch: str
+    started_s: float
+    ts: float
+    interval_s: float
+    # Every place with at least one block.
+    places: list[PlaceSummary]
+    # Counts up with every change of the catalog; 0: no catalog could be read.
+    catalog_version: int = 0
+    # Messages dropped in this life because the queue was full.
+    dropped: int = 0
+    # Media that hold more blocks than the ledger may: nothing is said of them any more.
+    untracked: list[str] = []
+
+
+class DeclaredGroup(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One KV cache group as the engine's coordinator has it; tokens, with context parallelism applied."""
+
+    group_idx: int
+    kind: str
+    block_size: int
+    sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    eagle: bool = False
+    prefix_cacheable: bool = True
+    # Groups with the same number are looked up jointly; None for those that no lookup asks.
+    spec_class: int | None = None
+
+
+class HashExample(msgspec.Struct, frozen=True):
+    """A root block as the engine hashes it, so that a reader can prove its own hashing."""
+
+    token_ids: list[int]
+    block_hash: int
+
+
+class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):
+    """All that a reader needs to predict hits, read from the running engine. None: not there, or not readable."""
+
+    groups: list[DeclaredGroup]
+    hash_block_size: int | None = None
+    scheduler_block_size: int | None = None
+    # Every hit is a multiple of this.
+    align: int | None = None
+    partial_hits: bool | None = None
+    retention_interval: int | None = None
+    # "sha256", "sha256_cbor", "xxhash", "xxhash_cbor", or another name that readers may not know.
+    hash_algo: str | None = None
+    # Hex.
+    none_hash: str | None = None
+    hash_example: HashExample | None = None
+    # vLLM 0.33 with EAGLE and no connector: every hash also covers this many following tokens.
+    hash_lookahead_tokens: int = 0
+    # A hit of at most this many tokens becomes 0 (vLLM 0.32 scheduler.py, prefix_replay_tokens).
+    replay_window_tokens: int = 0
+    # "tagged": ("lora", name, path), ("cache_salt", salt) ...; "plain": the bare values of older versions.
+    extra_keys_form: str = "tagged"
+    # Blocks that the offload tier stores as one; None: no such tier.
+    offload_blocks_per_chunk: int | None = None
+    # Name -> path, as loaded: both are hashed.
+    lora_paths: dict[str, str] = {}
+    model_name: str | None = None
+    dp_rank: int = 0
+    max_model_len: int | None = None
+    num_gpu_blocks: int | None = None
+    dcp_size: int = 1
+    pcp_size: int = 1
+    connector: str | None = None
+    vllm_version: str | None = None
+    # Every connector, those inside a MultiConnector after it; a class from outside vLLM with its module.
+    connectors: list[str] = []
+    # Whether hits of a SimpleCPUOffloadConnector may end wherever those of the GPU may; None without one.
+    offload_partial_hits: bool | None = None
+
+
+class CatalogMessage(msgspec.Struct, frozen=True, tag="catalog", omit_defaults=True):
+    """The catalog changed; published at start and with every change."""
+
+    epoch: str
+    started_s: float
+    version: int
+    catalog: DeclaredCatalog
+
+
+Report: TypeAlias = Events | Heartbeat | CatalogMessage
+
+
+class HelloRequest(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
+    """Who are you? The answer is a `Hello` with the same id."""
+
+    id: int = 0
+
+
+class SnapshotRequest(msgspec.Struct, frozen=True, tag="snapshot", omit_defaults=True):
+    """What is resident? The answer is `SnapshotPart`s, the last of them marked, or a `Refused`."""
+
+    id: int = 0
+
+
+Request: TypeAlias = HelloRequest | SnapshotRequest
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
+    """Who answers. `reports` is the PUB endpoint as bound: a wildcard host stands for the one that was asked."""
+
+    id: int
+    epoch: str
+    started_s: float
+    # The seq of the next `events` message.
+    next_seq: int
+    reports: str
+    heartbeat_s: float
+    protocol: int = PROTOCOL
+    patch_version: str = ""
+    catalog_version: int = 0
+    catalog: DeclaredCatalog | None = None
+    # What the patch does here, by name: "on", or why not.
+    features: dict[str, str] = {}
+
+
+class SnapshotPart(msgspec.Struct, frozen=True, tag="snapshot", omit_defaults=True, eq=False):
+    """Some blocks of one place. All parts of a snapshot say what was resident before `events` message `next_seq`."""
+
+    id: int
+    epoch: str
+    started_s: float
+    next_seq: int
+    index: int
+    hashes: bytes = b""
+    group_idx: int | None = None
+    medium: str = ""
+    ownership: str | None = None
+    locality: str | None = None
+    # Of these hashes, those with two copies or more, and how many.
+    copied: list[tuple[int, int]] = []
+    last: bool = False
+    # Only in the last part, which has no hashes: what the parts must add up to.
+    places: list[PlaceSummary] = []
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", omit_defaults=True):
+    """The request cannot be answered now (or, without `retry_s`, ever)."""
+
+    id: int
+    reason: str
+    retry_s: float | None = None
+
+
+Reply: TypeAlias = Hello | SnapshotPart | Refused
+
+
+def pack_hashes(hashes: HashArray | Iterable[int]) -> bytes:
+    """Hashes as 8 bytes each, big-endian. Accepts a uint64 array or Python numbers."""
+    if not isinstance(hashes, np.ndarray):
+        hashes = np.fromiter(hashes, np.uint64)
+    return hashes.astype(">u8").tobytes()
+
+
+def unpack_hashes(packed: bytes) -> HashArray:
+    """A native uint64 array, shape (n,). Raises ValueError when the bytes are no whole number of hashes."""
+    if len(packed) % 8:
+        raise ValueError(f"{len(packed)} bytes are no whole number of 8-byte hashes")
+    return np.frombuffer(packed, ">u8").astype(np.uint64)
+
+
+def beside(endpoint: str, offset: int, suffix: str) -> str | None:
+    """Where the patch listens next to the engine's own event endpoint (as bound or as registered). None: no port to go from.
+
+    tcp: the port plus `offset`, or minus it where the sum is no port. ipc and inproc: `suffix` is appended.
+    """
+    scheme, _, rest = endpoint.partition("://")
+    if scheme in ("ipc", "inproc"):
+        return f"{endpoint}{suffix}"
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp" or not port.isdecimal() or not 0 < int(port) <= MAX_PORT:
+        return None
+    number = int(port) + offset
+    return f"tcp://{host}:{number if number <= MAX_PORT else int(port) - offset}"
+
+
+def requests_endpoint(events_endpoint: str) -> str | None:
+    """The ROUTER socket that belongs to an engine's event endpoint."""
+    return beside(events_endpoint, REQUESTS_PORT_OFFSET, ".kvrouter-requests")
+
+
+def reports_endpoint(events_endpoint: str) -> str | None:
+    """The PUB socket that belongs to an engine's event endpoint."""
+    return beside(events_endpoint, REPORTS_PORT_OFFSET, ".kvrouter-reports")

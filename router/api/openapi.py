@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The OpenAPI document, and a page that lists it. Both are self-contained: nothing is loaded from the internet."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI
+
+from kvrouter.router.api import requests as bodies
+from kvrouter.router.api import responses as replies
+from kvrouter.router.workers import registration_bodies
+
+SCHEMA_REF = "#/components/schemas/{name}"
+
+# Every struct that an operation below or in the route modules refers to; nested ones come with them.
+SCHEMAS = (
+    bodies.QueryBody,
+    bodies.QueryByHashBody,
+    bodies.SelectBody,
+    bodies.ReservationBody,
+    registration_bodies.RegisterBody,
+    registration_bodies.UnregisterBody,
+    registration_bodies.WorkerPatch,
+    replies.QueryReply,
+    replies.SelectReply,
+    replies.ReservedReply,
+    replies.EndedReply,
+    replies.ModelLoadReply,
+    replies.WorkersReply,
+    replies.RegisteredReply,
+    replies.ModelReply,
+    replies.ModelsReply,
+    replies.HealthReply,
+    replies.ReadyReply,
+    replies.VersionReply,
+    replies.ErrorReply,
+)
+
+# What can be wrong, by status. No operation says `default`: a client, and the fuzzing, must be able to tell what it may get.
+PROBLEMS = {
+    400: "The body or a parameter cannot be read as what is asked for",
+    401: "The API key is missing or wrong",
+    404: "No such model or worker is registered, or there is no such reservation",
+    409: "It contradicts what is registered or reserved, or there is no room for more workers",
+    413: "The body is over the limit",
+    502: "The engine that was to be asked does not answer",
+    503: "No worker can take it, or the store does not answer",
+}
+
+# The endpoints that FastAPI does not know: path, what it is for, body, reply, problems.
+HOT_OPERATIONS: tuple[tuple[str, str, type, type, tuple[int, ...]], ...] = (
+    (
+        "/query",
+        "How much of a prompt each worker would reuse, by token ids",
+        bodies.QueryBody,
+        replies.QueryReply,
+        (400, 404, 413),
+    ),
+    ("/query_by_hash", "The same, by block hashes", bodies.QueryByHashBody, replies.QueryReply, (400, 404, 413)),
+    (
+        "/select",
+        "The worker that would compute the least, and why",
+        bodies.SelectBody,
+        replies.SelectReply,
+        (400, 404, 413, 503),
+    ),
+    (
+        "/select_and_reserve",
+        "The same, and its load counts until it is released or expires",
+        bodies.SelectBody,
+        replies.SelectReply,
+        (400, 404, 409, 413, 503),
+    ),
+)
+
+
+def takes(kind: type) -> dict[str, Any]:
+    """The request body of an operation, as FastAPI's `openapi_extra`."""
+    return {"requestBody": {"required": True, "content": _content(kind)}}
+
+
+def gives(kind: type, *problems: int, status: int = 200, many: bool = False) -> dict[int | str, dict[str, Any]]:
+    """The answers of an operation, as FastAPI's `responses`. problems: statuses of PROBLEMS; 401 is added where there is a key.
+    many: a list of them."""
+    answers: dict[int | str, dict[str, Any]] = {status: {"description": "Done", "content": _content(kind, many=many)}}
+    return answers | {status: _problem(status) for status in problems}
+
+
+def _problem(status: int) -> dict[str, Any]:
+    return {"description": PROBLEMS[status], "content": _content(replies.ErrorReply)}
+
+
+def _content(kind: type, *, many: bool = False) -> dict[str, Any]:
+    one: dict[str, Any] = {"$ref": SCHEMA_REF.format(name=kind.__name__)}
+    schema = {"schema": {"type": "array", "items": one} if many else one}
+    return {replies.JSON: schema, bodies.MSGPACK: schema}
+
+
+def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
+    """The OpenAPI document of FastAPI's routes and the hot ones together."""
+    found = app.openapi()
+    for path, summary, body, reply, problems in HOT_OPERATIONS:
+        responses = {str(code): answer for code, answer in gives(reply, *problems).items()}
+        found["paths"][path] = {
+            "post": {
+                "tags": ["asking"],
+                "summary": summary,
+                "operationId": path[1:],
+                "responses": responses,
+                **takes(body),
+            }
+        }
+    for operations in found["paths"].values():
+        for operation in operations.values():
+            # FastAPI's own answer to a wrong parameter, which ours (400) takes the place of.
+            operation["responses"].pop("422", None)
+    _, schemas = msgspec.json.schema_components(SCHEMAS, ref_template=SCHEMA_REF)
+    components = found.setdefault("components", {})
+    components["schemas"] = schemas
+    if needs_key:
+        components["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+        for path, operations in found["paths"].items():
+            for operation in operations.values():
+                if path in ("/health", "/ready"):
+                    operation["security"] = []
+                else:
+                    operation["responses"]["401"] = _problem(401)
+    return found
+
+
+STYLE = (
+    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+    "code{font-family:ui-monospace,monospace}td{padding:.2rem 1rem .2rem 0;vertical-align:top}"
+    "details{margin:.3rem 0 1rem}pre{overflow:auto;background:#8881;padding:.6rem}"
+)
+
+
+def page(document: dict[str, Any]) -> str:
+    """The document as an HTML page: every endpoint, and the schema of every body and answer."""
+    rows = []
+    for path, operations in sorted(document["paths"].items()):
+        for method, operation in sorted(operations.items()):
+            body = _link(operation.get("requestBody"))
+            reply = _link(operation["responses"].get("200"))
+            rows.append(
+                f"<tr><td><code>{method.upper()} {escape(path)}</code></td>"
+                f"<td>{escape(operation.get('summary', ''))}</td><td>{body}</td><td>{reply}</td></tr>"
+            )
+    schemas = []
+    for name, schema in sorted(document["components"]["schemas"].items()):
+        text = escape(msgspec.json.format(msgspec.json.encode(schema), indent=2).decode())
+        schemas.append(f'<h3 id="{escape(name)}">{escape(name)}</h3><pre>{text}</pre>')
+    title = escape(f"{document['info']['title']} {document['info']['version']}")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f"<title>{title}</title><style>{STYLE}</style></head><body>"
+        f'<h1>{title}</h1><p>The same as <a href="openapi.json">OpenAPI</a>, for your client generator.</p>'
+        f"<table><tr><td>endpoint</td><td>what it does</td><td>body</td><td>answer</td></tr>{''.join(rows)}</table>"
+        f"<h2>Bodies and answers</h2>{''.join(schemas)}</body></html>"
+    )
+
+
+def _link(part: dict[str, Any] | None) -> str:
+    schema = ((part or {}).get("content") or {}).get(replies.JSON, {}).get("schema", {})
+    name = escape(schema.get("$ref", "").rpartition("/")[2])
+    return f'<a href="#{name}">{name}</a>' if name else ""

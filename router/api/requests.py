@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients may send, as typed structs, and its decoding from JSON or MessagePack.
+
+Unknown fields are ignored. The aliases are those of Mooncake's indexer RFC and of Dynamo's services. Nothing here
+looks at the core.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+
+from kvrouter.router.common.errors import BadQuestion
+
+MSGPACK = "application/msgpack"
+MSGPACK_TYPES = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
+
+MAX_NUM_TOKENS = 2**31 - 1
+
+# A field that is not there, or is null in either encoding.
+ABSENT = msgspec.Raw(b"null")
+NULLS = (b"null", b"\xc0")
+
+NumTokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUM_TOKENS, description="length of the whole prompt, in tokens")]
+TokenIds = Annotated[list[int], msgspec.Meta(description="token ids of the whole prompt, each 0 to 2147483647")]
+BlockHashes = Annotated[
+    list[int | str],
+    msgspec.Meta(
+        description="block hashes from block 0, at the hash block size: u64, i64 or hex (16, 32 or 64 digits)"
+    ),
+]
+# What a client calls its own reservation; it stands in a path.
+SelectionId = Annotated[
+    str,
+    msgspec.Meta(
+        min_length=1,
+        max_length=128,
+        pattern=r"^[^/?#]+$",
+        description="the client's own id of it; without it, one is made",
+    ),
+]
+WorkerIds = Annotated[list[str | int], msgspec.Meta(description="only these workers")]
+
+
+class _Asked(msgspec.Struct, kw_only=True):
+    """What every question says: the model, under any of its three names, and what is mixed into its block hashes."""
+
+    model: str | None = None
+    model_name: str | None = None
+    modelname: str | None = None
+    routing_group: str | None = None
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    workers: WorkerIds | None = None
+    explain: bool = False
+
+
+class QueryBody(_Asked, kw_only=True):
+    """`POST /query`"""
+
+    token_ids: TokenIds
+
+
+class QueryByHashBody(_Asked, kw_only=True):
+    """`POST /query_by_hash`"""
+
+    block_hashes: BlockHashes
+    num_tokens: NumTokens | None = None
+
+
+class PinnedBody(msgspec.Struct, kw_only=True):
+    """A worker and no other, as Dynamo's clients name it."""
+
+    worker_id: str | int
+    dp_rank: int | None = None
+
+
+class SessionBody(msgspec.Struct, kw_only=True):
+    """What Dynamo's clients say of a session; the rest of it is theirs alone."""
+
+    session_id: str
+
+
+class SelectBody(_Asked, kw_only=True):
+    """`POST /select` and `/select_and_reserve`: one of token_ids, block_hashes, prompt and messages.
+
+    prompt and messages are those of OpenAI's completions and chats; what stands beside them (tools, chat_template_kwargs, ...)
+    counts as it would there. allowed_worker_ids, isl_tokens, expected_output_tokens, session_context and pinned_worker are Dynamo's
+    names of workers, num_tokens, max_tokens, session_id and of a worker and no other."""
+
+    token_ids: TokenIds | None = None
+    block_hashes: BlockHashes | None = None
+    num_tokens: NumTokens | None = None
+    # By a factory, as a schema cannot show a Raw as a default.
+    prompt: msgspec.Raw = msgspec.field(default_factory=lambda: ABSENT)
+    messages: msgspec.Raw = msgspec.field(default_factory=lambda: ABSENT)
+    session_id: str | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    exclude_workers: WorkerIds | None = None
+    dp_rank: Annotated[int, msgspec.Meta(ge=0, description="only this data-parallel rank")] | None = None
+    selection_id: SelectionId | None = None
+    allowed_worker_ids: WorkerIds | None = None
+    isl_tokens: NumTokens | None = None
+    expected_output_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    session_context: SessionBody | None = None
+    pinned_worker: PinnedBody | None = None
+
+
+class ReservationBody(SelectBody, kw_only=True):
+    """`POST /reservations`: the client has chosen the worker; its load is to count there. isl_tokens alone is enough to know a
+    prompt's load; with its tokens or hashes, what the worker has of it is taken off. Without worker_id: what an earlier
+    `/select` chose under this selection_id.
+
+    effective_prefill_tokens: what is to be computed, where the client knows better. track_prefill_tokens: whether that counts."""
+
+    worker_id: str | int | None = None
+    effective_prefill_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_NUM_TOKENS)] | None = None
+    track_prefill_tokens: bool | None = None
+
+
+# Fields that `router/common/json_arrays.py` decodes, from the bytes as they came.
+RAW_FIELDS = frozenset({"token_ids", "block_hashes"})
+
+
+def _with_raw_arrays(kind: type[Any]) -> type[Any]:
+    """The same body with its arrays left undecoded; an absent one reads as null."""
+    fields: list[tuple[str, Any, Any]] = []
+    for field in msgspec.structs.fields(kind):
+        if field.name not in RAW_FIELDS:
+            default = field.default
+            if field.default_factory is not msgspec.NODEFAULT:
+                default = msgspec.field(default_factory=field.default_factory)
+            fields.append((field.name, field.type, default))
+        elif field.required:
+            fields.append((field.name, msgspec.Raw, msgspec.NODEFAULT))
+        else:
+            fields.append((field.name, msgspec.Raw, ABSENT))
+    return msgspec.defstruct(kind.__name__, fields, kw_only=True)
+
+
+def is_msgpack(content_type: str) -> bool:
+    """All but MessagePack is read as JSON, since `curl -d` says form data."""
+    return "msgpack" in content_type and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
+
+
+class BodyReader:
+    """Decodes one kind of body from both encodings; built once, as decoders are dear to make.
+
+    arrays: whether token_ids and block_hashes are decoded too; else they stay msgspec.Raw."""
+
+    def __init__(self, kind: type[Any], *, arrays: bool = True) -> None:
+        decoded = kind if arrays else _with_raw_arrays(kind)
+        self._json = msgspec.json.Decoder(decoded)
+        self._msgpack = msgspec.msgpack.Decoder(decoded)
+
+    def read(self, raw: bytes, content_type: str) -> Any:
+        """The struct. Raises BadQuestion."""
+        packed = is_msgpack(content_type)
+        try:
+            return (self._msgpack if packed else self._json).decode(raw)
+        except msgspec.ValidationError as error:
+            raise BadQuestion(f"the body does not fit: {error}") from None
+        except RecursionError:
+            raise BadQuestion("the body is nested too deeply", code="malformed_body") from None
+        except (msgspec.DecodeError, ValueError, OverflowError) as error:
+            what = "MessagePack" if packed else "JSON"
+            raise BadQuestion(f"the body is no {what}: {error}", code="malformed_body") from None
+
+
+def worker_ids_of(given: list[str | int] | None) -> frozenset[str] | None:
+    """Worker ids as text: a bare Dynamo client sends numbers."""
+    return None if given is None else frozenset(map(str, given))

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reservations that outlive their request, and the load of all workers. Shapes are those of Dynamo's selection service."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+
+from kvrouter.router.api.dynamo_shapes import ROUTING_GROUP
+from kvrouter.router.api.openapi import gives, takes
+from kvrouter.router.api.ports import CorePort
+from kvrouter.router.api.requests import (
+    ReservationBody,
+)
+from kvrouter.router.api.responses import (
+    EndedReply,
+    EngineReply,
+    ModelLoadReply,
+    ReservedReply,
+    WorkerLoadReply,
+    encode,
+)
+from kvrouter.router.api.select import Selecting, decode_blocks
+from kvrouter.router.placement.placer import Placing, WorkerBurden
+
+OneModel = Annotated[str | None, Query(alias="model_name", description="only this model")]
+
+
+def load_routes(core: CorePort, placing: Placing, selecting: Selecting) -> APIRouter:
+    """The routes, bound to `placing`; `core` knows the workers' ids as they were given."""
+    router = APIRouter(tags=["load"])
+
+    def respond(request: Request, reply: Any, status: int = 200) -> Response:
+        content, media_type = encode(reply, request.headers.get("accept", ""))
+        return Response(content, status, media_type=media_type)
+
+    @router.post(
+        "/reservations",
+        summary="Count the load of a prompt at a worker that the client has chosen",
+        operation_id="reserve",
+        status_code=201,
+        openapi_extra=takes(ReservationBody),
+        responses=gives(ReservedReply, 400, 404, 409, 413, 503, status=201),
+    )
+    async def reserve(request: Request) -> Response:
+        placement = selecting.reserve_at(await request.body(), request.headers.get("content-type", ""))
+        worker = placement.worker
+        worker_id = core.given_id(worker)
+        reply = ReservedReply(
+            placement.selection_id, worker.model, ROUTING_GROUP, worker_id, worker.dp_rank, placement.url
+        )
+        return respond(request, reply, 201)
+
+    @router.delete(
+        "/reservations/{selection_id}",
+        summary="The request is over: its load counts no longer",
+        operation_id="release",
+        responses=gives(EndedReply, 404, 503),
+    )
+    async def release(request: Request, selection_id: str) -> Response:
+        """At any router process, whichever reserved it."""
+        await placing.release(selection_id)
+        return respond(request, EndedReply("ok"))
+
+    @router.post(
+        "/reservations/{selection_id}/prefill_complete",
+        summary="The first token came: the prefill counts no longer",
+        operation_id="prefill_complete",
+        responses=gives(EndedReply, 404, 413, 503),
+    )
+    async def prefill_complete(request: Request, selection_id: str) -> Response:
+        """Once more changes nothing."""
+        await placing.prefill_complete(selection_id)
+        return respond(request, EndedReply("ok"))
+
+    @router.post(
+        "/reservations/{selection_id}/output_block",
+        summary="A block of the answer came: the prefill counts no longer",
+        operation_id="output_block",
+        responses=gives(EndedReply, 404, 413, 503),
+    )
+    async def output_block(request: Request, selection_id: str) -> Response:
+        """What an answer will hold was counted with its prompt, so that a block of it adds nothing."""
+        await placing.prefill_complete(selection_id)
+        return respond(request, EndedReply("ok"))
+
+    @router.get(
+        "/loads", summary="The load of all workers", operation_id="loads", responses=gives(ModelLoadReply, many=True)
+    )
+    async def loads(request: Request, model: OneModel = None) -> Response:
+        by_model: dict[str, list[WorkerBurden]] = {}
+        for shown in placing.burdens():
+            if model in (None, shown.worker.model):
+                by_model.setdefault(shown.worker.model, []).append(shown)
+        return respond(request, [_model_load(name, shown) for name, shown in by_model.items()])
+
+    def _model_load(name: str, shown: list[WorkerBurden]) -> ModelLoadReply:
+        block_tokens = placing.hash_block_size(name)
+        waiting, tokens = placing.waiting(name)
+        loads = [_worker_load(one, core.given_id(one.worker), block_tokens, placing.now()) for one in shown]
+        return ModelLoadReply(name, ROUTING_GROUP, loads, waiting, tokens)
+
+    return router
+
+
+def _worker_load(shown: WorkerBurden, worker_id: str | int, block_tokens: int, now: float) -> WorkerLoadReply:
+    burden, heard = shown.burden, shown.engine
+    engine = None
+    if heard is not None:
+        said = heard.said
+        engine = EngineReply(said.waiting, said.running, said.kv_usage, round(now - heard.heard_s, 3))
+    return WorkerLoadReply(
+        worker_id,
+        shown.worker.dp_rank,
+        burden.queued_tokens,
+        decode_blocks(burden.decode_tokens, block_tokens),
+        burden.requests,
+        burden.decode_tokens,
+        burden.saturated,
+        engine,
+        shown.prefill_rate,
+        shown.decode_rate,
+    )

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hot endpoints that choose a worker: `/select`, `/select_and_reserve`; and `/reservations`, for a client that has chosen one.
+
+Synchronous, no I/O, outside FastAPI like those of `query.py`; but for a text, whose tokens have to be found first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvrouter.router.api.dynamo_shapes import ROUTING_GROUP, check_group
+from kvrouter.router.api.ports import CorePort, TokensPort
+from kvrouter.router.api.query import Asking, both
+from kvrouter.router.api.requests import (
+    NULLS,
+    BodyReader,
+    ReservationBody,
+    SelectBody,
+    is_msgpack,
+    worker_ids_of,
+)
+from kvrouter.router.api.responses import CandidateReply, PrefillReply, SelectReply, TokensReply, overlap_of
+from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.common.json_arrays import hash_array, token_array
+from kvrouter.router.matching.question import Question
+from kvrouter.router.placement.candidates import Pin
+from kvrouter.router.placement.choose import Candidate, Choice
+from kvrouter.router.placement.placement_request import Ask, Placement
+from kvrouter.router.placement.placer import Placing
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH
+from kvrouter.router.workers.registration_bodies import (
+    model_of,
+)
+from kvrouter.router.workers.role import HandoverWay
+
+USUAL_BLOCK_TOKENS = 16
+
+
+class Selecting:
+    """Turns bodies into asks to `placing` and its choices into replies.
+
+    tokens: finds those of texts; None: texts are refused. clock: seconds, for `kvrouter_decide_seconds`, which covers `placing`
+    alone."""
+
+    def __init__(
+        self,
+        core: CorePort,
+        placing: Placing,
+        tokens: TokensPort | None,
+        asking: Asking,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._core = core
+        self._placing = placing
+        self._tokens = tokens
+        self._asking = asking
+        self._observe = metrics.decide_seconds.observe
+        self._clock = clock
+        self._select_reader = BodyReader(SelectBody, arrays=False)
+        self._reservation_reader = BodyReader(ReservationBody, arrays=False)
+
+    def select(self, raw: bytes, content_type: str) -> SelectReply | Coroutine[Any, Any, SelectReply]:
+        return self._select(raw, content_type, self._choose)
+
+    def select_and_reserve(self, raw: bytes, content_type: str) -> SelectReply | Coroutine[Any, Any, SelectReply]:
+        return self._select(raw, content_type, self._reserve)
+
+    def reserve_at(self, raw: bytes, content_type: str) -> Placement:
+        """`POST /reservations`: where the client has chosen the worker."""
+        body = self._reservation_reader.read(raw, content_type)
+        if body.worker_id is None:
+            return self._claim(body)
+        length = _length(body)
+        if bytes(body.token_ids) not in NULLS or bytes(body.block_hashes) not in NULLS:
+            question = self._known(body, is_msgpack(content_type))
+        elif length is not None:
+            question = self._asking.question(body, None, np.empty(0, np.uint64), length)
+        else:
+            raise BadQuestion("give token_ids, block_hashes or isl_tokens: they say how much load the prompt is")
+        pinned = Pin(str(body.worker_id), body.dp_rank)
+        ask = msgspec.structs.replace(_ask(body, question), pinned=pinned)
+        prefill_tokens = 0 if body.track_prefill_tokens is False else body.effective_prefill_tokens
+        if prefill_tokens is not None and prefill_tokens > question.num_tokens:
+            raise BadQuestion(f"effective_prefill_tokens is over the prompt's {question.num_tokens} tokens")
+        return self._placing.reserve(ask, anyway=True, prefill_tokens=prefill_tokens)
+
+    def _claim(self, body: Any) -> Placement:
+        """What was selected before, by its id."""
+        check_group(body.routing_group)
+        if body.selection_id is None:
+            raise BadQuestion("give worker_id, or selection_id alone for what an earlier /select chose under it")
+        return self._placing.claim(body.selection_id, model_of(body))
+
+    def _select(
+        self, raw: bytes, content_type: str, decide: Callable[[Ask], SelectReply]
+    ) -> SelectReply | Coroutine[Any, Any, SelectReply]:
+        body, packed = self._select_reader.read(raw, content_type), is_msgpack(content_type)
+        has_text = bytes(body.prompt) not in NULLS or bytes(body.messages) not in NULLS
+        given = (bytes(body.token_ids) not in NULLS) + (bytes(body.block_hashes) not in NULLS) + has_text
+        if given != 1:
+            raise BadQuestion("give one of token_ids, block_hashes, prompt and messages: that is the prompt to place")
+        if has_text:
+            return self._select_text(body, raw, packed, decide)
+        return decide(_ask(body, self._known(body, packed)))
+
+    def _known(self, body: Any, packed: bool) -> Question:
+        """The question of a prompt whose tokens or hashes are in the body."""
+        tokens = hashes = None
+        if bytes(body.token_ids) not in NULLS:
+            tokens = token_array(body.token_ids, is_msgpack=packed)
+        else:
+            hashes = hash_array(body.block_hashes, is_msgpack=packed)
+        return self._asking.question(
+            body,
+            tokens,
+            hashes,
+            _length(body),
+            workers=_workers(body),
+            exclude_workers=body.exclude_workers,
+            dp_rank=body.dp_rank,
+        )
+
+    async def _select_text(
+        self, body: Any, raw: bytes, packed: bool, decide: Callable[[Ask], SelectReply]
+    ) -> SelectReply:
+        if self._tokens is None:
+            raise BadQuestion(
+                "this router does not tokenize prompt or messages; send token_ids or block_hashes "
+                "(an engine's /tokenize gives the ids)",
+                code="tokens_required",
+            )
+        served = self._asking.served(body)
+        if packed:
+            try:
+                raw = msgspec.json.encode(msgspec.msgpack.decode(raw))
+            except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
+                raise BadQuestion(f"the body has what JSON has no form for: {error}") from None
+        path = TEXT_PATH if bytes(body.messages) in NULLS else CHAT_PATH
+        prompt = await self._tokens.prompt(path, served.model, raw)
+        if prompt.refused:
+            raise BadQuestion(f"the prompt is refused: {prompt.problem}", code="prompt_refused")
+        question = prompt.question(
+            served.model,
+            lora_name=body.lora_name or served.lora_name,
+            cache_salt=body.cache_salt or None,
+            worker_ids=both(worker_ids_of(_workers(body)), served.worker_ids),
+            exclude_worker_ids=worker_ids_of(body.exclude_workers) or frozenset(),
+            dp_rank=body.dp_rank,
+            explain=body.explain,
+        )
+        reply = decide(_ask(body, question))
+        known = 0 if prompt.token_ids is None else len(prompt.token_ids)
+        reply.tokens = TokensReply(prompt.source, prompt.num_tokens, known, prompt.problem)
+        return reply
+
+    def _choose(self, ask: Ask) -> SelectReply:
+        selection_id = ask.selection_id or self._placing.new_id()
+        start = self._clock()
+        choice = self._placing.choose(ask, selection_id)
+        self._observe(self._clock() - start)
+        return self._reply(ask.question, choice, selection_id, reserved=False)
+
+    def _reserve(self, ask: Ask) -> SelectReply:
+        start = self._clock()
+        placement = self._placing.reserve(ask)
+        self._observe(self._clock() - start)
+        return self._reply(ask.question, placement.choice, placement.selection_id, reserved=True)
+
+    def _reply(self, question: Question, choice: Choice, selection_id: str, *, reserved: bool) -> SelectReply:
+        worker = choice.hit.worker
+        decode_tokens = self._placing.decode_tokens(worker) + (0 if reserved else question.num_tokens)
+        block_size = self._core.hash_block_size(question.model)
+        reply = SelectReply(
+            selection_id=selection_id,
+            model=question.model,
+            worker_id=self._core.given_id(worker),
+            dp_rank=worker.dp_rank,
+            endpoint=choice.url,
+            overlap=overlap_of(choice.hit),
+            effective_prefill_tokens=question.num_tokens - choice.hit.disk,
+            reason=choice.reason,
+            model_name=question.model,
+            routing_group=ROUTING_GROUP,
+            isl_tokens=question.num_tokens,
+            block_size=block_size,
+            potential_decode_blocks=decode_blocks(decode_tokens, block_size),
+            reserved=reserved,
+        )
+        if choice.prefill is not None:
+            reply.prefill = self._prefill(question, choice.prefill, self._core.handover(worker))
+        if question.explain:
+            given_id = self._core.given_id
+            reply.candidates = [_candidate(one, given_id(one.hit.worker)) for one in choice.candidates]
+        return reply
+
+    def _prefill(self, question: Question, there: Choice, handover: HandoverWay) -> PrefillReply:
+        worker, given_id = there.hit.worker, self._core.given_id
+        return PrefillReply(
+            worker_id=given_id(worker),
+            dp_rank=worker.dp_rank,
+            endpoint=there.url,
+            overlap=overlap_of(there.hit),
+            effective_prefill_tokens=question.num_tokens - there.hit.disk,
+            handover=handover,
+            reason=there.reason,
+            candidates=[_candidate(one, given_id(one.hit.worker)) for one in there.candidates]
+            if question.explain
+            else msgspec.UNSET,
+        )
+
+
+def decode_blocks(decode_tokens: int, block_size: int) -> int:
+    """Decode load in blocks of the model, in which Dynamo counts it; where none is known, in the usual ones."""
+    return -(-decode_tokens // (block_size if block_size > 1 else USUAL_BLOCK_TOKENS))
+
+
+def _candidate(candidate: Candidate, worker_id: str | int) -> CandidateReply:
+    hit = candidate.hit
+    return CandidateReply(
+        worker_id=worker_id,
+        dp_rank=hit.worker.dp_rank,
+        overlap=overlap_of(hit),
+        load=candidate.load,
+        cost=candidate.cost,
+        parts=candidate.parts,
+        saturated=candidate.saturated,
+        state=hit.state,
+        limited_by=hit.limited_by,
+        pending=candidate.pending or msgspec.UNSET,
+        reason=hit.reason or msgspec.UNSET,
+        approximate=hit.approximate or msgspec.UNSET,
+    )
+
+
+def _ask(body: Any, question: Question) -> Ask:
+    max_tokens = body.expected_output_tokens if body.max_tokens is None else body.max_tokens
+    pinned = body.pinned_worker
+    pin = None if pinned is None else Pin(str(pinned.worker_id), pinned.dp_rank)
+    context = body.session_context
+    session_id = body.session_id if context is None else context.session_id
+    return Ask(question, session_id, max_tokens, pin, body.selection_id)
+
+
+def _length(body: Any) -> int | None:
+    found: int | None = body.isl_tokens if body.num_tokens is None else body.num_tokens
+    return found
+
+
+def _workers(body: Any) -> list[str | int] | None:
+    found: list[str | int] | None = body.allowed_worker_ids if body.workers is None else body.workers
+    return found

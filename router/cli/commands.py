@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `kvrouter`. Every failure is one line on stderr: the cause and the fix.
+
+Exit codes: 0 done, 1 it could not be done, 2 a wrong flag or setting, 130 interrupted. `app` is open: other parts add
+their commands to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import sys
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from kvrouter.router.cli.api_client import Client, ClientError
+from kvrouter.router.cli.tables import candidates_table, text, tokens_line, worker_name, workers_table
+from kvrouter.router.common.errors import RouterError, SettingError, StartError
+from kvrouter.router.common.escaping import printable_json
+from kvrouter.router.common.version import VERSION
+from kvrouter.router.config.settings import FIELDS, Origin, describe, given_flags, load_config
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+DEFAULT_URL = "http://127.0.0.1:30000"
+
+# Wide enough for a row of either table when the output is no terminal, so that no cell is cut for `grep`.
+PIPE_WIDTH = 400
+
+app = typer.Typer(
+    name="kvrouter",
+    help="Routes requests to the engine replica that reuses the most of their KV cache, exactly predicted.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+# typer wraps click in some versions and carries its own copy in others; this is its base of usage errors in both.
+UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _setting(name: str, metavar: str, flag: str | None = None) -> Any:
+    """A flag of `serve`. Values are checked with those of the file and the environment, so all are text here."""
+    text = describe(name).replace("a list of ", "may be repeated: ")
+    default = FIELDS[name].default
+    shown = "" if default in (None, ()) else f" [default: {default}]"
+    return typer.Option(flag or f"--{name.replace('_', '-')}", metavar=metavar, help=text + shown, show_default=False)
+
+
+Text = str | None
+
+
+@app.command()
+def serve(
+    config: Annotated[Path | None, typer.Option(metavar="FILE", help="settings as YAML [env: KVROUTER_CONFIG]")] = None,
+    worker: Annotated[list[str] | None, _setting("workers", "SPEC", "--worker")] = None,
+    workers_file: Annotated[Text, _setting("workers_file", "FILE")] = None,
+    kubernetes_selector: Annotated[Text, _setting("kubernetes_selector", "SELECTOR")] = None,
+    kubernetes_namespace: Annotated[Text, _setting("kubernetes_namespace", "NAME")] = None,
+    kubernetes_api: Annotated[Text, _setting("kubernetes_api", "URL")] = None,
+    kubernetes_token_file: Annotated[Text, _setting("kubernetes_token_file", "FILE")] = None,
+    kubernetes_ca_file: Annotated[Text, _setting("kubernetes_ca_file", "FILE")] = None,
+    allow_host: Annotated[list[str] | None, _setting("allow_hosts", "HOST", "--allow-host")] = None,
+    tokenizer: Annotated[list[str] | None, _setting("tokenizers", "MODEL=FOLDER", "--tokenizer")] = None,
+    model_alias: Annotated[list[str] | None, _setting("model_aliases", "NAME=MODEL", "--model-alias")] = None,
+    redis: Annotated[Text, _setting("redis", "URL")] = None,
+    data_dir: Annotated[Text, _setting("data_dir", "DIR")] = None,
+    host: Annotated[Text, _setting("host", "HOST")] = None,
+    port: Annotated[Text, _setting("port", "PORT")] = None,
+    processes: Annotated[Text, _setting("processes", "N")] = None,
+    api_key: Annotated[Text, _setting("api_key", "KEY")] = None,
+    worker_api_key: Annotated[Text, _setting("worker_api_key", "KEY")] = None,
+    log_level: Annotated[Text, _setting("log_level", "LEVEL")] = None,
+    log_format: Annotated[Text, _setting("log_format", "FORMAT")] = None,
+    flush_interval_s: Annotated[Text, _setting("flush_interval_s", "S")] = None,
+    approximate_ttl_s: Annotated[Text, _setting("approximate_ttl_s", "S")] = None,
+    health_interval_s: Annotated[Text, _setting("health_interval_s", "S")] = None,
+    suspect_credit_s: Annotated[Text, _setting("suspect_credit_s", "S")] = None,
+    mirror_budget_bytes: Annotated[Text, _setting("mirror_budget_bytes", "N")] = None,
+    segment_memory_bytes: Annotated[Text, _setting("segment_memory_bytes", "N")] = None,
+    policy: Annotated[Text, _setting("policy", "NAME")] = None,
+    temperature: Annotated[Text, _setting("temperature", "T")] = None,
+    saturation_tokens: Annotated[Text, _setting("saturation_tokens", "N")] = None,
+    remote_prefill_min_tokens: Annotated[Text, _setting("remote_prefill_min_tokens", "N")] = None,
+    handover_token_cost: Annotated[Text, _setting("handover_token_cost", "COST")] = None,
+    queue_size: Annotated[Text, _setting("queue_size", "N")] = None,
+    queue_deadline_s: Annotated[Text, _setting("queue_deadline_s", "S")] = None,
+    max_workers: Annotated[Text, _setting("max_workers", "N")] = None,
+    max_body_bytes: Annotated[Text, _setting("max_body_bytes", "N")] = None,
+    answer_timeout_s: Annotated[Text, _setting("answer_timeout_s", "S")] = None,
+    drain_s: Annotated[Text, _setting("drain_s", "S")] = None,
+    shutdown_delay_s: Annotated[Text, _setting("shutdown_delay_s", "S")] = None,
+    lease_ttl_s: Annotated[Text, _setting("lease_ttl_s", "S")] = None,
+    replay_timeout_s: Annotated[Text, _setting("replay_timeout_s", "S")] = None,
+    tokenize_timeout_s: Annotated[Text, _setting("tokenize_timeout_s", "S")] = None,
+    none_hash_seed: Annotated[Text, _setting("none_hash_seed", "SEED")] = None,
+    otlp_endpoint: Annotated[Text, _setting("otlp_endpoint", "URL")] = None,
+) -> None:
+    """Run the router.
+
+    Every setting can also stand in the YAML file (port: 30000) or in the environment (KVROUTER_PORT=30000; lists
+    apart by spaces, as in KVROUTER_WORKERS). A flag wins over the environment, and that over the file.
+    """
+    flags = {
+        "workers": worker,
+        "workers_file": workers_file,
+        "kubernetes_selector": kubernetes_selector,
+        "kubernetes_namespace": kubernetes_namespace,
+        "kubernetes_api": kubernetes_api,
+        "kubernetes_token_file": kubernetes_token_file,
+        "kubernetes_ca_file": kubernetes_ca_file,
+        "allow_hosts": allow_host,
+        "tokenizers": tokenizer,
+        "model_aliases": model_alias,
+        "redis": redis,
+        "data_dir": data_dir,
+        "host": host,
+        "port": port,
+        "processes": processes,
+        "api_key": api_key,
+        "worker_api_key": worker_api_key,
+        "log_level": log_level,
+        "log_format": log_format,
+        "flush_interval_s": flush_interval_s,
+        "approximate_ttl_s": approximate_ttl_s,
+        "health_interval_s": health_interval_s,
+        "suspect_credit_s": suspect_credit_s,
+        "mirror_budget_bytes": mirror_budget_bytes,
+        "segment_memory_bytes": segment_memory_bytes,
+        "policy": policy,
+        "temperature": temperature,
+        "saturation_tokens": saturation_tokens,
+        "remote_prefill_min_tokens": remote_prefill_min_tokens,
+        "handover_token_cost": handover_token_cost,
+        "queue_size": queue_size,
+        "queue_deadline_s": queue_deadline_s,
+        "max_workers": max_workers,
+        "max_body_bytes": max_body_bytes,
+        "answer_timeout_s": answer_timeout_s,
+        "drain_s": drain_s,
+        "shutdown_delay_s": shutdown_delay_s,
+        "lease_ttl_s": lease_ttl_s,
+        "replay_timeout_s": replay_timeout_s,
+        "tokenize_timeout_s": tokenize_timeout_s,
+        "none_hash_seed": none_hash_seed,
+        "otlp_endpoint": otlp_endpoint,
+    }
+    named = os.environ.get("KVROUTER_CONFIG")
+    file = config if config is not None else Path(named) if named else None
+    settings = load_config(file, os.environ, flags)
+    origin = Origin(None if file is None else str(file), given_flags(flags))
+    # The kernels' compiler takes a second to import; the client commands need none of it.
+    from kvrouter.router.server.app import serve as run_router
+    from kvrouter.router.server.supervisor import supervise
+
+    _run(lambda: run_router(settings, origin) if settings.processes == 1 else supervise(settings, origin))
+
+
+def _run(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(start())
+
+
+Url = Annotated[str, typer.Option(envvar="KVROUTER_URL", metavar="URL", help="where the router listens")]
+Key = Annotated[
+    str | None, typer.Option(envvar="KVROUTER_API_KEY", metavar="KEY", help="its API key", show_envvar=True)
+]
+AsJson = Annotated[bool, typer.Option("--json", help="the answer as JSON, for programs")]
+
+
+@app.command()
+def workers(url: Url = DEFAULT_URL, api_key: Key = None, as_json: AsJson = False) -> None:
+    """Show the workers: state, blocks held, and why credit is withheld."""
+    answer = Client(url, api_key).call("GET", "/workers")
+    if as_json:
+        _print_json(answer)
+        return
+    rows = _part(answer, "workers")
+    if not rows:
+        print("no worker is registered; POST /register, or start `kvrouter serve` with --worker")
+        return
+    _console().print(_shaped(lambda: workers_table(rows)))
+
+
+@app.command()
+def explain(
+    model: Annotated[str, typer.Option("--model", "-m", metavar="NAME", help="the model, as registered")],
+    tokens: Annotated[
+        str | None, typer.Option(metavar="FILE", help="token ids, apart by spaces, commas or lines; - for stdin")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="the prompt as text")] = None,
+    messages: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="a chat as JSON: its messages, or a chat completion's body; - for stdin"),
+    ] = None,
+    lora_name: Annotated[str | None, typer.Option(metavar="NAME", help="the LoRA adapter of the request")] = None,
+    cache_salt: Annotated[str | None, typer.Option(metavar="SALT", help="the cache salt of the request")] = None,
+    url: Url = DEFAULT_URL,
+    api_key: Key = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which worker would get a prompt, and why: hits by tier, what limits them, load and cost, in tokens."""
+    if (tokens is not None) + (prompt is not None) + (messages is not None) != 1:
+        raise SettingError("explain needs the prompt: give one of --tokens FILE, --prompt TEXT and --messages FILE")
+    body: dict[str, Any] = {}
+    if tokens is not None:
+        body["token_ids"] = read_tokens(tokens)
+    elif messages is not None:
+        body = read_chat(messages)
+    else:
+        body["prompt"] = prompt
+    body |= {"model": model, "explain": True}
+    if lora_name:
+        body["lora_name"] = lora_name
+    if cache_salt:
+        body["cache_salt"] = cache_salt
+    answer = Client(url, api_key).call("POST", "/select", body)
+    if as_json:
+        _print_json(answer)
+        return
+    num_tokens = _shaped(lambda: answer["effective_prefill_tokens"] + answer["overlap"]["disk"])
+    console = _console()
+    if "tokens" in answer:
+        console.print(_shaped(lambda: tokens_line(answer["tokens"])), highlight=False)
+    console.print(_shaped(lambda: candidates_table(answer, num_tokens)))
+    console.print()
+    to = text(answer["endpoint"])
+    console.print(f"{text(worker_name(answer))} ({to}): {text(answer['reason'])}", highlight=False)
+
+
+@app.command()
+def version() -> None:
+    """Show the version."""
+    print(f"kvrouter {VERSION}")
+
+
+def _content(flag: str, source: str, form: str) -> str:
+    """The text of a file or, for `-`, of stdin. form: what it should have. Raises SettingError."""
+    try:
+        return sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise SettingError(f"{flag} {source} is no text; write {form}") from None
+    except OSError as error:
+        raise SettingError(f"cannot read {flag} {source}: {error.strerror}; name a readable file") from None
+
+
+def read_chat(source: str) -> dict[str, Any]:
+    """The body of a chat completion from a file or stdin, or its messages alone. Raises SettingError."""
+    form = 'messages like [{"role": "user", "content": "Hi"}]'
+    try:
+        found = msgspec.json.decode(_content("--messages", source, form).encode())
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        raise SettingError(f"--messages {source} is no JSON; write {form}") from None
+    body = {"messages": found} if isinstance(found, list) else found
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+        raise SettingError(f"--messages {source} has no messages; write {form}")
+    return body
+
+
+def read_tokens(source: str) -> list[int]:
+    """Token ids from a file or, for `-`, from stdin: numbers apart by white space or commas, brackets allowed.
+
+    Raises SettingError."""
+    content = _content("--tokens", source, "token ids like [1, 2, 3]")
+    words = re.split(r"[\s,]+", content.strip().removeprefix("[").removesuffix("]").strip())
+    found = [word for word in words if word]
+    for word in found:
+        if not re.fullmatch(r"[0-9]{1,19}", word):
+            raise SettingError(f"--tokens {source} has {word[:40]!r}, which is no token id; write ids like [1, 2, 3]")
+    if not found:
+        raise SettingError(f"--tokens {source} is empty; write token ids like [1, 2, 3]")
+    return [int(word) for word in found]
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+
+
+def _print_json(answer: Any) -> None:
+    print(printable_json(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()))
+
+
+def _part(answer: Any, name: str) -> Any:
+    return _shaped(lambda: answer[name])
+
+
+def _shaped(read: Callable[[], Any]) -> Any:
+    try:
+        return read()
+    except (KeyError, TypeError):
+        raise ClientError("the answer is not that of a router, or of another version; check --url") from None
+
+
+@app.command()
+def demo(
+    replicas: Annotated[int, typer.Option(min=2, max=8, help="simulated engine replicas")] = 3,
+    shape: Annotated[str, typer.Option(help="the KV cache groups: gemma3, gpt-oss, qwen3-next or llama")] = "gemma3",
+    requests: Annotated[int, typer.Option(min=1, max=500, help="prompts to send")] = 48,
+    seed: Annotated[int, typer.Option(help="another seed, other prompts")] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="the rows and the summary as JSON")] = False,
+) -> None:
+    """Start a router and simulated replicas, and compare every prediction with what was reused. Ends by itself."""
+    from kvrouter.simulator.demo.demo import run_demo
+
+    raise typer.Exit(run_demo(replicas=replicas, shape=shape, requests=requests, seed=seed, json_output=as_json))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def sim(context: typer.Context) -> None:
+    """Run simulated engine replicas: vLLM's scheduler and cache without a model. `kvrouter sim --help` for more."""
+    from kvrouter.simulator.command import main as run_replica
+
+    raise typer.Exit(run_replica(context.args))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry point of the command."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        code = app(given or ["--help"], standalone_mode=False)
+    except UsageProblem as problem:
+        message = str(problem.format_message()) if hasattr(problem, "format_message") else str(problem)
+        return _fail(f"{message.rstrip('.')}; see --help", EXIT_USAGE)
+    except SettingError as error:
+        return _fail(error.message, EXIT_USAGE)
+    except (StartError, RouterError, ClientError) as error:
+        return _fail(str(error), EXIT_FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`head`) has enough; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAILED
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    # A router's message may hold the name of a worker.
+    line = "".join(c if c.isprintable() else "?" for c in " ".join(message.split()))
+    print(f"kvrouter: {line}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

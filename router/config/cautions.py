@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What works now and is a risk all the same: shown in /health beside the reasons, and degrades nothing. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from kvrouter.router.config.settings import Config
+
+
+def open_to_all(config: Config) -> str | None:
+    """Whether whoever reaches this machine may use the router."""
+    try:
+        everywhere = ipaddress.ip_address(config.host).is_unspecified
+    except ValueError:
+        everywhere = False
+    if not everywhere or config.api_key is not None:
+        return None
+    return (
+        f"the router listens on {config.host} without an API key: whoever reaches this machine may send requests and register "
+        "workers; set api_key, or another host"
+    )
+
+
+def evicting(server: str, policy: str) -> str | None:
+    """Whether a Redis server may drop keys of the index. policy: its maxmemory-policy."""
+    if policy in ("", "noeviction"):
+        return None
+    return (
+        f"Redis at {server} evicts keys (maxmemory-policy {policy}): blocks would go from the index unnoticed, and routers that "
+        "load it would promise too little; set maxmemory-policy noeviction"
+    )

@@ -1,0 +1,453 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings of one router process: one struct, filled from a YAML file, the environment and flags.
+
+Later sources win: default, file, `KVROUTER_*`, flag. Whatever is unknown or wrong raises SettingError with one line
+that says what is wrong and what to write instead. Nothing here does I/O but reading the named file.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import yaml
+
+from kvrouter.router.common.errors import SettingError
+from kvrouter.router.workers.allow_list import FORM, AllowList
+from kvrouter.router.workers.model_names import parse_aliases, parse_tokenizers
+from kvrouter.router.workers.worker_spec import parse_worker
+
+ENV_PREFIX = "KVROUTER_"
+
+# Read by the client commands and by `serve` itself; not settings.
+CLIENT_VARIABLES = frozenset({"KVROUTER_URL", "KVROUTER_CONFIG"})
+
+# Namespaces of our other parts, which may run in the same environment.
+FOREIGN_PREFIXES = ("KVROUTER_ENGINE_", "KVROUTER_PATCH", "KVROUTER_TEST_", "KVROUTER_SIM_")
+
+# Kubernetes sets these for every Service of the namespace, also for one that is named `kvrouter`: then KVROUTER_PORT is
+# `tcp://10.0.0.7:30000`.
+KUBERNETES_NAME = re.compile(r"KVROUTER_(.*_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?)$")
+KUBERNETES_PORT = re.compile(r"(tcp|udp|sctp)://")
+
+REDIS_URL = re.compile(r"unix://.|(rediss?|valkeys?)(\+cluster)?://.")
+
+# YAML reads `none_hash_seed: 0` as a number; to the engines it is text.
+TEXT_SETTINGS = ("host", "redis", "data_dir", "api_key", "worker_api_key", "none_hash_seed")
+
+# Settings that are lists, and the flag that gives one of each. In the environment the values stand apart by white space: none of
+# theirs has any.
+LISTS = {
+    "workers": "--worker",
+    "allow_hosts": "--allow-host",
+    "tokenizers": "--tokenizer",
+    "model_aliases": "--model-alias",
+}
+
+# Lists whose entries are pairs, and what reads them.
+PAIRS = {"tokenizers": parse_tokenizers, "model_aliases": parse_aliases}
+
+SECRETS = ("api_key", "worker_api_key")
+
+# Stands for a secret wherever settings are shown.
+HIDDEN = "***"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """All settings. The `description` of each is what an error tells the user to write, and the help of its flag."""
+
+    # Loopback: a router without an API key must not be open to the network unless someone says so.
+    host: Annotated[str, msgspec.Meta(min_length=1, description="an address to listen on, like 0.0.0.0")] = "127.0.0.1"
+    # The port that users of other routers know (peers.md).
+    port: Annotated[int, msgspec.Meta(ge=0, le=65_535, description="a port, 0 to 65535; 0 takes a free one")] = 30_000
+    redis: Annotated[
+        str | None, msgspec.Meta(description="a URL like redis://host:6379/0; without it, a private server is started")
+    ] = None
+    data_dir: Annotated[
+        str, msgspec.Meta(min_length=1, description="the folder in which the private server keeps its data")
+    ] = "./kvrouter-data"
+    workers: Annotated[
+        tuple[str, ...],
+        msgspec.Meta(
+            description="a list of ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N]"
+        ),
+    ] = ()
+    workers_file: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(description="a YAML or JSON file that lists workers, watched for changes"),
+    ] = None
+    # With none, Kubernetes is not asked. The others say where it is, for a router that does not run in the cluster itself.
+    kubernetes_selector: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(description="a label selector like app=vllm: pods that it selects are workers"),
+    ] = None
+    kubernetes_namespace: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z")] | None,
+        msgspec.Meta(description="the namespace of the pods; without it, the router's own"),
+    ] = None
+    kubernetes_api: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"\Ahttps?://[^/@\s]+(/[^@\s]*)?\Z")] | None,
+        msgspec.Meta(description="the URL of Kubernetes' API; without it, that of the cluster that the router runs in"),
+    ] = None
+    kubernetes_token_file: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(description="the file with the token; without it, the service account's in a pod"),
+    ] = None
+    kubernetes_ca_file: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(description="the certificates that the API is known by; without it, the cluster's in a pod"),
+    ] = None
+    # Empty allows all: engines come and go under addresses that only the operator knows, and who may register is bounded by the
+    # API key and the loopback default already. Where clients with the key are not all trusted, list the engines' networks.
+    allow_hosts: Annotated[
+        tuple[str, ...], msgspec.Meta(description=f"a list of where workers may be: {FORM}; without it, anywhere")
+    ] = ()
+    processes: Annotated[
+        int,
+        msgspec.Meta(
+            ge=1, le=64, description="1 to 64: router processes behind one port; each keeps the index in memory"
+        ),
+    ] = 1
+    api_key: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"\A[\x21-\x7e]+\Z")] | None,
+        msgspec.Meta(description="a key of printable ASCII, without spaces"),
+    ] = None
+    # A client's Authorization is for this router where it has a key, and goes on to the engine where it has none.
+    worker_api_key: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"\A[\x21-\x7e]+\Z")] | None,
+        msgspec.Meta(
+            description="the engines' own API key, of printable ASCII without spaces; sent with what is proxied"
+        ),
+    ] = None
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], msgspec.Meta(description="debug, info, warning or error")
+    ] = "info"
+    log_format: Annotated[Literal["text", "json"], msgspec.Meta(description="text or json")] = "text"
+    # How long net changes are collected before a commit. 2 ms makes commits of 256 and more at 100 k blocks/s (0.8 M
+    # transitions/s measured, design.md section 6); over 10 ms the answers would lag visibly behind the engines.
+    flush_interval_s: Annotated[
+        float, msgspec.Meta(ge=0.0, le=0.010, description="seconds, 0 to 0.010: how long changes wait for a commit")
+    ] = 0.002
+    # 2 GiB holds some tens of millions of (worker, block) entries: a fleet of 100 engines with 256 k blocks each.
+    mirror_budget_bytes: Annotated[
+        int, msgspec.Meta(ge=16 * 1024**2, description="bytes, at least 16777216: the most memory the index may take")
+    ] = 2 * 1024**3
+    # A remembered segment saves its hashing (1 ms for 8 k tokens); 256 MiB remembers tens of millions of tokens.
+    segment_memory_bytes: Annotated[
+        int, msgspec.Meta(ge=0, description="bytes, 0 or more: memory for the hashes of prompts seen before")
+    ] = 256 * 1024**2
+    # A prompt of 1 M tokens is 7 MB of JSON; 32 MiB leaves room and bounds what one client can make us hold.
+    max_body_bytes: Annotated[
+        int, msgspec.Meta(ge=1024, description="bytes, at least 1024: the largest request body")
+    ] = 32 * 1024**2
+    # How long a dead router's workers stay without ingest: others see it gone, and its leases free, after this and two looks
+    # (a tenth of it each). 2 s left takeovers on a busy machine too near to 3 s (2.6 to 3.5 s measured). Renewed every quarter,
+    # so that a router must stand still for over a second to lose a worker; then it changes hands, and nothing is lost.
+    lease_ttl_s: Annotated[
+        float,
+        msgspec.Meta(ge=0.5, le=300.0, description="seconds, 0.5 to 300: how long a dead router keeps its workers"),
+    ] = 1.5
+    # A connection that was cut is back within a second or two, a patched engine heard again within three; an engine that was
+    # restarted needs longer than this to load its weights. Until then the last known residency is most likely still true.
+    suspect_credit_s: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0.0,
+            le=3600.0,
+            description="seconds, 0 to 3600: how long a worker in doubt is credited with what was last known",
+        ),
+    ] = 10.0
+    # A busy engine's cache turns over in some minutes; what other routers of this kind take.
+    approximate_ttl_s: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0.0,
+            le=86_400.0,
+            description="seconds, 0 to 86400: how long a worker without usable events counts as having what was sent there",
+        ),
+    ] = 120.0
+    # A fleet notices a dead replica within a second; an engine answers /health in under a millisecond.
+    health_interval_s: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0.0, le=3600.0, description="seconds, 0 to 3600: how often an engine is asked whether it lives; 0: never"
+        ),
+    ] = 1.0
+    # What OpenAI's own client waits. The first byte of an answer that is not streamed comes with its last token; an engine that
+    # hangs is noticed by its health checks in seconds.
+    answer_timeout_s: Annotated[
+        float,
+        msgspec.Meta(
+            gt=0.0,
+            le=86_400.0,
+            description="seconds, over 0 to 86400: how long an engine may be silent, before its answer and within it",
+        ),
+    ] = 600.0
+    # Kubernetes sends SIGKILL after 30 s by default: a little less, so that what is cut is cut in order.
+    drain_s: Annotated[
+        int,
+        msgspec.Meta(
+            ge=0, le=86_400, description="whole seconds, 0 to 86400: how long running requests may go on when it stops"
+        ),
+    ] = 25
+    # Off: who stops it at a terminal does not wait. Behind a load balancer, as long as that takes to notice: Kubernetes' endpoints
+    # some seconds.
+    shutdown_delay_s: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0.0,
+            le=3600.0,
+            description="seconds, 0 to 3600: how long it still takes new connections when it stops, while /ready says no",
+        ),
+    ] = 0.0
+    # vLLM answers a full ring (10,000 batches) in well under a second; a lost answer must not hold a worker for long.
+    replay_timeout_s: Annotated[
+        float, msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: how long to wait for a replay")
+    ] = 5.0
+    # The one that is meant to be used; the others are there to compare with.
+    policy: Annotated[
+        Literal["kv", "round_robin", "least_load", "random", "prefix_only", "full_attention_only"],
+        msgspec.Meta(
+            description="kv (least cost), or to compare: round_robin, least_load, random, prefix_only, full_attention_only"
+        ),
+    ] = "kv"
+    # Chance costs reuse; it spreads load where the costs are known to be wrong.
+    temperature: Annotated[
+        float,
+        msgspec.Meta(
+            ge=0.0, le=10.0, description="0 to 10: how much chance has a part in the policy kv; 0: in ties alone"
+        ),
+    ] = 0.0
+    # Some seconds of an engine's work: enough that it never runs dry, and a new prompt is not better off in its queue than in ours,
+    # from where it can still go to whoever is free first.
+    saturation_tokens: Annotated[
+        int,
+        msgspec.Meta(
+            ge=1, le=2**40, description="tokens, at least 1: a worker with more to prefill takes no more prompts"
+        ),
+    ] = 131_072
+    # Below it a hand-over takes longer than the computing (`disaggregation.HANDOVER_TOKENS`), however idle the prefill worker
+    # is; it pays only where prompts queue at the decode worker, and short ones are not what such a queue consists of.
+    remote_prefill_min_tokens: Annotated[
+        int,
+        msgspec.Meta(
+            ge=0,
+            le=2**40,
+            description="tokens, 0 or more: prompts with fewer uncached ones are computed where they are decoded",
+        ),
+    ] = 1_024
+    # An 8 B model's 128 KiB a token over 200 Gb/s (RDMA, 25 GB/s) are 190,000 tokens/s, where an H100 computes some 30,000 to
+    # 40,000. Over 25 Gb/s Ethernet it is more than 1.
+    handover_token_cost: Annotated[
+        float,
+        msgspec.Meta(ge=0.0, le=100.0, description="0 to 100: what a token costs to hand over, in tokens computed"),
+    ] = 0.2
+    # Each holds its connection and its body.
+    queue_size: Annotated[
+        int,
+        msgspec.Meta(
+            ge=0, le=100_000, description="0 to 100000: how many prompts may wait while all workers are saturated"
+        ),
+    ] = 1_024
+    # Clients and load balancers give up after a minute.
+    queue_deadline_s: Annotated[
+        float, msgspec.Meta(ge=0.0, le=3600.0, description="seconds, 0 to 3600: how long a prompt waits for a worker")
+    ] = 30.0
+    # Each has sockets, a task and tables of its own; fleets have tens to hundreds. Without a limit a client that registers in a
+    # loop would take all of the process's descriptors.
+    max_workers: Annotated[
+        int, msgspec.Meta(ge=1, le=6_000, description="1 to 6000: how many workers (ranks) this router follows")
+    ] = 1_024
+    # Without one, engines are asked: exact whatever they are, for a round trip and some work of theirs.
+    tokenizers: Annotated[
+        tuple[str, ...],
+        msgspec.Meta(
+            description="a list of MODEL=FOLDER with its tokenizer.json; without one, the model's engines are asked for tokens"
+        ),
+    ] = ()
+    # A request waits for its tokens at most this long, as it then can only be placed by load. An engine renders a chat in some
+    # milliseconds, and some tens of thousands of tokens in some tens; beyond a second it is overloaded itself.
+    tokenize_timeout_s: Annotated[
+        float,
+        msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: how long to look for the tokens of a text"),
+    ] = 1.0
+    model_aliases: Annotated[
+        tuple[str, ...], msgspec.Meta(description="a list of NAME=MODEL: other names for models and LoRA adapters")
+    ] = ()
+    # Off: a trace costs a request some 150 us of CPU, and needs a collector. The SDK's own variables (OTEL_*) say how; this one,
+    # that and where.
+    otlp_endpoint: Annotated[
+        Annotated[str, msgspec.Meta(pattern=r"\Ahttps?://[\x21-\x7e]+\Z")] | None,
+        msgspec.Meta(description="a collector's URL like http://otel:4318 (OTLP over HTTP); without it, no traces"),
+    ] = None
+    # None: the engines run without PYTHONHASHSEED, as they do by default.
+    none_hash_seed: Annotated[
+        str | None, msgspec.Meta(description="the engines' PYTHONHASHSEED; leave it out where they have none")
+    ] = None
+
+    def shown(self) -> dict[str, Any]:
+        """The settings for a log: no secret, no password in the Redis URL."""
+        shown: dict[str, Any] = msgspec.to_builtins(self)
+        for name in SECRETS:
+            if shown[name] is not None:
+                shown[name] = HIDDEN
+        for name in ("redis", "otlp_endpoint"):
+            if shown[name] is not None:
+                shown[name] = without_password(shown[name])
+        return shown
+
+
+FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
+
+
+def describe(name: str) -> str:
+    """What setting `name` is: the text of its help and of its errors."""
+    info = msgspec.inspect.type_info(FIELDS[name].type)
+    extra = info.extra_json_schema if isinstance(info, msgspec.inspect.Metadata) else None
+    return str((extra or {}).get("description", ""))
+
+
+def without_password(url: str) -> str:
+    """The URL with its user part hidden: `redis://***@host`. Up to the last `@`: a password may hold any of `/@?#` unescaped."""
+    return re.sub(r"(//).*@", rf"\1{HIDDEN}@", url, flags=re.DOTALL)
+
+
+class Origin(msgspec.Struct, frozen=True):
+    """Where the settings of a process came from, to read them again: the settings file, and the flags that were given."""
+
+    file: str | None = None
+    flags: dict[str, str | list[str]] = {}
+
+
+def given_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that were given: None and empty lists were not."""
+    return {name: value for name, value in flags.items() if value is not None and value != []}
+
+
+def load_config(
+    file: Path | None, environ: Mapping[str, str], flags: Mapping[str, Any], content: str | None = None
+) -> Config:
+    """The settings from their three sources. Raises SettingError.
+
+    content: what the file holds, where it was read already.
+    """
+    given = given_flags(flags)
+    if "redis" in given and "data_dir" in given:
+        raise SettingError("--redis and --data-dir contradict each other: the data is either there or here; give one")
+    values: dict[str, Any] = {}
+    for name, value in _from_file(file, content).items():
+        values[name] = _converted(name, value, f"{name} in {file}")
+    for name, value in _from_environ(environ).items():
+        values[name] = _converted(name, value, _variable(name))
+    for name, value in given.items():
+        values[name] = _converted(name, value, _flag(name))
+    if "data_dir" in given:
+        # The flag wins over a Redis that the file or the environment names.
+        values["redis"] = None
+    config = Config(**values)
+    _check_allowed(config)
+    return config
+
+
+def _variable(name: str) -> str:
+    return ENV_PREFIX + name.upper()
+
+
+def _flag(name: str) -> str:
+    return LISTS.get(name) or f"--{name.replace('_', '-')}"
+
+
+def _from_file(file: Path | None, text: str | None) -> dict[str, Any]:
+    if file is None:
+        return {}
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8") if text is None else text)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise SettingError(f"cannot read the settings file {file}: {reason}; name a readable YAML file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" at line {mark.line + 1}" if mark else ""
+        raise SettingError(f"{file} is not YAML{line}: write lines like `port: 30000`") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise SettingError(f"{file} is not a list of settings: write lines like `port: 30000`")
+    for name in content:
+        if name not in FIELDS:
+            raise SettingError(f"{file}: there is no setting {name!r}; {_nearest(str(name), str)}")
+    return {name: value for name, value in content.items() if value is not None}
+
+
+def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(ENV_PREFIX) or variable in CLIENT_VARIABLES or variable.startswith(FOREIGN_PREFIXES):
+            continue
+        if KUBERNETES_NAME.match(variable) or (variable == "KVROUTER_PORT" and KUBERNETES_PORT.match(text)):
+            continue
+        name = variable.removeprefix(ENV_PREFIX).lower()
+        if name not in FIELDS:
+            raise SettingError(f"the environment variable {variable} is no setting; {_nearest(name, _variable)}")
+        if text:
+            found[name] = text.split() if name in LISTS else text
+    return found
+
+
+def _nearest(name: str, form: Callable[[str], str]) -> str:
+    close = difflib.get_close_matches(name.replace("-", "_"), FIELDS, n=1)
+    if close:
+        return f"did you mean {form(close[0])}?"
+    return "there are " + ", ".join(form(known) for known in FIELDS)
+
+
+def _converted(name: str, value: Any, where: str) -> Any:
+    field = FIELDS[name]
+    if name in TEXT_SETTINGS and isinstance(value, int | float) and not isinstance(value, bool):
+        value = str(value)
+    shown = HIDDEN if name in SECRETS else repr(without_password(value) if isinstance(value, str) else value)
+    try:
+        converted = msgspec.convert(value, field.type, strict=False)
+    except msgspec.ValidationError:
+        raise SettingError(f"{where} is {shown}: write {describe(name)}") from None
+    if name == "redis" and not REDIS_URL.match(converted):
+        raise SettingError(f"{where} is {shown}: write {describe(name)}")
+    if name == "workers":
+        _check_workers(converted, where)
+    if name in PAIRS:
+        try:
+            PAIRS[name](converted)
+        except SettingError as error:
+            raise SettingError(f"{where}: {error.message}") from None
+    if name == "allow_hosts":
+        try:
+            AllowList(converted)
+        except SettingError as error:
+            raise SettingError(f"{where}: {error.message}") from None
+    return converted
+
+
+def _check_allowed(config: Config) -> None:
+    allowed = AllowList(config.allow_hosts)
+    for spec in config.workers:
+        worker = parse_worker(spec)
+        problem = allowed.registration_problem(worker.registration(worker.model or ""))
+        if problem:
+            raise SettingError(f"--worker {worker.worker_id!r}: {problem}")
+
+
+def _check_workers(specs: tuple[str, ...], where: str) -> None:
+    seen: dict[tuple[str, int], str] = {}
+    for spec in specs:
+        try:
+            worker = parse_worker(spec)
+        except SettingError as error:
+            raise SettingError(f"{where} {without_password(spec)!r}: {error.message}") from None
+        key = (worker.worker_id, worker.dp_rank or 0)
+        if key in seen:
+            raise SettingError(f"{where}: {spec!r} and {seen[key]!r} name one worker; give each its own ID or dp_rank")
+        seen[key] = spec

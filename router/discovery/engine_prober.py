@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks engines for what nobody wrote down: their model, and where their events are. The async shell around `engine_answers.py`.
+
+They are asked again and again: an engine that was started anew may have other ports, ranks or another model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+
+import aiohttp
+import msgspec
+
+from kvrouter.router.common.bounded_read import read_whole
+from kvrouter.router.workers.engine_answers import (
+    MODELS_PATH,
+    SOURCES_PATH,
+    WRITE_THEM,
+    EngineTold,
+    model_in,
+    streams_in,
+)
+
+log = logging.getLogger(__name__)
+
+# An answer costs an engine some microseconds; what an engine that was started anew says otherwise is known here after this.
+AGAIN_S = 5.0
+# An engine takes minutes to load its weights; a shorter interval would only fill its log.
+RETRY_S = 2.0
+# Of either, to both sides: many engines that came at once are not asked at once for ever.
+JITTER = 0.2
+# Both are answered at once.
+TIMEOUT_S = 2.0
+# Some tens of LoRA adapters and their paths, or a thousand ranks; an answer beyond this is no engine's.
+MAX_ANSWER_BYTES = 1024**2
+ENGINES_AT_ONCE = 16
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """What an engine is to be asked for."""
+
+    model: bool = False
+    streams: bool = False
+
+
+class Unanswered(Exception):
+    """Why nothing came that could be used."""
+
+
+class NoSuchPath(Exception):
+    """The engine does not have what was asked for."""
+
+
+class EngineAsker:
+    """`run` until it is cancelled. changed: called when an engine said something new."""
+
+    def __init__(
+        self,
+        session: aiohttp.ClientSession,
+        *,
+        clock: Callable[[], float],
+        rng: random.Random,
+        changed: Callable[[], None],
+        again_s: float = AGAIN_S,
+        retry_s: float = RETRY_S,
+    ) -> None:
+        self._session = session
+        self._clock = clock
+        self._rng = rng
+        self._changed = changed
+        self._again_s = again_s
+        self._retry_s = retry_s
+        self._wanted: dict[str, Wanted] = {}
+        self._due_s: dict[str, float] = {}
+        self._more = asyncio.Event()
+        self._slots = asyncio.Semaphore(ENGINES_AT_ONCE)
+        self._told: dict[str, EngineTold] = {}
+
+    def want(self, wanted: Mapping[str, Wanted]) -> None:
+        """By URL, in place of what was wanted before."""
+        for url in self._wanted.keys() - wanted.keys():
+            self._told.pop(url, None)
+            self._due_s.pop(url, None)
+        for url, what in wanted.items():
+            if self._wanted.get(url) != what:
+                self._due_s[url] = self._clock()
+                self._more.set()
+        self._wanted = dict(wanted)
+
+    def told(self, url: str) -> EngineTold | None:
+        """What it said last; None while it was not asked once."""
+        return self._told.get(url)
+
+    async def run(self) -> None:
+        while True:
+            self._more.clear()
+            await self.look()
+            pause_s = min(self._due_s.values(), default=self._clock() + self._again_s) - self._clock()
+            try:
+                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
+                async with asyncio.timeout(max(pause_s, 0.0)):
+                    await self._more.wait()
+            except TimeoutError:
+                continue
+
+    async def look(self) -> None:
+        """Ask all whose turn it is."""
+        now = self._clock()
+        due = [url for url, due_s in self._due_s.items() if due_s <= now]
+        await asyncio.gather(*map(self._ask, due))
+
+    async def ask(self, url: str, what: Wanted) -> EngineTold:
+        """What it says now, for once."""
+        async with self._slots:
+            return await self._asked(url, what, EngineTold())
+
+    async def _ask(self, url: str) -> None:
+        what, before = self._wanted.get(url), self._told.get(url)
+        if what is None:
+            return
+        async with self._slots:
+            found = await self._asked(url, what, before or EngineTold())
+        if url not in self._wanted:
+            return
+        whole = not ((what.model and found.model is None) or (what.streams and found.streams is None))
+        pause_s = (self._again_s if whole else self._retry_s) * self._rng.uniform(1 - JITTER, 1 + JITTER)
+        self._due_s[url] = self._clock() + pause_s
+        if found != before:
+            self._told[url] = found
+            level = logging.WARNING if found.problem else logging.INFO
+            log.log(level, "engine told", extra={"url": url, "model": found.model, "problem": found.problem})
+            self._changed()
+
+    async def _asked(self, url: str, what: Wanted, before: EngineTold) -> EngineTold:
+        """What it says now; what it does not say any more, for it does not answer, stays."""
+        model, problems = before.model, []
+        if what.model:
+            try:
+                model = model_in(await self._get(url, MODELS_PATH))
+            except (Unanswered, ValueError) as error:
+                if model is None:
+                    problems.append(f"its model is not known ({error}): start the engine, or write its model")
+        streams, silent = before.streams, before.silent
+        if what.streams:
+            try:
+                told = streams_in(await self._get(url, SOURCES_PATH), url)
+                streams, silent = told.streams, False
+                problems.append(told.problem)
+            except NoSuchPath:
+                streams, silent = {}, True
+                problems.append(
+                    f"its engine does not tell where its KV events are (no {SOURCES_PATH}: vLLM before 0.31, or another engine): "
+                    f"{WRITE_THEM}"
+                )
+            except (Unanswered, ValueError) as error:
+                if streams is None:
+                    problems.append(
+                        f"where its KV events are is not known ({error}): start the engine, or {WRITE_THEM}"
+                    )
+                else:
+                    problems.append(before.problem)
+        return EngineTold(model, streams, silent, "; ".join(filter(None, problems)))
+
+    async def _get(self, url: str, path: str) -> bytes:
+        """Raises Unanswered, and NoSuchPath where there is no such path."""
+        whole = url.rstrip("/") + path
+        try:
+            async with asyncio.timeout(TIMEOUT_S), self._session.get(whole, allow_redirects=False) as answer:
+                if answer.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+                    raise NoSuchPath(path)
+                if answer.status != HTTPStatus.OK:
+                    raise Unanswered(f"{whole} answers {answer.status}")
+                return await read_whole(answer, MAX_ANSWER_BYTES)
+        except TimeoutError:
+            raise Unanswered(f"{whole} did not answer in {TIMEOUT_S:g} s") from None
+        except aiohttp.ClientConnectorError as error:
+            raise Unanswered(f"{url} cannot be reached: {error.os_error.strerror or error.os_error}") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise Unanswered(f"{whole} did not answer: {error or type(error).__name__}") from None

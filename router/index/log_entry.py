@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One entry of a worker's log: what one commit changed, so that a mirror can do the same. Pure.
+
+Fields of the stream entry: `kind` (commit, epoch, note), `commit` (its number, rising by one with each entry of the worker),
+`epoch`, `first`, `last` (seq range; of a commit only), `changes` and `meta` (msgpack; absent when empty). `changes` is a
+list of [place text, added hashes, removed hashes], hashes packed as 8 bytes big-endian each.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.index import keys
+from kvrouter.router.ingest.net_changes import Change
+from kvrouter.router.redis_client.resp import hashes_from_bytes, hashes_to_bytes
+
+
+class EntryKind(Enum):
+    COMMIT = b"commit"  # changes on top of what was there
+    EPOCH = b"epoch"  # a new epoch: drop everything
+    NOTE = b"note"  # only meta changed
+
+
+class LogEntry(msgspec.Struct, frozen=True):
+    """One entry, as read. `id` is the stream's, `commit` its number; seqs are None in all but commits."""
+
+    worker: WorkerKey
+    id: str
+    commit: int
+    epoch: str
+    first_seq: int | None
+    last_seq: int | None
+    opened_epoch: bool
+    changes: list[Change]
+    meta: dict[str, bytes]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_changes = msgspec.msgpack.Decoder(list[tuple[str, bytes, bytes]]).decode
+_decode_meta = msgspec.msgpack.Decoder(dict[str, bytes]).decode
+
+
+def encode_text(text: str) -> bytes:
+    """Text that may hold lone surrogates (epochs come from the wire)."""
+    return text.encode("utf-8", "surrogatepass")
+
+
+def decode_text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def entry_fields(
+    kind: EntryKind,
+    commit: int,
+    epoch: str,
+    seqs: tuple[int, int] | None = None,
+    changes: list[Change] | None = None,
+    meta: dict[str, bytes] | None = None,
+) -> list[bytes]:
+    """Field, value, field, value ... of the entry, for XADD."""
+    fields = [b"kind", kind.value, b"commit", b"%d" % commit, b"epoch", encode_text(epoch)]
+    if seqs is not None:
+        fields += [b"first", b"%d" % seqs[0], b"last", b"%d" % seqs[1]]
+    packed = [
+        (keys.place_text(change.place), hashes_to_bytes(change.added), hashes_to_bytes(change.removed))
+        for change in changes or ()
+        if len(change.added) or len(change.removed)
+    ]
+    if packed:
+        fields += [b"changes", _encode(packed)]
+    if meta:
+        fields += [b"meta", _encode(meta)]
+    return fields
+
+
+def parse_entry(worker: WorkerKey, entry_id: bytes, fields: list[bytes]) -> LogEntry:
+    """The entry as XREAD returned it. Raises ValueError, KeyError or msgspec.MsgspecError when it is none of ours."""
+    values = dict(zip(fields[::2], fields[1::2], strict=True))
+    kind = EntryKind(values[b"kind"])
+    first, last = values.get(b"first"), values.get(b"last")
+    changes = _decode_changes(values[b"changes"]) if b"changes" in values else []
+    return LogEntry(
+        worker=worker,
+        id=entry_id.decode("ascii"),
+        commit=keys.parse_number(values[b"commit"]),
+        epoch=decode_text(values[b"epoch"]),
+        first_seq=None if first is None else keys.parse_number(first),
+        last_seq=None if last is None else keys.parse_number(last),
+        opened_epoch=kind is EntryKind.EPOCH,
+        changes=[
+            Change(keys.parse_place(place), hashes_from_bytes(added), hashes_from_bytes(removed))
+            for place, added, removed in changes
+        ],
+        meta=_decode_meta(values[b"meta"]) if b"meta" in values else {},
+    )

@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's block hashes, recomputed: schemes, extra keys, chains, and which scheme explains a block seen on the wire.
+
+A block's hash covers its parent's full digest, its token ids and its extra keys, so equal hashes mean equal prefixes.
+All of this is pure; nothing is remembered here (`prompt_hasher.py` does). Multi-modal and prompt-embeds keys are known only
+from an event, never for a question.
+Source: vLLM 0.32.0 utils/hashing.py and v1/core/kv_cache_utils.py:131-172, 578-725, 941-1003.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import pickle
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import cbor2
+import msgspec
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvrouter.router.kvcache.multimodal import Items
+
+ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+
+# vLLM's NONE_HASH seed when PYTHONHASHSEED is unset and the algorithm is cryptographic (since 0.29.0; random before).
+DEFAULT_SEED = "vllm-none-hash"
+
+# PYTHONHASHSEED as the guides of LMCache ("0") and llm-d ("42") set it; tried so that such engines verify undeclared.
+COMMON_SEEDS = ("0", "42")
+
+# vLLM writes pickle.HIGHEST_PROTOCOL, which is 5 in every Python that runs it; pinned, because ours may be another one.
+PICKLE_PROTOCOL = 5
+
+MAX_TOKEN_ID = 2**63 - 1
+
+# An undeclared hash block size is sought among the announced size and its divisors that are multiples of this, because
+# block sizes are multiples of 8 or more in vLLM's attention backends, and so is their gcd.
+HASH_BLOCK_STEP_TOKENS = 8
+
+# Above this, an undeclared hash block size is not guessed: 10 schemes and 9 sizes of 2,048 tokens already take 20 ms,
+# and an engine either announces smaller blocks too or can be declared.
+MAX_GUESSED_BLOCK_TOKENS = 2048
+
+ExtraKeys = tuple[tuple[object, ...], ...]
+
+
+def _xxh3_128(data: bytes) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+def _sha256(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+# Plain pickle.dumps on purpose: its bytes put together by hand came out 1.0x as fast with numpy and 1.7x with numba,
+# since SHA-256 itself is a third of the time.
+_pickled = functools.partial(pickle.dumps, protocol=PICKLE_PROTOCOL)
+_cbored = functools.partial(cbor2.dumps, canonical=True)
+
+
+class _Algorithm(msgspec.Struct, frozen=True):
+    serialize: Callable[[object], bytes]
+    digest: Callable[[bytes], bytes]
+    digest_bytes: int
+    # A predictable seed would let an attacker precompute collisions, so vLLM draws a random one a process.
+    secret_seed: bool
+
+
+_ALGORITHMS = {
+    "sha256": _Algorithm(_pickled, _sha256, 32, False),
+    "sha256_cbor": _Algorithm(_cbored, _sha256, 32, False),
+    "xxhash": _Algorithm(_pickled, _xxh3_128, 16, True),
+    "xxhash_cbor": _Algorithm(_cbored, _xxh3_128, 16, True),
+}
+
+
+def _algorithm(algo: str) -> _Algorithm:
+    found = _ALGORITHMS.get(algo)
+    if found is None:
+        raise ValueError(f"unknown hash algorithm {algo!r}: vLLM has {', '.join(ALGORITHMS)}")
+    return found
+
+
+class HashScheme(msgspec.Struct, frozen=True, cache_hash=True):
+    """How one engine hashes blocks: the algorithm and the parent of every first block (`none_hash`, a full digest)."""
+
+    algo: str
+    none_hash: bytes
+
+    def __post_init__(self) -> None:
+        expected = _algorithm(self.algo).digest_bytes
+        if len(self.none_hash) != expected:
+            raise ValueError(f"none_hash of {self.algo} has {expected} bytes, got {len(self.none_hash)}")
+
+    @property
+    def label(self) -> str:
+        """For people: `sha256`, or `sha256/1a2b3c4d` (first bytes of none_hash) when the seed is not vLLM's default."""
+        algorithm = _algorithm(self.algo)
+        if not algorithm.secret_seed and self == HashScheme.from_seed(self.algo, DEFAULT_SEED):
+            return self.algo
+        return f"{self.algo}/{self.none_hash[:4].hex()}"
+
+    @classmethod
+    def from_seed(cls, algo: str, seed: str) -> HashScheme:
+        """The scheme of an engine started with PYTHONHASHSEED=`seed`."""
+        algorithm = _algorithm(algo)
+        return cls(algo, algorithm.digest(algorithm.serialize(seed)))
+
+    @classmethod
+    def from_bytes(cls, algo: str, none_hash: bytes) -> HashScheme:
+        """The scheme of an engine that declares its NONE_HASH. Raises ValueError on a wrong length."""
+        return cls(algo, bytes(none_hash))
+
+    @classmethod
+    def default(cls, algo: str = "sha256", seed: str | None = None) -> HashScheme:
+        """vLLM's own rule: PYTHONHASHSEED (`seed`, "" counts) if set, else the fixed default seed.
+
+        Raises ValueError for the xxhash algorithms without a seed: there vLLM draws 32 random bytes a process.
+        """
+        if seed is not None:
+            return cls.from_seed(algo, seed)
+        if _algorithm(algo).secret_seed:
+            raise ValueError(
+                f"{algo} without PYTHONHASHSEED has a random none_hash in every engine process and cannot be computed; "
+                "set PYTHONHASHSEED there and none_hash_seed here, or declare none_hash"
+            )
+        return cls.from_seed(algo, DEFAULT_SEED)
+
+
+class HashSpace(msgspec.Struct, frozen=True, cache_hash=True):
+    """Prompts of one space have equal hashes when their tokens are equal; of two spaces never, but for a shared scheme.
+
+    block_size: tokens of a *hash* block. lora: (name, path as the engine loaded it). cache_salt None and "" hash alike.
+    """
+
+    scheme: HashScheme
+    block_size: int
+    lora: tuple[str, str] | None = None
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.block_size < 1:
+            raise ValueError(f"block_size must be at least 1 token, got {self.block_size}")
+
+
+class Verified(msgspec.Struct, frozen=True):
+    """The block is explained: the engine hashes with `scheme` at `hash_block_size` tokens."""
+
+    scheme: HashScheme
+    hash_block_size: int
+
+
+class Unexplained(msgspec.Struct, frozen=True):
+    """No candidate gives the announced hash.
+
+    plain: the block has no extra keys. Only then is it certain that the scheme is unknown: engines older than the tags
+    (vllm#44701) hash bare names and salts, so their plain blocks verify and their salted ones do not.
+    """
+
+    plain: bool
+
+
+class Unjudged(msgspec.Struct, frozen=True):
+    """The event lacks something that its hash covers, so it proves nothing; another block may."""
+
+    reason: str
+
+
+Verdict = Verified | Unexplained | Unjudged
+
+
+def check_token_ids(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
+    """`token_ids` as int64, shape (num_tokens,). Raises ValueError on anything but integers from 0 to 2**63-1."""
+    found = np.asarray(token_ids)
+    if found.ndim == 1 and found.size == 0:
+        return np.empty(0, np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise ValueError(f"token ids must be a list of integers from 0 to 2**63-1, got {found.dtype} {found.shape}")
+    if found.dtype == np.int64:
+        # One pass for both bounds: seen as unsigned, a negative id is the largest.
+        if int(found.view(np.uint64).max()) > MAX_TOKEN_ID:
+            raise ValueError(f"token ids must be from 0 to 2**63-1, got {int(found.min())}")
+        return np.ascontiguousarray(found)
+    low, high = int(found.min()), int(found.max())
+    if low < 0 or high > MAX_TOKEN_ID:
+        raise ValueError(f"token ids must be from 0 to 2**63-1, got {low if low < 0 else high}")
+    return np.ascontiguousarray(found, dtype=np.int64)
+
+
+def hash_block(
+    scheme: HashScheme,
+    parent: bytes | None,
+    tokens: Sequence[int] | NDArray[np.integer],
+    extra_keys: ExtraKeys | None,
+) -> bytes:
+    """The full digest of one block. parent: the preceding block's digest, None (or empty, as in vLLM) for the first.
+
+    extra_keys: tagged, as `extra_keys_for` and `tag_extra_keys` give them. Raises ValueError on bad token ids.
+    """
+    algorithm = _algorithm(scheme.algo)
+    block = tuple(check_token_ids(tokens).tolist())
+    return algorithm.digest(algorithm.serialize((parent or scheme.none_hash, block, extra_keys)))
+
+
+def hash_chain(
+    scheme: HashScheme,
+    parent: bytes | None,
+    token_ids: NDArray[np.int64],
+    block_size: int,
+    extra_keys: Iterable[ExtraKeys | None],
+) -> list[bytes]:
+    """The full digests of the successive full blocks of `token_ids` (already checked), the first one after `parent`.
+
+    extra_keys: one for each block, in their order; more than that do no harm."""
+    algorithm = _algorithm(scheme.algo)
+    serialize, digest = algorithm.serialize, algorithm.digest
+    tail = parent or scheme.none_hash
+    digests = []
+    tokens = iter(token_ids[: len(token_ids) // block_size * block_size].tolist())
+    for block, keys in zip(zip(*[tokens] * block_size, strict=True), extra_keys, strict=False):
+        tail = digest(serialize((tail, block, keys)))
+        digests.append(tail)
+    return digests
+
+
+def reduce_hash(digest: bytes) -> int:
+    """The hash as an index key and as events carry it: the last 8 bytes, big-endian, unsigned."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def reduce_hashes(digests: Sequence[bytes]) -> NDArray[np.uint64]:
+    """`reduce_hash` of many digests of one length; shape (len(digests),)."""
+    if not digests:
+        return np.empty(0, np.uint64)
+    words = np.frombuffer(b"".join(digests), dtype=">u8").reshape(len(digests), -1)
+    return words[:, -1].astype(np.uint64)
+
+
+def _as_received(text: str) -> str:
+    # Pickle writes a string that it has met before *as the same object* as a reference. In the engine, names, paths and
+    # salts were decoded from a message, so equal ones are different objects (but for CPython's shared strings of one
+    # Latin-1 character, which decoding here reproduces); here they may be one object, e.g. a path that equals the name.
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "surrogatepass")
+
+
+def extra_keys_for(space: HashSpace, block_index: int, items: Items = ()) -> ExtraKeys | None:
+    """The tagged extra keys of a block: the LoRA in every block, its multimodal items, then the cache salt in block 0.
+
+    items: those with tokens in this block, their offsets from its start (`multimodal.within`).
+
+    Source: vLLM 0.32.0 kv_cache_utils.py:625 (generate_block_hash_extra_keys).
+    """
+    keys: list[tuple[object, ...]] = []
+    if space.lora is not None:
+        name, path = space.lora
+        keys.append(("lora", _as_received(name), _as_received(path)))
+    for item in items:
+        keys.append(("mm", _as_received(item.identifier), item.offset_tokens))
+    if block_index == 0 and space.cache_salt:
+        keys.append(("cache_salt", _as_received(space.cache_salt)))
+    return tuple(keys) or None
+
+
+def tag_extra_keys(
+    extra_keys: Sequence[object] | None, *, lora_name: str | None, lora_paths: Mapping[str, str]
+) -> ExtraKeys | Unjudged | None:
+    """One block's extra keys as hashed, from the untagged ones of its event; Unjudged when they cannot be told.
+
+    The LoRA comes first, so a cache salt that equals its name is still told apart. Inverse of vLLM 0.32.0
+    kv_cache_utils.py:666 (to_event_extra_keys), but for the LoRA path, which `lora_paths` (name -> path) must have.
+    """
+    rest = list(extra_keys or ())
+    keys: list[tuple[object, ...]] = []
+    if lora_name is not None:
+        if not rest or rest.pop(0) != lora_name:
+            return Unjudged(f"the event names the LoRA {lora_name!r} but its extra keys do not start with it")
+        path = lora_paths.get(lora_name)
+        if path is None:
+            return Unjudged(f"the path of the LoRA {lora_name!r} is hashed but unknown; declare it in lora_paths")
+        keys.append(("lora", _as_received(lora_name), _as_received(path)))
+    salted = False
+    for key in rest:
+        match key:
+            case str() if not salted:
+                salted = True
+                keys.append(("cache_salt", _as_received(key)))
+            case [str(identifier), int(offset)]:
+                keys.append(("mm", _as_received(identifier), offset))
+            case bytes():
+                keys.append(("prompt_embeds", key))
+            case _:
+                return Unjudged(f"an extra key has a form that vLLM 0.32 does not send: {type(key).__name__}")
+    return tuple(keys) or None
+
+
+def plausible_hash_block_sizes(block_size: int) -> list[int]:
+    """Hash block sizes that a block of `block_size` tokens may be made of: itself, then divisors, larger first."""
+    steps = range(block_size // 2 // HASH_BLOCK_STEP_TOKENS * HASH_BLOCK_STEP_TOKENS, 0, -HASH_BLOCK_STEP_TOKENS)
+    return [block_size, *(size for size in steps if block_size % size == 0)]
+
+
+def verify_scheme(
+    candidates: Iterable[HashScheme],
+    *,
+    block_hash: int,
+    token_ids: Sequence[int] | NDArray[np.integer],
+    block_size: int,
+    hash_block_size: int | None,
+    extra_keys_untagged: Sequence[object] | None,
+    lora_name: str | None,
+    lora_paths: Mapping[str, str],
+) -> Verdict:
+    """Which candidate explains the hash of a dense root block (parent None), as one BlockStored announces it.
+
+    block_hash: uint64. token_ids: exactly the block's `block_size` tokens. extra_keys_untagged: this block's entry of
+    the event's extra_keys; give only events that carry extra_keys at all, since absent ones may hide a salt. A block of
+    several hash blocks has the chain's hash at its last one. hash_block_size None: `plausible_hash_block_sizes` are
+    tried. Never raises on what an event holds.
+    """
+    if block_size < 1 or len(token_ids) != block_size:
+        return Unjudged(f"the block of {block_size} tokens came with {len(token_ids)} token ids")
+    try:
+        tokens = check_token_ids(token_ids)
+    except (ValueError, OverflowError) as error:
+        return Unjudged(str(error))
+    if hash_block_size is not None and (hash_block_size < 1 or block_size % hash_block_size):
+        return Unjudged(f"a block of {block_size} tokens is not made of hash blocks of {hash_block_size}")
+    if hash_block_size is None and block_size > MAX_GUESSED_BLOCK_TOKENS:
+        return Unjudged(f"the hash block size is not guessed from {block_size} tokens; declare hash_block_size")
+    first = tag_extra_keys(extra_keys_untagged, lora_name=lora_name, lora_paths=lora_paths)
+    if isinstance(first, Unjudged):
+        return first
+    sizes = plausible_hash_block_sizes(block_size) if hash_block_size is None else [hash_block_size]
+    # Their keys are those of the announced block; its hash blocks may have others, which are not on the wire.
+    located = any(key[0] in ("mm", "prompt_embeds") for key in first or ())
+    others = tuple(key for key in first or () if key[0] == "lora") or None
+    keys = (first, *itertools.repeat(others, block_size // min(sizes) - 1))
+    schemes = list(candidates)
+    for size in sizes:
+        for scheme in schemes:
+            digests = hash_chain(scheme, None, tokens, size, keys)
+            if reduce_hash(digests[-1]) == block_hash:
+                return Verified(scheme, size)
+    if located and hash_block_size != block_size:
+        return Unjudged("multi-modal and prompt-embeds keys of the hash blocks within a block are not on the wire")
+    return Unexplained(plain=first is None)
+
+
+def known_schemes(extra_seeds: Sequence[str] = ()) -> tuple[HashScheme, ...]:
+    """Candidates for `verify_scheme`, likeliest first: vLLM's defaults, then all algorithms with each known seed."""
+    schemes = [HashScheme.default("sha256"), HashScheme.default("sha256_cbor")]
+    schemes += [HashScheme.from_seed(algo, seed) for seed in (*extra_seeds, *COMMON_SEEDS) for algo in ALGORITHMS]
+    return tuple(dict.fromkeys(schemes))

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What router processes tell each other of load, on the stream `kvr:loads` in Redis. Pure.
+
+A message says totals, never differences; what is older than a moment is of no use to anybody, so nothing is kept.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.router.load.load_table import Totals
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+RELEASE = "release"
+PREFILL_COMPLETE = "prefill_complete"
+
+
+class WorkerTotals(msgspec.Struct, frozen=True, array_like=True):
+    """What the sender has in flight at one worker."""
+
+    model: str
+    worker_id: str
+    dp_rank: int
+    prefill_tokens: Count
+    decode_tokens: Count
+    requests: Count
+
+    @classmethod
+    def of(cls, worker: WorkerKey, totals: Totals) -> WorkerTotals:
+        return cls(*worker, *totals)
+
+    @property
+    def worker(self) -> WorkerKey:
+        return WorkerKey(self.model, self.worker_id, self.dp_rank)
+
+    @property
+    def totals(self) -> Totals:
+        return Totals(self.prefill_tokens, self.decode_tokens, self.requests)
+
+
+class WorkerGauge(msgspec.Struct, frozen=True, array_like=True):
+    """What an engine that the sender follows said of itself just now."""
+
+    model: str
+    worker_id: str
+    dp_rank: int
+    said: EngineLoad
+
+    @property
+    def worker(self) -> WorkerKey:
+        return WorkerKey(self.model, self.worker_id, self.dp_rank)
+
+
+class Ending(msgspec.Struct, frozen=True, array_like=True):
+    """A reservation of somebody is over, or its prefill is. number: by which the sender knows the answer."""
+
+    number: int
+    selection_id: str
+    how: str
+
+
+class LoadMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """whole: `totals` are all that the sender has. answers: to endings of others, (process, number, whether it was the sender's to
+    end). leaves: it ends."""
+
+    process: str
+    whole: bool
+    totals: list[WorkerTotals] = []
+    gauges: list[WorkerGauge] = []
+    endings: list[Ending] = []
+    answers: list[tuple[str, int, bool]] = []
+    leaves: bool = False
+
+
+encode = msgspec.msgpack.Encoder().encode
+_decoder = msgspec.msgpack.Decoder(LoadMessage)
+
+
+def decode(raw: bytes) -> LoadMessage | None:
+    """None: another version or another program wrote it."""
+    try:
+        return _decoder.decode(raw)
+    except (msgspec.MsgspecError, ValueError):
+        return None

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prefixes that a worker is just having computed: credit for the choice alone, until the engine's events say what it holds. Pure.
+
+Siblings that come in a burst go together, though no event has told of the first one yet. It is never shown as a hit. It ends by
+itself: soon after the first token (the events are here by then), else after a short life. A prefix is named by a hash chained over
+pieces of PIECE_TOKENS tokens; where only block hashes are known, they are names already.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.kvcache.multimodal import named
+from kvrouter.router.matching.question import Question
+
+# Finer pieces find more of what siblings share and cost more to name: 32 names for 8,192 tokens.
+PIECE_TOKENS = 256
+# The prefill of a long prompt behind others; without word of its first token, this is as long as it is believed in.
+PENDING_TTL_S = 10.0
+# A worker that was only selected, with no reservation: whether the request was sent there is not known.
+SELECTED_TTL_S = 2.0
+# From the first token until the engine's events are in the mirror: some milliseconds, a flush and a busy machine.
+SETTLE_S = 0.5
+# Some 250 bytes each.
+MAX_NAMES = 200_000
+
+
+def names_of(question: Question, hash_block_size: int, seed: int) -> tuple[list[int], int]:
+    """Names of the prompt's beginnings, and the tokens from one to the next.
+
+    seed: secret of the process, so that nobody can make two prompts of one name."""
+    if question.token_ids is not None:
+        space = f"{question.model}\0{question.lora_name or ''}\0{question.cache_salt or ''}"
+        name = xxh3_64_intdigest(space.encode("utf-8", "surrogatepass"), seed)
+        tokens = np.ascontiguousarray(question.token_ids).view(np.uint8).data
+        size_bytes = PIECE_TOKENS * question.token_ids.itemsize
+        names = []
+        for start in range(0, len(tokens) - size_bytes + 1, size_bytes):
+            first = start // question.token_ids.itemsize
+            name = named(name, question.items, first, first + PIECE_TOKENS)
+            name = xxh3_64_intdigest(tokens[start : start + size_bytes], name)
+            names.append(name)
+        return names, PIECE_TOKENS
+    if question.block_hashes is None:
+        return [], PIECE_TOKENS
+    step = max(1, PIECE_TOKENS // hash_block_size)
+    return question.block_hashes[step - 1 :: step].tolist(), step * hash_block_size
+
+
+class PendingPrefixes:
+    """Names by worker, the first to expire first among those of one kind."""
+
+    def __init__(self, max_names: int = MAX_NAMES) -> None:
+        self._max = max_names
+        # By name: when it ends at each worker.
+        self._expiry_s: OrderedDict[int, dict[WorkerKey, float]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._expiry_s)
+
+    def sent(self, worker: WorkerKey, names: Sequence[int], ends_s: float) -> None:
+        """A prompt of these beginnings went there, and is believed in until then."""
+        # The last first: where room is lacking, a prompt's end must go before its start.
+        for name in reversed(names):
+            known = self._expiry_s.setdefault(name, {})
+            known[worker] = max(known.get(worker, 0.0), ends_s)
+            self._expiry_s.move_to_end(name)
+        while len(self._expiry_s) > self._max:
+            self._expiry_s.popitem(last=False)
+
+    def settle(self, worker: WorkerKey, names: Sequence[int], ends_s: float) -> None:
+        """Its first token came: the engine's events take over at `ends_s`."""
+        for name in names:
+            known = self._expiry_s.get(name)
+            if known is not None and worker in known:
+                known[worker] = min(known[worker], ends_s)
+
+    def tokens(self, names: Sequence[int], step_tokens: int, num_tokens: int, now: float) -> dict[WorkerKey, int]:
+        """How far the prompt's beginning is on its way into each worker's cache, in tokens; one is always to be computed."""
+        found: dict[WorkerKey, int] = {}
+        reached = 0
+        for name in names:
+            known = self._expiry_s.get(name)
+            if known is None:
+                break
+            reached += step_tokens
+            for worker, expiry_s in known.items():
+                if expiry_s > now:
+                    found[worker] = min(reached, num_tokens - 1)
+        return found
+
+    def expire(self, now: float) -> None:
+        """Drop what has ended. The longest believed in is bounded, so a look at the oldest is enough."""
+        while self._expiry_s:
+            name, known = next(iter(self._expiry_s.items()))
+            live = {worker: ends_s for worker, ends_s in known.items() if ends_s > now}
+            if live:
+                self._expiry_s[name] = live
+                return
+            del self._expiry_s[name]

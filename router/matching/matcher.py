@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a question to the hit of every worker: hashes, one kernel call for each hash space, and the reasons.
+
+Reads the mirror and the workers' views; writes nothing. Hits are in tokens, cumulative by tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.common.jit import kernel
+from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace
+from kvrouter.router.kvcache.catalog import Catalog, Rule, SpecGroup
+from kvrouter.router.kvcache.gpu_hit import alone, gpu_hit
+from kvrouter.router.kvcache.hit_tables import (
+    GEO_SPEC_END,
+    GEO_SPEC_START,
+    RULE_FULL,
+    SPEC_RULE,
+    Geometry,
+    GeometryBuilder,
+)
+from kvrouter.router.kvcache.offload_hit import tier_hit
+from kvrouter.router.kvcache.prompt_hasher import SEGMENT_BLOCKS, PromptHasher, SegmentMemory
+from kvrouter.router.matching.mirror import Mirror
+from kvrouter.router.matching.mirror_kernels import any_resident, gather
+from kvrouter.router.matching.question import GroupCover, Hit, Limit, Question
+from kvrouter.router.workers.stream_state import StreamState
+
+OUT_GPU, OUT_CPU, OUT_DISK, OUT_LIMITER, OUT_FULL_ATTENTION, OUT_COLUMNS = range(6)
+
+
+class WorkerView(msgspec.Struct, frozen=True, eq=False):
+    """What the matcher must know of a worker besides its residency.
+
+    credited: whether what is known of it counts (`stream_state.py`). scheme None: no known scheme explains its hashes,
+    so only questions that bring hashes can be answered."""
+
+    worker: WorkerKey
+    url: str | None
+    state: StreamState
+    credited: bool
+    reason: str
+    epoch: str
+    catalog: Catalog
+    scheme: HashScheme | None
+    lora_paths: dict[str, str]
+    # It has no events that could be used: all that is known is what was sent there.
+    approximate: bool = False
+
+
+@kernel
+def match_workers(
+    keys: NDArray[np.uint64],
+    heads: NDArray[np.int32],
+    records: NDArray[np.uint64],
+    hashes: NDArray[np.uint64],
+    row_of_slot: NDArray[np.int32],
+    rows: NDArray[np.uint16],
+    bases: NDArray[np.int64],
+    geos: NDArray[np.int64],
+    specs: NDArray[np.int64],
+    members: NDArray[np.int64],
+    exts: NDArray[np.int64],
+    num_tokens: int,
+    out: NDArray[np.int64],
+) -> None:
+    """Look all hashes up, then judge every worker: out (n_workers, OUT_COLUMNS). rows must be zero."""
+    gather(keys, heads, records, hashes, row_of_slot, rows)
+    for w in range(bases.shape[0]):
+        geo = geos[w]
+        gpu, limiter = gpu_hit(rows, bases[w], geo, specs, members, num_tokens)
+        cpu = tier_hit(rows, bases[w], geo, specs, members, exts, num_tokens, gpu, False)
+        disk = max(cpu, tier_hit(rows, bases[w], geo, specs, members, exts, num_tokens, gpu, True))
+        out[w, OUT_GPU] = gpu
+        out[w, OUT_CPU] = cpu
+        out[w, OUT_DISK] = disk
+        out[w, OUT_LIMITER] = limiter
+        covered = gpu
+        for s in range(geo[GEO_SPEC_START], geo[GEO_SPEC_END]):
+            if specs[s, SPEC_RULE] == RULE_FULL:
+                if s != limiter:
+                    covered = alone(rows, bases[w], geo, specs, members, num_tokens, s)
+                break
+        out[w, OUT_FULL_ATTENTION] = covered
+
+
+class Plan(msgspec.Struct, frozen=True, eq=False):
+    """Workers that are asked together, as the arrays that the kernels want. Valid for one version of the mirror's places."""
+
+    views: tuple[WorkerView, ...]
+    # Of each worker: its spec groups, and why some of its tiers earn nothing.
+    spec_groups: tuple[tuple[SpecGroup, ...], ...]
+    withheld: tuple[str, ...]
+    row_of_slot: NDArray[np.int32]
+    row_count: int
+    bases: NDArray[np.int64]
+    geometry: Geometry
+    stops_early: bool
+    segment_blocks: int
+
+    @classmethod
+    def build(cls, mirror: Mirror, views: Sequence[WorkerView]) -> Plan:
+        """views: creditable workers of the mirror's current epoch, catalogs without a problem."""
+        row_of_slot = np.full(mirror.slot_count, -1, np.int32)
+        bases = np.zeros(len(views), np.int64)
+        builder = GeometryBuilder()
+        spec_groups: list[tuple[SpecGroup, ...]] = []
+        withheld: list[str] = []
+        row = 0
+        segment = SEGMENT_BLOCKS
+        stops_early = True
+        for i, view in enumerate(views):
+            known = mirror.worker(view.worker)
+            if known is None:
+                raise ValueError(f"{view.worker} is not in the mirror")
+            builder.add(view.catalog, known.places)
+            groups = view.catalog.spec_groups()
+            spec_groups.append(groups)
+            withheld.append(view.catalog.offload.withheld(known.places))
+            bases[i] = row
+            for slot in known.slots:
+                row_of_slot[slot] = row
+                row += 1
+            if not known.slots:
+                # It holds nothing, but the kernels look into its first row.
+                row += 1
+            # Without full attention a prefix may be worth something although its beginning is gone.
+            stops_early = stops_early and any(group.rule is Rule.FULL for group in groups)
+            chunk = max(g.block_size for g in view.catalog.cacheable) * (view.catalog.blocks_per_chunk or 1)
+            segment = max(segment, chunk // view.catalog.hash_block_size)
+        geometry = builder.build()
+        tables = (row_of_slot, row, bases, geometry, stops_early, segment)
+        return cls(tuple(views), tuple(spec_groups), tuple(withheld), *tables)
+
+    def rows(self, hashes: int) -> NDArray[np.uint16]:
+        return np.zeros((self.row_count, hashes), np.uint16)
+
+
+class Plans(msgspec.Struct, frozen=True, eq=False):
+    """All workers of a model: those that can be judged, by hash space, and the others with the reason why not."""
+
+    by_scheme: dict[tuple[HashScheme, int], Plan]
+    by_hash: Plan | None
+    # The largest of all workers, in tokens; 0 while no catalog is whole.
+    hash_block_size: int
+    withheld: tuple[tuple[WorkerView, str], ...]
+    unhashable: tuple[tuple[WorkerView, str], ...]
+    has_approximate: bool
+
+    @classmethod
+    def build(cls, mirror: Mirror, views: Iterable[WorkerView]) -> Plans:
+        spaces: dict[tuple[HashScheme, int], list[WorkerView]] = {}
+        judged: list[WorkerView] = []
+        withheld: list[tuple[WorkerView, str]] = []
+        unhashable: list[tuple[WorkerView, str]] = []
+        has_approximate = False
+        for view in views:
+            has_approximate = has_approximate or view.approximate
+            reason = _withheld(mirror, view)
+            if reason is not None:
+                withheld.append((view, reason))
+                continue
+            judged.append(view)
+            if view.scheme is None:
+                unhashable.append((view, view.reason))
+            else:
+                spaces.setdefault((view.scheme, view.catalog.hash_block_size), []).append(view)
+        return cls(
+            {space: Plan.build(mirror, members) for space, members in spaces.items()},
+            Plan.build(mirror, judged) if judged else None,
+            max((view.catalog.hash_block_size for view in judged), default=0),
+            tuple(withheld),
+            tuple(unhashable),
+            has_approximate,
+        )
+
+
+def _withheld(mirror: Mirror, view: WorkerView) -> str | None:
+    """Why this worker gets no credit at all, None when it does."""
+    if not view.credited and view.state is not StreamState.UNHASHABLE:
+        return view.reason or f"no credit while {view.state.value}"
+    if view.catalog.problem is not None:
+        return view.catalog.problem
+    known = mirror.worker(view.worker)
+    if known is None or known.epoch != view.epoch:
+        return "its new epoch is not in the index yet"
+    return None
+
+
+class Matcher:
+    """Answers questions from a mirror. Not thread-safe: the segment memory is shared."""
+
+    def __init__(self, mirror: Mirror, memory: SegmentMemory) -> None:
+        self._mirror = mirror
+        self._memory = memory
+
+    def match(self, question: Question, plans: Plans) -> list[Hit]:
+        """The hit of every worker of `plans`, in no particular order."""
+        hits = [_no_hit(view, reason) for view, reason in plans.withheld]
+        if question.block_hashes is not None:
+            if plans.by_hash is not None:
+                hits += self._judge(plans.by_hash, question.block_hashes, question)
+            return hits
+        hits += [_no_hit(view, reason) for view, reason in plans.unhashable]
+        for (scheme, block_size), plan in plans.by_scheme.items():
+            hits += self._match_space(question, plan, scheme, block_size)
+        return hits
+
+    def _match_space(self, question: Question, plan: Plan, scheme: HashScheme, block_size: int) -> list[Hit]:
+        if question.token_ids is None:
+            raise ValueError("a question needs token_ids or block_hashes")
+        if question.lora_name is None:
+            hashes = self._hashes(question, plan, HashSpace(scheme, block_size, None, question.cache_salt))
+            return self._judge(plan, hashes, question)
+        hits: list[Hit] = []
+        by_path: dict[str, list[WorkerView]] = {}
+        for view in plan.views:
+            path = view.lora_paths.get(question.lora_name)
+            if path is None:
+                hits.append(
+                    _no_hit(view, f"the path of LoRA {question.lora_name!r} is part of its hashes and was not declared")
+                )
+            else:
+                by_path.setdefault(path, []).append(view)
+        for path, views in by_path.items():
+            part = plan if len(views) == len(plan.views) else Plan.build(self._mirror, views)
+            space = HashSpace(scheme, block_size, (question.lora_name, path), question.cache_salt)
+            hits += self._judge(part, self._hashes(question, part, space), question)
+        return hits
+
+    def _hashes(self, question: Question, plan: Plan, space: HashSpace) -> NDArray[np.uint64]:
+        """Hash the prompt segment by segment, until no worker can reach further."""
+        assert question.token_ids is not None
+        hasher = PromptHasher(space, question.token_ids, self._memory, plan.segment_blocks, question.items)
+        while True:
+            segment = hasher.extend()
+            if not len(segment):
+                break
+            if plan.stops_early and not any_resident(*self._mirror.table, segment, plan.row_of_slot):
+                break
+        return hasher.hashes
+
+    def _judge(self, plan: Plan, hashes: NDArray[np.uint64], question: Question) -> list[Hit]:
+        rows = plan.rows(len(hashes))
+        out = np.zeros((len(plan.views), OUT_COLUMNS), np.int64)
+        geometry = plan.geometry
+        match_workers(
+            *self._mirror.table, hashes, plan.row_of_slot, rows, plan.bases,
+            geometry.geos, geometry.specs, geometry.members, geometry.exts, question.num_tokens, out,
+        )  # fmt: skip
+        hits = []
+        for w, (view, (gpu, cpu, disk, limiter, covered)) in enumerate(zip(plan.views, out.tolist(), strict=True)):
+            groups: tuple[GroupCover, ...] = ()
+            limited: Limit | None = None
+            if question.explain:
+                groups = tuple(_covers(plan, rows, w, question.num_tokens))
+                if limiter >= 0:
+                    spec_group = plan.spec_groups[w][limiter - int(geometry.geos[w, GEO_SPEC_START])]
+                    limited = _limit(spec_group, gpu, plan.withheld[w])
+            hits.append(
+                Hit(view.worker, gpu, cpu, disk, view.state.value, view.reason, groups, limited, full_attention=covered)
+            )
+        return hits
+
+
+def _no_hit(view: WorkerView, reason: str) -> Hit:
+    return Hit(view.worker, 0, 0, 0, view.state.value, reason)
+
+
+def _covers(plan: Plan, rows: NDArray[np.uint16], w: int, num_tokens: int) -> Iterable[GroupCover]:
+    """How far each group alone would let worker `w` reach."""
+    geometry = plan.geometry
+    geo = geometry.geos[w]
+    for s, spec_group in enumerate(plan.spec_groups[w], int(geo[GEO_SPEC_START])):
+        covered = alone(rows, int(plan.bases[w]), geo, geometry.specs, geometry.members, num_tokens, s)
+        for group in spec_group.members:
+            yield GroupCover(group.group_idx, group.kind, int(covered))
+
+
+def _limit(spec_group: SpecGroup, hit: int, withheld: str) -> Limit:
+    """withheld: why blocks beside the GPU, which might reach further, earn nothing."""
+    first = spec_group.first
+    if spec_group.rule is Rule.FULL:
+        why = f"its unbroken run of blocks on the GPU ends at {hit} tokens"
+    elif spec_group.rule is Rule.SLIDING_WINDOW:
+        why = f"at no boundary past {hit} tokens are the blocks of its window ({first.sliding_window} tokens) all on the GPU"
+    elif spec_group.rule is Rule.MAMBA:
+        why = f"it has no state on the GPU at a boundary past {hit} tokens"
+    else:
+        why = f"the blocks of its chunk ({first.attention_chunk_size} tokens) are not all on the GPU past {hit} tokens"
+    return Limit(first.group_idx, first.kind, f"{why}; {withheld}" if withheld else why)

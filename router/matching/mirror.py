@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The index in memory: which worker holds which block in which place.
+
+`mirror_sync.py` alone writes it: a worker that this process follows from its stream, any other from its log in Redis. It judges no
+hits and knows no catalog.
+Invariant: a block that a worker holds in several groups or media is one record with several place bits.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.common.ids import TIERS, Place, WorkerKey
+from kvrouter.router.kvcache.hit_tables import BANK_BITS
+from kvrouter.router.matching import mirror_kernels as kernels
+
+# Table entries: load between MAX_LOAD / KEY_GROWTH and MAX_LOAD. Linear probing stays short below 0.8, and growing by half
+# keeps the bytes of an entry near their minimum at every size.
+MAX_LOAD = 0.8
+KEY_GROWTH = 1.5
+RECORD_GROWTH = 1.25
+MIN_CAPACITY = 1024
+
+BYTES_PER_KEY = 12
+BYTES_PER_RECORD = 8
+
+# Table entries swept in one turn: about a millisecond, so that answers are not held up.
+SWEEP_ENTRIES = 65_536
+
+# uint16 names a slot.
+MAX_SLOTS = 65_536
+
+
+class MirrorFull(Exception):
+    """The byte budget does not allow the growth that was needed; the blocks were not added, so they earn no credit."""
+
+
+class WorkerSlots(msgspec.Struct):
+    """The mirror's view of one worker in one epoch: its slots (banks) and the bit index of each of its places."""
+
+    epoch: str
+    slots: list[int]
+    places: dict[Place, int]
+    # Blocks of this epoch that found no room, so that they earn no credit.
+    refused_blocks: int = 0
+
+
+class Mirror:
+    """All workers' residency. Single-threaded; every method is synchronous and bounded by its arguments."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._keys = np.zeros(MIN_CAPACITY, np.uint64)
+        self._heads = np.full(MIN_CAPACITY, kernels.EMPTY, np.int32)
+        self._records = np.zeros(MIN_CAPACITY, np.uint64)
+        self._state = np.zeros(kernels.STATE_COLUMNS, np.int64)
+        self._state[kernels.FREE_HEAD] = kernels.EMPTY
+        self._slot_records = np.zeros(16, np.int64)
+        self._dead = np.zeros(16, np.bool_)
+        self._free_slots: list[int] = []
+        self._next_slot = 0
+        self._workers: dict[WorkerKey, WorkerSlots] = {}
+        self._sweep_at = 0
+        # Changes whenever a slot or a place does, so that arrays made from them can be kept until then.
+        self.version = 0
+
+    @property
+    def entries(self) -> int:
+        """(worker, bank, block) records in the table, those of dead epochs not yet swept included."""
+        return int(self._state[kernels.RECORDS_LIVE])
+
+    @property
+    def bytes(self) -> int:
+        return len(self._keys) * BYTES_PER_KEY + len(self._records) * BYTES_PER_RECORD
+
+    @property
+    def slot_count(self) -> int:
+        """One more than the largest slot in use: the length that a row_of_slot array needs."""
+        return len(self._slot_records)
+
+    def worker(self, worker: WorkerKey) -> WorkerSlots | None:
+        return self._workers.get(worker)
+
+    def begin_epoch(self, worker: WorkerKey, epoch: str) -> None:
+        """Void what is known of `worker` at once and start an empty epoch; the old records are swept later."""
+        self.forget(worker)
+        self.version += 1
+        # Slots come with the first blocks, so that a table without a free one still knows the worker.
+        self._workers[worker] = WorkerSlots(epoch, [], {})
+
+    def rename_epoch(self, worker: WorkerKey, epoch: str) -> None:
+        """What is known of `worker` is all that its epoch `epoch` begins with."""
+        self._workers[worker].epoch = epoch
+        self.version += 1
+
+    def forget(self, worker: WorkerKey) -> None:
+        """Void what is known of `worker` at once."""
+        known = self._workers.pop(worker, None)
+        if known is None:
+            return
+        self.version += 1
+        for slot in known.slots:
+            self._dead[slot] = True
+
+    def add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
+        """Blocks became resident. Media that earn no credit are not kept. Raises MirrorFull, having added nothing."""
+        if place.medium not in TIERS or not len(hashes):
+            return
+        known = self._workers[worker]
+        try:
+            index = self._index(known, place)
+            self._make_room(len(hashes))
+        except MirrorFull:
+            known.refused_blocks += len(hashes)
+            raise
+        slot = known.slots[index // BANK_BITS]
+        kernels.add(
+            self._keys, self._heads, self._records, self._state, self._slot_records, slot, index % BANK_BITS, hashes
+        )
+
+    def _index(self, known: WorkerSlots, place: Place) -> int:
+        index = known.places.get(place)
+        if index is None:
+            index = len(known.places)
+            if index // BANK_BITS == len(known.slots):
+                known.slots.append(self._take_slot())
+            known.places[place] = index
+            self.version += 1
+        return index
+
+    def discard(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
+        """Blocks stopped being resident; unknown ones are left alone."""
+        known = self._workers[worker]
+        index = known.places.get(place)
+        if index is None or not len(hashes):
+            return
+        slot = known.slots[index // BANK_BITS]
+        kernels.discard(
+            self._keys, self._heads, self._records, self._state, self._slot_records, slot, index % BANK_BITS, hashes
+        )
+
+    @property
+    def table(self) -> tuple[NDArray[np.uint64], NDArray[np.int32], NDArray[np.uint64]]:
+        """The arrays that kernels read: keys, heads, records."""
+        return self._keys, self._heads, self._records
+
+    def held(self, worker: WorkerKey, place: Place) -> NDArray[np.uint64]:
+        """The hashes that `worker` holds at `place`, in no order. Walks the table: for inspection, not for answers."""
+        known = self._workers.get(worker)
+        index = None if known is None else known.places.get(place)
+        if known is None or index is None:
+            return np.empty(0, np.uint64)
+        slot = known.slots[index // BANK_BITS]
+        out = np.empty(int(self._slot_records[slot]), np.uint64)
+        count = kernels.members(*self.table, slot, index % BANK_BITS, out)
+        return out[:count]
+
+    def sweep(self) -> bool:
+        """Drop a bounded number of dead records and free slots that have none left; True while more is to do."""
+        if not self._dead.any():
+            return False
+        capacity = len(self._keys)
+        start = self._sweep_at if self._sweep_at < capacity else 0
+        end = min(start + SWEEP_ENTRIES, capacity)
+        kernels.sweep(self._keys, self._heads, self._records, self._state, self._slot_records, self._dead, start, end)
+        self._sweep_at = end if end < capacity else 0
+        for slot in np.flatnonzero(self._dead & (self._slot_records == 0)):
+            self._dead[slot] = False
+            self._free_slots.append(int(slot))
+        return bool(self._dead.any())
+
+    def _take_slot(self) -> int:
+        if self._free_slots:
+            return self._free_slots.pop()
+        slot = self._next_slot
+        if slot == MAX_SLOTS:
+            raise MirrorFull(f"more than {MAX_SLOTS} worker slots: fewer workers, or wait until dead epochs are swept")
+        self._next_slot += 1
+        if slot == len(self._slot_records):
+            self._slot_records = np.concatenate([self._slot_records, np.zeros_like(self._slot_records)])
+            self._dead = np.concatenate([self._dead, np.zeros_like(self._dead)])
+        return slot
+
+    def _make_room(self, count: int) -> None:
+        keys = len(self._keys)
+        wanted = int((self._state[kernels.KEYS_USED] + count) / MAX_LOAD) + 1
+        if wanted > keys:
+            keys = max(wanted, int(keys * KEY_GROWTH))
+        records = len(self._records)
+        room = records - int(self._state[kernels.RECORDS_LIVE])
+        if room < count:
+            records = max(records + count - room, int(records * RECORD_GROWTH))
+        if (keys, records) == (len(self._keys), len(self._records)):
+            return
+        if keys * BYTES_PER_KEY + records * BYTES_PER_RECORD > self._budget_bytes:
+            raise MirrorFull(f"the mirror's budget of {self._budget_bytes} bytes is spent: raise mirror_budget_bytes")
+        if keys != len(self._keys):
+            new_keys = np.empty(keys, np.uint64)
+            new_heads = np.full(keys, kernels.EMPTY, np.int32)
+            kernels.rehash(self._keys, self._heads, new_keys, new_heads)
+            self._keys, self._heads = new_keys, new_heads
+        if records != len(self._records):
+            grown = np.empty(records, np.uint64)
+            grown[: len(self._records)] = self._records
+            self._records = grown

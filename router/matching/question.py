@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A question to the index and its answer, as every layer from the API to the matcher sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.common.errors import UnknownWorker
+from kvrouter.router.common.escaping import printable
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.kvcache.multimodal import Items
+
+
+class Question(msgspec.Struct, frozen=True):
+    """How many tokens of this prompt would each worker of `model` reuse?
+
+    Exactly one of `token_ids` (int64, from the first on) and `block_hashes` (uint64, at the hash block size, from block 0) is
+    given. num_tokens is the prompt's length, also when only its hashes or its first tokens are known. items: the images and the
+    like among the token_ids.
+    """
+
+    model: str
+    num_tokens: int
+    token_ids: NDArray[np.int64] | None = None
+    block_hashes: NDArray[np.uint64] | None = None
+    items: Items = ()
+    lora_name: str | None = None
+    cache_salt: str | None = None
+    worker_ids: frozenset[str] | None = None
+    exclude_worker_ids: frozenset[str] = frozenset()
+    # Exactly these, rank by rank: to whom it was sent in vain.
+    exclude_workers: frozenset[WorkerKey] = frozenset()
+    # Only this data-parallel rank of each worker.
+    dp_rank: int | None = None
+    explain: bool = False
+
+
+class GroupCover(msgspec.Struct, frozen=True):
+    """How far one KV cache group alone would let the GPU hit reach, in tokens."""
+
+    group_idx: int | None
+    kind: str
+    covered: int
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """The group that kept the deepest hit from being longer, and a sentence why."""
+
+    group_idx: int | None
+    kind: str
+    why: str
+
+
+class Hit(msgspec.Struct, frozen=True):
+    """Tokens of the prompt that one worker would not compute again; cumulative, so gpu <= cpu <= disk.
+
+    `reason` says why credit is withheld or reduced, and is empty when nothing is. approximate: a guess from what was sent there.
+    """
+
+    worker: WorkerKey
+    gpu: int
+    cpu: int
+    disk: int
+    state: str
+    reason: str = ""
+    groups: tuple[GroupCover, ...] = ()
+    limited_by: Limit | None = None
+    approximate: bool = False
+    # How far full attention's blocks on the GPU alone would reach: breaks ties, and is what a router believes that knows no
+    # other group.
+    full_attention: int = 0
+
+
+def asked_for(hits: Sequence[Hit], question: Question) -> Sequence[Hit]:
+    """Those of the workers that the question does not leave out. Raises UnknownWorker for one that it names and that is not
+    there."""
+    only, without, rank = question.worker_ids, question.exclude_worker_ids, question.dp_rank
+    if only is not None:
+        missing = only - {hit.worker.worker_id for hit in hits}
+        if missing:
+            raise UnknownWorker(
+                f"not registered for model {question.model!r}: {', '.join(map(printable, sorted(missing)))}"
+            )
+        hits = [hit for hit in hits if hit.worker.worker_id in only]
+    if rank is not None:
+        hits = [hit for hit in hits if hit.worker.dp_rank == rank]
+    if without:
+        hits = [hit for hit in hits if hit.worker.worker_id not in without]
+    if question.exclude_workers:
+        hits = [hit for hit in hits if hit.worker not in question.exclude_workers]
+    return hits

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What engines that tell nothing may hold: the prompts that this router sent them a short while ago. A guess, and marked as one.
+
+Nothing is known of evictions, groups, tiers, nor of what others sent there; so what is remembered expires. Pieces of PIECE_TOKENS
+tokens are named by a hash chained from the prompt's start. Pure: the clock's value is passed in.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.kvcache.multimodal import named
+from kvrouter.router.matching.question import Hit, Question
+
+# A few blocks of most engines: fewer pieces to remember, and a guess is not worth more precision.
+PIECE_TOKENS = 64
+# Some 150 bytes each.
+MAX_PIECES = 500_000
+
+# A worker and the number of its process.
+Life: TypeAlias = tuple[WorkerKey, int]
+
+
+class RoutingHistory:
+    """Pieces by the life of a worker (`WorkerStream.life`), the least lately sent first. ttl_s: how long a piece is believed in."""
+
+    def __init__(self, ttl_s: float, max_pieces: int = MAX_PIECES) -> None:
+        self._ttl_s = ttl_s
+        self._max_pieces = max_pieces
+        self._expiry_s: OrderedDict[tuple[Life, int], float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._expiry_s)
+
+    def sent(self, life: Life, pieces: list[int], now_s: float) -> None:
+        """A prompt of these pieces went there."""
+        # The last first: where room is lacking, a prompt's end must go before its start.
+        for piece in reversed(pieces):
+            self._expiry_s[life, piece] = now_s + self._ttl_s
+            self._expiry_s.move_to_end((life, piece))
+        while len(self._expiry_s) > self._max_pieces:
+            self._expiry_s.popitem(last=False)
+
+    def hit_tokens(self, life: Life, pieces: list[int], num_tokens: int, now_s: float) -> int:
+        """Tokens of a prompt that the worker was sent and may still hold; at least one is always to be computed."""
+        count = 0
+        for piece in pieces:
+            if self._expiry_s.get((life, piece), now_s) <= now_s:
+                break
+            count += 1
+        return max(0, min(count * PIECE_TOKENS, num_tokens - 1))
+
+    def forget(self, worker: WorkerKey) -> None:
+        for name in [name for name in self._expiry_s if name[0][0] == worker]:
+            del self._expiry_s[name]
+
+    def expire(self, now_s: float) -> None:
+        """Drop what is no longer believed in."""
+        while self._expiry_s:
+            name, expiry_s = next(iter(self._expiry_s.items()))
+            if expiry_s > now_s:
+                return
+            del self._expiry_s[name]
+
+
+def pieces_of(question: Question) -> list[int]:
+    """The names of a prompt's whole pieces; none where only its hashes are known."""
+    if question.token_ids is None:
+        return []
+    tokens: NDArray[np.int64] = np.ascontiguousarray(question.token_ids)
+    name = xxh3_64_intdigest(f"{question.lora_name or ''}\0{question.cache_salt or ''}".encode())
+    names = []
+    for start in range(0, len(tokens) - PIECE_TOKENS + 1, PIECE_TOKENS):
+        name = named(name, question.items, start, start + PIECE_TOKENS)
+        name = xxh3_64_intdigest(tokens[start : start + PIECE_TOKENS].tobytes(), seed=name)
+        names.append(name)
+    return names
+
+
+def approximate_hit(hit: Hit, tokens: int) -> Hit:
+    """The hit of a worker of which nothing better is known."""
+    reason = f"approximate: from what this router sent there ({hit.reason})" if hit.reason else "approximate"
+    return msgspec.structs.replace(hit, gpu=tokens, cpu=tokens, disk=tokens, reason=reason, approximate=True)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes prompts wait while every worker that may take them is saturated, and places them when there is room. The async shell.
+
+Belongs to one asyncio loop. Who is next and who may wait at all is decided in `load/waiting.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from kvrouter.router.common.errors import RouterError, Saturated
+from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.config.settings import Config
+from kvrouter.router.load.wait_queue import Waiter, WaitingLine
+from kvrouter.router.placement.placement_request import Ask, Placement
+from kvrouter.router.telemetry.metrics import Metrics
+
+# How often those in line are looked at even if nothing is heard: engines' own numbers and expiry make room too.
+LINE_LOOK_S = 0.05
+TICK_S = 1.0
+# What a client is told to wait, where no better guess is there.
+RETRY_AFTER_S = 1.0
+
+
+class Line:
+    """Those who wait. reserve: places one or raises Saturated; tick: what is to be done now and then besides."""
+
+    def __init__(
+        self,
+        reserve: Callable[[Ask], Placement],
+        tick: Callable[[], None],
+        config: Config,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        supervisor: TaskSupervisor,
+    ) -> None:
+        self._reserve = reserve
+        self._tick = tick
+        self._deadline_s = config.queue_deadline_s
+        self._metrics = metrics
+        self._clock = clock
+        self._supervisor = supervisor
+        self._waiting: WaitingLine[tuple[Ask, float, asyncio.Future[Placement]]] = WaitingLine(config.queue_size)
+        self._looking = False
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = self._supervisor.start("queue", self._tend)
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def of(self, model: str) -> tuple[int, int]:
+        """How many wait for a model, and the tokens of their prompts."""
+        return self._waiting.of(model)
+
+    async def place(self, ask: Ask) -> Placement:
+        """A placement, when there is room. Raises what `reserve` raises, QueueFull, and Saturated when the time is over."""
+        began_s, model = self._clock(), ask.question.model
+        retry_after_s = RETRY_AFTER_S
+        if not self._waiting.waits_for(model):
+            try:
+                return self._placed(self._reserve(ask), began_s)
+            except Saturated as error:
+                retry_after_s = error.retry_after_s or RETRY_AFTER_S
+        future: asyncio.Future[Placement] = asyncio.get_running_loop().create_future()
+        waiter = Waiter(model, ask.question.num_tokens, (ask, began_s, future))
+        try:
+            self._waiting.join(waiter, retry_after_s)
+        except RouterError:
+            self._metrics.queue_refused.labels("full").inc()
+            raise
+        self._metrics.queue_requests.set(len(self._waiting))
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await future
+        except BaseException as error:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                # Served in the very moment in which it ceased to wait.
+                if isinstance(error, TimeoutError):
+                    return future.result()
+                future.result().done()
+            if not isinstance(error, TimeoutError):
+                raise
+        finally:
+            self._waiting.leave(waiter)
+            self._metrics.queue_requests.set(len(self._waiting))
+        self._metrics.queue_refused.labels("deadline").inc()
+        raise Saturated(
+            f"every worker that may take this prompt was saturated for {self._deadline_s:g} s: try again, add workers, or raise "
+            "queue_deadline_s",
+            retry_after_s=retry_after_s,
+        )
+
+    def _placed(self, placement: Placement, began_s: float) -> Placement:
+        placement.queued_s = placement.placed_s - began_s
+        self._metrics.queue_seconds.observe(placement.queued_s)
+        return placement
+
+    def look_soon(self) -> None:
+        """There may be room: serve the line once all that happens now has happened."""
+        if len(self._waiting) and not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_soon(self.look)
+
+    def look(self) -> None:
+        """Serve those for whom there is room."""
+        self._looking = False
+        self._waiting.serve(self._attempt)
+
+    def _attempt(self, waiting: tuple[Ask, float, asyncio.Future[Placement]]) -> bool:
+        ask, began_s, future = waiting
+        if future.done():
+            return True
+        try:
+            future.set_result(self._placed(self._reserve(ask), began_s))
+        except Saturated:
+            return False
+        except RouterError as error:
+            future.set_exception(error)
+        return True
+
+    async def _tend(self) -> None:
+        tick_s = 0.0
+        while True:
+            if len(self._waiting):
+                self.look()
+            if self._clock() >= tick_s:
+                tick_s = self._clock() + TICK_S
+                self._tick()
+            await asyncio.sleep(LINE_LOOK_S)

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a choice leaves unused of what the fleet holds, counted with the reason of each lost token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrouter.router.matching.question import Hit
+from kvrouter.router.placement.choose import EXCLUSION, STATE, Choice
+from kvrouter.router.telemetry.metrics import Metrics
+
+
+def count_losses(metrics: Metrics, choice: Choice, everybody: Sequence[Hit], wanted: Sequence[Hit]) -> None:
+    """Tokens that the best worker of all would have reused, and this one does not. wanted: whom the client left in."""
+    best = max(hit.disk for hit in everybody)
+    if best == 0:
+        return
+    best_wanted = best if wanted is everybody else max(hit.disk for hit in wanted)
+    metrics.achievable_hit_tokens.inc(best)
+    metrics.chosen_hit_tokens.inc(choice.hit.disk)
+    for reason, tokens in (
+        (EXCLUSION, best - best_wanted),
+        (STATE, best_wanted - choice.best_hit_tokens),
+        (choice.lost, choice.best_hit_tokens - choice.hit.disk),
+    ):
+        if tokens > 0:
+            metrics.lost_hit_tokens.labels(reason).inc(tokens)

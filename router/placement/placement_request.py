@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request to be placed, and the place that it was given: where it is decoded, and where it is computed, if elsewhere."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.matching.question import Question
+from kvrouter.router.placement.candidates import Pin
+from kvrouter.router.placement.choose import Choice
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """One request. question: a prompt whose tokens are not known has no block hashes and an estimated length; max_tokens: the
+    most that is generated, None: not known; pinned: this worker and no other, as `Pin` or by its name (`w0`, `w0@1`);
+    selection_id: the client's own; may_hand_over: whether another worker may compute the prompt for the one that decodes it."""
+
+    question: Question
+    session_id: str | None = None
+    max_tokens: int | None = None
+    pinned: Pin | str | None = None
+    selection_id: str | None = None
+    may_hand_over: bool = True
+
+
+class Ends(Protocol):
+    """Who is told how a placement goes on."""
+
+    def first_token(self, placement: Placement) -> None: ...
+
+    def handed_over(self, placement: Placement) -> None: ...
+
+    def prefill_failed(self, placement: Placement, ask: Ask | None) -> None: ...
+
+    def done(self, placement: Placement, output_tokens: int | None) -> None: ...
+
+
+class PrefillPart:
+    """The worker that computes a placement's prompt, and its load there."""
+
+    __slots__ = ("choice", "placed_s", "reservation_id", "url", "worker")
+
+    def __init__(self, reservation_id: str, choice: Choice, placed_s: float) -> None:
+        self.reservation_id = reservation_id
+        self.choice = choice
+        self.worker: WorkerKey = choice.hit.worker
+        self.url = choice.url
+        self.placed_s = placed_s
+
+
+class Placement:
+    """One request's place and its load there. Ends by `done`, or by its expiry.
+
+    prefill: where the prompt is computed, as long as it is to be; prefilled_at: who did. predicted_tokens: what of the prompt
+    nobody computes again, as predicted."""
+
+    __slots__ = (
+        "_ends",
+        "choice",
+        "names",
+        "num_tokens",
+        "placed_s",
+        "predicted_tokens",
+        "prefill",
+        "prefilled_at",
+        "prefilling",
+        "queued_s",
+        "selection_id",
+        "told_s",
+        "url",
+        "worker",
+    )
+
+    def __init__(
+        self, ends: Ends, selection_id: str, choice: Choice, names: list[int], num_tokens: int, placed_s: float
+    ) -> None:
+        self._ends = ends
+        self.selection_id = selection_id
+        self.worker = choice.hit.worker
+        self.url = choice.url
+        self.choice = choice
+        self.names = names
+        self.num_tokens = num_tokens
+        self.placed_s = placed_s
+        self.queued_s = 0.0
+        self.prefill: PrefillPart | None = None
+        self.prefilled_at: WorkerKey | None = None
+        self.predicted_tokens = choice.hit.disk
+        self.prefilling = True
+        # When its first token came.
+        self.told_s: float | None = None
+
+    def handed_over(self) -> None:
+        """The prefill worker has computed the prompt: its load there is over, and the decode worker is asked next."""
+        self._ends.handed_over(self)
+
+    def prefill_failed(self, ask: Ask | None) -> None:
+        """The prefill worker did not compute it. With `ask`, another one is looked for, which `prefill` then is; where there is
+        none, or none is asked for, the decode worker does it alone."""
+        self._ends.prefill_failed(self, ask)
+
+    def first_token(self) -> None:
+        """Its prefill is over. Once more changes nothing."""
+        self._ends.first_token(self)
+
+    def done(self, output_tokens: int | None = None) -> None:
+        """All of it is over, well or not. Once more changes nothing."""
+        self._ends.done(self, output_tokens)

@@ -1,0 +1,423 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Places prompts: chooses the worker, and counts the load there from that moment until it ends.
+
+Belongs to one asyncio loop; `choose` and `reserve` are synchronous and do no I/O. Where a prompt goes is `decider.py`'s, who waits
+while all are saturated `admission_queue.py`'s; this keeps the load, also that of the other processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from kvrouter.router.common.errors import NoWorker, Saturated, UnknownModel, UnknownSelection
+from kvrouter.router.common.escaping import printable
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.config.settings import Config
+from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.router.load.load_messages import PREFILL_COMPLETE, RELEASE
+from kvrouter.router.load.load_sync import LoadShare
+from kvrouter.router.load.load_table import LoadTable
+from kvrouter.router.load.pending_prefixes import PENDING_TTL_S, SELECTED_TTL_S
+from kvrouter.router.load.worker_load import Burden, Correction, Weights
+from kvrouter.router.placement.admission_queue import RETRY_AFTER_S, Line
+from kvrouter.router.placement.choose import Choice
+from kvrouter.router.placement.decider import NOBODY, Deciding, Fleet
+from kvrouter.router.placement.placement_request import Ask, Placement, PrefillPart
+from kvrouter.router.placement.selections import SELECTION_TTL_S, Selected, Selections
+from kvrouter.router.redis_client.cluster import Servers
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.stream_state import StreamState
+
+# Models whose problems one answer names.
+MODELS_SHOWN = 8
+# The most that a client is told to wait by what is queued.
+RETRY_AFTER_MAX_S = 30.0
+# Of an answer whose length is not known: half of it is there on average while it is decoded.
+USUAL_OUTPUT_TOKENS = 512
+LIVE = StreamState.LIVE.value
+# A reservation's part at the prefill worker; no client's id has a slash.
+PREFILL_PART = "/prefill"
+
+
+class WorkerBurden(msgspec.Struct, frozen=True):
+    """One worker as `GET /loads` shows it. rates in tokens/s, None: not measured yet."""
+
+    worker: WorkerKey
+    burden: Burden
+    engine: Correction | None
+    prefill_rate: float | None
+    decode_rate: float | None
+
+
+class Placing:
+    """Where prompts go. `start` shares the load with other processes; without it, everything works for this one alone."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        config: Config,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        rng: random.Random,
+        new_id: Callable[[], str],
+        unavailable: Callable[[WorkerKey], str | None] = lambda worker: None,
+        prefillers: Callable[[str], frozenset[WorkerKey]] = lambda model: NOBODY,
+        servers: Servers | None = None,
+        process: str = "",
+        supervisor: TaskSupervisor | None = None,
+    ) -> None:
+        """unavailable: why a worker takes nothing now, None when it may. prefillers: a model's workers that only compute prompts.
+        servers, process: where and under which name load is shared."""
+        self._fleet = fleet
+        self._metrics = metrics
+        self._clock = clock
+        self.new_id = new_id
+        self._table = LoadTable()
+        self.weights = Weights(self._table, config.saturation_tokens)
+        self._deciding = Deciding(
+            fleet,
+            self.weights,
+            config=config,
+            metrics=metrics,
+            rng=rng,
+            unavailable=unavailable,
+            prefillers=prefillers,
+        )
+        self._selections = Selections()
+        self._placements: dict[str, Placement] = {}
+        supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
+        self._line = Line(self.reserve, self.tick, config, metrics, clock, supervisor)
+        self._share: LoadShare | None = None
+        if servers is not None:
+            self._share = LoadShare(
+                self.weights,
+                servers,
+                process=process,
+                clock=clock,
+                rng=rng,
+                end_here=self._end_here,
+                changed=self._line.look_soon,
+                supervisor=supervisor,
+            )
+
+    def start(self) -> None:
+        if self._share is not None:
+            self._share.start()
+        self._line.start()
+
+    async def stop(self) -> None:
+        await self._line.stop()
+        if self._share is not None:
+            await self._share.stop()
+
+    # -- choosing
+
+    def takers(self, models: Iterable[str]) -> list[WorkerKey]:
+        """Who would take a prompt of any of these models now, wherever it is asked for. Raises NoWorker where nobody would."""
+        found: list[WorkerKey] = []
+        problems = []
+        for model in models:
+            try:
+                found += self._deciding.takers(model)
+            except (NoWorker, UnknownModel) as error:
+                problems.append(error.message)
+        if not found:
+            raise NoWorker("; ".join(problems[:MODELS_SHOWN]) or "no worker is registered")
+        return found
+
+    def choose(self, ask: Ask, selection_id: str | None = None) -> Choice:
+        """The worker for this prompt; nothing is reserved. Raises UnknownModel, UnknownWorker, NoWorker.
+
+        selection_id: under which it can be claimed later.
+
+        Also where all are saturated: the cheapest, and its reason says so."""
+        now = self._clock()
+        choice, names = self._decide(ask, now)
+        self._deciding.went(ask, choice, names, now, SELECTED_TTL_S)
+        if selection_id is not None:
+            kept = msgspec.structs.replace(choice, candidates=()) if choice.candidates else choice
+            model, num_tokens, until_s = ask.question.model, ask.question.num_tokens, now + SELECTION_TTL_S
+            self._selections.keep(selection_id, Selected(model, kept, names, num_tokens, ask.max_tokens, until_s))
+        return choice
+
+    def reserve(self, ask: Ask, *, anyway: bool = False, prefill_tokens: int | None = None) -> Placement:
+        """Chooses, and counts the load there from now on. Raises what `choose` raises, Saturated, and Conflict for an id in use.
+
+        anyway: also where all are saturated, and whatever a worker is there for; the client has decided already. prefill_tokens:
+        what it says is to be computed."""
+        now = self._clock()
+        choice, names = self._decide(ask, now, anyway=anyway)
+        if choice.all_saturated and not anyway:
+            raise Saturated(
+                f"every worker that may take this prompt is saturated (over {self.weights.saturation_tokens} tokens queued, or its "
+                "cache full and prompts waiting): try again, or add workers",
+                retry_after_s=self._retry_after_s(choice.hit.worker),
+            )
+        if prefill_tokens is not None:
+            choice = msgspec.structs.replace(choice, prefill_tokens=prefill_tokens)
+        placement = self._book(
+            ask.selection_id or self.new_id(), choice, names, ask.question.num_tokens, ask.max_tokens, now
+        )
+        self._deciding.went(ask, choice, names, now, PENDING_TTL_S)
+        return placement
+
+    def claim(self, selection_id: str, model: str | None) -> Placement:
+        """Counts the load of what `choose` chose under this id from now on, once. Raises UnknownSelection, and Conflict for an id
+        in use."""
+        now = self._clock()
+        selected = self._selections.find(selection_id, now)
+        gone = selected is None or selected.choice.hit.worker not in self._fleet.workers()
+        if selected is None or gone or model not in (None, selected.model):
+            raise UnknownSelection(
+                f"no selection {printable(selection_id)!r} to reserve: it was reserved before, has expired, never was made here, "
+                "or its worker is gone; send worker_id and the prompt, or use /select_and_reserve"
+            )
+        placement = self._book(
+            selection_id, selected.choice, selected.names, selected.num_tokens, selected.max_tokens, now
+        )
+        self._selections.drop(selection_id)
+        self._deciding.begins(selected.choice.hit.worker, selected.names, now)
+        return placement
+
+    def _book(
+        self, selection_id: str, choice: Choice, names: list[int], num_tokens: int, max_tokens: int | None, now: float
+    ) -> Placement:
+        output_tokens = min(max_tokens if max_tokens is not None else USUAL_OUTPUT_TOKENS, USUAL_OUTPUT_TOKENS)
+        placement = Placement(self, selection_id, choice, names, num_tokens, now)
+        self._count(selection_id, choice, num_tokens + output_tokens // 2, now)
+        self._placements[selection_id] = placement
+        self.weights.typical(choice.prefill_tokens, num_tokens)
+        if choice.prefill is not None:
+            self._begin_prefill(placement, choice.prefill, now)
+        self._touched()
+        return placement
+
+    async def place(self, ask: Ask) -> Placement:
+        """As `reserve`, and waits in line while all are saturated. Raises QueueFull, and Saturated when its time is over."""
+        return await self._line.place(ask)
+
+    def _count(self, reservation_id: str, choice: Choice, decode_tokens: int, now: float) -> None:
+        dropped = self._table.reserve(reservation_id, choice.hit.worker, choice.prefill_tokens, decode_tokens, now)
+        self._forget(dropped, "no_room")
+        self._metrics.reservations.inc()
+
+    def _decide(self, ask: Ask, now: float, *, anyway: bool = False) -> tuple[Choice, list[int]]:
+        choice, names = self._deciding.decide(ask, now, anyway=anyway)
+        self._metrics.choice_seconds.observe(self._clock() - now)
+        return choice, names
+
+    def _retry_after_s(self, worker: WorkerKey) -> float:
+        """Until the worker has done half of what is queued there, as far as its speed is known."""
+        drain_s = self.weights.drain_s(worker, self.weights.burden(worker).queued_tokens // 2)
+        return RETRY_AFTER_S if drain_s is None else min(max(drain_s, RETRY_AFTER_S), RETRY_AFTER_MAX_S)
+
+    # -- prefill elsewhere
+
+    def _begin_prefill(self, placement: Placement, there: Choice, now: float) -> None:
+        part = placement.prefill = PrefillPart(placement.selection_id + PREFILL_PART, there, now)
+        placement.predicted_tokens = there.hit.disk
+        # It holds the prompt until it is fetched; nothing is decoded there.
+        self._count(part.reservation_id, there, 0, now)
+
+    def handed_over(self, placement: Placement) -> None:
+        """See `Placement.handed_over`."""
+        part = placement.prefill
+        if part is None:
+            return
+        now = self._clock()
+        placement.prefilled_at = part.worker
+        self._deciding.computed(part.worker, placement.names, now)
+        self._learn(part.choice, placement.num_tokens, now - part.placed_s)
+        self._end_prefill(placement, now)
+        # From now on it is the decode worker's; until now its engine may have said that it is idle.
+        self._table.renew(placement.selection_id, now)
+        self._deciding.begins(placement.worker, placement.names, now)
+        self._freed()
+
+    def prefill_failed(self, placement: Placement, ask: Ask | None) -> None:
+        """See `Placement.prefill_failed`."""
+        part = placement.prefill
+        if part is None:
+            return
+        now = self._clock()
+        self._deciding.failed(part.worker, placement.names, now)
+        self._end_prefill(placement, now)
+        there = None if ask is None else self._deciding.another_prefill(ask, placement.choice, now)
+        if there is not None:
+            self._deciding.begins(there.hit.worker, placement.names, now)
+            self._begin_prefill(placement, there, now)
+        else:
+            placement.predicted_tokens = placement.choice.hit.disk
+            self._table.renew(placement.selection_id, now, prefill_tokens=placement.choice.alone_tokens)
+            self._deciding.begins(placement.worker, placement.names, now)
+        self._freed()
+
+    def _end_prefill(self, placement: Placement, now: float) -> None:
+        part, placement.prefill = placement.prefill, None
+        if part is not None and self._table.release(part.reservation_id, now):
+            self._metrics.reservations_released.inc()
+
+    # -- ending
+
+    def first_token(self, placement: Placement) -> None:
+        """See `Placement.first_token`."""
+        if not placement.prefilling:
+            return
+        placement.prefilling = False
+        now = placement.told_s = self._clock()
+        if (part := placement.prefill) is not None:
+            # Whoever asked both did not say when the first one was done.
+            placement.prefilled_at = part.worker
+            self._deciding.computed(part.worker, placement.names, now)
+            self._deciding.begins(placement.worker, placement.names, now)
+            self._end_prefill(placement, now)
+        elif placement.prefilled_at is None:
+            self._learn(placement.choice, placement.num_tokens, now - placement.placed_s)
+        self._table.prefill_done(placement.selection_id, now)
+        self._deciding.computed(placement.worker, placement.names, now)
+        self._freed()
+
+    def done(self, placement: Placement, output_tokens: int | None) -> None:
+        """See `Placement.done`."""
+        if self._placements.pop(placement.selection_id, None) is None:
+            return
+        now = self._clock()
+        self._table.release(placement.selection_id, now)
+        if placement.prefilling:
+            # It may never have come to computing the prefix.
+            placement.prefilling = False
+            self._deciding.failed(placement.worker, placement.names, now)
+            if placement.prefill is not None:
+                self._deciding.failed(placement.prefill.worker, placement.names, now)
+                self._end_prefill(placement, now)
+        elif output_tokens is not None and placement.told_s is not None:
+            self.weights.rates_of(placement.worker).decoded(output_tokens - 1, now - placement.told_s)
+        self._metrics.reservations_released.inc()
+        self._freed()
+
+    def _learn(self, choice: Choice, num_tokens: int, seconds: float) -> None:
+        """How long a worker took for a prompt of so many tokens, from being asked to its first token."""
+        hit = choice.hit
+        # Where siblings were being computed, or a disk was read, the time is not that of the prompt's own tokens.
+        if hit.state != LIVE or hit.approximate or hit.disk > hit.cpu or choice.prefill_tokens < num_tokens - hit.disk:
+            return
+        rates = self.weights.rates_of(hit.worker)
+        rates.first_token(num_tokens - hit.disk, hit.cpu - hit.gpu, choice.queued_tokens, seconds)
+
+    async def prefill_complete(self, selection_id: str) -> None:
+        """The prefill of a reservation of any process is over. Raises UnknownSelection, StoreDown."""
+        await self._end(selection_id, PREFILL_COMPLETE)
+
+    async def release(self, selection_id: str) -> None:
+        """A reservation of any process is over. Raises UnknownSelection, StoreDown."""
+        await self._end(selection_id, RELEASE)
+
+    async def _end(self, selection_id: str, how: str) -> None:
+        if self._end_here(selection_id, how):
+            return
+        if self._share is None or not await self._share.end_elsewhere(selection_id, how):
+            raise UnknownSelection(
+                f"no reservation {printable(selection_id)!r}: it was released, has expired, or never was made"
+            )
+
+    def _end_here(self, selection_id: str, how: str) -> bool:
+        placement = self._placements.get(selection_id)
+        if placement is None:
+            return False
+        if how == PREFILL_COMPLETE:
+            placement.first_token()
+        else:
+            placement.done()
+        return True
+
+    def _forget(self, reservation_ids: Iterable[str], how: str) -> None:
+        for reservation_id in reservation_ids:
+            placement = self._placements.pop(reservation_id, None)
+            if placement is not None:
+                self._end_prefill(placement, self._clock())
+            self._metrics.reservations_ended.labels(how).inc()
+
+    # -- load
+
+    def engine_said(self, worker: WorkerKey, said: EngineLoad) -> None:
+        """An engine told its load to this process."""
+        ended = self.weights.engine_said(worker, said, self._clock())
+        self._metrics.reservations_voided.inc(ended)
+        if self._share is not None:
+            self._share.gauge(worker, said)
+        self._freed()
+
+    def burdens(self) -> list[WorkerBurden]:
+        """All workers, as `GET /loads` shows them."""
+        found = []
+        for worker in sorted(self._fleet.workers()):
+            rates = self.weights.rates.get(worker)
+            found.append(
+                WorkerBurden(
+                    worker,
+                    self.weights.burden(worker),
+                    self.weights.corrections.get(worker),
+                    rates.prefill_rate if rates is not None else None,
+                    rates.decode_rate if rates is not None else None,
+                )
+            )
+        return found
+
+    def decode_tokens(self, worker: WorkerKey) -> int:
+        """What the worker holds for the answers that it decodes."""
+        return self.weights.burden(worker).decode_tokens
+
+    def hash_block_size(self, model: str) -> int:
+        """Tokens of a block of the model, 1 while that is not known."""
+        return self._fleet.hash_block_size(model)
+
+    def now(self) -> float:
+        return self._clock()
+
+    def waiting(self, model: str) -> tuple[int, int]:
+        """Prompts in line for a model, and their tokens."""
+        return self._line.of(model)
+
+    def health(self) -> list[str]:
+        """What is not well about the load."""
+        if self._share is None or self._share.problem is None:
+            return []
+        return [f"the load of other routers is not known ({self._share.problem}): each counts its own alone"]
+
+    def _touched(self) -> None:
+        if self._share is not None:
+            self._share.touched()
+
+    def _freed(self) -> None:
+        self._touched()
+        self._line.look_soon()
+
+    def tick(self) -> None:
+        """Once in a while: what is too old ends, and the numbers are shown."""
+        now = self._clock()
+        workers = list(self._fleet.workers())
+        self._forget(self._table.expire(now), "expired")
+        self.weights.tick(workers, now)
+        self._deciding.expire(now)
+        self._selections.expire(now)
+        if self._share is not None:
+            self._share.tick()
+        self._touched()
+        self._measure(workers)
+
+    def _measure(self, workers: Iterable[WorkerKey]) -> None:
+        metrics = self._metrics
+        metrics.load_known.set(0 if self._share is not None and self._share.problem is not None else 1)
+        metrics.load_routers.set(1 + self._table.others)
+        metrics.reservations_held.set(len(self._table))
+        for worker in workers:
+            burden, label = self.weights.burden(worker), metrics.worker_label(worker)
+            metrics.load_queued_tokens.labels(label).set(burden.queued_tokens)
+            metrics.load_decode_tokens.labels(label).set(burden.decode_tokens)
+            metrics.load_requests.labels(label).set(burden.requests)
+            metrics.load_saturated.labels(label).set(burden.saturated)

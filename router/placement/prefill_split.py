@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a prompt is computed by the worker that decodes it, or by a prefill worker that hands it over. Pure.
+
+The worker that decodes is chosen before, by the one cost function, among those that decode. What is decided here is what of its
+work another one does: only where that is over sooner, the hand-over included, and where enough is to be computed at all.
+Invariant: a worker whose role is prefill is never given a prompt to decode, only to compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from random import Random
+
+import msgspec
+
+from kvrouter.router.common.escaping import printable
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.matching.question import Hit
+from kvrouter.router.placement.choose import Choice, Scene, choose, weigh
+from kvrouter.router.placement.cost import prefill_tokens
+
+# What a hand-over takes besides the transfer, in tokens that could be computed meanwhile: a second request over HTTP, read and
+# tokenized once more, a step of each engine, the first contact of their connectors. Some 30 ms, at 30,000 tokens a second.
+HANDOVER_TOKENS = 1_000
+
+# A second for which a request that runs at the decode worker stands still, as a prompt is computed between its steps, counts like
+# one for which the prompt waits. Only so many of them: a prompt is not to wait for many times its own length to spare others.
+DISTURBED_MAX = 4
+
+
+class Outcome(StrEnum):
+    """What was decided, as the metrics name it."""
+
+    REMOTE = "remote"
+    SHORT = "short"  # fewer uncached tokens than the setting
+    CHEAPER_HERE = "cheaper_here"
+    SATURATED = "saturated"  # every prefill worker has too much to do
+    UNAVAILABLE = "unavailable"  # none takes anything: down, draining, its breaker open
+    EXCLUDED = "excluded"  # the client left them all out
+    REQUEST = "request"  # such a request cannot be handed over, or is pinned
+
+
+class Rules(msgspec.Struct, frozen=True):
+    """min_tokens: uncached tokens at the decode worker below which nothing is handed over. token_cost: of a token that is
+    transferred, in tokens computed."""
+
+    min_tokens: int
+    token_cost: float
+
+    def handover_tokens(self, tokens: int) -> float:
+        """What it takes to hand over so many, in tokens computed."""
+        return HANDOVER_TOKENS + self.token_cost * tokens
+
+
+def with_prefill(
+    choice: Choice,
+    prefillers: Sequence[Hit],
+    scene: Scene,
+    rules: Rules,
+    rng: Random,
+    *,
+    arriving: Mapping[WorkerKey, int],
+    explain: bool = False,
+) -> tuple[Choice, Outcome]:
+    """`choice` of the worker that decodes, with the one that computes the prompt for it where that is worth it.
+
+    prefillers: the hits of the prefill workers that take something now; there must be one. scene: of the choice, its pending
+    prefixes only those that are computed where they are pending. arriving: prefixes that are on their way to a worker by a
+    hand-over: what is on its way need not be computed nor sent twice, but is not there yet."""
+    hit, num_tokens = choice.hit, scene.num_tokens
+    here = weigh(hit, scene, hit.disk)
+    alone_tokens = prefill_tokens(hit, num_tokens, scene.pending.get(hit.worker, 0), scene.weights.tiers)
+    choice = msgspec.structs.replace(choice, prefill_tokens=round(alone_tokens))
+    if alone_tokens < rules.min_tokens:
+        return choice, Outcome.SHORT
+    # A session is where it is decoded.
+    there = choose(prefillers, msgspec.structs.replace(scene, session=None), rng, explain=explain)
+    if there.all_saturated:
+        return choice, Outcome.SATURATED
+    sent_tokens = num_tokens - max(hit.gpu, arriving.get(hit.worker, 0))
+    handover_tokens = rules.handover_tokens(sent_tokens)
+    parts = weigh(there.hit, scene, there.hit.disk).parts
+    cost_there = parts.prefill + parts.load + handover_tokens
+    running = min(scene.weights.burden(hit.worker).requests, DISTURBED_MAX)
+    cost_here = here.parts.prefill * (1 + running) + here.parts.load
+    if cost_there >= cost_here:
+        return choice, Outcome.CHEAPER_HERE
+    text = (
+        f"{choice.reason}; computed at {printable(there.hit.worker.route_name)} and handed over: a cost of {cost_there:.0f} "
+        f"tokens in place of {cost_here:.0f}"
+    )
+    return (
+        msgspec.structs.replace(
+            choice,
+            reason=text,
+            prefill=there,
+            # What is left for it to do before its first token.
+            prefill_tokens=round(rules.token_cost * sent_tokens),
+            alone_tokens=round(alone_tokens),
+        ),
+        Outcome.REMOTE,
+    )

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request to one worker, as far as the first byte of its answer. The worker's breaker knows how it went."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import kvrouter.router.proxy.headers as h
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.proxy.admission import Admission
+from kvrouter.router.proxy.request_reader import Request
+from kvrouter.router.proxy.upstream.connection import AnswerHead, Connection
+from kvrouter.router.proxy.upstream.failure import Failure, Kind
+from kvrouter.router.proxy.upstream.origin import Target
+from kvrouter.router.proxy.upstream.pool import Pool
+from kvrouter.router.proxy.worker_addresses import Addresses
+from kvrouter.router.telemetry.metrics import Metrics
+
+FIRST_SERVER_ERROR = 500
+
+
+class Sent(NamedTuple):
+    """An answer has begun."""
+
+    target: Target
+    connection: Connection
+    head: AnswerHead
+
+
+class Sending:
+    """addresses: as they are now. authorization: what engines get for such headers. silence_s: how long one may say nothing."""
+
+    def __init__(
+        self,
+        *,
+        addresses: Callable[[], Addresses],
+        authorization: Callable[[h.Headers], bytes | None],
+        admission: Admission,
+        pool: Pool,
+        metrics: Metrics,
+        silence_s: float,
+    ) -> None:
+        self._addresses = addresses
+        self._authorization = authorization
+        self._admission = admission
+        self._pool = pool
+        self._metrics = metrics
+        self._silence_s = silence_s
+
+    async def send(
+        self,
+        request: Request,
+        worker: WorkerKey,
+        body: bytes,
+        headers: h.Headers,
+        added: h.Headers = h.NOTHING,
+        *,
+        judged: bool = True,
+    ) -> Sent:
+        """headers: the client's. added: the router's own. judged: the breaker is told by the answer's status; else the caller tells
+        it, when it has read the answer. Raises Failure."""
+        client = request.client
+        addresses = self._addresses()
+        target = addresses.targets[worker]
+        head = h.request_head(
+            target,
+            client.url,
+            request.watch.sending(worker, target.host, target.port, headers),
+            length=len(body),
+            request_id=request.request_id,
+            authorization=self._authorization(client.headers),
+            rank=addresses.ranks.get(worker),
+            added=added,
+        )
+        self._admission.begun(worker)
+        try:
+            connection, answered = await self._exchange(request, worker, target, head, body)
+        except Failure as failure:
+            self.count_failure(worker, failure)
+            request.watch.failed(failure.kind.value, failure.text)
+            raise
+        except BaseException:
+            self._admission.unknown(worker)
+            raise
+        if judged:
+            self.judge(worker, answered.status)
+        return Sent(target, connection, answered)
+
+    def judge(self, worker: WorkerKey, status: int) -> None:
+        """What an answer's status says of the worker; a client's error says nothing against it."""
+        if status < FIRST_SERVER_ERROR:
+            self._admission.answered(worker)
+        else:
+            self._admission.failed(worker, f"it answers {status}")
+
+    async def _exchange(
+        self, request: Request, worker: WorkerKey, target: Target, head: bytes, body: bytes
+    ) -> tuple[Connection, AnswerHead]:
+        """Over a kept connection where there is one, over a new one where it was closed. Raises Failure."""
+        connection = self._pool.idle(target) if request.attempts.reuses_connections else None
+        if connection is not None:
+            try:
+                return connection, await self._ask(connection, worker, head, body)
+            except Failure as failure:
+                if failure.kind is not Kind.STALE:
+                    raise
+                self.count(worker, failure)
+                request.attempts.stale(named(worker))
+        connection = await self._pool.connect(target)
+        return connection, await self._ask(connection, worker, head, body)
+
+    async def _ask(self, connection: Connection, worker: WorkerKey, head: bytes, body: bytes) -> AnswerHead:
+        try:
+            with self._admission.waiting(worker, connection):
+                return await connection.ask(head, body, self._silence_s)
+        except BaseException:
+            connection.close()
+            raise
+
+    def give_back(self, sent: Sent) -> None:
+        """The answer is whole: its connection may be kept."""
+        self._pool.give_back(sent.target, sent.connection)
+
+    def count_failure(self, worker: WorkerKey, failure: Failure) -> None:
+        """An attempt failed, and the worker is to blame."""
+        self.count(worker, failure)
+        self._admission.failed(worker, failure.text)
+
+    def count(self, worker: WorkerKey, failure: Failure) -> None:
+        """An attempt failed."""
+        self._metrics.proxy_failures.labels(self._metrics.worker_label(worker), failure.kind.value).inc()
+
+
+def named(worker: WorkerKey) -> str:
+    """As headers name it."""
+    return h.named_in_header(worker.route_name)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client's side of a proxied request, as the proxy sees it; `router.api.http.proxied_cycle` has it on uvicorn's connection."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvrouter.router.common.errors import RouterError
+from kvrouter.router.proxy.headers import Headers
+from kvrouter.router.proxy.upstream.connection import AnswerHead, Connection
+
+
+class Client(Protocol):
+    """One request whose body is whole. Its task is cancelled when the client hangs up."""
+
+    path: str
+    # As it came, with the query.
+    url: bytes
+    headers: Headers
+    body: bytes
+
+    def begin(self, head: AnswerHead, headers: Headers, source: Connection) -> None:
+        """An answer with these headers follows. `source` is paused while the client does not read."""
+
+    def send(self, parts: list[bytes]) -> None:
+        """The next bytes of its body. Never waits."""
+
+    def finish(self) -> None:
+        """The body is whole."""
+
+    def break_off(self) -> None:
+        """The body stays short, and the client sees that it does."""
+
+    def refuse(self, error: RouterError, headers: Headers) -> None:
+        """The router's own answer, in place of one of an engine."""

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the proxy reads of an OpenAI body: who is asked, and how much may come of it. The bytes themselves go on as they came.
+
+All values may be of any type: what is wrong with them is for the engine to say.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvrouter.router.common.errors import BadQuestion
+
+
+class OpenAIBody(msgspec.Struct):
+    """The fields that are looked at; all others are skipped."""
+
+    model: Any = None
+    cache_salt: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    max_output_tokens: Any = None
+
+    @property
+    def limit_tokens(self) -> int | None:
+        """How many tokens may be generated at most, None where it is not said."""
+        for given in (self.max_completion_tokens, self.max_tokens, self.max_output_tokens):
+            if isinstance(given, int) and not isinstance(given, bool) and given >= 0:
+                return given
+        return None
+
+    @property
+    def salt(self) -> str | None:
+        return self.cache_salt if isinstance(self.cache_salt, str) and self.cache_salt else None
+
+
+_decoder = msgspec.json.Decoder(OpenAIBody)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def read_body(raw: bytes) -> OpenAIBody:
+    """Raises BadQuestion."""
+    try:
+        return _decoder.decode(raw)
+    except msgspec.ValidationError:
+        raise BadQuestion("the body is no JSON object; send one as OpenAI's API has it") from None
+    except RecursionError:
+        raise BadQuestion("the body is nested too deeply", code="malformed_body") from None
+    except (msgspec.DecodeError, ValueError) as error:
+        raise BadQuestion(f"the body is no JSON: {error}", code="malformed_body") from None
+
+
+def renamed(raw: bytes, model: str) -> bytes:
+    """The same object for another `model`; everything else keeps its bytes."""
+    fields = _fields.decode(raw)
+    fields["model"] = msgspec.Raw(msgspec.json.encode(model))
+    return msgspec.json.encode(fields)

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Has a prompt computed by the prefill worker that was chosen for it, and makes of its answer what the decode worker is sent.
+
+Whatever goes wrong there, the decode worker can compute the prompt itself: nothing is lost but time. So a failure here is never the
+client's, as long as the client is there. What an engine may have begun on is not sent to a second prefill worker; what two may have
+begun on is sent to nobody any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import msgspec
+
+import kvrouter.router.proxy.headers as h
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.placement.placement_request import Ask, Placement, PrefillPart
+from kvrouter.router.proxy.admission import Admission
+from kvrouter.router.proxy.attempt import FIRST_SERVER_ERROR, Sending, named
+from kvrouter.router.proxy.kv_transfer_params import MAX_ANSWER_BYTES, decode_body, given_params, prefill_body
+from kvrouter.router.proxy.request_reader import Request
+from kvrouter.router.proxy.upstream.failure import GONE_STATUSES, Failure, Kind
+from kvrouter.router.proxy.worker_addresses import Addresses
+from kvrouter.router.telemetry.metrics import Metrics
+
+OK = 200
+# An outcome, as the metrics name it.
+FAILED = "failed"
+NOTHING_GIVEN = "its answers to prefills have no kv_transfer_params: start the engine with --kv-transfer-config"
+
+
+class Given(NamedTuple):
+    """What the decode worker is sent. headers: besides the client's."""
+
+    body: bytes
+    headers: h.Headers
+
+
+class _Declined(Exception):
+    """The prefill worker answered, and hands nothing over. outcome: as the metrics name it."""
+
+    def __init__(self, outcome: str) -> None:
+        super().__init__(outcome)
+        self.outcome = outcome
+
+
+class Prefilling:
+    """The first of two requests. Belongs to one loop."""
+
+    def __init__(self, sending: Sending, admission: Admission, metrics: Metrics) -> None:
+        self._sending = sending
+        self._admission = admission
+        self._metrics = metrics
+
+    async def hand_over(
+        self, request: Request, ask: Ask, placement: Placement, addresses: Addresses, vain: set[WorkerKey]
+    ) -> Given:
+        """For the placement's worker. vain: to whom it was sent in vain; prefill workers that fail come to it. Raises Spent."""
+        while (part := placement.prefill) is not None:
+            if part.worker not in addresses.targets:
+                vain.add(part.worker)
+                placement.prefill_failed(without(ask, vain))
+                continue
+            if placement.worker in addresses.by_header:
+                # Its sidecar asks the prefill worker; the load there is over at the first token.
+                self._count("named")
+                where = addresses.targets[part.worker].host_port
+                return Given(request.body, [(h.PREFILLER, where)])
+            try:
+                params = await self._prefill(request, part)
+            except Failure as failure:
+                self._count(FAILED)
+                vain |= addresses.sharing(part.worker)
+                again = request.attempts.prefill_failed(named(part.worker), failure)
+                placement.prefill_failed(without(ask, vain) if again else None)
+            except _Declined as declined:
+                self._count(declined.outcome)
+                vain.add(part.worker)
+                if declined.outcome == FAILED:
+                    # vLLM's server answers 500 when its engine's core died.
+                    request.attempts.prefill_broke(Failure(Kind.GONE, "the prefill worker answers with an error"))
+                placement.prefill_failed(None)
+            else:
+                self._count("done")
+                placement.handed_over()
+                return Given(decode_body(request.body, params), [])
+        return Given(request.body, [])
+
+    async def _prefill(self, request: Request, part: PrefillPart) -> msgspec.Raw:
+        """The prefill worker's word of where the blocks are. Raises Failure, _Declined."""
+        # Its answer is read here.
+        headers = [(name, value) for name, value in request.client.headers if name != b"accept-encoding"]
+        sent = await self._sending.send(request, part.worker, prefill_body(request.body), headers, judged=False)
+        connection, status = sent.connection, sent.head.status
+        answer = bytearray()
+
+        def take(parts: list[bytes]) -> None:
+            for piece in parts:
+                answer.extend(piece)
+            if len(answer) > MAX_ANSWER_BYTES:
+                connection.close()
+
+        try:
+            await connection.relay(take)
+        except Failure as failure:
+            connection.close()
+            self._sending.count_failure(part.worker, failure)
+            request.watch.failed(failure.kind.value, failure.text)
+            raise
+        except BaseException:
+            connection.close()
+            self._admission.unknown(part.worker)
+            raise
+        self._sending.give_back(sent)
+        params = given_params(bytes(answer)) if status == OK else None
+        if params is not None or status != OK:
+            self._sending.judge(part.worker, status)
+        else:
+            self._admission.failed(part.worker, NOTHING_GIVEN)
+        if status in GONE_STATUSES:
+            gone = Failure(Kind.GONE, f"the engine answers {status}")
+            self._sending.count(part.worker, gone)
+            request.watch.failed(gone.kind.value, gone.text)
+            raise gone
+        if status != OK:
+            # The client's error, most likely; the decode worker will say so.
+            raise _Declined("refused" if status < FIRST_SERVER_ERROR else FAILED)
+        if params is None:
+            raise _Declined("declined")
+        return params
+
+    def _count(self, outcome: str) -> None:
+        self._metrics.handovers.labels(outcome).inc()
+
+
+def without(ask: Ask, workers: Iterable[WorkerKey]) -> Ask:
+    """The same, but for these workers."""
+    excluded = ask.question.exclude_workers.union(workers)
+    return msgspec.structs.replace(ask, question=msgspec.structs.replace(ask.question, exclude_workers=excluded))

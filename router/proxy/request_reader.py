@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From what a client sent to what is to be placed: the model, the prompt's tokens, whose it is, and how much may come."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Protocol
+from urllib.parse import unquote
+
+import kvrouter.router.proxy.headers as h
+from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.common.escaping import printable
+from kvrouter.router.matching.question import Question
+from kvrouter.router.placement.placement_request import Ask
+from kvrouter.router.proxy.downstream import Client
+from kvrouter.router.proxy.openai_body import OpenAIBody, read_body, renamed
+from kvrouter.router.proxy.upstream.failure import Attempts
+from kvrouter.router.quality.request_watch import Watch
+from kvrouter.router.tokens.forward_ids import forwarded_body
+from kvrouter.router.tokens.prompt_tokens import Prompt, estimated_tokens
+from kvrouter.router.workers.model_names import Served
+
+# What is passed on, all by POST.
+PATHS = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"}
+)
+# These are answered by the engine's HTTP process alone: nothing is computed on the GPU, and no prompt is placed.
+WITHOUT_PROMPT = frozenset({"/tokenize", "/detokenize"})
+
+
+class Tokens(Protocol):
+    """`tokens.Tokenizing`, as far as it is needed here."""
+
+    async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt: ...
+
+
+class Request:
+    """One request under way. body: what the engine gets. watch: is told of each step."""
+
+    def __init__(self, client: Client, watch: Watch) -> None:
+        self.client = client
+        self.watch = watch
+        self.request_id = h.header(client.headers, h.REQUEST_ID) or secrets.token_hex(16).encode()
+        self.pin = h.header(client.headers, h.PIN)
+        self.attempts = Attempts(client.path, pinned=self.pin is not None)
+        self.body = client.body
+
+
+class Reading:
+    """resolve: what a request's `model` means. models: what is registered. authorization: what engines get for such headers."""
+
+    def __init__(
+        self,
+        tokens: Tokens,
+        resolve: Callable[[str], Served],
+        models: Callable[[], list[str]],
+        authorization: Callable[[h.Headers], bytes | None],
+    ) -> None:
+        self._tokens = tokens
+        self._resolve = resolve
+        self._models = models
+        self._authorization = authorization
+
+    async def read(self, request: Request) -> Ask:
+        """What is to be placed; `request.body` is settled by it. Raises BadQuestion, UnknownModel."""
+        client = request.client
+        body = read_body(client.body)
+        name = self._name_of(body)
+        served = self._resolve(name)
+        if name not in (served.model, served.lora_name) and body.model is not None:
+            # The engine does not know this router's other names.
+            request.body = renamed(client.body, served.lora_name or served.model)
+        session = h.header(client.headers, h.SESSION_ID)
+        return Ask(
+            await self._question(request, body, served),
+            session_id=None if session is None else session.decode("latin-1"),
+            max_tokens=body.limit_tokens,
+            pinned=None if request.pin is None else unquote(request.pin.decode("latin-1")),
+        )
+
+    async def _question(self, request: Request, body: OpenAIBody, served: Served) -> Question:
+        client = request.client
+        if client.path in WITHOUT_PROMPT:
+            return Prompt(1, None, "none").question(served.model, worker_ids=served.worker_ids)
+        authorization = self._authorization(client.headers)
+        try:
+            prompt = await self._tokens.prompt(
+                client.path,
+                served.model,
+                request.body,
+                authorization=None if authorization is None else authorization.decode("latin-1"),
+            )
+        except BadQuestion as error:
+            # What is wrong with it is for the engine to say.
+            prompt = Prompt(estimated_tokens(len(request.body)), None, "none", error.message)
+        if prompt.broke_engine:
+            request.attempts.tokens_failed()
+        request.body = forwarded_body(client.path, request.body, prompt)
+        return prompt.question(
+            served.model, cache_salt=body.salt, lora_name=served.lora_name, worker_ids=served.worker_ids
+        )
+
+    def _name_of(self, body: OpenAIBody) -> str:
+        if isinstance(body.model, str) and body.model:
+            return body.model
+        models = self._models()
+        if body.model is None and len(models) == 1:
+            # As vLLM itself has it.
+            return models[0]
+        known = ", ".join(map(printable, models)) or "none yet"
+        raise BadQuestion(f"model must name one of the registered models: {known}", code="invalid_model")

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of quality: how true predictions come, and how long clients wait. What each means is in docs/quality.md."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+
+from kvrouter.router.quality.prediction_judge import Outcome
+from kvrouter.router.telemetry.metrics import Metrics
+
+# From a cached prompt on a small model to a queue of minutes.
+TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+# A decode step takes some ms (a small model on a fast GPU) to some hundred (a large batch); a pause may be as long as a prefill.
+ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
+# From an embedding to a long answer with reasoning.
+E2E_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+# Delivered less predicted: a block is 16 tokens at least, an offloaded chunk some hundred, a whole prompt up to a million. 0 has a
+# bucket of its own: what is up to -1 is over-credit, what is over 0 under-credit.
+ERROR_BUCKETS_TOKENS = (-16_384, -4_096, -1_024, -256, -64, -16, -1, 0, 16, 64, 256, 1_024, 4_096, 16_384)
+
+# Why nobody can know whether a prediction came true.
+UNTOLD_REASONS = (
+    "unpredicted",  # the prompt's tokens were not known, or its worker's hits are handed over
+    "no_usage",  # a stream without stream_options.include_usage, or an answer that has none
+    "no_cached_tokens",  # usage without cached_tokens: the engine runs without --enable-prompt-tokens-details
+    "encoded",  # a content-encoding: the bytes are not looked into
+)
+
+
+class WorkerMeasures:
+    """One worker's children: to find them costs more than to count."""
+
+    __slots__ = ("completion", "delivered", "e2e", "itl", "outcomes", "over", "pause", "predicted", "ttft", "under")
+
+    def __init__(self, measures: Measures, label: str) -> None:
+        self.outcomes = {outcome: measures.predictions.labels(label, outcome.value) for outcome in Outcome}
+        self.predicted = measures.predicted_tokens.labels(label)
+        self.delivered = measures.delivered_tokens.labels(label)
+        self.over = measures.over_credit.labels(label)
+        self.under = measures.under_credit.labels(label)
+        self.completion = measures.completion_tokens.labels(label)
+        self.ttft = measures.ttft.labels(label)
+        self.itl = measures.itl.labels(label)
+        self.pause = measures.pause.labels(label)
+        self.e2e = measures.e2e.labels(label)
+
+
+class Measures:
+    """The metrics as attributes, on the registry of the process's other metrics."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        registry = metrics.registry
+        metrics.on_forget(self.forget)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"kvrouter_{name}", text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            return Histogram(f"kvrouter_{name}", text, labels, buckets=buckets, registry=registry)
+
+        self.predictions = counter(
+            "predictions_total", "Answered requests, by what came of their prediction", "worker", "outcome"
+        )
+        self.untold = counter(
+            "predictions_untold_total", "Answered requests whose prediction cannot be judged, by why", "reason"
+        )
+        self.predicted_tokens = counter(
+            "predicted_cached_tokens_total", "Tokens that were predicted to be reused, of judged requests", "worker"
+        )
+        self.delivered_tokens = counter(
+            "delivered_cached_tokens_total", "Tokens that engines say were reused, of the same requests", "worker"
+        )
+        self.over_credit = counter("over_credit_tokens_total", "Tokens predicted and not reused", "worker")
+        self.under_credit = counter("under_credit_tokens_total", "Tokens reused and not predicted", "worker")
+        self.error = histogram(
+            "prediction_error_tokens", "Reused less predicted, of each judged request", ERROR_BUCKETS_TOKENS
+        )
+        self.length_mismatches = counter(
+            "token_count_mismatches_total", "Prompts that the engine counts otherwise than the router", "worker"
+        )
+        self.completion_tokens = counter("completion_tokens_total", "Generated tokens, as far as told", "worker")
+        self.ttft = histogram(
+            "ttft_seconds", "Streams: from a whole request to the first event", TTFT_BUCKETS_S, "worker"
+        )
+        self.itl = histogram(
+            "itl_seconds", "Streams: mean time between the tokens of an answer", ITL_BUCKETS_S, "worker"
+        )
+        self.pause = histogram(
+            "itl_max_seconds", "Streams: longest time between two events of an answer", ITL_BUCKETS_S, "worker"
+        )
+        self.e2e = histogram(
+            "e2e_seconds", "From a whole request to the end of a whole, successful answer", E2E_BUCKETS_S, "worker"
+        )
+        self.spans = counter("trace_spans_total", "Spans of traces, by what became of them", "outcome")
+        for reason in UNTOLD_REASONS:
+            self.untold.labels(reason)
+
+    def forget(self, label: str) -> None:
+        """Drops a worker's series."""
+        series: list[Any] = [
+            *(self.predicted_tokens, self.delivered_tokens, self.over_credit, self.under_credit),
+            *(self.length_mismatches, self.completion_tokens, self.ttft, self.itl, self.pause, self.e2e),
+        ]
+        # Old versions of prometheus-client raise for a series that never was.
+        for metric in series:
+            with contextlib.suppress(KeyError):
+                metric.remove(label)
+        for outcome in Outcome:
+            with contextlib.suppress(KeyError):
+                self.predictions.remove(label, outcome.value)

@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Watches requests on their way: what was predicted for each, what came of it, and how long it all took.
+
+The proxy tells a `Watch` of each step; nothing here decides anything, waits or fails a request. Belongs to one loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvrouter.router.common.escaping import printable
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.matching.matcher import WorkerView
+from kvrouter.router.placement.placement_request import Ask, Placement
+from kvrouter.router.quality.answer_tap import Send, Tap
+from kvrouter.router.quality.concurrency import Flight, Flights
+from kvrouter.router.quality.prediction_judge import Outcome, Predictions, outcome_of
+from kvrouter.router.quality.quality_metrics import Measures, WorkerMeasures
+from kvrouter.router.quality.reuse_report import Told
+from kvrouter.router.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    # An extra: it is imported where traces are wanted.
+    from kvrouter.router.quality.tracing import RequestTrace, Tracing
+
+Headers = list[tuple[bytes, bytes]]
+
+OK = "ok"
+CLIENT_GONE = "client_gone"
+# Where a model answers; the rest is the engine's HTTP process alone.
+INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
+# The shortest answer that has a time between its tokens.
+TOKENS_MIN = 2
+
+
+class Quality:
+    """Of all requests that this process proxies. tracing: None where no traces are wanted.
+
+    clock: seconds, that of `Placing`."""
+
+    def __init__(
+        self, metrics: Metrics, measures: Measures, clock: Callable[[], float], tracing: Tracing | None = None
+    ) -> None:
+        self._metrics = metrics
+        self.measures = measures
+        self.clock = clock
+        self.tracing = tracing
+        self.flights = Flights()
+        self._predictions: dict[WorkerKey, Predictions] = {}
+        self._children: dict[WorkerKey, WorkerMeasures] = {}
+
+    def begin(self, path: str, headers: Headers) -> Watch:
+        """A request whose body is whole."""
+        now = self.clock()
+        trace = None if self.tracing is None else self.tracing.request(path, headers, now)
+        return Watch(self, now, trace, measured=path in INFERENCE_PATHS)
+
+    def of(self, worker: WorkerKey) -> Predictions:
+        found = self._predictions.get(worker)
+        if found is None:
+            found = self._predictions[worker] = Predictions()
+        return found
+
+    def children(self, worker: WorkerKey) -> WorkerMeasures:
+        found = self._children.get(worker)
+        if found is None:
+            found = self._children[worker] = WorkerMeasures(self.measures, self._metrics.worker_label(worker))
+        return found
+
+    def count_length_mismatch(self, worker: WorkerKey) -> None:
+        self.measures.length_mismatches.labels(self._metrics.worker_label(worker)).inc()
+
+    def problem(self, worker: WorkerKey) -> str | None:
+        """Why the predictions for a worker are not to be trusted; None where nothing speaks against them."""
+        found = self._predictions.get(worker)
+        return None if found is None else found.problem()
+
+    def health(self) -> list[str]:
+        """The same for all workers."""
+        problems = ((worker, predictions.problem()) for worker, predictions in self._predictions.items())
+        return [f"worker {printable(worker.route_name)}: {problem}" for worker, problem in problems if problem]
+
+    def on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
+        """The core knows something new of `worker`; None: it was dropped."""
+        if view is None:
+            self._predictions.pop(worker, None)
+            self._children.pop(worker, None)
+            self.flights.forget(worker)
+
+
+class Watch:
+    """One request, from its whole body to the end of its answer. `ended` in any case."""
+
+    __slots__ = (
+        "_began_s",
+        "_flight",
+        "_measured",
+        "_placement",
+        "_predicted",
+        "_quality",
+        "_status",
+        "_streams",
+        "_tap",
+        "_told",
+        "_trace",
+    )
+
+    def __init__(self, quality: Quality, began_s: float, trace: RequestTrace | None, *, measured: bool) -> None:
+        self._quality = quality
+        self._began_s = began_s
+        self._trace = trace
+        self._measured = measured
+        # Whether the hit of a choice is a prediction of what is reused.
+        self._predicted = False
+        self._placement: Placement | None = None
+        self._flight: Flight | None = None
+        self._tap: Tap | None = None
+        self._streams = False
+        self._status = 0
+        self._told: Told | None = None
+
+    def asked(self, ask: Ask) -> None:
+        """Its tokens are known, or known not to be had."""
+        question = ask.question
+        # Where only the beginning of a prompt is known, more may be reused than can be predicted.
+        self._predicted = question.token_ids is not None and len(question.token_ids) == question.num_tokens
+        if self._trace is not None:
+            self._trace.asked(ask, self._quality.clock())
+
+    def placed(self, placement: Placement) -> None:
+        """A worker was chosen."""
+        self._placement = placement
+        if self._trace is not None:
+            self._trace.placed(placement, self._quality.clock())
+
+    def sending(self, worker: WorkerKey, host: str, port: int, headers: Headers) -> Headers:
+        """A request to a worker begins, of which there may be several: one that computes the prompt for another, attempts that
+        fail. The client's headers, as the engine is to get them."""
+        self._land()
+        self._flight = self._quality.flights.begun(worker)
+        if self._trace is None:
+            return headers
+        return self._trace.sending(worker, host, port, headers, self._quality.clock())
+
+    def failed(self, kind: str, text: str) -> None:
+        """It failed; what follows is another one, or the end. Once more changes nothing."""
+        self._land()
+        if self._trace is not None:
+            self._trace.failed(kind, text, self._quality.clock())
+
+    def handed_over(self) -> None:
+        """Another worker computes the prompt: what the engine reuses says nothing of its own cache."""
+        self._predicted = False
+
+    def tap(self, send: Send, status: int, headers: Headers, *, streams: bool) -> Tap:
+        """The answer of the last attempt begins. streams: it is a stream of events. What it is passed on through."""
+        assert self._placement is not None
+        if self._flight is None:
+            # It had failed, and is the answer since nobody has a better one.
+            self._flight = self._quality.flights.begun(self._placement.worker)
+        self._status, self._streams = status, streams
+        encoded = any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in headers)
+        self._tap = Tap(send, self._quality.clock, self._flight, streams=streams, readable=not encoded)
+        return self._tap
+
+    def told(self) -> Told:
+        """What is known once the answer has passed."""
+        if self._told is None:
+            self._told = self._tell()
+        return self._told
+
+    def output_tokens(self) -> int | None:
+        """Tokens that were generated, where the answer says how many."""
+        if self._tap is None or (usage := self.told().usage) is None:
+            return None
+        return usage.completion_tokens
+
+    def ended(self, outcome: str) -> None:
+        """outcome: one of metrics.PROXY_OUTCOMES."""
+        self._land()
+        if self._measured and self._tap is not None and self._placement is not None:
+            self._count(outcome, self._tap, self._placement)
+        if self._trace is not None:
+            first_s = None if self._tap is None else self._tap.first_s
+            told = None if self._tap is None else self.told()
+            self._trace.ended(outcome, self._status, first_s, told, self._quality.clock())
+
+    def _land(self) -> None:
+        if self._flight is not None:
+            self._flight.ended()
+            self._flight = None
+
+    def _tell(self) -> Told:
+        tap, placement = self._tap, self._placement
+        assert tap is not None and placement is not None
+        usage = tap.usage()
+        predicted = placement.predicted_tokens if self._predicted else None
+        delivered = None
+        if usage is not None:
+            delivered = self._quality.of(placement.worker).delivered_of(usage.cached_tokens, predicted)
+        ttft_s = tap.first_s - self._began_s if self._streams and tap.first_s is not None else None
+        return Told(predicted, delivered, usage, ttft_s, self._quality.clock() - self._began_s)
+
+    def _count(self, outcome: str, tap: Tap, placement: Placement) -> None:
+        told, children = self.told(), self._quality.children(placement.worker)
+        if told.ttft_s is not None and outcome != "server_error":
+            children.ttft.observe(told.ttft_s)
+        # Clients that have read `[DONE]` hang up, some before the end of the body has come to them.
+        if outcome != OK and not (outcome == CLIENT_GONE and tap.done):
+            # What of an answer was cut off may have been its usage.
+            return
+        children.e2e.observe(told.e2e_s)
+        completion_tokens = told.usage.completion_tokens if told.usage is not None else None
+        if completion_tokens:
+            children.completion.inc(completion_tokens)
+        if self._streams and tap.first_s is not None:
+            # Where the engine does not tell, an event is taken for a token.
+            tokens = completion_tokens or tap.events
+            if tokens >= TOKENS_MIN:
+                children.itl.observe((tap.last_s - tap.first_s) / (tokens - 1))
+                children.pause.observe(tap.pause_s)
+        self._judge(told, tap, placement, children)
+
+    def _judge(self, told: Told, tap: Tap, placement: Placement, children: WorkerMeasures) -> None:
+        quality, measures = self._quality, self._quality.measures
+        predictions = quality.of(placement.worker)
+        if self._predicted and told.usage is not None:
+            predictions.counted(placement.num_tokens, told.usage.prompt_tokens)
+            if told.usage.prompt_tokens != placement.num_tokens:
+                quality.count_length_mismatch(placement.worker)
+        if told.predicted is None or told.delivered is None:
+            children.outcomes[Outcome.UNTOLD].inc()
+            measures.untold.labels(_untold(told, tap)).inc()
+            return
+        error = told.delivered - told.predicted
+        children.outcomes[outcome_of(told.predicted, told.delivered)].inc()
+        children.predicted.inc(told.predicted)
+        children.delivered.inc(told.delivered)
+        measures.error.observe(error)
+        (children.under if error > 0 else children.over).inc(abs(error))
+        if not placement.choice.hit.approximate:
+            predictions.judge(told.predicted, told.delivered, alone=tap.alone)
+
+
+def _untold(told: Told, tap: Tap) -> str:
+    if told.predicted is None:
+        return "unpredicted"
+    if not tap.readable:
+        return "encoded"
+    return "no_usage" if told.usage is None else "no_cached_tokens"

@@ -1,0 +1,32 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of a request once its answer has passed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvrouter.router.quality.usage_reader import Usage
+
+
+class Told(msgspec.Struct, frozen=True):
+    """In tokens and seconds; None: not known. delivered: what was reused of the prompt."""
+
+    predicted: int | None
+    delivered: int | None
+    usage: Usage | None
+    ttft_s: float | None
+    e2e_s: float
+
+    def fields(self) -> dict[str, Any]:
+        """For the line of a request's end."""
+        usage = self.usage
+        return {
+            "predicted_tokens": self.predicted,
+            "delivered_tokens": self.delivered,
+            "prompt_tokens": None if usage is None else usage.prompt_tokens,
+            "completion_tokens": None if usage is None else usage.completion_tokens,
+            "ttft_s": self.ttft_s,
+            "e2e_s": self.e2e_s,
+        }

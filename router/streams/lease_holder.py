@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's lease as this process has it, and the commits made under it.
+
+A commit counts only under the lease that the store has now, so a process that stood still and lost its lease changes nothing when
+it goes on. A lease that ended while Redis was away is taken again in place when nobody had it since and nothing was lost; else
+HoldLost, and whoever follows the worker begins again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, Lease, StoredValueError, StoreError
+from kvrouter.router.ingest.stock_ingest import Flush
+from kvrouter.router.telemetry.metrics import Metrics
+
+log = logging.getLogger("kvrouter.hold")
+
+# Pause between tries while the store does not answer: doubled from the first to the last.
+RETRY_FIRST_S = 0.05
+RETRY_LAST_S = 1.0
+
+# Renewals in the life of a lease: three may be late or lost.
+RENEWALS_PER_TTL = 4
+
+# Looks in the life of a lease at whether a worker of ours is free: what a takeover takes beyond the lease.
+LOOKS_PER_TTL = 10
+
+ELSEWHERE = "another router process follows this worker; its answers are shown as they come from Redis"
+
+Written = tuple[str | None, int | None]
+
+
+class HoldLost(Exception):
+    """This process must not commit for the worker as it stands: the lease or the continuity with Redis is lost."""
+
+
+class HandedOver(HoldLost):
+    """Another process should follow the worker, and can."""
+
+
+class Hold:
+    """The lease on one worker. Belongs to one event loop; `keep` and `write` run beside each other."""
+
+    def __init__(
+        self,
+        worker: WorkerKey,
+        *,
+        store: IndexStore,
+        token: str,
+        ttl_s: float,
+        metrics: Metrics,
+        mine: Callable[[], bool],
+        changed: Callable[[], None],
+    ) -> None:
+        """mine: whether this process should follow the worker. changed: called when `problem` did."""
+        self._worker = worker
+        self._store = store
+        self._token = token
+        self._ttl_s = ttl_s
+        self._metrics = metrics
+        self._mine = mine
+        self._changed = changed
+        self._lease: Lease | None = None
+        # The highest number that this process had; what the store has as far as we wrote it; what it may have instead, because the
+        # connection was lost in the middle.
+        self._number = 0
+        # Whether another process had the lease before our last number.
+        self._interrupted = False
+        self._written: Written = (None, None)
+        self._unsure: Written | None = None
+        # A write and a renewal would each see what the other half did.
+        self._lock = asyncio.Lock()
+        # Why nothing can be written now, None while it can.
+        self.problem: str | None = None
+
+    def unheard(self) -> None:
+        """Nobody wants to hear of changes any more."""
+        self._changed = lambda: None
+
+    @property
+    def held(self) -> bool:
+        return self._lease is not None
+
+    @property
+    def number(self) -> int:
+        """Of the last lease that this process had."""
+        return self._number
+
+    @property
+    def wanted(self) -> bool:
+        """Whether this process should follow the worker."""
+        return self._mine()
+
+    @property
+    def away(self) -> bool:
+        """The store took nothing at the last try."""
+        return self.problem is not None
+
+    async def take(self) -> bool:
+        """Wait for the lease. True: nobody else had it since this process did, as far as the store knows."""
+        while True:
+            if self._mine():
+                lease = await self._store.take_lease(self._worker, self._token, self._ttl_s, above=self._number)
+                if lease is not None:
+                    break
+            await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
+        alone = 0 < self._number == lease.number - 1 and not self._interrupted
+        self._lease, self._number, self._interrupted = lease, lease.number, False
+        self._say(None)
+        self._written, self._unsure = await self._store.committed(self._worker), None
+        return alone
+
+    @property
+    def written(self) -> Written:
+        """(epoch, seq) that the store has."""
+        return self._written
+
+    async def release(self) -> None:
+        """Give the lease back; without the store it ends by itself."""
+        lease, self._lease = self._lease, None
+        if lease is None:
+            return
+        try:
+            await asyncio.shield(self._store.release_lease(self._worker, lease))
+        except StoreError as error:
+            log.warning("lease not released", extra={"worker": self._worker, "reason": str(error)})
+
+    async def forget(self) -> None:
+        """Unlink all that the index holds of the worker, unless another process has it: its registration is gone."""
+        self._lease = None
+        await self._store.forget(self._worker, self._token)
+
+    async def keep(self, movable: Callable[[], bool]) -> None:
+        """Renew until the hold is lost. movable: hand the worker over when it should be another process's."""
+        while True:
+            await asyncio.sleep(self._ttl_s / RENEWALS_PER_TTL)
+            if movable() and not self._mine():
+                self._metrics.leases_lost.labels("handed_over").inc()
+                raise HandedOver("each router process has its share, and this one is another's")
+            try:
+                async with self._lock:
+                    await self._renew()
+            except StoreError as error:
+                if self.problem is None:
+                    log.warning("lease not renewed", extra={"worker": self._worker, "reason": str(error)})
+                self._say(str(error))
+
+    async def _renew(self) -> None:
+        assert self._lease is not None
+        head = await self._store.renew_lease(self._worker, self._lease, self._ttl_s)
+        if head is None:
+            await self._regain()
+        elif head.problem is not None:
+            self._lose("unreadable", str(head.problem))
+        elif (head.epoch, head.seq) not in (self._written, self._unsure):
+            self._lose("data_lost", "Redis lost commits of this worker")
+
+    async def _regain(self) -> None:
+        """Take the lease again that ended, if nobody had it since and the store is where we left it."""
+        lease = await self._store.take_lease(self._worker, self._token, self._ttl_s, above=self._number)
+        if lease is None:
+            self._lose("taken", ELSEWHERE)
+        assert lease is not None
+        alone = lease.number == self._number + 1
+        self._lease, self._number = lease, lease.number
+        if not alone:
+            self._interrupted = True
+            self._lose("taken", "another router process followed this worker meanwhile; beginning again from Redis")
+        if await self._store.committed(self._worker) not in (self._written, self._unsure):
+            self._lose("data_lost", "Redis lost commits of this worker")
+        log.warning("lease regained", extra={"worker": self._worker})
+
+    def _lose(self, how: str, reason: str) -> None:
+        self._metrics.leases_lost.labels(how).inc()
+        raise HoldLost(reason)
+
+    async def write(self, flush: Flush) -> None:
+        """Commit until the store has it. Raises HoldLost when it must not."""
+        await self._until_done(lambda: self._write_once(flush))
+
+    async def note(self, epoch: str, meta: dict[str, bytes]) -> None:
+        """Set meta fields without a batch, as `write` does."""
+
+        async def once() -> bool:
+            assert self._lease is not None
+            return await self._judge(await self._store.note(self._worker, epoch, self._lease, meta), done=False)
+
+        await self._until_done(once)
+
+    async def _until_done(self, once: Callable[[], Awaitable[bool]]) -> None:
+        retry_s = RETRY_FIRST_S
+        while True:
+            try:
+                async with self._lock:
+                    if await once():
+                        self._say(None)
+                        return
+            except StoredValueError as error:
+                # Nothing can be written over it but a new epoch.
+                self._lose("unreadable", str(error))
+            except StoreError as error:
+                self._metrics.index_commits.labels("failed").inc()
+                self._metrics.store_up.set(0)
+                if self.problem is None:
+                    log.warning("commit failed", extra={"worker": self._worker, "reason": str(error)})
+                self._say(str(error))
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, RETRY_LAST_S)
+
+    async def _write_once(self, flush: Flush) -> bool:
+        """Whether the store has it; False: the lease was taken again, so try once more."""
+        assert self._lease is not None
+        if flush.opens_epoch:
+            self._unsure = (flush.epoch, None)
+            outcome = await self._store.open_epoch(self._worker, flush.epoch, self._lease, flush.meta)
+            if not await self._judge(outcome, done=outcome is CommitOutcome.STALE):
+                return False
+            if outcome is CommitOutcome.APPLIED:
+                self._written = (flush.epoch, None)
+        if flush.seqs is None:
+            return True
+        first, last = flush.seqs
+        commit = Commit(
+            worker=self._worker,
+            epoch=flush.epoch,
+            first_seq=first,
+            last_seq=last,
+            changes=flush.changes,
+            copies=flush.copies,
+            meta=flush.meta,
+        )
+        self._unsure = (flush.epoch, last)
+        outcome = await self._store.commit(commit, self._lease)
+        # Stale when sent again after a lost connection: the first one had arrived.
+        done = outcome is CommitOutcome.STALE and await self._store.committed(self._worker) == (flush.epoch, last)
+        if not await self._judge(outcome, done=done):
+            return False
+        self._written = (flush.epoch, last)
+        return True
+
+    async def _judge(self, outcome: CommitOutcome, *, done: bool) -> bool:
+        self._metrics.index_commits.labels(outcome.value).inc()
+        if outcome is CommitOutcome.FENCED:
+            await self._regain()
+            return False
+        if outcome is CommitOutcome.STALE and not done:
+            self._lose("data_lost", "Redis holds another state than this process; beginning again")
+        return True
+
+    def _say(self, problem: str | None) -> None:
+        if problem is None:
+            self._metrics.store_up.set(1)
+        if (problem is None) != (self.problem is None):
+            self.problem = problem
+            self._changed()

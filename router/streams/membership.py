@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router processes on one store, judged by their heartbeats and this process's own clock. Pure.
+
+Two judgements. Who counts as a router, for who follows what: counted in looks that were answered, so that a store that stood still
+sets no worker moving. Who is heard, for what is shown of a worker that another process follows: in seconds, whatever the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from kvrouter.router.common.escaping import printable
+from kvrouter.router.streams.heartbeat import Heartbeat, decode_heartbeat
+
+# One heartbeat and one look at all others.
+INTERVAL_S = 0.25
+# What a worker's follower said last holds for so long. With the age of a heartbeat when it is seen, its workers are in doubt within
+# 2 s of it.
+HEARD_S = 1.5
+# Looks for which what the first look showed counts without having been seen to beat: it may live, or be what a dead router left.
+# What comes later counts from its second heartbeat on.
+UNPROVEN_LOOKS = 3
+# Answered looks without its heartbeat until a router counts no longer: after the store was emptied, all write theirs again.
+MISSING_LOOKS = 2
+# Lives of a lease after which what a dead router left is removed.
+FORGOTTEN_TTLS = 20
+# After so long, who followed a worker last does not matter to anybody.
+CLAIM_KEPT_S = 600.0
+# More are not believed to be routers.
+MAX_ROUTERS = 1_024
+
+
+class _Router:
+    """One token's heartbeats as they were seen here."""
+
+    __slots__ = ("beats", "heartbeat", "missing_looks", "unchanged_looks", "was_first")
+
+    def __init__(self, heartbeat: Heartbeat, was_first: bool) -> None:
+        self.heartbeat = heartbeat
+        # Whether it stood there at the first look.
+        self.was_first = was_first
+        # Whether it was seen to beat, not only to have beaten.
+        self.beats = False
+        self.unchanged_looks = 0
+        self.missing_looks = 0
+
+
+class _Claim:
+    """When some router last said that it follows a worker."""
+
+    __slots__ = ("heard_s", "late", "token")
+
+    def __init__(self, token: str, heard_s: float, late: bool) -> None:
+        self.token, self.heard_s, self.late = token, heard_s, late
+
+
+class Membership:
+    """What this process knows of the routers. `look` takes what the store showed."""
+
+    def __init__(self, token: str, *, ttl_s: float, now_s: float) -> None:
+        """ttl_s: the life of a lease: a router that did not beat for so long has none."""
+        self._token = token
+        self._gone_looks = max(MISSING_LOOKS, round(ttl_s / INTERVAL_S))
+        self._forgotten_looks = FORGOTTEN_TTLS * self._gone_looks
+        self._known: dict[str, _Router] = {}
+        self._claims: dict[str, _Claim] = {}
+        self._garbage: dict[bytes, bytes] = {}
+        self._answered_s = now_s
+        self._first = True
+        # The tokens that count, this process's always; and by worker, why which of them refuse it.
+        self.routers = frozenset({token})
+        self.refusals: dict[str, dict[str, str]] = {}
+        # Values that were no heartbeats, each counted when it appears.
+        self.ignored = 0
+
+    def look(self, fields: Mapping[bytes, bytes], now_s: float) -> bool:
+        """Take what one look at the store showed; whether who counts, or what they refuse, changed."""
+        self._answered_s = now_s
+        seen = self._decode(fields)
+        for token, router in list(self._known.items()):
+            if token not in seen:
+                router.missing_looks += 1
+                if router.missing_looks >= MISSING_LOOKS:
+                    del self._known[token]
+        for token, heartbeat in seen.items():
+            self._take(token, heartbeat, now_s)
+        self._first = False
+        self._claims = {worker: one for worker, one in self._claims.items() if now_s - one.heard_s < CLAIM_KEPT_S}
+        routers = frozenset(token for token, router in self._known.items() if self._counts(router)) | {self._token}
+        refusals: dict[str, dict[str, str]] = {}
+        for token in routers & self._known.keys():
+            for worker, reason in self._known[token].heartbeat.refuses.items():
+                refusals.setdefault(worker, {})[token] = reason
+        changed = (routers, refusals) != (self.routers, self.refusals)
+        self.routers, self.refusals = routers, refusals
+        return changed
+
+    def _decode(self, fields: Mapping[bytes, bytes]) -> dict[str, Heartbeat]:
+        found: dict[str, Heartbeat] = {}
+        garbage: dict[bytes, bytes] = {}
+        for field, value in fields.items():
+            decoded = decode_heartbeat(field, value)
+            if decoded is None or (len(found) >= MAX_ROUTERS and decoded[0] not in self._known):
+                garbage[field] = value
+            else:
+                found[decoded[0]] = decoded[1]
+        self.ignored += sum(self._garbage.get(field) != value for field, value in garbage.items())
+        self._garbage = garbage
+        return found
+
+    def _take(self, token: str, heartbeat: Heartbeat, now_s: float) -> None:
+        router = self._known.get(token)
+        if router is None:
+            router = self._known[token] = _Router(heartbeat, self._first)
+        elif router.heartbeat.count == heartbeat.count:
+            router.unchanged_looks += 1
+        else:
+            router.heartbeat, router.beats, router.unchanged_looks = heartbeat, True, 0
+        router.missing_looks = 0
+        # This process knows of its own heartbeat that it is no dead one's.
+        if token == self._token or (router.beats and not router.unchanged_looks):
+            late = set(heartbeat.late)
+            for worker in heartbeat.holds:
+                self._claims[worker] = _Claim(token, now_s, worker in late)
+
+    def _counts(self, router: _Router) -> bool:
+        if router.beats:
+            return router.unchanged_looks < self._gone_looks
+        return router.was_first and router.unchanged_looks < UNPROVEN_LOOKS
+
+    @property
+    def forgotten(self) -> list[str]:
+        """Tokens whose heartbeats stopped so long ago that what they left can be removed."""
+        return [token for token, router in self._known.items() if router.unchanged_looks >= self._forgotten_looks]
+
+    def is_gone(self, token: str) -> bool:
+        """Whether a token is known to count no longer, not only not yet."""
+        router = self._known.get(token)
+        return router is not None and token not in self.routers and router.unchanged_looks >= UNPROVEN_LOOKS
+
+    def silent_s(self, now_s: float) -> float:
+        """How long the store has not answered, 0 while it is not worth mentioning."""
+        silent_s = now_s - self._answered_s
+        return silent_s if silent_s > HEARD_S else 0.0
+
+    def follower_problem(self, worker: str, now_s: float) -> str | None:
+        """Why what the store says of a worker that another process follows may be old; None: its follower is heard."""
+        if silent_s := self.silent_s(now_s):
+            return f"Redis has not answered for {silent_s:.0f} s: what the router that follows this worker learns is not known here"
+        claim = self._claims.get(worker)
+        if claim is not None:
+            name = f"router {printable(claim.token)}, which follows this worker,"
+            if claim.late:
+                return f"{name} cannot write to Redis what it learns"
+            age_s = now_s - claim.heard_s
+            if age_s <= HEARD_S:
+                return None
+            if worker in (known.heartbeat.holds if (known := self._known.get(claim.token)) is not None else ()):
+                return f"{name} has not been heard for {age_s:.0f} s"
+        refused = "; ".join(
+            f"router {printable(token)} refuses it: {printable(reason)}"
+            for token, reason in sorted(self.refusals.get(worker, {}).items())
+        )
+        return "no router follows this worker" + (f" ({refused})" if refused else "")

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one worker holds, as the process that follows it knows: into its own mirror at once, into the store behind that. Pure.
+
+Invariant: after `draw` the mirror shows exactly what the ingest holds, whatever the store does; and what the store has, with the
+backlog applied, is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.ingest.commit_backlog import Backlog
+from kvrouter.router.ingest.net_changes import NO_HASHES, Change
+from kvrouter.router.ingest.stock_ingest import Flush, Ingest
+
+
+class MirrorSource(Protocol):
+    """The mirror, for whoever follows a worker: it is written by its leader, or from its log in the store, never by both."""
+
+    async def lead(self, worker: WorkerKey) -> None:
+        """From now on the caller writes what the mirror shows of the worker, and its log is not read."""
+
+    async def follow_log(self, worker: WorkerKey) -> None:
+        """End the lead: load the worker from the store, and follow its log from there. Raises StoreError."""
+
+    def begin_epoch(self, worker: WorkerKey, epoch: str) -> None:
+        """Void what the mirror shows. Of a led worker only, as the two below."""
+
+    def rename_epoch(self, worker: WorkerKey, epoch: str) -> None: ...
+
+    def change(self, worker: WorkerKey, changes: Sequence[Change]) -> None: ...
+
+
+class Lead:
+    """One worker's, for as long as this process leads its mirror."""
+
+    def __init__(self, worker: WorkerKey, mirror: MirrorSource, *, max_blocks: int) -> None:
+        """max_blocks: transitions that may wait for the store."""
+        self._worker = worker
+        self._mirror = mirror
+        self.backlog = Backlog(max_blocks)
+
+    def show_all(self, ingest: Ingest) -> None:
+        """Make the mirror what the ingest holds now, whatever it showed."""
+        self._mirror.begin_epoch(self._worker, ingest.epoch)
+        held = ((place, ingest.blocks.hashes(place)) for place in ingest.blocks.places)
+        self._mirror.change(self._worker, [Change(place, hashes, NO_HASHES) for place, hashes in held])
+
+    def draw(self, ingest: Ingest) -> Flush | None:
+        """Bring the mirror up to what the ingest holds; returns what was new."""
+        flush = ingest.take()
+        if flush is not None:
+            if flush.opens_epoch:
+                self._mirror.begin_epoch(self._worker, flush.epoch)
+            self._mirror.change(self._worker, flush.changes)
+            self.backlog.add(flush)
+        return flush
+
+    def take(self, ingest: Ingest) -> Flush | None:
+        """The next commit, None when there is nothing to write. Call it with nothing left to draw."""
+        if self.backlog.overflowed:
+            ingest.write_anew()
+            # The mirror holds all of it already.
+            self._mirror.rename_epoch(self._worker, ingest.epoch)
+            if (flush := ingest.take()) is not None:
+                self.backlog.add(flush)
+        return self.backlog.take()
+
+    def continues(self, ingest: Ingest, epoch: str | None, seq: int | None) -> bool:
+        """Whether the next commit can follow what (epoch, seq) in the store stands for."""
+        return (ingest if self.backlog.is_empty else self.backlog).continues(epoch, seq)

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Redis tells of a worker that another router process follows: catalog, hash scheme, state, block counts. Pure.
+
+The follower of a worker writes its state into `meta` with its commits; here it is read back, so that all routers answer alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import msgspec
+
+from kvrouter.events.vllm.codec import BatchDecoder
+from kvrouter.router.common.escaping import printable
+from kvrouter.router.common.ids import Place
+from kvrouter.router.index import keys
+from kvrouter.router.index.log_entry import LogEntry
+from kvrouter.router.index.store import WorkerImage
+from kvrouter.router.ingest.patch_ingest import META_DECLARED, ReportIngest
+from kvrouter.router.ingest.stock_ingest import META_GAPS, META_LEARNED, META_SCHEME
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.stream_state import StreamState
+
+log = logging.getLogger("kvrouter.told")
+
+META_STATE = "state"
+META_REASON = "reason"
+META_CREDITED = "credited"
+# When the engine's process started, as its HTTP told: a router that takes the worker over sees that it is another one.
+META_ENGINE_START = "engine_start"
+# What is wrong with the disk below its offload tier.
+META_DISK = "disk"
+
+# What `restore` raises for meta that another version or another program wrote.
+RESTORE_ERRORS = (msgspec.MsgspecError, ValueError, OverflowError, KeyError, RecursionError)
+
+# Fields of meta that say what the catalog and the hash scheme are; they come with few commits.
+_SHAPING = frozenset({META_LEARNED, META_SCHEME, META_DECLARED})
+_STATES = {state.value.encode(): state for state in StreamState}
+
+
+def engine_start_s(meta: dict[str, bytes]) -> float | None:
+    """What META_ENGINE_START says, None where it says nothing."""
+    try:
+        start_s = float(meta.get(META_ENGINE_START, b""))
+    except ValueError:
+        return None
+    return start_s if math.isfinite(start_s) else None
+
+
+def state_fields(
+    state: StreamState, reason: str, credited: bool, start_s: float | None, disk: str = ""
+) -> dict[str, bytes]:
+    """The state as it is written into meta. start_s: when the engine's process started. disk: what is wrong with its disk."""
+    return {
+        META_ENGINE_START: b"" if start_s is None else repr(start_s).encode(),
+        META_STATE: state.value.encode(),
+        META_REASON: reason.encode("utf-8", "surrogatepass"),
+        META_CREDITED: b"%d" % credited,
+        META_DISK: disk.encode(),
+    }
+
+
+class Told:
+    """One worker as its log tells of it. `ingest` is never fed: it only explains catalog and scheme."""
+
+    def __init__(self, registration: Registration, seed: str | None) -> None:
+        self._registration = registration
+        self._seed = seed
+        self._meta: dict[str, bytes] = {}
+        self._counts: dict[Place, int] = {}
+        self._shape_problem = ""
+        self.ingest = self._explain("")
+
+    def _explain(self, epoch: str) -> ReportIngest:
+        def ingest() -> ReportIngest:
+            return ReportIngest(self._registration, seed=self._seed, decoder=BatchDecoder(), new_epoch=lambda: epoch)
+
+        found = ingest()
+        self._shape_problem = ""
+        try:
+            found.restore(epoch, 0, {}, {}, self._meta)
+        except RESTORE_ERRORS as error:
+            # What it means is not known, so it is not used.
+            log.warning("stored state not readable", extra={"worker": self._registration.worker, "error": str(error)})
+            self._shape_problem = (
+                f"Redis holds a catalog or hash scheme of it that no router writes ({printable(str(error))})"
+            )
+            found = ingest()
+        return found
+
+    def take_image(self, image: WorkerImage) -> None:
+        self._meta = dict(image.meta)
+        self._counts = {place: len(hashes) for place, hashes in image.places.items()}
+        self.ingest = self._explain(image.epoch or "")
+
+    def take_entry(self, entry: LogEntry) -> bool:
+        """Take what one log entry says; whether anything but counts may have changed."""
+        if entry.opened_epoch:
+            self._meta, self._counts = {}, {}
+        self._meta |= entry.meta
+        for change in entry.changes:
+            self._counts[change.place] = self._counts.get(change.place, 0) + len(change.added) - len(change.removed)
+        if entry.opened_epoch or entry.meta.keys() & _SHAPING:
+            self.ingest = self._explain(entry.epoch)
+            return True
+        return META_STATE in entry.meta
+
+    @property
+    def problem(self) -> str:
+        """What of it cannot be read, so that nothing explains the worker; empty: all can."""
+        if META_STATE in self._meta and self._meta[META_STATE] not in _STATES:
+            return f"Redis holds a state of it that no router writes ({self._meta[META_STATE]!r})"
+        return self._shape_problem
+
+    @property
+    def state(self) -> StreamState:
+        return _STATES.get(self._meta.get(META_STATE, b""), StreamState.CONNECTING)
+
+    @property
+    def credited(self) -> bool:
+        """Whether the process that follows the worker credits it with what is known of it."""
+        return self._meta.get(META_CREDITED, b"0") == b"1"
+
+    @property
+    def reason(self) -> str:
+        return self._meta.get(META_REASON, b"").decode("utf-8", "replace")
+
+    @property
+    def disk_problem(self) -> str:
+        return self._meta.get(META_DISK, b"").decode(errors="replace")
+
+    @property
+    def gaps(self) -> int:
+        try:
+            return keys.parse_number(self._meta.get(META_GAPS, b"0"))
+        except ValueError:
+            return 0
+
+    def counts(self) -> dict[str, int]:
+        """Blocks by the text of their place."""
+        return {place.text: count for place, count in sorted(self._counts.items(), key=lambda item: item[0].text)}

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker as `/workers` and the metrics show it. Pure but for what it counts."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.ingest.patch_ingest import ReportIngest
+from kvrouter.router.streams.mirror_sync import Following
+from kvrouter.router.streams.worker_stream import WorkerStream
+from kvrouter.router.telemetry.metrics import RESYNCS, Metrics
+from kvrouter.router.workers.stream_state import HEARD
+from kvrouter.router.workers.worker_status import PatchStatus, Recovery, WorkerStatus
+
+
+def worker_status(stream: WorkerStream, following: Following, now: float) -> WorkerStatus:
+    """The row of `/workers`. now: on the stream's clock."""
+    ingest, registration = stream.shown_ingest, stream.registration
+    reasons = (
+        following.store_problem,
+        stream.view.reason,
+        following.lost_credit(stream.worker),
+        registration.note,
+        stream.note,
+        stream.disk_problem,
+    )
+    catalog = ingest.catalog
+    return WorkerStatus(
+        worker_id=stream.worker.worker_id,
+        dp_rank=stream.worker.dp_rank,
+        model=stream.worker.model,
+        url=registration.url,
+        state=stream.view.state.value,
+        state_age_s=round(now - stream.since_s, 3),
+        credited=stream.view.credited,
+        approximate=stream.view.approximate,
+        reason="; ".join(filter(None, reasons)),
+        epoch=stream.visible_epoch,
+        seq=stream.visible_seq,
+        catalog=catalog.as_dict(),
+        catalog_source=catalog.source,
+        hash_scheme=ingest.identity.label,
+        residency=stream.counts(),
+        lag_ms=None if (lag_s := _lag_s(stream)) is None else round(lag_s * 1000, 3),
+        gaps=stream.gaps,
+        recovery=Recovery(**{name: getattr(ingest.tally, name) for name in Recovery.__struct_fields__}),
+        last_event_age_s=_age_s(ingest.last_event_s, now),
+        patch=_patch_status(ingest, now),
+        refused_blocks=ingest.tally.refused + following.refused(stream.worker),
+        draining=registration.drains,
+        source=registration.source,
+        role=registration.role.value,
+        handover=registration.handover.value,
+    )
+
+
+def _lag_s(stream: WorkerStream) -> float | None:
+    """How far answers are behind what this process hears of the worker; None while it hears nothing."""
+    return stream.lag_s if stream.held and stream.view.state in HEARD else None
+
+
+def _age_s(then: float | None, now: float) -> float | None:
+    return None if then is None else round(now - then, 3)
+
+
+def _patch_status(ingest: ReportIngest, now: float) -> PatchStatus | None:
+    if ingest.greeting is None:
+        return None
+    hello = ingest.greeting.hello
+    return PatchStatus(
+        version=hello.patch_version,
+        epoch=ingest.report_epoch or hello.epoch,
+        heartbeat_age_s=_age_s(ingest.last_heartbeat_s, now),
+        heartbeats=ingest.tally.heartbeats,
+        mismatches=ingest.tally.mismatches,
+        snapshots=ingest.tally.snapshots,
+        features=hello.features,
+    )
+
+
+def count_worker(metrics: Metrics, worker: WorkerKey, stream: WorkerStream) -> None:
+    """What came in of a worker since the last time, and how its stream is, into the metrics."""
+    label = metrics.worker_label(worker)
+    now, before = stream.ingest.tally, stream.counted
+    counters = {
+        "batches": metrics.ingest_batches,
+        "events": metrics.ingest_events,
+        "blocks": metrics.ingest_blocks,
+        "broken": metrics.ingest_broken_events,
+        "unknown": metrics.ingest_unknown_events,
+        "refused": metrics.ingest_refused_blocks,
+        "foreign": metrics.ingest_foreign_batches,
+        "gaps": metrics.stream_gaps,
+        "missed_batches": metrics.stream_missed_batches,
+        "ghost_blocks": metrics.stream_ghost_blocks,
+        "lost_blocks": metrics.stream_lost_blocks,
+        "restarts": metrics.stream_restarts,
+        "losses": metrics.stream_engine_losses,
+        "heartbeats": metrics.patch_heartbeats,
+        "mismatches": metrics.patch_mismatches,
+    }
+    for name, counter in counters.items():
+        # What it refused for want of room counts from zero when it begins again.
+        counter.labels(label).inc(max(0, getattr(now, name) - getattr(before, name)))
+    for how, name in RESYNCS.items():
+        metrics.stream_resyncs.labels(label, how).inc(max(0, getattr(now, name) - getattr(before, name)))
+    if (lag_s := _lag_s(stream)) is not None:
+        metrics.stream_event_lag_seconds.labels(label).set(lag_s)
+    else:
+        with contextlib.suppress(KeyError):
+            metrics.stream_event_lag_seconds.remove(label)
+    metrics.commit_lag_seconds.labels(label).set(stream.unwritten_s)
+    metrics.backlog_blocks.labels(label).set(stream.unwritten_blocks)
+    metrics.worker_disk_corrupt_records.labels(label).set(stream.disk.signs.corrupt)
+    metrics.worker_unserved_models.labels(label).set(bool(stream.note))
+    stream.counted = msgspec.structs.replace(now)
+    metrics.set_stream_state(worker, stream.view.state.value)

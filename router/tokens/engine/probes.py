@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small prompts with which a way to tokens is held against the engine itself. Pure.
+
+Each has what tokenizers and templates are known to differ in: other scripts, spaces at either end, several parts in one message,
+a call of a tool and its result, a message that is to be continued. A way is trusted with a feature where it makes of that feature's
+probe exactly what the engine makes of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.tokens.token_request import Asked, Feature, Kind
+
+USER = {"role": "user", "content": " What is the capital of  France?\n"}
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather in a city",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+CALL = {
+    "id": "call_1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Paris", "days": 2}'},
+}
+
+_CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "system", "content": "You are brief."},
+        USER,
+        {"role": "assistant", "content": "Paris – Größe: 105 km². "},
+        {"role": "user", "content": [{"type": "text", "text": " And of Japan? "}, {"type": "text", "text": "日本🙂"}]},
+    ]
+}
+_TOOLS: dict[str, Any] = {
+    "messages": [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "call_1", "content": '{"celsius": 21}'},
+    ],
+    "tools": [TOOL],
+    # Any engine takes this; "auto" wants a parser of tool calls.
+    "tool_choice": "none",
+}
+_CONTINUED: dict[str, Any] = {
+    "messages": [USER, {"role": "assistant", "content": "It is Par"}],
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+}
+_TEXT: dict[str, Any] = {"prompt": " Größe  naïve\n\n日本語 🙂 = 3.14159"}
+
+
+def _asked(kind: Kind, body: dict[str, Any]) -> Asked:
+    return Asked(kind, {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()})
+
+
+PROBES: dict[Feature, Asked] = {
+    "chat": _asked("chat", _CHAT),
+    "tools": _asked("chat", _TOOLS),
+    "continued": _asked("chat", _CONTINUED),
+    "text": _asked("text", _TEXT),
+}
+# Where a template takes no system message, or not several parts.
+PLAIN_CHAT = _asked(
+    "chat", {"messages": [USER, {"role": "assistant", "content": "Paris"}, {"role": "user", "content": "日本?"}]}
+)
+
+# What the engine made of a probe: the ids, how many where it does not tell them, or its refusal.
+Truth = NDArray[np.int64] | int | str
+
+
+def running(probe: Asked) -> bytes:
+    """The body by which the engine runs the probe, for one token, and tells what it made of it."""
+    return msgspec.json.encode(probe.fields | {"max_tokens": 1, "temperature": 0, "return_token_ids": True})
+
+
+def agrees(truth: Truth, ids: NDArray[np.int64]) -> bool:
+    """Whether `ids` are what the engine has, as far as it tells."""
+    if isinstance(truth, str):
+        return False
+    return len(ids) == truth if isinstance(truth, int) else np.array_equal(truth, ids)
+
+
+def difference(truth: Truth, ids: NDArray[np.int64]) -> str:
+    """Where they part, for a person."""
+    if isinstance(truth, str):
+        return f"the engine refuses it: {truth}"
+    if isinstance(truth, int):
+        return f"{len(ids)} tokens where the engine has {truth}"
+    both = min(len(truth), len(ids))
+    apart = np.flatnonzero(truth[:both] != ids[:both])
+    at = int(apart[0]) if len(apart) else both
+    return f"{len(ids)} tokens where the engine has {len(truth)}, equal up to token {at}"

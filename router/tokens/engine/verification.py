@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds the ways to tokens against one engine, by probes: what the engine makes of each, and whether a way makes the same.
+
+Where the engine has a render endpoint that is the truth, as it is the code by which the engine reads requests. Else the engine runs
+each probe for one token and tells its prompt: /tokenize is another code, and differs for some models (gpt-oss) and flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.tokens.engine.client import Absent, EngineClient
+from kvrouter.router.tokens.engine.probes import PLAIN_CHAT, PROBES, Truth, agrees, difference, running
+from kvrouter.router.tokens.engine.wire import (
+    HOW_TO_RENDER,
+    REAL_PATHS,
+    RENDER_PATHS,
+    TOKENIZE_PATH,
+    Habits,
+    real_ids,
+    render_body,
+    rendered,
+    tokenize_body,
+    tokenized_ids,
+)
+from kvrouter.router.tokens.prompt_tokens import Unknown
+from kvrouter.router.tokens.token_request import Asked, Feature
+
+# The same as the engine.
+EQUAL = ""
+
+# What an engine may do where /tokenize is asked: a template's parts are its own affair there.
+TOKENIZE_HABITS = (Habits(), Habits(keeps_unused_tools=False))
+
+Make = Callable[[Asked, Habits], NDArray[np.int64]]
+
+
+class LocalMaker(Protocol):
+    """A tokenizer here; `local.LocalTokenizer` is one."""
+
+    @property
+    def held_bytes(self) -> int: ...
+
+    def ids(self, asked: Asked, habits: Habits) -> NDArray[np.int64]:
+        """Raises Unknown where only the engine can say."""
+        ...
+
+    def likely_habits(self) -> tuple[Habits, ...]:
+        """What an engine may do with this tokenizer's template, the likeliest first."""
+        ...
+
+
+class Verdict(msgspec.Struct, frozen=True, eq=False):
+    """What is known of one engine. renders: it has a render endpoint. tokenizes, local: for each feature EQUAL where that way makes
+    what the engine makes, else why not. truths: what the engine made of the probes."""
+
+    renders: bool
+    tokenizes: dict[Feature, str] = {}
+    tokenize_habits: Habits = Habits()
+    local: dict[Feature, str] = {}
+    local_habits: Habits = Habits()
+    truths: dict[Feature, Truth] = {}
+
+
+class Judge:
+    """client: asks engines. local: tokenizers here, by model."""
+
+    def __init__(self, client: EngineClient, local: Mapping[str, LocalMaker]) -> None:
+        self._client = client
+        self._local = local
+
+    async def judge(self, model: str, url: str) -> Verdict:
+        """Raises Unknown when the engine does not answer."""
+        probes = dict(PROBES)
+        truths: dict[Feature, Truth] = {}
+        renders = True
+        for feature, probe in PROBES.items():
+            renders, truth = await self._truth(url, probe, renders)
+            if feature == "chat" and isinstance(truth, str):
+                probes[feature] = PLAIN_CHAT
+                renders, truth = await self._truth(url, PLAIN_CHAT, renders)
+            truths[feature] = truth
+        tokenizes: dict[Feature, str] = {}
+        tokenize_habits = Habits()
+        if not renders:
+            tokenizes, tokenize_habits = await self._tokenizes(url, probes, truths)
+        local: dict[Feature, str] = {}
+        local_habits = Habits()
+        maker = self._local.get(model)
+        if maker is not None:
+            local, local_habits = best(
+                [(compared(maker.ids, habits, probes, truths), habits) for habits in maker.likely_habits()]
+            )
+        return Verdict(renders, tokenizes, tokenize_habits, local, local_habits, truths)
+
+    async def _truth(self, url: str, probe: Asked, renders: bool) -> tuple[bool, Truth]:
+        """Whether the engine renders, and what it makes of the probe."""
+        try:
+            if renders:
+                try:
+                    answer = await self._client.post(url, RENDER_PATHS[probe.kind], render_body(probe))
+                    return True, rendered(probe.kind, answer)[0]
+                except Absent:
+                    renders = False
+            return renders, real_ids(await self._client.post(url, REAL_PATHS[probe.kind], running(probe)))
+        except Absent as absent:
+            return renders, str(absent)
+        except Unknown as unknown:
+            if unknown.reason != "refused":
+                raise
+            return renders, unknown.problem
+
+    async def _tokenizes(
+        self, url: str, probes: dict[Feature, Asked], truths: dict[Feature, Truth]
+    ) -> tuple[dict[Feature, str], Habits]:
+        found: list[tuple[dict[Feature, str], Habits]] = []
+        for habits in TOKENIZE_HABITS:
+            judged: dict[Feature, str] = {}
+            for feature, probe in probes.items():
+                judged[feature] = await self._tokenized(url, probe, truths[feature], habits)
+            found.append((judged, habits))
+            if all(why == EQUAL for why in judged.values()):
+                break
+        return best(found)
+
+    async def _tokenized(self, url: str, probe: Asked, truth: Truth, habits: Habits) -> str:
+        try:
+            ids = tokenized_ids(await self._client.post(url, TOKENIZE_PATH, tokenize_body(probe, habits)))
+        except Absent:
+            return f"it has neither /tokenize nor a render endpoint ({HOW_TO_RENDER})"
+        except Unknown as unknown:
+            if unknown.reason != "refused":
+                raise
+            return f"its /tokenize refuses the probe: {unknown.problem}"
+        return EQUAL if agrees(truth, ids) else difference(truth, ids)
+
+
+def compared(
+    make: Make, habits: Habits, probes: dict[Feature, Asked], truths: dict[Feature, Truth]
+) -> dict[Feature, str]:
+    """For each feature EQUAL, or how what is made here differs from what the engine made."""
+    found: dict[Feature, str] = {}
+    for feature, probe in probes.items():
+        try:
+            ids = make(probe, habits)
+        except (Unknown, BadQuestion) as error:
+            found[feature] = f"not read here: {error}"
+        else:
+            found[feature] = EQUAL if agrees(truths[feature], ids) else difference(truths[feature], ids)
+    return found
+
+
+def best(found: list[tuple[dict[Feature, str], Habits]]) -> tuple[dict[Feature, str], Habits]:
+    """The habits that explain the most probes, the first of equals."""
+    return max(found, key=lambda pair: sum(why == EQUAL for why in pair[0].values()))
+
+
+def same_truths(one: Verdict, other: Verdict) -> bool:
+    """Whether two engines make the same of every probe, as far as they tell."""
+    for feature, truth in one.truths.items():
+        others = other.truths.get(feature)
+        if isinstance(truth, np.ndarray) and isinstance(others, np.ndarray) and not np.array_equal(truth, others):
+            return False
+    return True

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine is asked for tokens with, and what it answers. Pure.
+
+Source: vLLM 0.32.0 entrypoints/scale_out/render, entrypoints/serve/tokenize, renderers/online_renderer.py. A model's name is never
+sent: vLLM takes none for its own, whatever it serves it as.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.common.json_arrays import token_array
+from kvrouter.router.kvcache.multimodal import Items, MultimodalItem, in_order
+from kvrouter.router.tokens.prompt_tokens import Unknown
+from kvrouter.router.tokens.token_request import CHAT_PATH, RESPONSES_PATH, TEXT_PATH, TRUNCATION, Asked, Kind
+
+RENDER_PATHS: dict[Kind, str] = {
+    "chat": f"{CHAT_PATH}/render",
+    "text": f"{TEXT_PATH}/render",
+    "responses": f"{RESPONSES_PATH}/render",
+}
+TOKENIZE_PATH = "/tokenize"
+# The engine itself, for what it makes of a probe.
+REAL_PATHS: dict[Kind, str] = {"chat": CHAT_PATH, "text": TEXT_PATH}
+
+# Of a chat, what /tokenize has a field of its own for.
+TOKENIZE_FIELDS = (
+    *("messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
+    *("chat_template", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs"),
+)
+# What only the real endpoint and its render can read.
+ONLY_RENDERED = (TRUNCATION, "suffix")
+# vLLM reads these values of a template's argument as not given. Source: renderers/params.py, merge_kwargs.
+UNSET = (None, "auto")
+
+
+class Habits(msgspec.Struct, frozen=True):
+    """What an engine does with chats and does not say; found by trying (`probes.py`).
+
+    keeps_unused_tools: tools are written into the prompt also with tool_choice "none"; False where vLLM was started with
+    --exclude-tools-when-tool-choice-none. content_parts: the template is given a message's content as parts, not as one text.
+    """
+
+    keeps_unused_tools: bool = True
+    content_parts: bool = False
+
+
+def render_body(asked: Asked) -> bytes:
+    """mm_payload: of images and the like, only where they are and their hashes."""
+    return msgspec.json.encode(asked.fields | {"mm_payload": "none"})
+
+
+def tokenize_body(asked: Asked, habits: Habits) -> bytes:
+    """Raises Unknown where /tokenize cannot say what the real endpoint would make of it."""
+    for name in ONLY_RENDERED:
+        if asked.has(name):
+            raise Unknown("unsupported", f"{name} is read by the engine's render endpoint alone ({HOW_TO_RENDER})")
+    if asked.kind == "text":
+        body: dict[str, Any] = {
+            name: asked.fields[name] for name in ("prompt", "add_special_tokens") if name in asked.fields
+        }
+        return msgspec.json.encode(body)
+    if asked.kind != "chat":
+        raise Unknown(
+            "unsupported", f"{REAL_PATHS.get(asked.kind, asked.kind)} has a render endpoint alone ({HOW_TO_RENDER})"
+        )
+    body = {name: asked.fields[name] for name in TOKENIZE_FIELDS if name in asked.fields}
+    if drops_tools(asked, habits):
+        body.pop("tools", None)
+    if any("reasoning_content" in message for message in asked.messages):
+        body["messages"] = [with_reasoning(message) for message in asked.messages]
+    arguments = template_arguments(asked)
+    if arguments:
+        body["chat_template_kwargs"] = arguments
+    return msgspec.json.encode(body)
+
+
+HOW_TO_RENDER = "vLLM has one with --enable-scale-out"
+
+
+def drops_tools(asked: Asked, habits: Habits) -> bool:
+    """Whether the engine leaves the tools out of the prompt."""
+    return not habits.keeps_unused_tools and asked.value("tool_choice") == "none"
+
+
+def template_arguments(asked: Asked) -> dict[str, Any]:
+    """The template's further arguments: the client's, and what the chat endpoint makes of its own fields.
+
+    Source: vLLM 0.32.0 ChatCompletionRequest.build_chat_params."""
+    given = asked.value("chat_template_kwargs") or {}
+    if not isinstance(given, dict):
+        raise BadQuestion("chat_template_kwargs is no object")
+    found = dict(given)
+    effort = asked.value("reasoning_effort")
+    for name, value in (("documents", asked.value("documents")), ("reasoning_effort", effort)):
+        if value not in UNSET:
+            found[name] = value
+    if effort is not None and "enable_thinking" not in given:
+        found["enable_thinking"] = effort != "none"
+    return found
+
+
+def with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message under the name that the chat endpoint gives to what was called reasoning_content."""
+    changed = {name: value for name, value in message.items() if name != "reasoning_content"}
+    reasoning = message.get("reasoning_content")
+    if reasoning is not None and message.get("reasoning") is None:
+        changed["reasoning"] = reasoning
+    return changed
+
+
+class _Placeholder(msgspec.Struct):
+    offset: int
+    length: int
+
+
+class _Features(msgspec.Struct):
+    """By kind (image, audio, video); each list in the order of the others."""
+
+    mm_hashes: dict[str, list[str]] = {}
+    mm_placeholders: dict[str, list[_Placeholder]] = {}
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: msgspec.Raw
+    features: _Features | None = None
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: msgspec.Raw
+
+
+class _Message(msgspec.Struct):
+    message: str = ""
+
+
+class _Refusal(msgspec.Struct):
+    """vLLM's errors have had both forms."""
+
+    error: _Message | None = None
+    message: str = ""
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+
+
+class _Choice(msgspec.Struct):
+    prompt_token_ids: list[int] | None = None
+
+
+class _Real(msgspec.Struct):
+    usage: _Usage | None = None
+    choices: list[_Choice] = []
+    prompt_token_ids: list[int] | None = None
+
+
+_rendered = msgspec.json.Decoder(_Rendered)
+_rendered_texts = msgspec.json.Decoder(list[_Rendered])
+_tokenized = msgspec.json.Decoder(_Tokenized)
+_refusal = msgspec.json.Decoder(_Refusal)
+_real = msgspec.json.Decoder(_Real)
+
+
+def rendered(kind: Kind, answer: bytes) -> tuple[NDArray[np.int64], Items]:
+    """The ids and the images and the like among them. Raises Unknown where it is no answer of a render endpoint.
+
+    Source: vLLM 0.32.0 entrypoints/scale_out/token_in_token_out/protocol.py (MultiModalFeatures)."""
+    try:
+        found = _rendered_texts.decode(answer)[0] if kind == "text" else _rendered.decode(answer)
+        ids = _ids(found.token_ids)
+        items = () if found.features is None else _items(found.features)
+        if items and items[-1].offset_tokens + items[-1].length_tokens > len(ids):
+            raise ValueError(f"an item ends after the prompt's {len(ids)} tokens")
+        return ids, items
+    except (msgspec.MsgspecError, BadQuestion, ValueError, IndexError, RecursionError) as error:
+        raise Unknown("unreachable", f"its render answers with something else than a prompt: {error}") from None
+
+
+def _items(features: _Features) -> Items:
+    if features.mm_hashes.keys() != features.mm_placeholders.keys():
+        raise ValueError("mm_hashes and mm_placeholders are of different kinds")
+    return in_order(
+        [
+            MultimodalItem(identifier, place.offset, place.length)
+            for kind, identifiers in features.mm_hashes.items()
+            for identifier, place in zip(identifiers, features.mm_placeholders[kind], strict=True)
+        ]
+    )
+
+
+def tokenized_ids(answer: bytes) -> NDArray[np.int64]:
+    """Raises Unknown where it is no answer of /tokenize."""
+    try:
+        return _ids(_tokenized.decode(answer).tokens)
+    except (msgspec.MsgspecError, BadQuestion, ValueError, RecursionError) as error:
+        raise Unknown("unreachable", f"its /tokenize answers without tokens: {error}") from None
+
+
+def _ids(raw: msgspec.Raw) -> NDArray[np.int64]:
+    ids = token_array(raw, is_msgpack=False)
+    if not len(ids):
+        raise BadQuestion("there are none")
+    return ids
+
+
+def real_ids(answer: bytes) -> NDArray[np.int64] | int:
+    """What the engine made of a prompt that it ran: the ids, or how many where it does not tell them. Raises Unknown."""
+    try:
+        found = _real.decode(answer)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Unknown("unreachable", f"its answer to a probe is no completion: {error}") from None
+    for ids in (found.prompt_token_ids, *(choice.prompt_token_ids for choice in found.choices)):
+        if ids:
+            return np.array(ids, np.int64)
+    if found.usage is not None and found.usage.prompt_tokens > 0:
+        return found.usage.prompt_tokens
+    raise Unknown("unreachable", "its answer to a probe tells neither prompt_token_ids nor usage.prompt_tokens")
+
+
+def refusal_of(answer: bytes) -> str:
+    """The engine's own message in an answer that refuses."""
+    try:
+        found = _refusal.decode(answer)
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return ""
+    return (found.error.message if found.error is not None else found.message)[:MAX_REFUSAL_CHARS]
+
+
+# It is shown to clients and in logs; a template's message may quote the whole chat.
+MAX_REFUSAL_CHARS = 500

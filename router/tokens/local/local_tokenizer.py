@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's tokenizer and chat template from a folder as models come in: tokenizer.json, tokenizer_config.json, a template.
+
+Synchronous; long texts belong in a thread. Nothing is downloaded. Whether what comes out is what the engine makes is judged
+elsewhere, by probes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Tokenizer
+
+from kvrouter.router.common.errors import SettingError
+from kvrouter.router.tokens.engine.wire import Habits, template_arguments
+from kvrouter.router.tokens.local.chat_messages import conversation, tools
+from kvrouter.router.tokens.local.chat_template import OWN_ARGUMENTS, ChatTemplate
+from kvrouter.router.tokens.local.piece_cache import Pieces
+from kvrouter.router.tokens.prompt_tokens import Unknown
+from kvrouter.router.tokens.token_request import TRUNCATION, Asked
+
+# Names of special tokens that templates may write. Source: transformers 5, SPECIAL_TOKENS_ATTRIBUTES.
+NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+
+# What only the engine can read: a template of the client's is refused or not by a flag of the engine.
+LEFT_TO_THE_ENGINE = (TRUNCATION, "suffix", "chat_template", "mm_processor_kwargs", "media_io_kwargs")
+
+
+# vLLM gives a template that loops over contents their parts. Where both come to the same, this decides.
+LOOPS_OVER_CONTENT = re.compile(r"{%-?\s*for\s+\w+\s+in\s[^%]*content")
+
+
+class LocalTokenizer:
+    """One model's. now: the local time, for templates that write the date."""
+
+    def __init__(self, folder: Path, now: Callable[[], datetime]) -> None:
+        """Raises SettingError."""
+        self.folder = folder
+        config = _read_json(folder / "tokenizer_config.json")
+        try:
+            tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:
+            # The library raises the bare Exception.
+            raise SettingError(f"cannot read {folder / 'tokenizer.json'}: {error}; name a folder with one") from None
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.add_tokens(_further_tokens(tokenizer, config))
+        texts = _templates(folder, config)
+        self._special = {name: _content(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
+        self._templates = {name: ChatTemplate(text, now) for name, text in texts.items()}
+        self._pieces = Pieces(tokenizer, "".join([*texts.values(), *self._special.values()]))
+
+    @property
+    def held_bytes(self) -> int:
+        return self._pieces.held_bytes
+
+    def ids(self, asked: Asked, habits: Habits) -> NDArray[np.int64]:
+        """Raises Unknown where only the engine can say."""
+        for name in LEFT_TO_THE_ENGINE:
+            if asked.has(name):
+                raise Unknown("unsupported", f"{name} is not read by the tokenizer here; the engine reads it")
+        special = asked.value("add_special_tokens")
+        if asked.kind == "text":
+            text = asked.value("prompt")
+            if not isinstance(text, str):
+                raise Unknown("unsupported", "the tokenizer here reads text alone")
+            return self._encoded(text, special is not False)
+        if asked.kind != "chat":
+            raise Unknown("unsupported", "the tokenizer here reads chats and completions alone")
+        return self._encoded(self._chat(asked, habits), special is True)
+
+    def _encoded(self, text: str, add_special_tokens: bool) -> NDArray[np.int64]:
+        ids = self._pieces.encode(text, add_special_tokens=add_special_tokens)
+        if not len(ids):
+            raise Unknown("refused", "the prompt has no tokens")
+        return ids
+
+    def _chat(self, asked: Asked, habits: Habits) -> str:
+        given = tools(asked, habits)
+        template = self._templates.get("tool_use" if given else "default") or self._templates.get("default")
+        if template is None:
+            raise Unknown("unsupported", f"{self.folder} has no chat template; put its chat_template.jinja there")
+        messages = conversation(asked, habits)
+        if any(message["role"] == "developer" for message in messages) and "developer" not in template.text:
+            raise Unknown("unsupported", "the role developer, which the engine turns into another here")
+        arguments = template_arguments(asked)
+        if not OWN_ARGUMENTS.isdisjoint(arguments.keys() - {"documents"}) or "chat_template" in arguments:
+            raise Unknown("unsupported", "chat_template_kwargs that replace arguments of their own")
+        continued = asked.value("continue_final_message") is True
+        generation = asked.value("add_generation_prompt") is not False
+        if continued and generation:
+            raise Unknown("refused", "continue_final_message wants add_generation_prompt to be false")
+        whole: dict[str, Any] = {"documents": None} | self._special | arguments
+        whole |= {"tools": given, "add_generation_prompt": generation}
+        return template.render(messages, continued=continued, arguments=whole)
+
+    def likely_habits(self) -> tuple[Habits, ...]:
+        """What an engine with this template may do, the likeliest first. A loop over a message's content reads parts."""
+        default = self._templates.get("default")
+        loops = default is not None and LOOPS_OVER_CONTENT.search(default.text) is not None
+        return tuple(
+            Habits(keeps_unused_tools=keeps, content_parts=parts)
+            for keeps in (True, False)
+            for parts in ((True, False) if loops else (False, True))
+        )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, msgspec.MsgspecError) as error:
+        raise SettingError(f"cannot read {path}: {error}") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _content(token: Any) -> str:
+    """A special token stands in the settings as its text or with its properties."""
+    return str(token["content"] if isinstance(token, dict) else token)
+
+
+def _further_tokens(tokenizer: Tokenizer, config: dict[str, Any]) -> list[AddedToken]:
+    """Tokens of the settings that tokenizer.json lacks, in the order of their ids."""
+    listed = config.get("added_tokens_decoder") or {}
+    found = []
+    for _, token in sorted(listed.items(), key=lambda item: int(item[0])):
+        if tokenizer.token_to_id(token["content"]) is None:
+            properties = ("single_word", "lstrip", "rstrip", "normalized", "special")
+            found.append(AddedToken(token["content"], **{name: bool(token.get(name, False)) for name in properties}))
+    return found
+
+
+def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """By name: `default`, and `tool_use` where a model has one of its own for tools."""
+    given = config.get("chat_template")
+    found: dict[str, str] = {}
+    if isinstance(given, str):
+        found["default"] = given
+    elif isinstance(given, list):
+        found = {str(entry["name"]): str(entry["template"]) for entry in given}
+    for path in (folder / "chat_template.jinja", *sorted((folder / "additional_chat_templates").glob("*.jinja"))):
+        try:
+            found["default" if path.parent == folder else path.stem] = path.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            continue
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingError(f"cannot read {path}: {error}") from None
+    return found

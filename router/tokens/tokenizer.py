@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokens of what clients send: given, made here, or asked of an engine. The async shell around the pure parts.
+
+Nothing here waits without a deadline, and nothing long runs in the event loop. What cannot be found out in time is a Prompt without
+ids, with its reason: the request is then placed by load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import aiohttp
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.tokens.engine.client import Absent, Engine, EngineClient
+from kvrouter.router.tokens.engine.verification import EQUAL, LocalMaker, Verdict
+from kvrouter.router.tokens.engine.verified_engines import LOOK_S, JudgedEngines, way_of
+from kvrouter.router.tokens.engine.wire import (
+    RENDER_PATHS,
+    TOKENIZE_PATH,
+    Habits,
+    render_body,
+    rendered,
+    tokenize_body,
+    tokenized_ids,
+)
+from kvrouter.router.tokens.prompt_cache import Key, PromptMemory
+from kvrouter.router.tokens.prompt_tokens import Found, Prompt, Unknown, estimated_tokens
+from kvrouter.router.tokens.token_request import Asked, read
+
+log = logging.getLogger(__name__)
+
+# A body up to this is read, and a prompt up to that tokenized here, within half a millisecond (14 us for 2 kB, 126 us for 32 kB;
+# 0.6 ms for 2 kB); longer ones go to a thread.
+READ_BYTES = 64 * 1024
+MAKE_BYTES = 2 * 1024
+# Tokenizing is work for a core; more threads would take the loop's.
+THREADS = 2
+# Requests that wait for tokens at once; each holds its body. Those beyond are placed by load.
+MAX_WAITING = 1_024
+# Where one does not answer, another may.
+ENGINES_TRIED = 2
+# Numbers in this much JSON are read in below a millisecond.
+PARSE_BYTES = 1024**2
+# What a picture or a sound comes to, for load alone; engines take from some hundred to some thousand tokens.
+TOKENS_OF_MEDIA = 1_024
+# Two texts that have no token in common, in place of a message with media.
+STAND_INS = ("A", "7")
+
+# Of the deadline, for an engine's render of a prompt with media: it may fetch a picture first. The rest is for the text before it.
+MEDIA_SHARE = 0.6
+
+T = TypeVar("T")
+
+
+class Tokenizing:
+    """engines: those of a model that may be asked now. session: for those. local: tokenizers here, by model. clock: in seconds."""
+
+    def __init__(
+        self,
+        *,
+        models: Callable[[], Iterable[str]],
+        engines: Callable[[str], Sequence[Engine]],
+        session: aiohttp.ClientSession,
+        local: Mapping[str, LocalMaker],
+        timeout_s: float,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        rng: random.Random,
+        supervisor: TaskSupervisor | None = None,
+    ) -> None:
+        self._client = EngineClient(session)
+        self._local = local
+        self._timeout_s = timeout_s
+        self._metrics = metrics
+        self._clock = clock
+        self._rng = rng
+        self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
+        self._memory = PromptMemory(clock)
+        self._engines = JudgedEngines(
+            models=models,
+            engines=engines,
+            client=self._client,
+            local=local,
+            changed=self._memory.forget,
+            metrics=metrics,
+            clock=clock,
+        )
+        self.status = self._engines.status
+        self.health = self._engines.health
+        # By what is asked and with which key; those that wait for the same share one.
+        self._under_way: dict[tuple[str, bytes, str | None], asyncio.Task[Found]] = {}
+        self._waiting = 0
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
+        self._watching: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Look for engines and judge them, until `stop`."""
+        self._watching = self._supervisor.start("tokenizing", self._watch)
+
+    async def stop(self) -> None:
+        running = [task for task in (self._watching, *self._under_way.values()) if task is not None]
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await self._engines.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _watch(self) -> None:
+        while True:
+            self._engines.look()
+            held_bytes = self._memory.held_bytes + sum(local.held_bytes for local in self._local.values())
+            self._metrics.prompt_memory_bytes.set(held_bytes)
+            await asyncio.sleep(LOOK_S)
+
+    async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt:
+        """The tokens of a body that a client sent to `path`, for `model` as its workers are registered.
+
+        authorization: the header that the client sent for the engine. Raises BadQuestion where the body cannot be read."""
+        start_s = self._clock()
+        asked: Asked | NDArray[np.int64] | Unknown | None = None
+        if len(raw) <= READ_BYTES:
+            try:
+                asked = read(path, raw)
+            except Unknown as unknown:
+                asked = unknown
+        if asked is None or isinstance(asked, Asked):
+            prompt = await self._prompt(path, model, raw, asked, authorization)
+        elif isinstance(asked, Unknown):
+            prompt = _unknown(asked, len(raw))
+        else:
+            # Nothing is waited for: no deadline, no place among those that wait.
+            prompt = Prompt(len(asked), asked, "given")
+        self._metrics.count_prompt(prompt.source, prompt.reason, self._clock() - start_s)
+        return prompt
+
+    async def _prompt(
+        self, path: str, model: str, raw: bytes, asked: Asked | NDArray[np.int64] | None, authorization: str | None
+    ) -> Prompt:
+        """asked: what is in `raw`, None where it was too long to be read at once."""
+        size_bytes = len(raw)
+        if self._waiting >= MAX_WAITING:
+            return _unknown(
+                Unknown("busy", f"{MAX_WAITING} requests wait for their tokens; add router processes"), size_bytes
+            )
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                if asked is None:
+                    asked = await self._in_thread(lambda: _whole(path, raw))
+                if not isinstance(asked, Asked):
+                    return Prompt(len(asked), asked, "given")
+                if asked.media_at is not None:
+                    size_bytes = asked.text_bytes
+                    return await self._with_media(model, asked, asked.media_at, authorization)
+                ids, source, items = await self._found(model, asked, authorization)
+                return Prompt(len(ids), ids, source, replaces=self._engines.all_alike(model), items=items)
+        except Unknown as unknown:
+            return _unknown(unknown, size_bytes)
+        except TimeoutError:
+            why = f"its tokens were not found within {self._timeout_s:g} s: engines answer slowly; raise tokenize_timeout_s"
+            return _unknown(Unknown("timeout", why), size_bytes)
+        finally:
+            self._waiting -= 1
+
+    async def _with_media(self, model: str, asked: Asked, at: int, authorization: str | None) -> Prompt:
+        """All of it where an engine's render tells its items, else what comes before message `at`, the first that has media."""
+        try:
+            async with asyncio.timeout(self._timeout_s * MEDIA_SHARE):
+                ids, source, items = await self._asked_once(model, asked, authorization)
+        except (Unknown, TimeoutError) as error:
+            if isinstance(error, Unknown) and error.broke_engine:
+                raise
+            log.debug("not known through its media", extra={"reason": str(error) or "not in time"})
+        else:
+            if items:
+                return Prompt(len(ids), ids, source, items=items)
+        return await self._before_media(model, asked, at, authorization)
+
+    async def _before_media(self, model: str, asked: Asked, at: int, authorization: str | None) -> Prompt:
+        """What comes before the first message with more than text: that which two chats have in common that differ in it alone."""
+        before = asked.messages[:at]
+        role = asked.messages[at].get("role") or "user"
+        both = []
+        for text in STAND_INS:
+            stand_in = asked.with_fields(
+                messages=[*before, {"role": role, "content": text}],
+                continue_final_message=None,
+                add_generation_prompt=None,
+            )
+            try:
+                both.append(await self._found(model, stand_in, authorization))
+            except Unknown as unknown:
+                # It is not the client's request that was refused.
+                reason = "media" if unknown.reason == "refused" else unknown.reason
+                problem = f"up to its first message with media: {unknown.problem}"
+                raise Unknown(reason, problem, broke_engine=unknown.broke_engine) from None
+        (one, source, _), (other, _, _) = both
+        most = min(len(one), len(other))
+        apart = np.flatnonzero(one[:most] != other[:most])
+        # Less one: what stands before the message's text may become one token with what is put there instead.
+        known = max(0, (int(apart[0]) if len(apart) else most) - 1)
+        return Prompt(
+            num_tokens=max(known, estimated_tokens(asked.text_bytes)) + TOKENS_OF_MEDIA,
+            token_ids=one[:known],
+            source=source,
+            problem="its messages have more than text: tokens are known up to the first that has",
+            known_tokens=known,
+            reason="media",
+        )
+
+    async def _found(self, model: str, asked: Asked, authorization: str | None) -> Found:
+        """Raises Unknown."""
+        local = self._local.get(model)
+        if local is not None:
+            habits = await self._trusted_local(model, asked)
+            if habits is not None:
+                try:
+                    if asked.size_bytes <= MAKE_BYTES:
+                        return Found(local.ids(asked, habits), "local")
+                    return Found(await self._in_thread(lambda: local.ids(asked, habits)), "local")
+                except Unknown as unknown:
+                    # What it does not read, or its template refuses, the engine decides; where there is one.
+                    if not self._engines.of(model):
+                        raise
+                    log.debug("left to the engine", extra={"reason": unknown.problem})
+        return await self._asked_once(model, asked, authorization)
+
+    async def _asked_once(self, model: str, asked: Asked, authorization: str | None) -> Found:
+        """What an engine said or says of it; those that wait for the same share one question. Raises Unknown."""
+        key = (model, asked.key)
+        known = self._memory.get(key)
+        if known is not None:
+            self._metrics.prompt_memory_hits.inc()
+            return known
+        flight = (*key, authorization)
+        task = self._under_way.get(flight)
+        if task is None:
+            task = asyncio.get_running_loop().create_task(self._asked_in_time(key, asked, authorization))
+            self._under_way[flight] = task
+            task.add_done_callback(lambda done: self._landed(flight, done))
+        # Others may wait for the same.
+        return await asyncio.shield(task)
+
+    def _landed(self, flight: tuple[str, bytes, str | None], task: asyncio.Task[Found]) -> None:
+        del self._under_way[flight]
+        if not task.cancelled():
+            # All who waited may be gone; then nobody else looks at it.
+            task.exception()
+
+    async def _asked_in_time(self, key: Key, asked: Asked, authorization: str | None) -> Found:
+        async with asyncio.timeout(self._timeout_s):
+            found = await self._ask_engines(key[0], asked, authorization)
+        self._memory.put(key, found)
+        return found
+
+    async def _ask_engines(self, model: str, asked: Asked, authorization: str | None) -> Found:
+        """Raises Unknown."""
+        verdicts = await self._engines.verdicts(model)
+        able = [url for url, verdict in verdicts.items() if way_of(verdict, asked) is not None]
+        if not able:
+            raise self._engines.why_none(model, asked, verdicts)
+        # The least asked first, equals in any order.
+        self._rng.shuffle(able)
+        able.sort(key=self._client.asks)
+        problem = None
+        for url in able[:ENGINES_TRIED]:
+            try:
+                return await self._ask(url, verdicts[url], asked, authorization)
+            except Absent:
+                # It had the endpoint when it was judged.
+                self._engines.doubt(model, url)
+                problem = Unknown("unreachable", f"{url} is not what it was; it is judged anew")
+            except Unknown as unknown:
+                if unknown.reason == "refused" or unknown.broke_engine:
+                    raise
+                problem = unknown
+        assert problem is not None
+        raise problem
+
+    async def _ask(self, url: str, verdict: Verdict, asked: Asked, authorization: str | None) -> Found:
+        """Raises Absent and Unknown."""
+        if way_of(verdict, asked) == "render":
+            answer = await self._client.post(url, RENDER_PATHS[asked.kind], render_body(asked), authorization)
+            ids, items = await self._parsed(answer, lambda: rendered(asked.kind, answer))
+            return Found(ids, "render", items)
+        answer = await self._client.post(
+            url, TOKENIZE_PATH, tokenize_body(asked, verdict.tokenize_habits), authorization
+        )
+        return Found(await self._parsed(answer, lambda: tokenized_ids(answer)), "tokenize")
+
+    async def _parsed(self, answer: bytes, parse: Callable[[], T]) -> T:
+        return parse() if len(answer) <= PARSE_BYTES else await self._in_thread(parse)
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def _trusted_local(self, model: str, asked: Asked) -> Habits | None:
+        """What to make the prompt here with; None where it is not known to become what the engines make."""
+        if not self._engines.of(model):
+            # Nobody to hold it against; `health` says so.
+            return self._local[model].likely_habits()[0]
+        verdicts = list((await self._engines.verdicts(model)).values())
+        trusted = all(verdict.local.get(feature) == EQUAL for verdict in verdicts for feature in asked.features)
+        return verdicts[0].local_habits if verdicts and trusted else None
+
+
+def _whole(path: str, raw: bytes) -> Asked | NDArray[np.int64]:
+    """`read`, with all that is worked out of a long body later."""
+    asked = read(path, raw)
+    if isinstance(asked, Asked):
+        asked.key, asked.media_at, asked.features  # noqa: B018
+    return asked
+
+
+def _unknown(unknown: Unknown, size_bytes: int) -> Prompt:
+    return Prompt(
+        estimated_tokens(size_bytes),
+        None,
+        "none",
+        unknown.problem,
+        reason=unknown.reason,
+        refused=unknown.reason == "refused",
+        broke_engine=unknown.broke_engine,
+    )

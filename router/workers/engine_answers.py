@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an engine says of itself over HTTP: its model, and where its event streams are. Pure: from answers to values.
+
+Source: vLLM 0.32.0 entrypoints/serve/instrumentator/basic.py:59, `GET /kv_event_sources`: one KVEventsConfig (config/kv_events.py)
+for each data-parallel rank, its ports already counted up by the rank. vLLM has it from 0.31 on.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvrouter.router.workers.worker_spec import MAX_DP_RANK, endpoint_problem
+
+SOURCES_PATH = "/kv_event_sources"
+MODELS_PATH = "/v1/models"
+START_WITH = (
+    'start it with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
+    '"replay_endpoint": "tcp://*:5558"}\''
+)
+WRITE_THEM = "write events=tcp://HOST:PORT (and replay=) for this worker"
+
+# Hundreds of ranks are the largest deployments; each becomes a worker.
+MAX_RANKS = 1_024
+
+
+class Stream(msgspec.Struct, frozen=True):
+    """Where one rank publishes. note: what cannot be used of what it said."""
+
+    events: str
+    replay: str | None = None
+    note: str = ""
+
+
+class EngineTold(msgspec.Struct, frozen=True):
+    """model: None while it is not known. streams: by rank; None while that is not known, empty where there are none.
+
+    silent: it has no way to tell. problem: why anything of this is not known or not there."""
+
+    model: str | None = None
+    streams: dict[int, Stream] | None = None
+    silent: bool = False
+    problem: str = ""
+
+
+class _Model(msgspec.Struct):
+    id: str
+    # vLLM names the base model as the parent of a LoRA adapter.
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _EventsConfig(msgspec.Struct):
+    enable_kv_cache_events: bool = False
+    publisher: str | None = None
+    endpoint: str = ""
+    replay_endpoint: str | None = None
+
+
+_models = msgspec.json.Decoder(_Models)
+_sources = msgspec.json.Decoder(dict[int, _EventsConfig], strict=False)
+
+
+def model_in(answer: bytes) -> str:
+    """The base model that a list of models names. Raises ValueError with what is wrong."""
+    try:
+        models = _models.decode(answer).data
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ValueError(f"its {MODELS_PATH} is no list of models: {error}") from None
+    for model in models:
+        if model.parent is None:
+            return model.id
+    raise ValueError(f"its {MODELS_PATH} names no model")
+
+
+def streams_in(answer: bytes, url: str) -> EngineTold:
+    """What `GET /kv_event_sources` of the engine at `url` says; `streams` is never None. Raises ValueError if it is none."""
+    try:
+        configs = _sources.decode(answer)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ValueError(f"its {SOURCES_PATH} cannot be read: {error}") from None
+    host = urlsplit(url).hostname or ""
+    found: dict[int, Stream] = {}
+    problem = ""
+    for rank, config in sorted(configs.items())[:MAX_RANKS]:
+        if not config.enable_kv_cache_events or config.publisher != "zmq" or not 0 <= rank <= MAX_DP_RANK:
+            continue
+        events = _published_at(config.endpoint, host)
+        if events is None:
+            problem = (
+                f"its engine publishes to {config.endpoint!r}, where this router cannot subscribe: "
+                f"{START_WITH}, or {WRITE_THEM}"
+            )
+            continue
+        replay = None if config.replay_endpoint is None else _bound_at(config.replay_endpoint, host)
+        unusable = config.replay_endpoint is not None and replay is None
+        note = f"its replay endpoint {config.replay_endpoint!r} cannot be reached from here" if unusable else ""
+        found[rank] = Stream(events, replay, note)
+    if not found and not problem:
+        problem = f"its engine publishes no KV events: {START_WITH}"
+    return EngineTold(streams=found, problem="" if found else problem)
+
+
+def _published_at(endpoint: str, host: str) -> str | None:
+    """Where to subscribe. vLLM binds to wildcards, IPC and the node's own address, and connects to all others: a host by its name
+    is somebody else's, and whatever listens on that port of the engine's own host need not be this engine."""
+    given = _host_of(endpoint)
+    if given is None or _is_wildcard(given) or _address(given) is not None:
+        return _bound_at(endpoint, host)
+    return None
+
+
+def _bound_at(endpoint: str, host: str) -> str | None:
+    """Where an endpoint that the engine binds can be reached, if that can be told."""
+    if endpoint.startswith("ipc://"):
+        # On the engine's machine; this one, if it is asked over loopback.
+        return endpoint if _is_loopback(host) and not endpoint_problem(endpoint) else None
+    given = _host_of(endpoint)
+    if given is None:
+        return None
+    address = _address(given)
+    if address is None or _is_wildcard(given):
+        reached = host
+    elif address.is_loopback and not _is_loopback(host):
+        return None
+    else:
+        reached = given
+    port = endpoint.rpartition(":")[2]
+    found = f"tcp://{bracketed(reached)}:{port}"
+    return None if endpoint_problem(found) else found
+
+
+def bracketed(host: str) -> str:
+    """A host as it stands before a port."""
+    return f"[{host}]" if ":" in host else host
+
+
+def _host_of(endpoint: str) -> str | None:
+    if not endpoint.startswith("tcp://"):
+        return None
+    host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+    return host.removeprefix("[").removesuffix("]") or None
+
+
+def _is_wildcard(host: str) -> bool:
+    address = _address(host)
+    return host == "*" or (address is not None and address.is_unspecified)
+
+
+def _is_loopback(host: str) -> bool:
+    address = _address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asks engines now and then which models and LoRA adapters they serve, and where their KV events are. An async shell."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from http import HTTPStatus
+
+import aiohttp
+import msgspec
+
+from kvrouter.router.common.bounded_read import read_whole
+from kvrouter.router.workers.engine_answers import MODELS_PATH, SOURCES_PATH, Stream, streams_in
+
+log = logging.getLogger(__name__)
+
+# Adapters are loaded while an engine runs; a request for one that is not known here yet has to wait for this.
+LOOK_S = 5.0
+# Both lists are answered at once.
+TIMEOUT_S = 2.0
+# Some hundred adapters and their paths; an answer beyond this is no engine's.
+MAX_ANSWER_BYTES = 1024**2
+ENGINES_AT_ONCE = 16
+# vLLM before 0.31 has no list of event sources, and logs each request for one: it is asked again when it may have been exchanged.
+LOOKS_WITHOUT_SOURCES = 60
+
+
+class _Model(msgspec.Struct):
+    id: str
+    root: str | None = None
+    parent: str | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+_models = msgspec.json.Decoder(_Models)
+
+
+class ServedModels(msgspec.Struct, frozen=True):
+    """names: by which the engine takes requests for its model. adapters: name and path of each LoRA adapter."""
+
+    names: tuple[str, ...] = ()
+    adapters: dict[str, str] = {}
+
+
+def served_in(answer: bytes) -> ServedModels | None:
+    """What a list of models names; None where it is none."""
+    try:
+        models = _models.decode(answer).data
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
+    # vLLM 0.32.0 entrypoints/openai/models/serving.py: an adapter names its base as parent, and the path that it hashes as root.
+    adapters = {model.id: model.root for model in models if model.parent is not None and model.root is not None}
+    return ServedModels(tuple(model.id for model in models if model.parent is None), adapters)
+
+
+class EngineLists:
+    """urls: of the engines. changed: called whenever one says something else than before. `run` until it is cancelled.
+
+    What an engine that does not answer said last stays."""
+
+    def __init__(
+        self, session: aiohttp.ClientSession, urls: Callable[[], Iterable[str]], changed: Callable[[], None]
+    ) -> None:
+        self._session = session
+        self._urls = urls
+        self._changed = changed
+        self._slots = asyncio.Semaphore(ENGINES_AT_ONCE)
+        self._looks = 0
+        self._new = asyncio.Event()
+        # By URL, the look at which an engine without event sources is asked for them again.
+        self._sources_due: dict[str, int] = {}
+        # All by URL.
+        self.served: dict[str, ServedModels] = {}
+        self.sources: dict[str, Mapping[int, Stream]] = {}
+
+    @property
+    def adapters(self) -> dict[str, dict[str, str]]:
+        """By URL, of the engines that have any."""
+        return {url: served.adapters for url, served in self.served.items() if served.adapters}
+
+    async def run(self) -> None:
+        while True:
+            self._new.clear()
+            await self.look()
+            with contextlib.suppress(TimeoutError):
+                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
+                async with asyncio.timeout(LOOK_S):
+                    await self._new.wait()
+
+    def look_soon(self) -> None:
+        """Engines came: what they are registered with is judged by what they say."""
+        self._new.set()
+
+    async def look(self) -> None:
+        """Ask all of them once."""
+        urls = set(self._urls())
+        before = dict(self.served), dict(self.sources)
+        for known in (self.served, self.sources, self._sources_due):
+            for url in known.keys() - urls:
+                del known[url]
+        await asyncio.gather(*map(self._ask, urls))
+        self._looks += 1
+        if (self.served, self.sources) != before:
+            log.info("engine lists changed", extra={"engines": len(self.served), "adapters": len(self.adapters)})
+            self._changed()
+
+    async def _ask(self, url: str) -> None:
+        async with self._slots:
+            status, answer = await self._get(url, MODELS_PATH)
+            if status == HTTPStatus.OK and (served := served_in(answer)) is not None:
+                self.served[url] = served
+            if self._sources_due.get(url, 0) > self._looks:
+                return
+            status, answer = await self._get(url, SOURCES_PATH)
+        if status == HTTPStatus.OK:
+            try:
+                self.sources[url] = streams_in(answer, url).streams or {}
+            except ValueError:
+                # Whoever asks for its streams names what is wrong with the answer.
+                return
+        elif status is not None:
+            self.sources.pop(url, None)
+            self._sources_due[url] = self._looks + LOOKS_WITHOUT_SOURCES
+
+    async def _get(self, url: str, path: str) -> tuple[int | None, bytes]:
+        """Status and body; no status where nothing came. Whether an engine lives is asked elsewhere."""
+        try:
+            async with (
+                asyncio.timeout(TIMEOUT_S),
+                self._session.get(url.rstrip("/") + path, allow_redirects=False) as answer,
+            ):
+                if answer.status != HTTPStatus.OK:
+                    return answer.status, b""
+                return answer.status, await read_whole(answer, MAX_ANSWER_BYTES)
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError):
+            return None, b""

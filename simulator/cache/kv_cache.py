@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One replica's KV cache: finding what a request can reuse, and giving it slots for what it computes.
+
+Source: vLLM 0.32.0 kv_cache_manager.py allocate_slots. No I/O, clock or lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvrouter.simulator.cache.groups import Group, make_group
+from kvrouter.simulator.cache.hit import PrefixHit, find_prefix
+from kvrouter.simulator.cache.job import Job, Table
+from kvrouter.simulator.cache.pool import BlockPool
+from kvrouter.simulator.cache.shapes import Geometry
+
+
+class KVCache:
+    """A block pool and the groups that share it."""
+
+    def __init__(self, geometry: Geometry, num_blocks: int, *, chunk_tokens: int, max_text_tokens: int) -> None:
+        """chunk_tokens: the most that a step computes. max_text_tokens: the longest text that is served."""
+        self.geometry = geometry
+        self.pool = BlockPool(num_blocks)
+        self.groups: list[Group] = [make_group(i, geometry, self.pool) for i in range(len(geometry.groups))]
+        self._chunk_tokens = chunk_tokens
+        self._caps = [group.admission_cap(chunk_tokens, max_text_tokens) for group in self.groups]
+        self._nothing = PrefixHit(tuple([] for _ in self.groups), 0, 0)
+
+    @property
+    def usage(self) -> float:
+        """The share of the pool that requests hold, 0 to 1."""
+        return 1 - self.pool.num_free / (self.pool.num_blocks - 1)
+
+    def tables(self) -> list[Table]:
+        """Empty tables for a request that holds nothing."""
+        return [Table() for _ in self.groups]
+
+    def peak_blocks(self, tokens: int) -> int:
+        """The most blocks that a request of `tokens` tokens holds at once."""
+        return sum(group.peak_blocks(tokens, self._chunk_tokens) for group in self.groups)
+
+    def step_starts(self) -> None:
+        """Called before each step is planned."""
+        for group in self.groups:
+            group.step_starts()
+
+    def find(self, hashes: Sequence[bytes], num_tokens: int) -> PrefixHit:
+        """What a prompt would reuse now: all but its last token at most. Changes nothing."""
+        return find_prefix(self.pool, self.geometry, hashes, max(num_tokens - 1, 0))
+
+    def admit(self, job: Job, hit: PrefixHit, tokens: int, *, loaded: int = 0, reserved: int = 0) -> bool:
+        """Slots for a request that holds none: its hit, `loaded` tokens that a load writes, `tokens` that it computes.
+
+        Only if its whole text would fit, so that prompts admitted together do not starve each other. While a load is to
+        come (`tokens` 0) nothing is committed. reserved: free blocks that are others'. False: nothing changed.
+        """
+        reached = hit.tokens + loaded
+        if self._needed(job, job.text.num_tokens, hit, reached, whole=True) > self.pool.num_free:
+            return False
+        if self._needed(job, reached + tokens, hit, reached) > self.pool.num_free - reserved:
+            return False
+        if reached:
+            for group, table, found in zip(self.groups, job.tables, hit.blocks, strict=True):
+                group.adopt(table, found, reached)
+            if loaded:
+                for group, table in zip(self.groups, job.tables, strict=True):
+                    group.receive(table, reached, loaded)
+        for group, table in zip(self.groups, job.tables, strict=True):
+            group.grow(table, reached + tokens)
+        if tokens:
+            self.commit(job, reached + tokens)
+        self._note_quiet(job, reached)
+        return True
+
+    def resume(self, job: Job, tokens: int) -> bool:
+        """As `extend`, for a request whose load has ended: only if its whole text would fit."""
+        return self.remaining_blocks(job) <= self.pool.num_free and self.extend(job, tokens)
+
+    def drop_skipped(self, job: Job) -> None:
+        """Let go of the blocks that its next token would not need."""
+        for group, table in zip(self.groups, job.tables, strict=True):
+            group.drop_skipped(table, job.computed)
+
+    def extend(self, job: Job, tokens: int) -> bool:
+        """Slots for a running request's next `tokens` tokens. False when the pool has too few; it may have let some go."""
+        self.drop_skipped(job)
+        computed = job.computed
+        end = computed + tokens
+        if self._needed(job, end, self._nothing, computed) > self.pool.num_free:
+            return False
+        for group, table in zip(self.groups, job.tables, strict=True):
+            group.grow(table, end)
+        self.commit(job, end)
+        self._note_quiet(job, computed)
+        return True
+
+    def commit(self, job: Job, tokens: int) -> None:
+        """Make what is full of the first `tokens` tokens findable."""
+        cacheable = min(tokens, job.text.num_tokens)
+        if len(self.groups) > 1:
+            # No hit of several groups ends elsewhere, so nothing beyond is worth a key yet.
+            cacheable -= cacheable % self.geometry.scheduler_block_size
+        for group in self.groups:
+            group.commit(job, cacheable)
+
+    def remaining_blocks(self, job: Job) -> int:
+        """Free blocks that a request still takes until its whole text has slots."""
+        return self._needed(job, job.text.num_tokens, self._nothing, job.computed, whole=True)
+
+    def free(self, job: Job) -> None:
+        """Give the blocks back, each group's tail first, so that a prefix outlives what followed it."""
+        for group, table in zip(self.groups, job.tables, strict=True):
+            group.forget_states(job)
+            self.pool.release(reversed(table.blocks))
+        job.tables = self.tables()
+        job.quiet_until = 0
+
+    def _needed(self, job: Job, tokens: int, hit: PrefixHit, reached: int, *, whole: bool = False) -> int:
+        return sum(
+            group.needed_blocks(table, tokens, found, reached, cap if whole else None)
+            for group, table, found, cap in zip(self.groups, job.tables, hit.blocks, self._caps, strict=True)
+        )
+
+    def _note_quiet(self, job: Job, computed: int) -> None:
+        job.quiet_until = min(
+            group.quiet_until(table, computed) for group, table in zip(self.groups, job.tables, strict=True)
+        )

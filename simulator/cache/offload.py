@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a replica moves between its GPU and its CPU tier: vLLM's OffloadingConnector, scheduler side.
+
+Prompts are stored as their blocks become full, and loaded where the tier reaches further than the GPU's cache. Chunks of one
+block, prompts only, no EAGLE (vLLM's defaults); a prompt that is aborted during its prefill keeps no shorter tail.
+Source: vLLM 0.32.0 kv_connector/v1/offloading/scheduler.py. No I/O or clock: whoever drives the replica says when a
+transfer has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from kvrouter.simulator.cache.cpu_tier import CacheEvent, CpuTier, Uses
+from kvrouter.simulator.cache.job import Job
+from kvrouter.simulator.cache.kv_cache import KVCache
+from kvrouter.simulator.cache.pool import Block, Key
+from kvrouter.simulator.cache.shapes import FULL_KINDS, WINDOW_KINDS, GroupShape
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """Chunks on their way. tokens: how much of the text a load brings; 0 for a store."""
+
+    number: int
+    job: Job
+    keys: tuple[Key, ...]
+    tokens: int = 0
+
+    @property
+    def is_load(self) -> bool:
+        """From the tier to the GPU."""
+        return self.tokens > 0
+
+
+@dataclass(slots=True)
+class _Request:
+    """What is known of a request here. blocks: by group, as they were allocated; None: null, or given to another since."""
+
+    blocks: list[list[Block | None]]
+    next_stored: list[int]
+    uses: Uses = field(default_factory=Uses)
+    transfers: set[int] = field(default_factory=set)
+    local_tokens: int = 0
+    # Its whole prompt has been offered: nothing more is stored of it.
+    offered: bool = False
+
+
+class Offload:
+    """Decides what is stored and loaded. Every live job has a `_Request` from its first look-up to its end."""
+
+    def __init__(self, cache: KVCache, num_chunks: int) -> None:
+        self.tier = CpuTier(num_chunks)
+        self._cache = cache
+        self._shapes = cache.geometry.groups
+        full = [g for g, shape in enumerate(self._shapes) if shape.kind in FULL_KINDS]
+        sparse = [g for g, shape in enumerate(self._shapes) if shape.kind not in FULL_KINDS]
+        # The largest window first: it is the most likely to shorten a hit.
+        self._sparse = sorted(sparse, key=lambda g: -self._window_chunks(self._shapes[g]))
+        self._order = full + self._sparse
+        self._mamba_size = next((shape.block_size for shape in self._shapes if shape.kind == "mamba"), None)
+        sizes = {self._shapes[g].block_size for g in full}
+        # Where loads can end, so that what can never serve one is not stored; None: no one answer.
+        self._align = sizes.pop() if len(sizes) == 1 else None
+        if not full:
+            self._align = max(shape.block_size for shape in self._shapes)
+        self._requests: dict[Job, _Request] = {}
+        self._transfers: dict[int, Transfer] = {}
+        self._loading: set[Key] = set()
+        self._ended: list[Job] = []
+        self._allocated: set[Block] = set()
+        self._new_loads: list[Transfer] = []
+        self._next_number = 0
+
+    @property
+    def busy(self) -> bool:
+        """Transfers are under way, or chunks of an ended request are still to be looked at."""
+        return bool(self._transfers or self._ended)
+
+    def find(self, job: Job, local_tokens: int) -> int | None:
+        """Tokens that can be loaded beyond `local_tokens`; None: ask again next step, as a transfer must end first."""
+        request = self._requests.get(job)
+        if request is None:
+            groups = len(self._shapes)
+            request = self._requests[job] = _Request([[] for _ in range(groups)], [0] * groups)
+        request.blocks = [[] for _ in self._shapes]
+        if request.transfers:
+            return None
+        request.local_tokens = local_tokens
+        return self.ask(job.text.hashes, job.text.num_tokens, local_tokens)
+
+    def begin_load(self, job: Job, loaded_tokens: int) -> None:
+        """A request got blocks for what is loaded behind its local hit."""
+        request = self._requests[job]
+        reached = request.local_tokens + loaded_tokens
+        keys: dict[Key, int] = {}
+        for g, (shape, table) in enumerate(zip(self._shapes, job.tables, strict=True)):
+            self._allocated.update(block for block in table.blocks if block is not self._cache.pool.null)
+            size = shape.block_size
+            end = -(-reached // size)
+            first = -(-request.local_tokens // size)
+            while first < end and (table.blocks[first] is self._cache.pool.null or table.blocks[first].keys):
+                first += 1
+            keys |= {self._key(job.text.hashes, g, i): (i + 1) * size for i in range(first, end)}
+            request.next_stored[g] = end
+        self.tier.begin_load(keys)
+        request.uses.ends |= keys
+        self._loading.update(keys)
+        self._new_loads.append(self._transfer(job, keys, loaded_tokens))
+
+    def ended(self, job: Job) -> None:
+        """A request is over, finished or aborted."""
+        if job in self._requests:
+            self._ended.append(job)
+
+    def plan(self, jobs: Sequence[Job]) -> tuple[list[Transfer], list[Transfer]]:
+        """What a step that computes these jobs loads and stores."""
+        self._note_blocks(jobs)
+        stores = self._store_states()
+        for job in (*jobs, *self._ended):
+            store = self._store(job)
+            if store is not None:
+                stores.append(store)
+        for job in self._ended:
+            self.tier.used(self._requests[job].uses)
+            del self._requests[job]
+        self._ended.clear()
+        self._allocated.clear()
+        loads, self._new_loads = self._new_loads, []
+        return loads, stores
+
+    def end(self, number: int) -> Transfer:
+        """A transfer has ended."""
+        transfer = self._transfers.pop(number)
+        if transfer.is_load:
+            self.tier.end_load(transfer.keys)
+            self._loading.difference_update(transfer.keys)
+        else:
+            self.tier.end_store(transfer.keys)
+        if transfer.job in self._requests:
+            self._requests[transfer.job].transfers.discard(number)
+        return transfer
+
+    def take_events(self) -> list[CacheEvent]:
+        """What came to the tier and left it since the last call."""
+        return self.tier.take_events()
+
+    # Look-ups
+
+    def ask(self, hashes: Sequence[bytes], num_tokens: int, local_tokens: int) -> int | None:
+        """What `find` would say to such a prompt. Changes nothing.
+
+        Groups shorten the hit in turn until it stands. Source: _lookup_complete_chunks.
+        """
+        limit = num_tokens
+        if self._sparse:
+            limit -= 1
+            if self._mamba_size:
+                limit -= limit % self._mamba_size
+        hit, deferred = 0, False
+        groups: Sequence[int] = self._order
+        while groups:
+            looked_at_sparse = False
+            turn, groups = groups, ()
+            for g in turn:
+                shape = self._shapes[g]
+                size, chunks = shape.block_size, num_tokens // shape.block_size
+                limit = min(limit, chunks * size)
+                if limit - local_tokens < size:
+                    return 0
+                start, end = local_tokens // size, min(-(-limit // size), chunks)
+                found = self._run(hashes, g, start, end, limit)
+                if found == 0:
+                    return 0
+                if found is None:
+                    deferred = True
+                else:
+                    limit = min(limit, size * (start + found))
+                new = limit - local_tokens
+                if new < size:
+                    return 0
+                if new < hit:
+                    if deferred:
+                        deferred, groups = False, self._order
+                    elif looked_at_sparse and not groups:
+                        groups = self._sparse
+                looked_at_sparse |= shape.kind not in FULL_KINDS
+                hit = new
+        if deferred or self._waits_for_load(hashes, local_tokens, hit):
+            return None
+        return hit
+
+    def _run(self, hashes: Sequence[bytes], g: int, start: int, end: int, limit: int) -> int | None:
+        shape = self._shapes[g]
+        found = [self.tier.lookup(self._key(hashes, g, i)) for i in range(start, end)]
+        if shape.kind in FULL_KINDS:
+            length = next((n for n, there in enumerate(found) if there is False), len(found))
+            return None if None in found[:length] else length
+        window = self._window_chunks(shape)
+        required = self._load_window(shape, min(limit, end * shape.block_size))
+        run, pending = 0, False
+        for i in range(len(found) - 1, -1, -1):
+            if found[i] is False:
+                run, pending, required = 0, False, window
+            else:
+                run += 1
+                pending |= found[i] is None
+            if run == required:
+                return None if pending else i + required
+        return None if pending else run
+
+    def _waits_for_load(self, hashes: Sequence[bytes], local_tokens: int, hit: int) -> bool:
+        """Whether another request is loading what this one would load: then it waits and finds it on the GPU."""
+        if not self._loading:
+            return False
+        for g, shape in enumerate(self._shapes):
+            size = shape.block_size
+            start, end = local_tokens // size, min(-(-(local_tokens + hit) // size), len(hashes) // self._units(g))
+            if shape.kind not in FULL_KINDS:
+                start = max(start, end - self._load_window(shape, local_tokens + hit))
+            if any(self._key(hashes, g, i) in self._loading for i in range(start, end)):
+                return True
+        return False
+
+    @staticmethod
+    def _window_chunks(shape: GroupShape) -> int:
+        """How many chunks of a sparse group a hit needs."""
+        reach = shape.sliding_window or shape.attention_chunk or 1
+        return 1 if shape.kind == "mamba" else -(-reach // shape.block_size)
+
+    def _load_window(self, shape: GroupShape, tokens: int) -> int:
+        """The same for a hit of so many tokens, which may end inside a chunk."""
+        window = self._window_chunks(shape)
+        if shape.kind in WINDOW_KINDS:
+            assert shape.sliding_window is not None
+            size = shape.block_size
+            window = max(window, -(-(shape.sliding_window - 1 + -tokens % size) // size))
+        return window
+
+    # Stores
+
+    def _note_blocks(self, jobs: Sequence[Job]) -> None:
+        """Take over what the step allocated, and forget what it took from others. Source: _update_req_states."""
+        null = self._cache.pool.null
+        before: dict[Job, list[int]] = {}
+        for job in jobs:
+            request = self._requests[job]
+            before[job] = [len(blocks) for blocks in request.blocks]
+            for blocks, table in zip(request.blocks, job.tables, strict=True):
+                for block in table.blocks[len(blocks) :]:
+                    blocks.append(None if block is null else block)
+                    if block is not null:
+                        self._allocated.add(block)
+        if not self._allocated:
+            return
+        for job, request in self._requests.items():
+            for g in self._sparse:
+                blocks = request.blocks[g]
+                end = before[job][g] if job in before else len(blocks)
+                for i in range(request.next_stored[g], end):
+                    if blocks[i] in self._allocated:
+                        blocks[i] = None
+
+    def _store_states(self) -> list[Transfer]:
+        """Mamba's states are stored one by one, by the boundary that they were cached at."""
+        by_job: dict[Job, list[tuple[int, int]]] = {}
+        for g, group in enumerate(self._cache.groups):
+            for job, boundary in group.take_states():
+                by_job.setdefault(job, []).append((g, boundary))
+        stores = []
+        for job, states in by_job.items():
+            request = self._requests.get(job)
+            if request is None:
+                continue
+            for g, boundary in states:
+                if boundary > job.prompt_tokens:
+                    continue
+                key = self._key(job.text.hashes, g, boundary // self._shapes[g].block_size - 1)
+                if self.tier.begin_store({key: boundary}, request.uses):
+                    stores.append(self._transfer(job, [key]))
+        return stores
+
+    def _store(self, job: Job) -> Transfer | None:
+        """Offer a request's chunks that became full. Source: _build_store_jobs."""
+        request = self._requests[job]
+        if request.offered:
+            return None
+        offered = min(job.computed if not job.finished or job.aborted else job.prompt_tokens, job.prompt_tokens)
+        ends = [
+            min(offered // shape.block_size, len(blocks))
+            for shape, blocks in zip(self._shapes, request.blocks, strict=True)
+        ]
+        chunks = {key: at for g, end in enumerate(ends) for key, at in self._offer(job, request, g, end)}
+        new = self.tier.begin_store(chunks, request.uses) if chunks else []
+        if new is None:
+            return None
+        request.offered = offered == job.prompt_tokens
+        request.next_stored = [max(old, end) for old, end in zip(request.next_stored, ends, strict=True)]
+        return self._transfer(job, new) if new else None
+
+    def _offer(self, job: Job, request: _Request, g: int, end: int) -> Iterator[tuple[Key, int]]:
+        start, shape = request.next_stored[g], self._shapes[g]
+        if shape.kind == "mamba" or end <= start:
+            return
+        boundaries = [job.prompt_tokens - 1]
+        if job.junction:
+            boundaries.append(job.junction)
+        last = end if job.finished else max(end, job.prompt_tokens // shape.block_size)
+        dense = self._cache.geometry.retention_interval is None
+        mask = self._cache.groups[g].store_mask(start, end, boundaries, self._align, last if dense else None)
+        for i in range(start, end):
+            if request.blocks[g][i] is not None and (mask is None or mask[i - start]):
+                yield self._key(job.text.hashes, g, i), (i + 1) * shape.block_size
+
+    def _transfer(self, job: Job, keys: Iterable[Key], tokens: int = 0) -> Transfer:
+        transfer = Transfer(self._next_number, job, tuple(keys), tokens)
+        self._next_number += 1
+        self._transfers[transfer.number] = transfer
+        self._requests[job].transfers.add(transfer.number)
+        return transfer
+
+    # Keys
+
+    def _units(self, g: int) -> int:
+        return self._shapes[g].block_size // self._cache.geometry.hash_block_size
+
+    def _key(self, hashes: Sequence[bytes], g: int, chunk: int) -> Key:
+        return Key(g, hashes[(chunk + 1) * self._units(g) - 1])

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scheduler and clock of a simulated replica."""

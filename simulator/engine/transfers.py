@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a replica's transfers end: a load after its time, a store with the step after the one that began it. Pure.
+
+A store copies behind the computation and takes nothing from it; vLLM learns of it with a later step's output.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from kvrouter.simulator.engine.scheduler import Step
+from kvrouter.simulator.engine.timing import Timing
+
+
+class TransferTimes:
+    """Transfers under way, by the time at which they end."""
+
+    def __init__(self, timing: Timing) -> None:
+        self._timing = timing
+        self._loads: list[tuple[float, int]] = []
+        self._stores: list[int] = []
+        self._new_stores: list[int] = []
+
+    @property
+    def next_load_s(self) -> float | None:
+        """When the next load has ended; None while there is none."""
+        return self._loads[0][0] if self._loads else None
+
+    @property
+    def has_stores(self) -> bool:
+        """A further step, even one without tokens, ends some."""
+        return bool(self._stores or self._new_stores)
+
+    def begin(self, step: Step, now_s: float) -> None:
+        """Transfers begin with a step."""
+        for load in step.loads:
+            heapq.heappush(self._loads, (now_s + self._timing.load_s(load.tokens), load.number))
+        self._new_stores = [store.number for store in step.stores]
+
+    def ended(self, now_s: float) -> list[int]:
+        """The numbers of those that ended with the step that ends now."""
+        numbers, self._stores, self._new_stores = self._stores, self._new_stores, []
+        while self._loads and self._loads[0][0] <= now_s:
+            numbers.append(heapq.heappop(self._loads)[1])
+        return numbers

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of vLLM's OpenAI server that a router and its tests talk to, and the faults' switch.
+
+Text prompts, token ids and chats, streamed or not; a client that goes away aborts its request. What it cannot do it
+refuses with the error shape that vLLM uses.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from kvrouter.simulator.cache import tokenizer
+from kvrouter.simulator.cache.job import Job
+from kvrouter.simulator.engine.realtime import Engine, EngineStopped
+from kvrouter.simulator.engine.replica import RequestRefused
+from kvrouter.simulator.http import handover
+from kvrouter.simulator.http.bodies import (
+    DEFAULT_ANSWER_TOKENS,
+    DEFAULT_MAX_TOKENS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    TokenizeBody,
+    prompt_of,
+)
+from kvrouter.simulator.http.event_stream import EventStream
+from kvrouter.simulator.http.faults import Faults
+from kvrouter.simulator.http.metrics_page import metrics_page
+from kvrouter.simulator.http.replies import DONE, Answer, Finish, error, usage
+
+# A prompt of a whole context as token ids in JSON is a megabyte; vLLM itself sets no bound.
+MAX_BODY_BYTES = 64 * 2**20
+
+VERSION = "0.32.0+kvrouter-sim"
+
+Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, Faults)
+
+
+class Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Life:
+    """What one life of a replica consists of, for those who answer about it."""
+
+    def __init__(self, engine: Engine, stream: EventStream, started_s: float) -> None:
+        self.engine = engine
+        self.stream = stream
+        self.started_s = started_s
+
+
+class Api:
+    """The HTTP side of one replica. `life` is exchanged when it restarts."""
+
+    def __init__(
+        self,
+        life: Life,
+        *,
+        model: str,
+        address: tuple[str, int],
+        streams: tuple[str, str | None],
+        clock: Callable[[], float],
+        restart: Callable[[float], Awaitable[None]],
+        dp_rank: int = 0,
+        event_sources: bool = True,
+    ) -> None:
+        """address: where HTTP listens. streams: the endpoints of events and replay. clock: wall-clock
+        seconds. restart: gives the replica a new life after so many seconds. dp_rank: among its peers.
+        event_sources: whether /kv_event_sources exists."""
+        self.life = life
+        self.down = False
+        self._model = model
+        self._host, self._port = address
+        self._events, self._replay = streams
+        self._clock = clock
+        self._restart = restart
+        self._dp_rank = dp_rank
+        self._event_sources = event_sources
+        self._numbers = itertools.count(1)
+        self._fail = 0
+        self._fail_status = 500
+        self._unhealthy = False
+
+    def app(self) -> web.Application:
+        """The application, with its routes."""
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
+        app.router.add_post("/v1/completions", self._completions)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
+        app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
+        app.router.add_post("/sim/faults", self._set_faults)
+        app.router.add_get("/v1/models", self._models)
+        if self._event_sources:
+            app.router.add_get("/kv_event_sources", self._kv_event_sources)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/version", self._version)
+        app.router.add_get("/metrics", self._metrics)
+        return app
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if self.down and request.path != "/sim/faults":
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response(status=503)
+        try:
+            return await handler(request)
+        except Refused as refusal:
+            return _json(error(refusal.status, str(refusal)), refusal.status)
+        except web.HTTPRequestEntityTooLarge:
+            return _json(error(413, f"the body is larger than {MAX_BODY_BYTES} bytes"), 413)
+
+    async def _read(self, request: web.Request, kind: type[Body]) -> Body:
+        try:
+            body = msgspec.json.decode(await request.read(), type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as problem:
+            raise Refused(400, str(problem)) from None
+        model = getattr(body, "model", None)
+        if model not in (None, self._model):
+            raise Refused(404, f"The model `{model}` does not exist; this replica serves `{self._model}`.")
+        return body
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, CompletionBody)
+        try:
+            prompt = prompt_of(body)
+        except ValueError as problem:
+            raise Refused(400, str(problem)) from None
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        return await self._generate(request, body, ids, body.max_tokens or DEFAULT_MAX_TOKENS, "length", chat=False)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        body = await self._read(request, ChatBody)
+        ids = _chat_ids(body.messages, body.tools, body.add_generation_prompt, body.continue_final_message)
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        finish: Finish = "length" if max_tokens else "stop"
+        return await self._generate(request, body, ids, max_tokens or DEFAULT_ANSWER_TOKENS, finish, chat=True)
+
+    async def _generate(
+        self,
+        request: web.Request,
+        body: GenerationBody,
+        ids: Sequence[int],
+        max_tokens: int,
+        finish: Finish,
+        *,
+        chat: bool,
+    ) -> web.StreamResponse:
+        if self._fail:
+            self._fail -= 1
+            raise Refused(self._fail_status, "this replica was told to fail")
+        engine = self.life.engine
+        answer = Answer(
+            request_id=request.headers.get("x-request-id") or str(next(self._numbers)),
+            model=self._model,
+            created=int(self._clock()),
+            chat=chat,
+            with_token_ids=bool(body.return_token_ids),
+        )
+        text = engine.replica.text(ids, body.cache_salt)
+        try:
+            async with engine.generate(text, max_tokens, handover.part(body.kv_transfer_params)) as (job, tokens):
+                if body.stream:
+                    return await self._stream(request, body, answer, job, tokens, finish)
+                sampled = [token async for token in tokens]
+                counted = usage(job.prompt_tokens, len(sampled), handover.cached_tokens(job, body.kv_transfer_params))
+                left = handover.given(
+                    job, engine_id=f"{self._host}:{self._port}", request_id=answer.id, host=self._host, port=self._port
+                )
+                return web.Response(body=answer.whole(sampled, finish, counted, left), content_type="application/json")
+        except RequestRefused as refusal:
+            raise Refused(400, str(refusal)) from None
+        except EngineStopped as problem:
+            # As when the engine's process dies: the client sees its connection end, and no status.
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError(str(problem)) from None
+
+    async def _stream(
+        self,
+        request: web.Request,
+        body: GenerationBody,
+        answer: Answer,
+        job: Job,
+        tokens: AsyncIterator[int],
+        finish: Finish,
+    ) -> web.StreamResponse:
+        options = body.stream_options
+        response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+        number = 0
+        async for token in tokens:
+            number += 1
+            if number == 1:
+                # Only now: until the first token an error can still be an error status.
+                await response.prepare(request)
+                opening = answer.opening()
+                if opening is not None:
+                    await response.write(opening)
+            cached = handover.cached_tokens(job, body.kv_transfer_params)
+            counted = usage(job.prompt_tokens, number, cached)
+            running = counted if options is not None and options.continuous_usage_stats else None
+            await response.write(answer.piece(token, finish if number == job.max_tokens else None, running))
+        if options is not None and options.include_usage:
+            await response.write(answer.usage(counted))
+        await response.write(DONE)
+        await response.write_eof()
+        return response
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await self._read(request, TokenizeBody)
+        if body.messages is not None:
+            ids = _chat_ids(body.messages, body.tools, body.add_generation_prompt, body.continue_final_message)
+        elif body.prompt is not None:
+            ids = tokenizer.encode(body.prompt)
+        else:
+            raise Refused(400, "there is nothing to tokenize; send `prompt` or `messages`")
+        limit = self.life.engine.replica.max_text_tokens
+        strings = tokenizer.token_strings(ids) if body.return_token_strs else None
+        return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = await self._read(request, DetokenizeBody)
+        return _json({"prompt": tokenizer.decode(body.tokens)})
+
+    async def _reset_prefix_cache(self, _: web.Request) -> web.Response:
+        return _json({"success": self.life.engine.replica.reset_prefix_cache()})
+
+    async def _models(self, _: web.Request) -> web.Response:
+        card = {
+            "id": self._model,
+            "object": "model",
+            "created": int(self.life.started_s),
+            "owned_by": "kvrouter-simulator",
+            "root": self._model,
+            "parent": None,
+            "max_model_len": self.life.engine.replica.max_text_tokens,
+        }
+        return _json({"object": "list", "data": [card]})
+
+    async def _kv_event_sources(self, _: web.Request) -> web.Response:
+        # vLLM 0.32.0 config/kv_events.py, with its defaults; one entry for each data-parallel rank.
+        config = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self._events,
+            "replay_endpoint": self._replay,
+            "buffer_steps": 10_000,
+            "hwm": 100_000,
+            "max_queue_size": 100_000,
+            "topic": "",
+        }
+        return _json({str(self._dp_rank): config})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response(status=503 if self._unhealthy else 200)
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return _json({"version": VERSION})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        page = metrics_page(self.life.engine, self._model, self.life.started_s, self._dp_rank)
+        return web.Response(body=page, content_type="text/plain", charset="utf-8")
+
+    async def _set_faults(self, request: web.Request) -> web.Response:
+        faults = await self._read(request, Faults)
+        await self.apply(faults)
+        return _json(faults)
+
+    async def apply(self, faults: Faults) -> None:
+        """Let go wrong what shall go wrong."""
+        life = self.life
+        if faults.drop_events is not None:
+            life.stream.drop(faults.drop_events)
+        if faults.lose_events is not None:
+            life.stream.lose(faults.lose_events)
+        if faults.stall_s is not None:
+            life.engine.stall(faults.stall_s)
+        if faults.slow is not None:
+            life.engine.slowdown = faults.slow
+        if faults.fail is not None:
+            self._fail = faults.fail
+        if faults.fail_status is not None:
+            self._fail_status = faults.fail_status
+        if faults.unhealthy is not None:
+            self._unhealthy = faults.unhealthy
+        if faults.restart:
+            await self._restart(faults.down_s or 0.0)
+
+
+def _chat_ids(messages: Any, tools: Any, add_generation_prompt: bool, continue_final_message: bool) -> list[int]:
+    try:
+        text = tokenizer.render_chat(
+            messages,
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
+    except tokenizer.NotATextError as problem:
+        raise Refused(400, str(problem)) from None
+    return tokenizer.encode(text)
+
+
+def _json(body: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")

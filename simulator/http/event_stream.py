@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica's events on the wire: one batch a step, in vLLM's own structs and framing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvrouter.events.vllm.codec import encode_batch
+from kvrouter.events.vllm.publisher import EventPublisher
+from kvrouter.events.vllm.wire import WireCleared, WireEvent, WireRemoved, WireStored
+from kvrouter.simulator.cache.cpu_tier import CacheEvent, Evicted, Offloaded
+from kvrouter.simulator.cache.pool import Removed, Stored
+from kvrouter.simulator.cache.shapes import Geometry
+
+GPU, CPU = "GPU", "CPU"
+
+
+def to_wire(event: CacheEvent, geometry: Geometry) -> WireEvent:
+    """The event as vLLM 0.32 would publish it, with whole 32-byte hashes; the encoder shortens them.
+
+    Of what arrives on the CPU it tells the hash and the group alone, as vLLM does without self_describing_kv_events.
+    """
+    if isinstance(event, Offloaded):
+        return WireStored(
+            block_hashes=[event.key.block_hash],
+            parent_block_hash=None,
+            token_ids=[],
+            block_size=0,
+            lora_id=None,
+            medium=CPU,
+            lora_name=None,
+            group_idx=event.key.group_idx,
+        )
+    if isinstance(event, Evicted):
+        return WireRemoved(block_hashes=list(event.hashes), medium=CPU, group_idx=event.group_idx)
+    if isinstance(event, Stored):
+        shape = geometry.groups[event.group_idx]
+        return WireStored(
+            block_hashes=list(event.hashes),
+            parent_block_hash=event.parent,
+            token_ids=list(event.tokens),
+            block_size=event.block_size,
+            lora_id=None,
+            medium=GPU,
+            lora_name=None,
+            extra_keys=list(event.extra_keys) or None,
+            group_idx=event.group_idx,
+            kv_cache_spec_kind=shape.kind,
+            kv_cache_spec_sliding_window=shape.sliding_window,
+        )
+    if isinstance(event, Removed):
+        return WireRemoved(block_hashes=[event.key.block_hash], medium=GPU, group_idx=event.key.group_idx)
+    return WireCleared()
+
+
+class EventStream:
+    """Sends each step's events as one batch. Closing it is the publisher's owner's affair."""
+
+    def __init__(
+        self, geometry: Geometry, publisher: EventPublisher, *, clock: Callable[[], float], dp_rank: int = 0
+    ) -> None:
+        """clock: wall-clock seconds, the batch's timestamp. dp_rank: as each batch names it."""
+        self._geometry = geometry
+        self._publisher = publisher
+        self._clock = clock
+        self._dp_rank = dp_rank
+        self._lose = 0
+
+    def send(self, events: list[CacheEvent]) -> None:
+        """Queue one batch; blocks only while the publisher's queue is full, as vLLM does."""
+        if self._lose:
+            self._lose -= 1
+            self._publisher.skip_seq()
+            return
+        wire = [to_wire(event, self._geometry) for event in events]
+        self._publisher.publish(encode_batch(self._clock(), wire, self._dp_rank))
+
+    def drop(self, batches: int) -> None:
+        """The next batches are not sent, but a replay has them."""
+        self._publisher.drop_next(batches)
+
+    def lose(self, batches: int) -> None:
+        """The next batches use up their numbers and are nowhere."""
+        self._lose = batches

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Disaggregated prefill over HTTP: the `kv_transfer_params` of vLLM's NixlConnector, read and written.
+
+A prefill replica is asked with `do_remote_decode` and answers with where the prompt's blocks are. A decode replica is asked with
+that answer, which says `do_remote_prefill`, and receives the prompt in place of computing it: at the rate of a load, whole,
+and without the other replica being asked. The giver's blocks are free at once, where vLLM keeps them until they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvrouter.simulator.cache.job import Handover, Job
+
+# What a decode replica must know of the other; vLLM computes the prompt itself where one is missing.
+NEEDED = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+
+PROMPT_CACHED = "remote_prefill_cached_tokens"
+
+
+def part(params: Mapping[str, Any] | None) -> Handover:
+    """A request's part, by what it was sent with."""
+    if params and params.get("do_remote_prefill"):
+        given = params.get("remote_block_ids") and all(name in params for name in NEEDED)
+        return Handover.TAKES if given else Handover.NONE
+    return Handover.GIVES if params and params.get("do_remote_decode") else Handover.NONE
+
+
+def given(job: Job, *, engine_id: str, request_id: str, host: str, port: int) -> dict[str, Any] | None:
+    """What a decode replica is to be sent; None for a request that is not to be continued elsewhere."""
+    if job.handover is not Handover.GIVES:
+        return None
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": job.given_blocks,
+        "remote_engine_id": engine_id,
+        "remote_request_id": request_id,
+        "remote_host": host,
+        "remote_port": port,
+        "tp_size": 1,
+        "remote_num_tokens": job.computed,
+        PROMPT_CACHED: job.cached,
+    }
+
+
+def cached_tokens(job: Job, params: Mapping[str, Any] | None) -> int:
+    """What usage tells as cached: of a received prompt, what the prefill replica had, as in vLLM."""
+    told = params.get(PROMPT_CACHED) if params and job.handover is Handover.TAKES else None
+    return told if isinstance(told, int) else job.cached

@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A replica's /metrics page, under the names that vLLM 0.32.0 uses and routers read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from kvrouter.simulator.engine.realtime import Engine
+
+
+class _Page:
+    """Reads an engine's state when it is asked, so that nothing has to be kept up to date."""
+
+    def __init__(self, engine: Engine, model: str, started_s: float, dp_rank: int) -> None:
+        self._engine = engine
+        self._labels = (model, str(dp_rank))
+        self._started_s = started_s
+
+    def collect(self) -> Iterator[Metric]:
+        engine = self._engine
+        scheduler = engine.replica.scheduler
+        for name, help_text, value in (
+            ("num_requests_running", "Number of requests in model execution batches.", engine.num_running),
+            ("num_requests_waiting", "Number of requests waiting to be processed.", engine.num_waiting),
+            ("kv_cache_usage_perc", "KV-cache usage. 1 means 100 percent usage.", scheduler.cache.usage),
+        ):
+            gauge = GaugeMetricFamily(f"vllm:{name}", help_text, labels=("model_name", "engine"))
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        for name, help_text, value in (
+            ("prefix_cache_queries", "Prefix cache queries, in tokens.", scheduler.queried_tokens),
+            ("prefix_cache_hits", "Prefix cache hits, in tokens.", scheduler.hit_tokens),
+            ("num_preemptions", "Cumulative number of preemptions.", scheduler.preemptions),
+            ("prompt_tokens", "Number of prefill tokens processed.", engine.prompt_tokens),
+            ("generation_tokens", "Number of generation tokens processed.", engine.generated_tokens),
+        ):
+            counter = CounterMetricFamily(f"vllm:{name}", help_text, labels=("model_name", "engine"))
+            counter.add_metric(self._labels, value)
+            yield counter
+        # prometheus_client's own collector would tell when this process began; here many replicas live in one.
+        yield GaugeMetricFamily(
+            "process_start_time_seconds", "Start time of the process since unix epoch in seconds.", self._started_s
+        )
+
+
+def metrics_page(engine: Engine, model: str, started_s: float, dp_rank: int = 0) -> bytes:
+    """The page as Prometheus text. started_s: wall clock, when this replica's life began."""
+    registry = CollectorRegistry()
+    registry.register(_Page(engine, model, started_s, dp_rank))
+    return generate_latest(registry)

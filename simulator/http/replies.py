@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bodies that a replica answers with, in the shapes of vLLM 0.32.0: whole answers and the chunks of a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from kvrouter.simulator.cache import tokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+Finish = Literal["length", "stop"]
+
+
+class Answer:
+    """One request's answer, written piece by piece or as a whole. Knows the shape, not the timing."""
+
+    def __init__(self, *, request_id: str, model: str, created: int, chat: bool, with_token_ids: bool) -> None:
+        self.id = ("chatcmpl-" if chat else "cmpl-") + request_id
+        self._chat = chat
+        self._with_token_ids = with_token_ids
+        kind = "chat.completion" if chat else "text_completion"
+        self._head = {"id": self.id, "created": created, "model": model}
+        self._whole = kind
+        self._piece = "chat.completion.chunk" if chat else kind
+
+    def opening(self) -> bytes | None:
+        """The chunk before the first token: a chat's says who speaks."""
+        if not self._chat:
+            return None
+        choice = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return self._event({"choices": [choice]})
+
+    def piece(self, token: int, finish: Finish | None, usage: dict[str, Any] | None) -> bytes:
+        """One token's chunk."""
+        text = tokenizer.decode((token,))
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+        if self._chat:
+            choice["delta"] = {"content": text}
+        else:
+            choice["text"] = text
+        if self._with_token_ids:
+            choice["token_ids"] = [token]
+        return self._event({"choices": [choice]} if usage is None else {"choices": [choice], "usage": usage})
+
+    def usage(self, usage: dict[str, Any]) -> bytes:
+        """The chunk behind the last token."""
+        return self._event({"choices": [], "usage": usage})
+
+    def failure(self, body: dict[str, Any]) -> bytes:
+        """An error in a stream that has begun."""
+        return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+    def whole(
+        self, tokens: Sequence[int], finish: Finish, usage: dict[str, Any], transfer: dict[str, Any] | None
+    ) -> bytes:
+        """The answer as one body."""
+        text = tokenizer.decode(tokens)
+        choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+        if self._chat:
+            choice["message"] = {"role": "assistant", "content": text, "tool_calls": []}
+        else:
+            choice["text"] = text
+        if self._with_token_ids:
+            choice["token_ids"] = list(tokens)
+        body = {"object": self._whole, **self._head, "choices": [choice], "usage": usage}
+        return msgspec.json.encode(body if transfer is None else {**body, "kv_transfer_params": transfer})
+
+    def _event(self, body: dict[str, Any]) -> bytes:
+        return b"data: " + msgspec.json.encode({"object": self._piece, **self._head, **body}) + b"\n\n"
+
+
+def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    """Tokens in and out; `cached_tokens` of the prompt were not computed (vLLM with --enable-prompt-tokens-details)."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "completion_tokens": completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+_KINDS = {400: "BadRequestError", 404: "NotFoundError"}
+
+
+def error(status: int, message: str) -> dict[str, Any]:
+    """vLLM's error body."""
+    kind = _KINDS.get(status, "InternalServerError")
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
