@@ -23,10 +23,10 @@ from report import Result, machine, markdown, save
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.placement.choose import Choice
-from kvrouter.router.placement.placement_request import Ask, Placement
-from kvrouter.router.quality.answer_tap import Tap
-from kvrouter.router.quality.concurrency import Flights
-from kvrouter.router.quality.quality_metrics import Measures
+from kvrouter.router.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.quality.answer_tap import AnswerTap
+from kvrouter.router.quality.concurrency import Concurrency
+from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.quality.tracing import Tracing
 from kvrouter.router.telemetry.metrics import Metrics
@@ -86,7 +86,7 @@ def pieces(part: bytes, *, streams: bool) -> Callable[[int], None]:
     """One answer of so many pieces, each read for itself; its usage is asked for at the end."""
 
     def work(count: int) -> None:
-        tap = Tap(ignore, time.monotonic, Flights().begun(WORKER), streams=streams, readable=True)
+        tap = AnswerTap(ignore, time.monotonic, Concurrency().begun(WORKER), streams=streams, readable=True)
         for _ in range(count):
             tap([part])
         tap.usage()
@@ -104,7 +104,7 @@ class NoEnds:
 
 def requests(quality: Quality, parts: list[bytes]) -> Callable[[int], None]:
     """Whole requests with an answer of these pieces each, without what the proxy itself does."""
-    ask = Ask(Question("m", PROMPT_TOKENS, token_ids=np.arange(PROMPT_TOKENS)))
+    ask = PlacementRequest(Question("m", PROMPT_TOKENS, token_ids=np.arange(PROMPT_TOKENS)))
     choice = Choice(Hit(WORKER, 960, 960, 960, "live"), "http://engine:8000", "lowest cost", ())
 
     def work(count: int) -> None:
@@ -133,7 +133,7 @@ def measure(*, quick: bool) -> list[TapRow]:
         TapRow("100 kB of a whole answer", len(whole), best_us(pieces(whole, streams=False), count // 20, rounds)),
     ]
     metrics = Metrics(CollectorRegistry())
-    measures = Measures(metrics)
+    measures = QualityMetrics(metrics)
     without = Quality(metrics, measures, time.monotonic)
     rows.append(
         TapRow("a request, without its answer's pieces", 0, best_us(requests(without, [telling]), count // 10, rounds))

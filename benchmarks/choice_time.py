@@ -29,12 +29,12 @@ from kvrouter.router.kvcache.block_hash import HashScheme
 from kvrouter.router.kvcache.catalog import Group, build_catalog
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.load.engine_metrics import EngineLoad
-from kvrouter.router.matching.matcher import Matcher, Plans, WorkerView
+from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
-from kvrouter.router.placement.choose import Scene, choose
-from kvrouter.router.placement.placement_request import Ask
-from kvrouter.router.placement.placer import Placing
+from kvrouter.router.placement.choose import ChoiceContext, choose
+from kvrouter.router.placement.placement_request import PlacementRequest
+from kvrouter.router.placement.placer import Placer
 from kvrouter.router.server.warm_up import warm
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.registration import CatalogSpec
@@ -60,7 +60,7 @@ class Fleet:
                 mirror.add(key, Place(0, GPU), self.hashes[: BLOCKS * (number + 1) // workers])
         scheme = HashScheme.default()
         views = [WorkerView(key, None, StreamState.LIVE, True, "", "e", catalog, scheme, {}) for key in self.keys]
-        self.plans = Plans.build(mirror, views)
+        self.plans = HashPlans.build(mirror, views)
         self.matcher = Matcher(mirror, SegmentMemory(0))
         self.question = Question("m", NUM_TOKENS, block_hashes=self.hashes)
         self.found = self.matcher.match(self.question, self.plans)
@@ -93,7 +93,7 @@ def fastest_us(call: Callable[[], object], rounds: int) -> float:
 
 def measure(workers: int, rounds: int) -> tuple[float, float, float]:
     fleet = Fleet(workers)
-    placing = Placing(
+    placing = Placer(
         fleet,
         config=Config(),
         metrics=Metrics(CollectorRegistry()),
@@ -105,7 +105,7 @@ def measure(workers: int, rounds: int) -> tuple[float, float, float]:
         placing.engine_said(key, EngineLoad(1, 4, 0.5))
         if number % 2:
             placing.weights.table.reserve(f"r{number}", key, 1_000 + number, 2_000, time.monotonic())
-    scene, rng, ask = Scene(NUM_TOKENS, placing.weights), random.Random(2), Ask(fleet.question)
+    scene, rng, ask = ChoiceContext(NUM_TOKENS, placing.weights), random.Random(2), PlacementRequest(fleet.question)
     return (
         fastest_us(lambda: fleet.matcher.match(fleet.question, fleet.plans), rounds),
         fastest_us(lambda: choose(fleet.found, scene, rng), rounds),

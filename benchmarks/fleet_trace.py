@@ -39,7 +39,7 @@ from kvrouter.simulator.cache.shapes import SHAPES, Geometry, make_geometry
 from kvrouter.simulator.cache.text import PieceText
 from kvrouter.simulator.engine.replica import Replica
 from kvrouter.simulator.engine.timing import Timing
-from kvrouter.simulator.engine.virtual_time import Fleet, VirtualReplica
+from kvrouter.simulator.engine.virtual_time import ReplicaFleet, VirtualReplica
 
 PIECE_TOKENS = 512
 REPLICAS = 8
@@ -176,7 +176,7 @@ def simulate(setting: Setting, requests: Sequence[Request]) -> Run:
         )
         return VirtualReplica(made, TIMING)
 
-    fleet = Fleet([replica(number) for number in range(REPLICAS)])
+    fleet = ReplicaFleet([replica(number) for number in range(REPLICAS)])
     began_s = time.perf_counter()
     placed: dict[Job, tuple[Placement, Outcome, float]] = {}
     outcomes: list[Outcome] = []

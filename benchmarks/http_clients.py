@@ -13,12 +13,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import aiohttp
 import httpx
 import uvloop
 from http_client import HttpClient
-from processes import HERE, free_port
+from ports import free_port
+from processes import HERE
 from proxy_overhead import Prompts
 from report import machine, markdown
 

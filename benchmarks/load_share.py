@@ -3,7 +3,7 @@
 
     python benchmarks/load_share.py [--placements 1000] [--per-second 100]
 
-Two processes share a real Valkey. One places prompts (`Placing.reserve`, 8 workers, no hits) at random moments, the other notes
+Two processes share a real Valkey. One places prompts (`Placer.reserve`, 8 workers, no hits) at random moments, the other notes
 when it hears how many there are. Both read one clock, so the time from placing to being counted there is seen directly; a burst
 is told in one message, so the first of it waits longest. Beside it, how long the placing itself took."""
 
@@ -32,9 +32,10 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
 from kvrouter.router.load.load_sync import LoadShare
 from kvrouter.router.load.load_table import LoadTable
-from kvrouter.router.load.worker_load import Weights
+from kvrouter.router.load.worker_load import LoadModel
 from kvrouter.router.matching.question import Hit, Question
-from kvrouter.router.placement.placer import Ask, Placing
+from kvrouter.router.placement.placement_request import PlacementRequest
+from kvrouter.router.placement.placer import Placer
 from kvrouter.router.redis_client.cluster import Servers
 from kvrouter.router.telemetry.metrics import Metrics
 
@@ -75,7 +76,7 @@ class Fleet:
 async def hear(url: str, pipe: Connection) -> None:
     """The other process: when it knew of how many requests, at all workers together."""
     servers = await Servers.open(url)
-    weights = Weights(LoadTable(), 1 << 40)
+    weights = LoadModel(LoadTable(), 1 << 40)
     heard: list[tuple[float, int]] = []
 
     def changed() -> None:
@@ -106,7 +107,7 @@ def hear_process(url: str, pipe: Connection) -> None:
 async def place(url: str, placements: int, per_second: float) -> tuple[list[float], list[float]]:
     """When each was placed, and how long that took, in seconds."""
     servers, rng, ids = await Servers.open(url), random.Random(1), itertools.count()
-    placing = Placing(
+    placing = Placer(
         Fleet(), config=Config(), metrics=Metrics(CollectorRegistry()), clock=time.monotonic, rng=rng,
         new_id=lambda: str(next(ids)), servers=servers, process="a",
     )  # fmt: skip
@@ -116,7 +117,9 @@ async def place(url: str, placements: int, per_second: float) -> tuple[list[floa
             await asyncio.sleep(0.05)
     placed_s, took_s = [], []
     for number in range(placements):
-        ask = Ask(Question("m", NUM_TOKENS, block_hashes=np.full(NUM_TOKENS // BLOCK_TOKENS, number, np.uint64)))
+        ask = PlacementRequest(
+            Question("m", NUM_TOKENS, block_hashes=np.full(NUM_TOKENS // BLOCK_TOKENS, number, np.uint64))
+        )
         began_s = time.monotonic()
         placing.reserve(ask, anyway=True)
         took_s.append(time.monotonic() - began_s)

@@ -17,7 +17,7 @@ from kvrouter.router.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.kvcache.block_hash import HashScheme
 from kvrouter.router.kvcache.catalog import Group, build_catalog
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.matching.matcher import Matcher, Plans, WorkerView
+from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Question
 from kvrouter.router.server.warm_up import warm
@@ -30,7 +30,7 @@ GOAL_US = 25.0
 NUM_TOKENS = CHAIN_BLOCKS * BLOCK_TOKENS + 1
 
 
-def build(chains: list[Chain]) -> tuple[Mirror, Plans]:
+def build(chains: list[Chain]) -> tuple[Mirror, HashPlans]:
     """A mirror that holds the prompts where the other benchmarks' events would put them."""
     mirror = Mirror(MIRROR_BYTES)
     catalog = build_catalog((Group(0, "full_attention", BLOCK_TOKENS),), "learned", CatalogSpec())
@@ -42,10 +42,10 @@ def build(chains: list[Chain]) -> tuple[Mirror, Plans]:
             mirror.add(keys[worker], Place(0, GPU), chain.hashes)
     scheme = HashScheme.default()
     views = [WorkerView(key, None, StreamState.LIVE, True, "", "e", catalog, scheme, {}) for key in keys]
-    return mirror, Plans.build(mirror, views)
+    return mirror, HashPlans.build(mirror, views)
 
 
-def time_calls(matcher: Matcher, plans: Plans, asked: list[Question]) -> float:
+def time_calls(matcher: Matcher, plans: HashPlans, asked: list[Question]) -> float:
     """Median time of one question, in us."""
     clock = time.perf_counter_ns
     taken = np.empty(len(asked))
@@ -96,7 +96,7 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
     return rows, notes
 
 
-def check(matcher: Matcher, plans: Plans, question: Question, index: int) -> None:
+def check(matcher: Matcher, plans: HashPlans, question: Question, index: int) -> None:
     """The workers that hold the prompt must hit it whole."""
     hits = {int(hit.worker.worker_id): hit.gpu for hit in matcher.match(question, plans)}
     for worker in places(index):

@@ -10,7 +10,7 @@ from typing import Self
 
 from engine_process import EngineProcess
 from patch_engines import VOCAB_SIZE
-from router_process import free_port
+from ports import free_port
 
 from kvrouter.engine_patch.setup.settings import SWITCH
 

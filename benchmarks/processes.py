@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,9 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
 import numpy as np
 from http_client import HttpClient
 from numpy.typing import NDArray
+from ports import free_port
 from workload import BLOCK_TOKENS, CHAIN_BLOCKS, MODEL, Chain
 
 HERE = Path(__file__).resolve().parent
@@ -25,12 +27,6 @@ STOP_TIMEOUT_S = 20.0
 VISIBLE_TIMEOUT_S = 120.0
 # Seldom enough that asking costs the server little, often enough beside ingests of half a second and more.
 POLL_S = 0.005
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def rss_bytes(pid: int) -> int:

@@ -20,7 +20,7 @@ import httptools
 import uvloop
 
 from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
-from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, Asked, read
+from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, TokenRequest, read
 
 CHUNKS = 32
 # A fast decode step; longer than all that stands in front takes for a chunk.
@@ -93,7 +93,7 @@ class Stub(asyncio.Protocol):
         assert self._tokenizer is not None
         raw = bytes(self._body)
         asked = read(CHAT_PATH if b'"messages"' in raw else TEXT_PATH, raw)
-        if not isinstance(asked, Asked):
+        if not isinstance(asked, TokenRequest):
             return [int(token) for token in asked]
         return [int(token) for token in self._tokenizer.ids(asked, self._tokenizer.likely_habits()[0])]
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from http_client import HttpClient
-from processes import HERE, Publisher, child, free_port
+from processes import HERE, Publisher, child
 from workload import MODEL, Publishing, Workload, write_frames
 
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 
+from ports import free_port
 from tiny_tokenizer import write_tokenizer
 
 ENGINES = 2

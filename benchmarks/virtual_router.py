@@ -17,14 +17,14 @@ from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, fingerprint
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
-from kvrouter.router.ingest.stock_ingest import Flush, Ingest
+from kvrouter.router.ingest.stock_ingest import PendingCommit, StockIngest
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.load.engine_metrics import EngineLoad
-from kvrouter.router.matching.matcher import Matcher, Plans, WorkerView
+from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
-from kvrouter.router.placement.placement_request import Ask, Placement
-from kvrouter.router.placement.placer import Placing
+from kvrouter.router.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.placement.placer import Placer
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.workers.stream_state import credited
@@ -41,7 +41,7 @@ MIRROR_BYTES = 1 << 31
 
 
 class VirtualFleet:
-    """What `Placing` asks of the core, answered from a mirror that simulated events have made."""
+    """What `Placer` asks of the core, answered from a mirror that simulated events have made."""
 
     def __init__(self, geometry: Geometry, workers: int) -> None:
         self.keys = [WorkerKey(MODEL, f"w{number}") for number in range(workers)]
@@ -58,13 +58,13 @@ class VirtualFleet:
         self._matcher = Matcher(self._mirror, SegmentMemory(0))
         self._ingests = [self._ingest(key) for key in self.keys]
         self._seqs = [itertools.count() for _ in self.keys]
-        self._under_way: deque[tuple[float, int, Flush]] = deque()
-        self._plans: tuple[int, Plans] | None = None
+        self._under_way: deque[tuple[float, int, PendingCommit]] = deque()
+        self._plans: tuple[int, HashPlans] | None = None
         for key in self.keys:
             self._mirror.begin_epoch(key, "")
 
-    def _ingest(self, key: WorkerKey) -> Ingest:
-        ingest = Ingest(
+    def _ingest(self, key: WorkerKey) -> StockIngest:
+        ingest = StockIngest(
             Registration(key, catalog=self._catalog), seed=None, decoder=BatchDecoder(), new_epoch=lambda: "e"
         )
         ingest.apply(Connected(), 0.0)
@@ -102,10 +102,10 @@ class VirtualFleet:
             for key, ingest in zip(self.keys, self._ingests, strict=True)
         ]  # fmt: skip
 
-    def _current_plans(self) -> Plans:
+    def _current_plans(self) -> HashPlans:
         # A catalog is whole after the first events of each group.
         if self._plans is None or self._plans[0] != self._mirror.version or self._plans[1].withheld:
-            self._plans = (self._mirror.version, Plans.build(self._mirror, self._views()))
+            self._plans = (self._mirror.version, HashPlans.build(self._mirror, self._views()))
         return self._plans[1]
 
     def hits(self, question: Question) -> Sequence[Hit]:
@@ -131,7 +131,7 @@ class VirtualRouter:
         self.fleet = fleet
         self.metrics = Metrics(CollectorRegistry())
         ids = itertools.count()
-        self.placing = Placing(
+        self.placing = Placer(
             fleet,
             config=Config(policy=policy),  # type: ignore[arg-type]
             metrics=self.metrics,
@@ -146,7 +146,7 @@ class VirtualRouter:
         """Nothing waits in a virtual line: where all are saturated, the cheapest takes it."""
         self.fleet.catch_up()
         question = Question(MODEL, num_tokens, block_hashes=hashes)
-        return self.placing.reserve(Ask(question, max_tokens=max_tokens), anyway=True)
+        return self.placing.reserve(PlacementRequest(question, max_tokens=max_tokens), anyway=True)
 
     def tend(self, loads: Sequence[EngineLoad]) -> None:
         """What a router does now and then. loads: what each engine would say of itself."""

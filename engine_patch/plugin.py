@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvrouter.engine_patch.hooks.event_tap import Reports, Tap
+from kvrouter.engine_patch.hooks.event_tap import EventTap, Reports
 from kvrouter.engine_patch.hooks.publisher import ATTRIBUTE, ORIGINAL, constructor, watch
 from kvrouter.engine_patch.setup.curve_key import read_secret
 from kvrouter.engine_patch.setup.endpoints import choose
@@ -59,14 +59,14 @@ def patch(environment: Mapping[str, str], log: logging.Logger, start: StartRepor
     scheduler_class = importlib.import_module(SCHEDULER).Scheduler
     start = start or functools.partial(start_reporter, settings)
 
-    def tap(publisher: Any, features: Features, configured: str) -> Tap | None:
+    def tap(publisher: Any, features: Features, configured: str) -> EventTap | None:
         # Not above: that runs in every process of vLLM.
         for text in wrong:
             log.warning("kvrouter: %s", text)
         reporter = start(publisher, features, configured)
         if reporter is None:
             return None
-        made = Tap(reporter, features, version, publisher._dp_rank)
+        made = EventTap(reporter, features, version, publisher._dp_rank)
         watch(publisher, made.published, made.close, features["reports"])
         if not features["reports"].on:
             reporter.close()
@@ -101,7 +101,7 @@ def attaching(original: Callable[..., None], log: logging.Logger) -> Callable[..
     return __init__
 
 
-def watch_engine_core(tap: Tap) -> None:
+def watch_engine_core(tap: EventTap) -> None:
     """What only the engine core knows: adapters loaded before a request uses them, and when NONE_HASH is drawn."""
     core = sys.modules.get(ENGINE_CORE)
     if core is None:
@@ -134,7 +134,7 @@ def watch_add_lora(engine_core: Any) -> None:
     engine_core.add_lora = add_lora
 
 
-def watch_none_hash(core: Any, tap: Tap) -> None:
+def watch_none_hash(core: Any, tap: EventTap) -> None:
     """Declare again when the engine core that is being built draws its NONE_HASH; that once."""
     original = core.init_none_hash
 

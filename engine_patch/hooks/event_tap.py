@@ -31,7 +31,7 @@ class Reports(Protocol):
     def close(self) -> None: ...
 
 
-class Tap:
+class EventTap:
     """One publisher's. Everything but `make_batch` runs in the engine's thread."""
 
     def __init__(self, reporter: Reports, features: Features, vllm_version: str, dp_rank: int) -> None:

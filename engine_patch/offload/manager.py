@@ -15,15 +15,15 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvrouter.engine_patch.offload.key import OffloadKey
 from kvrouter.engine_patch.offload.metrics import COUNTERS, GAUGES, Sample
 from kvrouter.engine_patch.offload.slots import SlotsSpec
-from kvrouter.engine_patch.offload.tiers.tiering import Answer, Medium, Tiering, Wish
+from kvrouter.engine_patch.offload.tiers.tiering import LookupAnswer, Medium, PromotionRequest, Tiering
 
 # Whose disk it is, on the wire: events of a tier below the first name their owner.
 DISK_OWNER = "kvrouter"
 
 _ANSWERS = {
-    Answer.NO: base.LookupResult.MISS,
-    Answer.SOON: base.LookupResult.HIT_PENDING,
-    Answer.YES: base.LookupResult.HIT,
+    LookupAnswer.NO: base.LookupResult.MISS,
+    LookupAnswer.SOON: base.LookupResult.HIT_PENDING,
+    LookupAnswer.YES: base.LookupResult.HIT,
 }
 
 
@@ -75,7 +75,7 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
     # Requests and steps
 
     def on_new_request(self, req_context: base.ReqContext) -> base.RequestOffloadingContext:
-        req_context.set_state(Wish())
+        req_context.set_state(PromotionRequest())
         return base.RequestOffloadingContext()
 
     def on_request_finished(self, req_context: base.ReqContext) -> None:
@@ -118,9 +118,9 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         return stats
 
 
-def _wish(req_context: base.ReqContext) -> Wish:
-    found: Wish | None = req_context.get_state(Wish)
+def _wish(req_context: base.ReqContext) -> PromotionRequest:
+    found: PromotionRequest | None = req_context.get_state(PromotionRequest)
     if found is None:
-        found = Wish()
+        found = PromotionRequest()
         req_context.set_state(found)
     return found

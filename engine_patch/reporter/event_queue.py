@@ -2,9 +2,9 @@
 """From the engine's thread to the reporter's: a queue that never blocks, never raises and is bounded.
 
 The engine's side is an append and, only while the other side sleeps, one byte into a pipe. When the queue is full the
-message is dropped, but what it changes is kept in its place in a compact form, so that the ledger stays true. When even that
-outgrows its bound, all that waits is given up, with all that comes until the other side has seen `Lost`: what happened is then not
-known, and the ledger must begin anew.
+message is dropped, but what it changes is kept in its place in a compact form, so that the ledger stays true. When even
+that outgrows its bound, all that waits is given up, with all that comes until the other side has seen `EventsLost`:
+what happened is then not known, and the ledger must begin anew.
 
 One thread puts, one takes. There is no lock: deque's ends are atomic, and each counter has one writer.
 """
@@ -35,14 +35,14 @@ class Message(NamedTuple):
     ts: float
 
 
-class Dropped(msgspec.Struct, frozen=True, eq=False):
+class EventsDropped(msgspec.Struct, frozen=True, eq=False):
     """A message that will not be sent: what it changes, and how much that takes."""
 
     events: list[ReportEvent]
     size_bytes: int
 
 
-class Lost(msgspec.Struct, eq=False):
+class EventsLost(msgspec.Struct, eq=False):
     """Changes before this are not known. size_bytes: its own."""
 
     reason: str
@@ -53,7 +53,7 @@ class Lost(msgspec.Struct, eq=False):
     unread: int = 0
 
 
-Item: TypeAlias = Message | Dropped | Lost
+Item: TypeAlias = Message | EventsDropped | EventsLost
 
 
 class _Backlog:
@@ -75,7 +75,7 @@ class Intake:
         self._backlog = _Backlog()
         self._asleep = False
         # Until it is taken, nothing that is put matters.
-        self._lost: Lost | None = None
+        self._lost: EventsLost | None = None
         read_fd, write_fd = os.pipe()
         os.set_blocking(read_fd, False)
         os.set_blocking(write_fd, False)
@@ -142,20 +142,20 @@ class Intake:
 
     def _keep(self, make: Make) -> None:
         backlog = self._backlog
-        item: Dropped | Lost
+        item: EventsDropped | EventsLost
         try:
             events = [_compact(event) for event in make()]
             size = EVENT_OVERHEAD_BYTES + sum(_size(event) for event in events)
-            item = Dropped(events, size)
+            item = EventsDropped(events, size)
         except Exception as error:
-            item = Lost(f"events of a dropped message cannot be read: {error!r}", EVENT_OVERHEAD_BYTES)
+            item = EventsLost(f"events of a dropped message cannot be read: {error!r}", EVENT_OVERHEAD_BYTES)
         backlog.kept_bytes += item.size_bytes
         if backlog.kept_bytes - backlog.taken_bytes <= self._max_dropped_bytes:
             backlog.items.append(item)
             return
         # All that waits is void with what is lost. A fresh backlog, because to empty this one here would cost the engine's time.
         fresh = _Backlog()
-        self._lost = Lost("the queue was full for too long", 0, backlog.items)
+        self._lost = EventsLost("the queue was full for too long", 0, backlog.items)
         fresh.items.append(self._lost)
         self._backlog = fresh
 

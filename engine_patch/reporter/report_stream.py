@@ -16,7 +16,7 @@ from typing import TypeAlias
 import msgspec
 
 from kvrouter.engine_patch.reporter.counters import Counters
-from kvrouter.engine_patch.reporter.event_queue import Dropped, Item, Lost, Message
+from kvrouter.engine_patch.reporter.event_queue import EventsDropped, EventsLost, Item, Message
 from kvrouter.engine_patch.reporter.ledger import Ledger
 from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
 from kvrouter.events.patch.messages import REPORT_TOPIC, CatalogMessage, DeclaredCatalog, Events, Heartbeat, Report
@@ -58,7 +58,7 @@ class ReportStream:
         """What to send for an item of the intake; None when nothing is."""
         if isinstance(item, Message):
             return self._message(item)
-        if isinstance(item, Dropped):
+        if isinstance(item, EventsDropped):
             self._dropped(item)
         else:
             self._lost(item)
@@ -137,7 +137,7 @@ class ReportStream:
         self._unsaid = 0
         return frames
 
-    def _dropped(self, item: Dropped) -> None:
+    def _dropped(self, item: EventsDropped) -> None:
         try:
             self.ledger.told(item.events)
         except Exception as error:
@@ -149,7 +149,7 @@ class ReportStream:
             self._log.warning("dropped", "queue full, messages dropped", epoch=self.epoch, seq=self.next_seq)
         self._skip()
 
-    def _lost(self, item: Lost) -> None:
+    def _lost(self, item: EventsLost) -> None:
         self._counters.dropped += 1
         if item.given_up is None:
             self._counters.failed += 1

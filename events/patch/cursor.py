@@ -15,21 +15,21 @@ from collections import deque
 from typing import TypeAlias
 
 from kvrouter.events.patch.items import (
-    Beat,
     Connected,
     Declared,
     Disconnected,
     Expired,
     Greeted,
-    Heard,
+    HeartbeatSeen,
     Loaded,
     Malformed,
     NewEpoch,
+    PatchHeard,
+    PatchSilent,
     ReportBatch,
     ReportGap,
     ReportItem,
     ReportResume,
-    Silent,
     Snapshot,
     SnapshotFailed,
 )
@@ -103,7 +103,7 @@ class ReportCursor:
 
     @property
     def is_silent(self) -> bool:
-        """`Silent` was the last word."""
+        """`PatchSilent` was the last word."""
         return self._silent
 
     def take(self) -> list[ReportItem]:
@@ -126,7 +126,7 @@ class ReportCursor:
         """Nothing was heard for too long."""
         if not self._silent:
             self._silent = True
-            self.items.append(Silent(silent_s))
+            self.items.append(PatchSilent(silent_s))
 
     def malformed(self, reason: str) -> None:
         """A message or an answer that is none."""
@@ -232,7 +232,7 @@ class ReportCursor:
         self.heard += 1
         if self._silent:
             self._silent = False
-            self.items.append(Heard())
+            self.items.append(PatchHeard())
         return True
 
     def _enter_life(self, epoch: str, started_s: float, reason: str, *, answered: bool = False) -> None:
@@ -286,7 +286,7 @@ class ReportCursor:
             self._expected = seq + 1
             self.items.append(ReportBatch(seq, message, size_bytes))
         else:
-            self.items.append(Beat(seq, message))
+            self.items.append(HeartbeatSeen(seq, message))
 
     def _lose(self, first_seq: int, next_seq: int, dropped: int, reason: str) -> None:
         self.items.append(ReportGap(first_seq, next_seq, dropped, reason))

@@ -16,21 +16,21 @@ from kvrouter.events.vllm.messages import HashArray
 from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
 
 __all__ = [
-    "Beat",
     "Connected",
     "Declared",
     "Disconnected",
     "Expired",
     "Greeted",
-    "Heard",
+    "HeartbeatSeen",
     "Loaded",
     "Malformed",
     "NewEpoch",
+    "PatchHeard",
+    "PatchSilent",
     "ReportBatch",
     "ReportGap",
     "ReportItem",
     "ReportResume",
-    "Silent",
     "Snapshot",
     "SnapshotFailed",
     "SnapshotPlace",
@@ -118,7 +118,7 @@ class Loaded(msgspec.Struct, frozen=True):
     snapshot: Snapshot
 
 
-class Beat(msgspec.Struct, frozen=True):
+class HeartbeatSeen(msgspec.Struct, frozen=True):
     """A heartbeat that speaks of exactly what was handed out: its sums must be the consumer's."""
 
     next_seq: int
@@ -138,14 +138,14 @@ class SnapshotFailed(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Silent(msgspec.Struct, frozen=True):
+class PatchSilent(msgspec.Struct, frozen=True):
     """Nothing of the publisher's life was heard for this long, though a heartbeat was due several times."""
 
     silent_s: float
 
 
-class Heard(msgspec.Struct, frozen=True):
-    """After `Silent`: it speaks again."""
+class PatchHeard(msgspec.Struct, frozen=True):
+    """After `PatchSilent`: it speaks again."""
 
 
 ReportItem: TypeAlias = (
@@ -158,9 +158,9 @@ ReportItem: TypeAlias = (
     | NewEpoch
     | Expired
     | Loaded
-    | Beat
+    | HeartbeatSeen
     | SnapshotFailed
-    | Silent
-    | Heard
+    | PatchSilent
+    | PatchHeard
     | Malformed
 )

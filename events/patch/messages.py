@@ -270,7 +270,7 @@ def unpack_hashes(packed: bytes) -> HashArray:
     return np.frombuffer(packed, ">u8").astype(np.uint64)
 
 
-def beside(endpoint: str, offset: int, suffix: str) -> str | None:
+def derived_endpoint(endpoint: str, offset: int, suffix: str) -> str | None:
     """Where the patch listens next to the engine's own event endpoint (as bound or as registered). None: no port to go from.
 
     tcp: the port plus `offset`, or minus it where the sum is no port. ipc and inproc: `suffix` is appended.
@@ -287,9 +287,9 @@ def beside(endpoint: str, offset: int, suffix: str) -> str | None:
 
 def requests_endpoint(events_endpoint: str) -> str | None:
     """The ROUTER socket that belongs to an engine's event endpoint."""
-    return beside(events_endpoint, REQUESTS_PORT_OFFSET, ".kvrouter-requests")
+    return derived_endpoint(events_endpoint, REQUESTS_PORT_OFFSET, ".kvrouter-requests")
 
 
 def reports_endpoint(events_endpoint: str) -> str | None:
     """The PUB socket that belongs to an engine's event endpoint."""
-    return beside(events_endpoint, REPORTS_PORT_OFFSET, ".kvrouter-reports")
+    return derived_endpoint(events_endpoint, REPORTS_PORT_OFFSET, ".kvrouter-reports")

@@ -15,7 +15,7 @@ from kvrouter.router.common.errors import NoWorker
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.common.version import PACKAGE, VERSION
-from kvrouter.router.placement.placer import Placing
+from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.telemetry.metrics import Metrics
 
@@ -24,7 +24,7 @@ STOPPING = "this router stops; send new requests to another one"
 
 def watch_routes(
     core: CorePort,
-    placing: Placing,
+    placing: Placer,
     tokens: TokensPort | None,
     proxy: Proxy | None,
     sources: SourcesPort | None,

@@ -13,7 +13,7 @@ from typing import Protocol
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.tokens.prompt_tokens import Prompt
-from kvrouter.router.workers.model_names import Served
+from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.role import HandoverWay
 from kvrouter.router.workers.worker_status import TokensStatus, WorkerStatus
@@ -45,7 +45,7 @@ class CorePort(Protocol):
 
     def models(self) -> Sequence[str]: ...
 
-    def resolve(self, name: str) -> Served:
+    def resolve(self, name: str) -> ServedModel:
         """What a request's `model` means: a model, another name of one, or an adapter. Raises UnknownModel."""
         ...
 

@@ -27,13 +27,13 @@ from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.json_arrays import hash_array, token_array
 from kvrouter.router.matching.question import Question
 from kvrouter.router.telemetry.metrics import Metrics
-from kvrouter.router.workers.model_names import Served
+from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration_bodies import (
     model_of,
 )
 
 
-class Asking:
+class QueryRoutes:
     """Turns bodies into questions to the core and its answers into replies.
 
     clock: seconds, for `kvrouter_decide_seconds`, which covers the core alone."""
@@ -90,13 +90,15 @@ class Asking:
             # The engines read an empty name and an empty salt as none.
             lora_name=body.lora_name or served.lora_name,
             cache_salt=body.cache_salt or None,
-            worker_ids=both(worker_ids_of(body.workers if workers is None else workers), served.worker_ids),
+            worker_ids=intersect_optional(
+                worker_ids_of(body.workers if workers is None else workers), served.worker_ids
+            ),
             exclude_worker_ids=worker_ids_of(exclude_workers) or frozenset(),
             dp_rank=dp_rank,
             explain=body.explain,
         )
 
-    def served(self, body: Any) -> Served:
+    def served(self, body: Any) -> ServedModel:
         """Whom the body's model means. Raises BadQuestion, UnknownModel."""
         check_group(body.routing_group)
         model = model_of(body)
@@ -107,7 +109,7 @@ class Asking:
         return self._core.resolve(model)
 
 
-def both(some: frozenset[str] | None, others: frozenset[str] | None) -> frozenset[str] | None:
+def intersect_optional(some: frozenset[str] | None, others: frozenset[str] | None) -> frozenset[str] | None:
     """What is in both; None stands for all."""
     if others is None:
         return some

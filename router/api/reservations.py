@@ -21,13 +21,13 @@ from kvrouter.router.api.responses import (
     WorkerLoadReply,
     encode,
 )
-from kvrouter.router.api.select import Selecting, decode_blocks
-from kvrouter.router.placement.placer import Placing, WorkerBurden
+from kvrouter.router.api.select import SelectRoutes, decode_blocks
+from kvrouter.router.placement.placer import Placer, WorkerLoadView
 
 OneModel = Annotated[str | None, Query(alias="model_name", description="only this model")]
 
 
-def load_routes(core: CorePort, placing: Placing, selecting: Selecting) -> APIRouter:
+def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> APIRouter:
     """The routes, bound to `placing`; `core` knows the workers' ids as they were given."""
     router = APIRouter(tags=["load"])
 
@@ -89,13 +89,13 @@ def load_routes(core: CorePort, placing: Placing, selecting: Selecting) -> APIRo
         "/loads", summary="The load of all workers", operation_id="loads", responses=gives(ModelLoadReply, many=True)
     )
     async def loads(request: Request, model: OneModel = None) -> Response:
-        by_model: dict[str, list[WorkerBurden]] = {}
+        by_model: dict[str, list[WorkerLoadView]] = {}
         for shown in placing.burdens():
             if model in (None, shown.worker.model):
                 by_model.setdefault(shown.worker.model, []).append(shown)
         return respond(request, [_model_load(name, shown) for name, shown in by_model.items()])
 
-    def _model_load(name: str, shown: list[WorkerBurden]) -> ModelLoadReply:
+    def _model_load(name: str, shown: list[WorkerLoadView]) -> ModelLoadReply:
         block_tokens = placing.hash_block_size(name)
         waiting, tokens = placing.waiting(name)
         loads = [_worker_load(one, core.given_id(one.worker), block_tokens, placing.now()) for one in shown]
@@ -104,7 +104,7 @@ def load_routes(core: CorePort, placing: Placing, selecting: Selecting) -> APIRo
     return router
 
 
-def _worker_load(shown: WorkerBurden, worker_id: str | int, block_tokens: int, now: float) -> WorkerLoadReply:
+def _worker_load(shown: WorkerLoadView, worker_id: str | int, block_tokens: int, now: float) -> WorkerLoadReply:
     burden, heard = shown.burden, shown.engine
     engine = None
     if heard is not None:

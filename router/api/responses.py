@@ -12,8 +12,8 @@ from kvrouter.router.api.requests import (
     MSGPACK,
     MSGPACK_TYPES,
 )
-from kvrouter.router.matching.question import GroupCover, Hit, Limit
-from kvrouter.router.placement.cost import Parts
+from kvrouter.router.matching.question import GroupCover, Hit, HitLimit
+from kvrouter.router.placement.cost import CostTerms
 from kvrouter.router.workers.role import HandoverWay
 from kvrouter.router.workers.worker_status import WorkerStatus
 
@@ -33,7 +33,7 @@ class InstanceReply(msgspec.Struct, kw_only=True):
     # Only where it is so: guessed from what was sent there.
     approximate: bool | msgspec.UnsetType = msgspec.UNSET
     groups: tuple[GroupCover, ...] | msgspec.UnsetType = msgspec.UNSET
-    limited_by: Limit | msgspec.UnsetType | None = msgspec.UNSET
+    limited_by: HitLimit | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class QueryReply(msgspec.Struct):
@@ -64,10 +64,10 @@ class CandidateReply(msgspec.Struct, kw_only=True):
     # Tokens: cost = the parts' sum, session taken off; load = what of it is others' work.
     load: int
     cost: int
-    parts: Parts
+    parts: CostTerms
     saturated: bool
     state: str
-    limited_by: Limit | None
+    limited_by: HitLimit | None
     # Only where it is so: tokens of this prompt that are just being computed there.
     pending: int | msgspec.UnsetType = msgspec.UNSET
     reason: str | msgspec.UnsetType = msgspec.UNSET

@@ -14,7 +14,7 @@ import numpy as np
 
 from kvrouter.router.api.dynamo_shapes import ROUTING_GROUP, check_group
 from kvrouter.router.api.ports import CorePort, TokensPort
-from kvrouter.router.api.query import Asking, both
+from kvrouter.router.api.query import QueryRoutes, intersect_optional
 from kvrouter.router.api.requests import (
     NULLS,
     BodyReader,
@@ -29,8 +29,8 @@ from kvrouter.router.common.json_arrays import hash_array, token_array
 from kvrouter.router.matching.question import Question
 from kvrouter.router.placement.candidates import Pin
 from kvrouter.router.placement.choose import Candidate, Choice
-from kvrouter.router.placement.placement_request import Ask, Placement
-from kvrouter.router.placement.placer import Placing
+from kvrouter.router.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.placement.placer import Placer
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH
 from kvrouter.router.workers.registration_bodies import (
@@ -41,7 +41,7 @@ from kvrouter.router.workers.role import HandoverWay
 USUAL_BLOCK_TOKENS = 16
 
 
-class Selecting:
+class SelectRoutes:
     """Turns bodies into asks to `placing` and its choices into replies.
 
     tokens: finds those of texts; None: texts are refused. clock: seconds, for `kvrouter_decide_seconds`, which covers `placing`
@@ -50,9 +50,9 @@ class Selecting:
     def __init__(
         self,
         core: CorePort,
-        placing: Placing,
+        placing: Placer,
         tokens: TokensPort | None,
-        asking: Asking,
+        asking: QueryRoutes,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
@@ -98,7 +98,7 @@ class Selecting:
         return self._placing.claim(body.selection_id, model_of(body))
 
     def _select(
-        self, raw: bytes, content_type: str, decide: Callable[[Ask], SelectReply]
+        self, raw: bytes, content_type: str, decide: Callable[[PlacementRequest], SelectReply]
     ) -> SelectReply | Coroutine[Any, Any, SelectReply]:
         body, packed = self._select_reader.read(raw, content_type), is_msgpack(content_type)
         has_text = bytes(body.prompt) not in NULLS or bytes(body.messages) not in NULLS
@@ -127,7 +127,7 @@ class Selecting:
         )
 
     async def _select_text(
-        self, body: Any, raw: bytes, packed: bool, decide: Callable[[Ask], SelectReply]
+        self, body: Any, raw: bytes, packed: bool, decide: Callable[[PlacementRequest], SelectReply]
     ) -> SelectReply:
         if self._tokens is None:
             raise BadQuestion(
@@ -149,7 +149,7 @@ class Selecting:
             served.model,
             lora_name=body.lora_name or served.lora_name,
             cache_salt=body.cache_salt or None,
-            worker_ids=both(worker_ids_of(_workers(body)), served.worker_ids),
+            worker_ids=intersect_optional(worker_ids_of(_workers(body)), served.worker_ids),
             exclude_worker_ids=worker_ids_of(body.exclude_workers) or frozenset(),
             dp_rank=body.dp_rank,
             explain=body.explain,
@@ -159,14 +159,14 @@ class Selecting:
         reply.tokens = TokensReply(prompt.source, prompt.num_tokens, known, prompt.problem)
         return reply
 
-    def _choose(self, ask: Ask) -> SelectReply:
+    def _choose(self, ask: PlacementRequest) -> SelectReply:
         selection_id = ask.selection_id or self._placing.new_id()
         start = self._clock()
         choice = self._placing.choose(ask, selection_id)
         self._observe(self._clock() - start)
         return self._reply(ask.question, choice, selection_id, reserved=False)
 
-    def _reserve(self, ask: Ask) -> SelectReply:
+    def _reserve(self, ask: PlacementRequest) -> SelectReply:
         start = self._clock()
         placement = self._placing.reserve(ask)
         self._observe(self._clock() - start)
@@ -238,13 +238,13 @@ def _candidate(candidate: Candidate, worker_id: str | int) -> CandidateReply:
     )
 
 
-def _ask(body: Any, question: Question) -> Ask:
+def _ask(body: Any, question: Question) -> PlacementRequest:
     max_tokens = body.expected_output_tokens if body.max_tokens is None else body.max_tokens
     pinned = body.pinned_worker
     pin = None if pinned is None else Pin(str(pinned.worker_id), pinned.dp_rank)
     context = body.session_context
     session_id = body.session_id if context is None else context.session_id
-    return Ask(question, session_id, max_tokens, pin, body.selection_id)
+    return PlacementRequest(question, session_id, max_tokens, pin, body.selection_id)
 
 
 def _length(body: Any) -> int | None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.workers.engine_answers import EngineTold, Stream
+from kvrouter.router.workers.engine_answers import EngineAnswers, Stream
 from kvrouter.router.workers.registration import NO_PATCH, UNKNOWN_MODEL, Registration
 from kvrouter.router.workers.worker_spec import MAX_DP_RANK, WorkerSpec
 
@@ -43,7 +43,7 @@ def candidate_of(spec: WorkerSpec, source: str) -> Candidate:
     return Candidate(msgspec.structs.replace(registration, source=source), any_rank=spec.dp_rank is None)
 
 
-def completed(candidate: Candidate, told: EngineTold, known: Sequence[Registration]) -> list[Registration]:
+def completed(candidate: Candidate, told: EngineAnswers, known: Sequence[Registration]) -> list[Registration]:
     """The workers that the candidate is. Empty while its model is not known.
 
     known: what is registered under its id by its source. While the engine does not answer, that stays as it is: a router that

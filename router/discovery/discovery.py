@@ -19,14 +19,14 @@ from kvrouter.router.common.errors import HostNotAllowed, RouterError, WorkerUnr
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.discovery.candidate import Candidate, completed
-from kvrouter.router.discovery.engine_prober import EngineAsker, Wanted
-from kvrouter.router.discovery.reconcile import Name, Plan, name_of, plan
+from kvrouter.router.discovery.engine_prober import EngineProber, ProbeRequest
+from kvrouter.router.discovery.reconcile import Name, ReconcilePlan, name_of, plan
 from kvrouter.router.discovery.source import Source
 from kvrouter.router.index.store import StoreError
 from kvrouter.router.streams.fleet import Claims, Fleet
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.engine_answers import EngineTold
+from kvrouter.router.workers.engine_answers import EngineAnswers
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.worker_status import WorkerStatus
 
@@ -80,7 +80,7 @@ class Discovery:
         self._look_s = look_s
         self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
         self._news = asyncio.Event()
-        self._asker = EngineAsker(session, clock=clock, rng=rng, changed=self._news.set)
+        self._asker = EngineProber(session, clock=clock, rng=rng, changed=self._news.set)
         self._kept = {source.name: _Kept() for source in sources}
         self._tasks: list[asyncio.Task[None]] = []
         self._claims: Claims | None = None
@@ -159,14 +159,14 @@ class Discovery:
                 log.info("source well", extra={"source": source.name, "workers": len(source.shown or ())})
 
     def _ask_engines(self) -> None:
-        wanted: dict[str, Wanted] = {}
+        wanted: dict[str, ProbeRequest] = {}
         for source in self._sources:
             for one in source.shown or ():
                 url = one.registration.url
                 if url is None or not (one.asks_model or one.asks_events) or self._allowed.problem(url):
                     continue
-                before = wanted.get(url, Wanted())
-                wanted[url] = Wanted(before.model or one.asks_model, before.streams or one.asks_events)
+                before = wanted.get(url, ProbeRequest())
+                wanted[url] = ProbeRequest(before.model or one.asks_model, before.streams or one.asks_events)
         self._asker.want(wanted)
 
     def _completed(self, source: str, shown: Sequence[Candidate]) -> tuple[list[Registration], set[Name]]:
@@ -187,14 +187,14 @@ class Discovery:
                 kept.waiting[name_of(given)] = candidate.problem or problem or ""
                 found += ours if candidate.problem else ()
                 continue
-            told: EngineTold | None = EngineTold()
+            told: EngineAnswers | None = EngineAnswers()
             if given.url is not None and (candidate.asks_model or candidate.asks_events):
                 told = self._asker.told(given.url)
             if told is None and not ours:
                 # It is being asked for the first time, which takes a moment.
                 kept.waiting[name_of(given)] = "its engine is being asked"
                 continue
-            told = told or EngineTold()
+            told = told or EngineAnswers()
             workers = completed(candidate, told, ours)
             if not workers:
                 kept.waiting[name_of(given)] = told.problem
@@ -213,7 +213,7 @@ class Discovery:
             return [registration]
         if problem := self._allowed.registration_problem(registration):
             raise HostNotAllowed(problem)
-        told = await self._asker.ask(url, Wanted(candidate.asks_model, candidate.asks_events))
+        told = await self._asker.ask(url, ProbeRequest(candidate.asks_model, candidate.asks_events))
         workers = completed(candidate, told, [])
         if not workers:
             raise WorkerUnreachable(f"{url}: {told.problem}; then register it again", code="engine_not_asked")
@@ -245,7 +245,7 @@ class Discovery:
     async def _reconcile(self, source: str, shown: list[Registration], only_known: set[Name]) -> None:
         kept = self._kept[source]
 
-        def planned(claimed: frozenset[Name]) -> Plan:
+        def planned(claimed: frozenset[Name]) -> ReconcilePlan:
             registered = self._registrations()
             return plan(source, shown, only_known, registered, asserted=kept.asserted, claimed=claimed)
 

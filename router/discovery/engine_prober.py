@@ -20,7 +20,7 @@ from kvrouter.router.workers.engine_answers import (
     MODELS_PATH,
     SOURCES_PATH,
     WRITE_THEM,
-    EngineTold,
+    EngineAnswers,
     model_in,
     streams_in,
 )
@@ -40,14 +40,14 @@ MAX_ANSWER_BYTES = 1024**2
 ENGINES_AT_ONCE = 16
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class ProbeRequest(msgspec.Struct, frozen=True):
     """What an engine is to be asked for."""
 
     model: bool = False
     streams: bool = False
 
 
-class Unanswered(Exception):
+class ProbeFailed(Exception):
     """Why nothing came that could be used."""
 
 
@@ -55,7 +55,7 @@ class NoSuchPath(Exception):
     """The engine does not have what was asked for."""
 
 
-class EngineAsker:
+class EngineProber:
     """`run` until it is cancelled. changed: called when an engine said something new."""
 
     def __init__(
@@ -74,13 +74,13 @@ class EngineAsker:
         self._changed = changed
         self._again_s = again_s
         self._retry_s = retry_s
-        self._wanted: dict[str, Wanted] = {}
+        self._wanted: dict[str, ProbeRequest] = {}
         self._due_s: dict[str, float] = {}
         self._more = asyncio.Event()
         self._slots = asyncio.Semaphore(ENGINES_AT_ONCE)
-        self._told: dict[str, EngineTold] = {}
+        self._told: dict[str, EngineAnswers] = {}
 
-    def want(self, wanted: Mapping[str, Wanted]) -> None:
+    def want(self, wanted: Mapping[str, ProbeRequest]) -> None:
         """By URL, in place of what was wanted before."""
         for url in self._wanted.keys() - wanted.keys():
             self._told.pop(url, None)
@@ -91,7 +91,7 @@ class EngineAsker:
                 self._more.set()
         self._wanted = dict(wanted)
 
-    def told(self, url: str) -> EngineTold | None:
+    def told(self, url: str) -> EngineAnswers | None:
         """What it said last; None while it was not asked once."""
         return self._told.get(url)
 
@@ -113,17 +113,17 @@ class EngineAsker:
         due = [url for url, due_s in self._due_s.items() if due_s <= now]
         await asyncio.gather(*map(self._ask, due))
 
-    async def ask(self, url: str, what: Wanted) -> EngineTold:
+    async def ask(self, url: str, what: ProbeRequest) -> EngineAnswers:
         """What it says now, for once."""
         async with self._slots:
-            return await self._asked(url, what, EngineTold())
+            return await self._asked(url, what, EngineAnswers())
 
     async def _ask(self, url: str) -> None:
         what, before = self._wanted.get(url), self._told.get(url)
         if what is None:
             return
         async with self._slots:
-            found = await self._asked(url, what, before or EngineTold())
+            found = await self._asked(url, what, before or EngineAnswers())
         if url not in self._wanted:
             return
         whole = not ((what.model and found.model is None) or (what.streams and found.streams is None))
@@ -135,13 +135,13 @@ class EngineAsker:
             log.log(level, "engine told", extra={"url": url, "model": found.model, "problem": found.problem})
             self._changed()
 
-    async def _asked(self, url: str, what: Wanted, before: EngineTold) -> EngineTold:
+    async def _asked(self, url: str, what: ProbeRequest, before: EngineAnswers) -> EngineAnswers:
         """What it says now; what it does not say any more, for it does not answer, stays."""
         model, problems = before.model, []
         if what.model:
             try:
                 model = model_in(await self._get(url, MODELS_PATH))
-            except (Unanswered, ValueError) as error:
+            except (ProbeFailed, ValueError) as error:
                 if model is None:
                     problems.append(f"its model is not known ({error}): start the engine, or write its model")
         streams, silent = before.streams, before.silent
@@ -156,14 +156,14 @@ class EngineAsker:
                     f"its engine does not tell where its KV events are (no {SOURCES_PATH}: vLLM before 0.31, or another engine): "
                     f"{WRITE_THEM}"
                 )
-            except (Unanswered, ValueError) as error:
+            except (ProbeFailed, ValueError) as error:
                 if streams is None:
                     problems.append(
                         f"where its KV events are is not known ({error}): start the engine, or {WRITE_THEM}"
                     )
                 else:
                     problems.append(before.problem)
-        return EngineTold(model, streams, silent, "; ".join(filter(None, problems)))
+        return EngineAnswers(model, streams, silent, "; ".join(filter(None, problems)))
 
     async def _get(self, url: str, path: str) -> bytes:
         """Raises Unanswered, and NoSuchPath where there is no such path."""
@@ -173,11 +173,11 @@ class EngineAsker:
                 if answer.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
                     raise NoSuchPath(path)
                 if answer.status != HTTPStatus.OK:
-                    raise Unanswered(f"{whole} answers {answer.status}")
+                    raise ProbeFailed(f"{whole} answers {answer.status}")
                 return await read_whole(answer, MAX_ANSWER_BYTES)
         except TimeoutError:
-            raise Unanswered(f"{whole} did not answer in {TIMEOUT_S:g} s") from None
+            raise ProbeFailed(f"{whole} did not answer in {TIMEOUT_S:g} s") from None
         except aiohttp.ClientConnectorError as error:
-            raise Unanswered(f"{url} cannot be reached: {error.os_error.strerror or error.os_error}") from None
+            raise ProbeFailed(f"{url} cannot be reached: {error.os_error.strerror or error.os_error}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise Unanswered(f"{whole} did not answer: {error or type(error).__name__}") from None
+            raise ProbeFailed(f"{whole} did not answer: {error or type(error).__name__}") from None

@@ -21,7 +21,7 @@ from kvrouter.router.workers.source_precedence import wins
 Name: TypeAlias = tuple[str, int]
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ReconcilePlan(msgspec.Struct, frozen=True):
     """What is to be done. agreed: of whom the registry says what the source does. contested: of whom a source that wins, or another
     router, says something else, and why."""
 
@@ -48,12 +48,12 @@ def plan(
     *,
     asserted: Mapping[Name, Registration],
     claimed: Collection[Name],
-) -> Plan:
+) -> ReconcilePlan:
     """shown: all that the source shows now; of two with one name the first counts. only_known: those of them that are of
     interest only if they are registered. asserted: what of this source this process last registered, or saw registered. claimed:
     what other living routers see in a source of this name."""
     known = {name_of(one): one for one in registered}
-    found = Plan()
+    found = ReconcilePlan()
     seen: set[Name] = set()
     for wanted in shown:
         name = name_of(wanted)

@@ -12,7 +12,7 @@ import msgspec
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.index.log_entry import decode_text, encode_text
-from kvrouter.router.ingest.net_changes import Change
+from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.redis_client.connection import StoredValueError
 from kvrouter.router.redis_client.resp import Hashes, command, members_commands
 
@@ -32,7 +32,7 @@ class Commit(msgspec.Struct, frozen=True):
     epoch: str
     first_seq: int
     last_seq: int
-    changes: list[Change] = []
+    changes: list[ResidencyDelta] = []
     copies: list[tuple[Place, int, int]] = []
     meta: dict[str, bytes] = {}
 

@@ -14,7 +14,7 @@ import msgspec
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.ingest.net_changes import Change
+from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.redis_client.resp import hashes_from_bytes, hashes_to_bytes
 
 
@@ -34,7 +34,7 @@ class LogEntry(msgspec.Struct, frozen=True):
     first_seq: int | None
     last_seq: int | None
     opened_epoch: bool
-    changes: list[Change]
+    changes: list[ResidencyDelta]
     meta: dict[str, bytes]
 
 
@@ -57,7 +57,7 @@ def entry_fields(
     commit: int,
     epoch: str,
     seqs: tuple[int, int] | None = None,
-    changes: list[Change] | None = None,
+    changes: list[ResidencyDelta] | None = None,
     meta: dict[str, bytes] | None = None,
 ) -> list[bytes]:
     """Field, value, field, value ... of the entry, for XADD."""
@@ -91,7 +91,7 @@ def parse_entry(worker: WorkerKey, entry_id: bytes, fields: list[bytes]) -> LogE
         last_seq=None if last is None else keys.parse_number(last),
         opened_epoch=kind is EntryKind.EPOCH,
         changes=[
-            Change(keys.parse_place(place), hashes_from_bytes(added), hashes_from_bytes(removed))
+            ResidencyDelta(keys.parse_place(place), hashes_from_bytes(added), hashes_from_bytes(removed))
             for place, added, removed in changes
         ],
         meta=_decode_meta(values[b"meta"]) if b"meta" in values else {},

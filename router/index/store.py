@@ -37,7 +37,7 @@ from kvrouter.router.index.commit import (
     residency_commands,
 )
 from kvrouter.router.index.log_entry import EntryKind, decode_text, encode_text, entry_fields
-from kvrouter.router.ingest.net_changes import Change
+from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.redis_client.cluster import Servers
 from kvrouter.router.redis_client.connection import (
     Connection,
@@ -49,12 +49,12 @@ from kvrouter.router.redis_client.connection import (
 from kvrouter.router.redis_client.resp import Hashes, command, hashes_from_bytes
 
 __all__ = [
-    "Change",
     "Commit",
     "CommitOutcome",
     "IndexStore",
     "Lease",
     "ReplyError",
+    "ResidencyDelta",
     "StoreError",
     "StoreUnavailable",
     "StoredValueError",

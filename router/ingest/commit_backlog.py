@@ -8,11 +8,11 @@ backlog that overflowed holds nothing; only a flush that opens an epoch can fill
 from __future__ import annotations
 
 from kvrouter.router.common.ids import Place
-from kvrouter.router.ingest.net_changes import Change, Transitions
-from kvrouter.router.ingest.stock_ingest import Flush
+from kvrouter.router.ingest.net_changes import NetChanges, ResidencyDelta
+from kvrouter.router.ingest.stock_ingest import PendingCommit
 
 
-class Backlog:
+class CommitBacklog:
     """The flushes of one worker that wait for the store, in order."""
 
     def __init__(self, max_blocks: int) -> None:
@@ -21,7 +21,7 @@ class Backlog:
         self._epoch: str | None = None
         self._opens_epoch = False
         self._seqs: tuple[int, int] | None = None
-        self._places: dict[Place, Transitions] = {}
+        self._places: dict[Place, NetChanges] = {}
         self._copies: dict[tuple[Place, int], int] = {}
         self._meta: dict[str, bytes] = {}
         self._overflowed = False
@@ -44,7 +44,7 @@ class Backlog:
     def is_full(self) -> bool:
         return self.blocks > self._max_blocks
 
-    def add(self, flush: Flush) -> None:
+    def add(self, flush: PendingCommit) -> None:
         """The next flush of the worker."""
         if flush.opens_epoch:
             self._clear()
@@ -59,7 +59,7 @@ class Backlog:
         for change in flush.changes:
             transitions = self._places.get(change.place)
             if transitions is None:
-                transitions = self._places[change.place] = Transitions()
+                transitions = self._places[change.place] = NetChanges()
             transitions.left(change.removed)
             transitions.arrived(change.added)
         self._copies.update(((place, block_hash), count) for place, block_hash, count in flush.copies)
@@ -76,7 +76,7 @@ class Backlog:
             return True
         return self._seqs is not None and (self._epoch, self._seqs[0] - 1) == (epoch, seq)
 
-    def take(self) -> Flush | None:
+    def take(self) -> PendingCommit | None:
         """All that waits as one flush, None when nothing does; it waits no longer."""
         if self._epoch is None:
             return None
@@ -84,9 +84,9 @@ class Backlog:
         for place, transitions in self._places.items():
             added, removed = transitions.net()
             if len(added) or len(removed):
-                changes.append(Change(place, added, removed))
+                changes.append(ResidencyDelta(place, added, removed))
         copies = [(place, block_hash, count) for (place, block_hash), count in self._copies.items()]
-        flush = Flush(self._epoch, self._opens_epoch, self._seqs, changes, copies, self._meta)
+        flush = PendingCommit(self._epoch, self._opens_epoch, self._seqs, changes, copies, self._meta)
         self._clear()
         return flush
 

@@ -35,14 +35,14 @@ class CopyTable:
     def bytes(self) -> int:
         return self._keys.nbytes + self._counts.nbytes
 
-    def up(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint16]:
+    def add_copies(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint16]:
         """One copy more of each hash, in order; returns the new counts: 1 means that it became resident."""
         self._make_room(len(hashes))
         now = np.empty(len(hashes), np.uint16)
         self._used += kernels.count_up(self._keys, self._counts, hashes, now)
         return now
 
-    def down(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint16]:
+    def remove_copies(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint16]:
         """One copy less of each hash, in order; returns the old counts: 1 means that it is gone, 0 that it never was here."""
         was = np.empty(len(hashes), np.uint16)
         self._used -= kernels.count_down(self._keys, self._counts, hashes, was)

@@ -65,7 +65,7 @@ class EngineSame(msgspec.Struct, frozen=True):
 VitalSign: TypeAlias = EngineAbsent | EnginePresent | EngineLost | EngineBack | EngineRestarted | EngineSame
 
 
-class Vitals:
+class EngineLiveness:
     """One engine's. Silence before the first answer says nothing: where there never was one, there may be none to be had. A refused
     connection does: nobody is there."""
 

@@ -17,7 +17,7 @@ Hashes = NDArray[np.uint64]
 NO_HASHES = np.empty(0, np.uint64)
 
 
-class Change(msgspec.Struct, frozen=True):
+class ResidencyDelta(msgspec.Struct, frozen=True):
     """Net transitions at one place: added and removed are disjoint uint64 arrays of block hashes, shape (n,)."""
 
     place: Place
@@ -25,7 +25,7 @@ class Change(msgspec.Struct, frozen=True):
     removed: Hashes
 
 
-class Transitions:
+class NetChanges:
     """Collects, for one place, residency transitions in order. Each hash alternates between coming and going."""
 
     __slots__ = ("_arrivals", "_parts", "count")

@@ -14,18 +14,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.events.patch.items import (
-    Beat,
     Declared,
     Expired,
     Greeted,
-    Heard,
+    HeartbeatSeen,
     Loaded,
     NewEpoch,
+    PatchHeard,
+    PatchSilent,
     ReportBatch,
     ReportGap,
     ReportItem,
     ReportResume,
-    Silent,
     Snapshot,
     SnapshotFailed,
 )
@@ -44,7 +44,7 @@ from kvrouter.router.common.ids import GPU, Place
 from kvrouter.router.ingest.declared_catalog import contradictions, declared_problem, declared_spec
 from kvrouter.router.ingest.engine_liveness import EngineBack, EngineRestarted, VitalSign
 from kvrouter.router.ingest.residency import EMPTY_SUM, MAX_PLACES, PlaceSum, Runs
-from kvrouter.router.ingest.stock_ingest import META_LEARNED, Ingest
+from kvrouter.router.ingest.stock_ingest import META_LEARNED, StockIngest
 from kvrouter.router.kvcache.scheme_verification import HashIdentity
 from kvrouter.router.workers.registration import CatalogSpec, Registration
 from kvrouter.router.workers.stream_state import StreamState
@@ -57,7 +57,7 @@ NO_EPOCH = b""
 PROVING = "waiting for a heartbeat to prove that nothing was missed"
 
 
-class ReportIngest(Ingest):
+class PatchIngest(StockIngest):
     """The state machine of one worker, whichever of its two streams is followed. See Ingest."""
 
     def __init__(
@@ -133,11 +133,11 @@ class ReportIngest(Ingest):
 
     def apply(self, item: StreamItem | ReportItem, now: float) -> None:
         """Take the next item of either stream. now: seconds, monotonic."""
-        if self._expired and isinstance(item, ReportBatch | Beat | Loaded):
+        if self._expired and isinstance(item, ReportBatch | HeartbeatSeen | Loaded):
             return
         if isinstance(item, ReportBatch):
             self._report(item.seq, item.message, now)
-        elif isinstance(item, Beat):
+        elif isinstance(item, HeartbeatSeen):
             self.last_heartbeat_s = now
             self.tally.heartbeats += 1
             self._compare(item.message)
@@ -160,9 +160,9 @@ class ReportIngest(Ingest):
             )
         elif isinstance(item, SnapshotFailed):
             self._set(self._state, f"no snapshot ({item.reason}); asking again; residency before it is not complete")
-        elif isinstance(item, Silent):
+        elif isinstance(item, PatchSilent):
             self._doubt(f"not heard for {item.silent_s:.1f} s; the last known residency is shown")
-        elif isinstance(item, Heard):
+        elif isinstance(item, PatchHeard):
             self._incident = f"heard again; {PROVING}"
         elif isinstance(item, Greeted):
             self.greeting = item
@@ -173,8 +173,8 @@ class ReportIngest(Ingest):
         else:
             super().apply(item, now)
 
-    def vital(self, sign: VitalSign) -> None:
-        super().vital(sign)
+    def on_liveness(self, sign: VitalSign) -> None:
+        super().on_liveness(sign)
         if self._reports and isinstance(sign, EngineBack | EngineRestarted):
             reason = "answers again" if isinstance(sign, EngineBack) else sign.reason
             self.wants_snapshot = f"the engine may have begun anew ({reason})"

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvrouter.router.common.ids import Place
 from kvrouter.router.ingest.copy_counts import CopyTable
 from kvrouter.router.ingest.copy_kernels import MAX_COPIES
-from kvrouter.router.ingest.net_changes import Change, Transitions
+from kvrouter.router.ingest.net_changes import NetChanges, ResidencyDelta
 
 Hashes = NDArray[np.uint64]
 
@@ -61,7 +61,8 @@ class _Held:
 
 
 class Residency:
-    """The blocks of one worker. `up` and `down` follow its events; `take_changes` and `take_copies` empty what is pending."""
+    """The blocks of one worker. `add_copies` and `remove_copies` follow its events; `take_changes` and `take_copies`
+    empty what is pending."""
 
     def __init__(self, *, max_places: int = MAX_PLACES, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_places = max_places
@@ -69,7 +70,7 @@ class Residency:
         # Copies that found no room: a place or a block too many. They earn no credit, and their removal later changes nothing.
         self.refused_blocks = 0
         self._held: dict[Place, _Held] = {}
-        self._pending: dict[Place, Transitions] = {}
+        self._pending: dict[Place, NetChanges] = {}
         # New counts of blocks that have, or had, two copies or more.
         self._multiple: dict[tuple[Place, int], int] = {}
         # The next flush is to bring all that is held, for nothing of it is known to be anywhere else.
@@ -108,27 +109,27 @@ class Residency:
             if len(held.table)
         }
 
-    def up(self, place: Place, hashes: Hashes) -> None:
+    def add_copies(self, place: Place, hashes: Hashes) -> None:
         """One copy more of each hash, in order; refused as a whole where it could outgrow a bound."""
         at = self._at(place)
         if at is None or self.blocks + len(hashes) > self._max_blocks:
             self.refused_blocks += len(hashes)
             return
         held, pending = at
-        now = held.table.up(hashes)
+        now = held.table.add_copies(hashes)
         held.copies += len(hashes)
         self._note(place, hashes, now, now >= 2, 0)
         arrived = hashes if now.max(initial=1) == 1 else hashes[now == 1]
         held.digest = (held.digest + _sum(arrived)) & MASK_64
         pending.arrived(arrived)
 
-    def down(self, place: Place, hashes: Hashes) -> None:
+    def remove_copies(self, place: Place, hashes: Hashes) -> None:
         """One copy less of each hash, in order; of a block that is not here there is nothing to take."""
         at = self._at(place)
         if at is None:
             return
         held, pending = at
-        was = held.table.down(hashes)
+        was = held.table.remove_copies(hashes)
         held.copies -= int(np.count_nonzero(was))
         self._note(place, hashes, was, was >= 2, 1)
         left = hashes[was == 1]
@@ -182,12 +183,12 @@ class Residency:
         self._multiple.clear()
         self._pending_all = False
 
-    def pend_all(self) -> None:
+    def mark_all_pending(self) -> None:
         """Let the next flush bring all that is held, as into an empty epoch; takes no memory until then."""
         self.drop_pending()
         self._pending_all = True
 
-    def take_changes(self) -> list[Change]:
+    def take_changes(self) -> list[ResidencyDelta]:
         """The net transitions since the last flush, place by place."""
         if self._pending_all:
             self._take_all()
@@ -195,7 +196,7 @@ class Residency:
         for place, transitions in self._pending.items():
             added, removed = transitions.net()
             if len(added) or len(removed):
-                changes.append(Change(place, added, removed))
+                changes.append(ResidencyDelta(place, added, removed))
         self._pending.clear()
         return changes
 
@@ -203,7 +204,7 @@ class Residency:
         self.drop_pending()
         for place, held in self._held.items():
             if len(held.table):
-                pending = self._pending[place] = Transitions()
+                pending = self._pending[place] = NetChanges()
                 pending.arrived(held.table.hashes())
                 for block_hash, count in held.table.copied().items():
                     self._multiple[place, block_hash] = count
@@ -219,7 +220,7 @@ class Residency:
         """Distinct blocks of all places."""
         return sum(len(held.table) for held in self._held.values())
 
-    def _at(self, place: Place) -> tuple[_Held, Transitions] | None:
+    def _at(self, place: Place) -> tuple[_Held, NetChanges] | None:
         held = self._held.get(place)
         if held is None:
             if len(self._held) >= self._max_places:
@@ -227,7 +228,7 @@ class Residency:
             held = self._held[place] = _Held()
         pending = self._pending.get(place)
         if pending is None:
-            pending = self._pending[place] = Transitions()
+            pending = self._pending[place] = NetChanges()
         return held, pending
 
     def _note(
@@ -258,9 +259,9 @@ class Runs:
         if self._place is not None and self._parts:
             hashes = self._parts[0] if len(self._parts) == 1 else np.concatenate(self._parts)
             if self._stores:
-                self._blocks.up(self._place, hashes)
+                self._blocks.add_copies(self._place, hashes)
             else:
-                self._blocks.down(self._place, hashes)
+                self._blocks.remove_copies(self._place, hashes)
         self._place, self._parts = None, []
 
 

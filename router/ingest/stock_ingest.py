@@ -44,12 +44,12 @@ from kvrouter.router.ingest.engine_liveness import (
     EngineSame,
     VitalSign,
 )
-from kvrouter.router.ingest.net_changes import Change
+from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.ingest.residency import MAX_BLOCKS, MAX_PLACES, Residency, Runs
 from kvrouter.router.kvcache.block_hash import HashScheme
 from kvrouter.router.kvcache.catalog import Catalog, CatalogLearner
 from kvrouter.router.kvcache.offload_connectors import TierRule
-from kvrouter.router.kvcache.scheme_verification import HashIdentity, Standing
+from kvrouter.router.kvcache.scheme_verification import HashIdentity, SchemeState
 from kvrouter.router.workers.provenance import rank_problem, ranks_allowed
 from kvrouter.router.workers.registration import NO_PATCH, CatalogSpec, Registration
 from kvrouter.router.workers.stream_state import StreamState
@@ -78,7 +78,7 @@ META_PROCESS_START = "process_start"
 META_RANK = "rank"
 
 
-class Flush(msgspec.Struct, frozen=True):
+class PendingCommit(msgspec.Struct, frozen=True):
     """One commit's worth of changes.
 
     opens_epoch: everything earlier of this worker is void. seqs: first and last batch, None when there was none."""
@@ -86,12 +86,12 @@ class Flush(msgspec.Struct, frozen=True):
     epoch: str
     opens_epoch: bool
     seqs: tuple[int, int] | None
-    changes: list[Change]
+    changes: list[ResidencyDelta]
     copies: list[tuple[Place, int, int]]
     meta: dict[str, bytes]
 
 
-class Tally(msgspec.Struct):
+class IngestCounters(msgspec.Struct):
     """Counters of one worker since this process began to follow it."""
 
     batches: int = 0
@@ -129,7 +129,7 @@ class StoredScheme(msgspec.Struct, frozen=True):
     hash_block_size: int | None
 
 
-class Ingest:
+class StockIngest:
     """The state machine of one worker. Single-threaded; call `apply` with items in order and `take` to flush."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Ingest:
         self._new_epoch = new_epoch
         self._learner = CatalogLearner(spec)
         self.identity = HashIdentity(spec, seed)
-        self.tally = Tally()
+        self.tally = IngestCounters()
         self.epoch = new_epoch()
         self._opens_epoch = True
         self.seq: int | None = None
@@ -180,7 +180,7 @@ class Ingest:
         self.last_event_s: float | None = None
         self.blocks = Residency()
         self._known_shapes: set[tuple[object, ...]] = set()
-        self._meta_version: tuple[int, Standing] | None = None
+        self._meta_version: tuple[int, SchemeState] | None = None
         self._catalog: Catalog | None = None
         self._catalog_version: tuple[int, int | None] = (-1, None)
 
@@ -289,7 +289,7 @@ class Ingest:
         if META_SCHEME in meta:
             stored = msgspec.json.decode(meta[META_SCHEME], type=StoredScheme)
             scheme = HashScheme.from_bytes(stored.algo, bytes.fromhex(stored.none_hash))
-            self.identity.restore(scheme, Standing(stored.standing), stored.hash_block_size)
+            self.identity.restore(scheme, SchemeState(stored.standing), stored.hash_block_size)
         self._state = StreamState.SUSPECT
         self._unproven = True
         self._incident = f"restored from Redis at seq {seq}; the stream has not shown yet that nothing was missed since"
@@ -319,13 +319,13 @@ class Ingest:
         """Redis holds something of this worker that cannot be read; nothing of it is used."""
         self._incident = f"what Redis holds of it cannot be read ({problem}): it is learned anew"
 
-    def write_anew(self) -> None:
+    def rewrite_epoch(self) -> None:
         """Let the next flush bring all that is held, as a new epoch: what Redis has of it is lost, or too old to go on from."""
         self.epoch = self._new_epoch()
         self._opens_epoch = True
         self._first_seq = self.seq
         self._meta_version = None
-        self.blocks.pend_all()
+        self.blocks.mark_all_pending()
 
     def apply(self, item: StreamItem, now: float) -> None:
         """Take the next item of the stream. now: seconds, monotonic."""
@@ -394,7 +394,7 @@ class Ingest:
         elif isinstance(item, Malformed):
             self.tally.malformed += 1
 
-    def vital(self, sign: VitalSign) -> None:
+    def on_liveness(self, sign: VitalSign) -> None:
         """What the engine's HTTP says of its life. The caller has the stream read anew where another life may have begun."""
         if isinstance(sign, EngineAbsent):
             self._absent = sign.reason
@@ -615,12 +615,12 @@ class Ingest:
             if event.medium in (None, place.medium) and event.group_idx in (None, place.group_idx):
                 self.blocks.clear(place)
 
-    def take(self) -> Flush | None:
+    def take(self) -> PendingCommit | None:
         """The net changes since the last call, None when the stream brought nothing."""
         if not self.has_news:
             return None
         seqs = None if self._first_seq is None or self.seq is None else (self._first_seq, self.seq)
-        flush = Flush(
+        flush = PendingCommit(
             epoch=self.epoch,
             opens_epoch=self._opens_epoch,
             seqs=seqs,

@@ -146,14 +146,14 @@ class HashSpace(msgspec.Struct, frozen=True, cache_hash=True):
             raise ValueError(f"block_size must be at least 1 token, got {self.block_size}")
 
 
-class Verified(msgspec.Struct, frozen=True):
+class SchemeVerified(msgspec.Struct, frozen=True):
     """The block is explained: the engine hashes with `scheme` at `hash_block_size` tokens."""
 
     scheme: HashScheme
     hash_block_size: int
 
 
-class Unexplained(msgspec.Struct, frozen=True):
+class SchemeUnexplained(msgspec.Struct, frozen=True):
     """No candidate gives the announced hash.
 
     plain: the block has no extra keys. Only then is it certain that the scheme is unknown: engines older than the tags
@@ -163,13 +163,13 @@ class Unexplained(msgspec.Struct, frozen=True):
     plain: bool
 
 
-class Unjudged(msgspec.Struct, frozen=True):
+class SchemeUnknown(msgspec.Struct, frozen=True):
     """The event lacks something that its hash covers, so it proves nothing; another block may."""
 
     reason: str
 
 
-Verdict = Verified | Unexplained | Unjudged
+Verdict = SchemeVerified | SchemeUnexplained | SchemeUnknown
 
 
 def check_token_ids(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
@@ -266,7 +266,7 @@ def extra_keys_for(space: HashSpace, block_index: int, items: Items = ()) -> Ext
 
 def tag_extra_keys(
     extra_keys: Sequence[object] | None, *, lora_name: str | None, lora_paths: Mapping[str, str]
-) -> ExtraKeys | Unjudged | None:
+) -> ExtraKeys | SchemeUnknown | None:
     """One block's extra keys as hashed, from the untagged ones of its event; Unjudged when they cannot be told.
 
     The LoRA comes first, so a cache salt that equals its name is still told apart. Inverse of vLLM 0.32.0
@@ -276,10 +276,10 @@ def tag_extra_keys(
     keys: list[tuple[object, ...]] = []
     if lora_name is not None:
         if not rest or rest.pop(0) != lora_name:
-            return Unjudged(f"the event names the LoRA {lora_name!r} but its extra keys do not start with it")
+            return SchemeUnknown(f"the event names the LoRA {lora_name!r} but its extra keys do not start with it")
         path = lora_paths.get(lora_name)
         if path is None:
-            return Unjudged(f"the path of the LoRA {lora_name!r} is hashed but unknown; declare it in lora_paths")
+            return SchemeUnknown(f"the path of the LoRA {lora_name!r} is hashed but unknown; declare it in lora_paths")
         keys.append(("lora", _as_received(lora_name), _as_received(path)))
     salted = False
     for key in rest:
@@ -292,7 +292,7 @@ def tag_extra_keys(
             case bytes():
                 keys.append(("prompt_embeds", key))
             case _:
-                return Unjudged(f"an extra key has a form that vLLM 0.32 does not send: {type(key).__name__}")
+                return SchemeUnknown(f"an extra key has a form that vLLM 0.32 does not send: {type(key).__name__}")
     return tuple(keys) or None
 
 
@@ -321,17 +321,17 @@ def verify_scheme(
     tried. Never raises on what an event holds.
     """
     if block_size < 1 or len(token_ids) != block_size:
-        return Unjudged(f"the block of {block_size} tokens came with {len(token_ids)} token ids")
+        return SchemeUnknown(f"the block of {block_size} tokens came with {len(token_ids)} token ids")
     try:
         tokens = check_token_ids(token_ids)
     except (ValueError, OverflowError) as error:
-        return Unjudged(str(error))
+        return SchemeUnknown(str(error))
     if hash_block_size is not None and (hash_block_size < 1 or block_size % hash_block_size):
-        return Unjudged(f"a block of {block_size} tokens is not made of hash blocks of {hash_block_size}")
+        return SchemeUnknown(f"a block of {block_size} tokens is not made of hash blocks of {hash_block_size}")
     if hash_block_size is None and block_size > MAX_GUESSED_BLOCK_TOKENS:
-        return Unjudged(f"the hash block size is not guessed from {block_size} tokens; declare hash_block_size")
+        return SchemeUnknown(f"the hash block size is not guessed from {block_size} tokens; declare hash_block_size")
     first = tag_extra_keys(extra_keys_untagged, lora_name=lora_name, lora_paths=lora_paths)
-    if isinstance(first, Unjudged):
+    if isinstance(first, SchemeUnknown):
         return first
     sizes = plausible_hash_block_sizes(block_size) if hash_block_size is None else [hash_block_size]
     # Their keys are those of the announced block; its hash blocks may have others, which are not on the wire.
@@ -343,10 +343,10 @@ def verify_scheme(
         for scheme in schemes:
             digests = hash_chain(scheme, None, tokens, size, keys)
             if reduce_hash(digests[-1]) == block_hash:
-                return Verified(scheme, size)
+                return SchemeVerified(scheme, size)
     if located and hash_block_size != block_size:
-        return Unjudged("multi-modal and prompt-embeds keys of the hash blocks within a block are not on the wire")
-    return Unexplained(plain=first is None)
+        return SchemeUnknown("multi-modal and prompt-embeds keys of the hash blocks within a block are not on the wire")
+    return SchemeUnexplained(plain=first is None)
 
 
 def known_schemes(extra_seeds: Sequence[str] = ()) -> tuple[HashScheme, ...]:

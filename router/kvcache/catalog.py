@@ -22,7 +22,7 @@ from kvrouter.router.kvcache.offload_connectors import OffloadTier, TierEvidence
 from kvrouter.router.workers.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, GroupSpec
 
 
-class Rule(Enum):
+class GroupRule(Enum):
     """Which floor function judges a group; the values are the kernels' codes."""
 
     FULL = 0
@@ -33,16 +33,16 @@ class Rule(Enum):
 
 # KVCacheSpecKind of vLLM 0.32.0; cross_attention, encoder_only_attention and unknown have no rule: prefix caching is off there.
 RULE_OF_KIND = {
-    "full_attention": Rule.FULL,
-    "mla_attention": Rule.FULL,
-    "sink_full_attention": Rule.FULL,
-    "sliding_window": Rule.SLIDING_WINDOW,
-    "sliding_window_mla": Rule.SLIDING_WINDOW,
-    "mamba": Rule.MAMBA,
-    "chunked_local_attention": Rule.CHUNKED_LOCAL,
+    "full_attention": GroupRule.FULL,
+    "mla_attention": GroupRule.FULL,
+    "sink_full_attention": GroupRule.FULL,
+    "sliding_window": GroupRule.SLIDING_WINDOW,
+    "sliding_window_mla": GroupRule.SLIDING_WINDOW,
+    "mamba": GroupRule.MAMBA,
+    "chunked_local_attention": GroupRule.CHUNKED_LOCAL,
 }
 
-FULL_KINDS = frozenset(kind for kind, rule in RULE_OF_KIND.items() if rule is Rule.FULL)
+FULL_KINDS = frozenset(kind for kind, rule in RULE_OF_KIND.items() if rule is GroupRule.FULL)
 
 # Prompts whose first block is remembered while the chunk size is unknown; offloading follows the store within a step or two.
 MAX_ROOTS = 4_096
@@ -71,7 +71,7 @@ class Group(GroupSpec, frozen=True):
     """One KV cache group as the hit rule sees it: what was stated or learned, and the rule that follows from its kind."""
 
     @property
-    def rule(self) -> Rule | None:
+    def rule(self) -> GroupRule | None:
         return RULE_OF_KIND.get(self.kind)
 
     @property
@@ -83,7 +83,7 @@ class Group(GroupSpec, frozen=True):
 class SpecGroup(msgspec.Struct, frozen=True):
     """Groups of equal spec, looked up jointly: a block counts when it is resident in all of them."""
 
-    rule: Rule
+    rule: GroupRule
     members: tuple[Group, ...]
     eagle: bool
 
@@ -133,7 +133,7 @@ class Catalog(msgspec.Struct, frozen=True):
             if rule is None:
                 raise ValueError(f"{members[0].name} has no hit rule")
             found.append(SpecGroup(rule, tuple(members), any(member.eagle for member in members)))
-        return tuple(sorted(found, key=lambda spec_group: spec_group.rule is not Rule.FULL))
+        return tuple(sorted(found, key=lambda spec_group: spec_group.rule is not GroupRule.FULL))
 
     def as_dict(self) -> dict[str, object]:
         """The catalog as `/workers` shows it; what derives from an incomplete one is None."""
@@ -163,24 +163,24 @@ def _problem_of(group: Group) -> str | None:
         return f"{group.name} has no block size yet: it is known only from placeholders or removals"
     if group.rule is None:
         return f"{group.name}: no hit rule for this kind, so no hit can be promised; it is served by load alone"
-    if group.rule is Rule.SLIDING_WINDOW and not group.sliding_window:
+    if group.rule is GroupRule.SLIDING_WINDOW and not group.sliding_window:
         return f"{group.name} was announced without its window: register a catalog with sliding_window"
-    if group.rule is Rule.CHUNKED_LOCAL and not group.attention_chunk_size:
+    if group.rule is GroupRule.CHUNKED_LOCAL and not group.attention_chunk_size:
         return f"{group.name}: its chunk size is not on the wire: register a catalog with attention_chunk_size"
     for size in (group.block_size, group.sliding_window or 0, group.attention_chunk_size or 0):
         if size > MAX_TOKENS:
             return f"{group.name} was announced with a size of {size} tokens; the most that is possible is {MAX_TOKENS}"
-    if group.rule is Rule.CHUNKED_LOCAL and group.eagle:
+    if group.rule is GroupRule.CHUNKED_LOCAL and group.eagle:
         return f"{group.name}: chunked local attention with EAGLE is not defined in vLLM"
     return None
 
 
 def _partial_hits(groups: tuple[Group, ...], hash_block_size: int) -> bool:
     """Whether hits may end inside a block. Source: kv_cache_utils.py:750, without DCP."""
-    if len(groups) < 2 or not any(g.rule is Rule.MAMBA and g.block_size > hash_block_size for g in groups):
+    if len(groups) < 2 or not any(g.rule is GroupRule.MAMBA and g.block_size > hash_block_size for g in groups):
         return False
     return not any(
-        g.rule in (Rule.SLIDING_WINDOW, Rule.CHUNKED_LOCAL) and g.block_size != hash_block_size
+        g.rule in (GroupRule.SLIDING_WINDOW, GroupRule.CHUNKED_LOCAL) and g.block_size != hash_block_size
         for g in groups
         if g.prefix_cacheable
     )
@@ -246,7 +246,7 @@ class LearnedGroup(msgspec.Struct, frozen=True):
     partial: bool = False
 
 
-class Learned(msgspec.Struct, frozen=True):
+class LearnedCatalog(msgspec.Struct, frozen=True):
     """All that a `CatalogLearner` learned, as kept in Redis."""
 
     groups: list[LearnedGroup]
@@ -548,11 +548,11 @@ class CatalogLearner:
             )
             for index, seen in self._seen.items()
         ]
-        return msgspec.json.encode(Learned(groups, self._blocks_per_chunk, self._tier))
+        return msgspec.json.encode(LearnedCatalog(groups, self._blocks_per_chunk, self._tier))
 
     def load(self, dumped: bytes) -> None:
         """Take over what `dump` wrote. Raises msgspec.DecodeError on anything else."""
-        learned = msgspec.json.decode(dumped, type=Learned)
+        learned = msgspec.json.decode(dumped, type=LearnedCatalog)
         for group in learned.groups:
             seen = self._seen[group.group_idx] = _Seen()
             seen.kind, seen.window, seen.problem = group.kind, group.window, group.problem

@@ -309,7 +309,7 @@ def gpu_hit(rows: Rows, row: int, geo: Table, specs: Table, members: Table, num_
 
 
 @kernel
-def alone(rows: Rows, row: int, geo: Table, specs: Table, members: Table, num_tokens: int, s: int) -> int:
+def single_group_hit(rows: Rows, row: int, geo: Table, specs: Table, members: Table, num_tokens: int, s: int) -> int:
     """How far spec group `s` alone would let the hit reach. Source: kv_cache_coordinator.py:917."""
     spec = specs[s]
     hash_block = geo[GEO_HASH_BLOCK]

@@ -12,13 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.common.ids import CPU, GPU, STORAGE, Place
-from kvrouter.router.kvcache.catalog import Catalog, Group, Rule, SpecGroup
+from kvrouter.router.kvcache.catalog import Catalog, Group, GroupRule, SpecGroup
 from kvrouter.router.kvcache.offload_connectors import DISK_OWNER, TierRule
 
-RULE_FULL = Rule.FULL.value
-RULE_SLIDING_WINDOW = Rule.SLIDING_WINDOW.value
-RULE_CHUNKED_LOCAL = Rule.CHUNKED_LOCAL.value
-RULE_MAMBA = Rule.MAMBA.value
+RULE_FULL = GroupRule.FULL.value
+RULE_SLIDING_WINDOW = GroupRule.SLIDING_WINDOW.value
+RULE_CHUNKED_LOCAL = GroupRule.CHUNKED_LOCAL.value
+RULE_MAMBA = GroupRule.MAMBA.value
 
 (
     GEO_HASH_BLOCK,
@@ -90,12 +90,12 @@ def _cdiv(numerator: int, denominator: int) -> int:
 
 def _window_chunks(group: Group, chunk: int) -> int | None:
     """Chunks that must be loadable at a boundary; None is full attention. Source: offloading/scheduler.py:129."""
-    if group.rule is Rule.SLIDING_WINDOW:
+    if group.rule is GroupRule.SLIDING_WINDOW:
         window = group.sliding_window or 0
         return max(_cdiv(window, chunk), _cdiv(window - 1, chunk))
-    if group.rule is Rule.CHUNKED_LOCAL:
+    if group.rule is GroupRule.CHUNKED_LOCAL:
         return _cdiv(group.attention_chunk_size or 0, chunk)
-    return 1 if group.rule is Rule.MAMBA else None
+    return 1 if group.rule is GroupRule.MAMBA else None
 
 
 class GeometryBuilder:
@@ -117,7 +117,7 @@ class GeometryBuilder:
         geo[GEO_SCHEDULER_BLOCK] = catalog.scheduler_block_size
         spec_groups = catalog.spec_groups()
         geo[GEO_UNITARY] = int(len(catalog.groups) == 1)
-        geo[GEO_SIMPLE] = int(len(spec_groups) == 2 and spec_groups[0].rule is Rule.FULL)
+        geo[GEO_SIMPLE] = int(len(spec_groups) == 2 and spec_groups[0].rule is GroupRule.FULL)
         geo[GEO_SPEC_START], geo[GEO_SPEC_END] = self._add_specs(spec_groups, places, GPU)
         earning = catalog.offload.earning(places)
         if catalog.offload.rule is TierRule.CHUNKS and earning:
@@ -167,7 +167,7 @@ class GeometryBuilder:
                 int(window_chunks is not None),
                 chunk,
                 window_chunks or 0,
-                (group.sliding_window or 0) if group.rule is Rule.SLIDING_WINDOW else 0,
+                (group.sliding_window or 0) if group.rule is GroupRule.SLIDING_WINDOW else 0,
                 int(group.eagle),
                 cpu.bank,
                 cpu.mask,
@@ -175,7 +175,7 @@ class GeometryBuilder:
                 storage.mask,
             ]
             (full if window_chunks is None else sparse).append(ext)
-            if group.rule is Rule.MAMBA:
+            if group.rule is GroupRule.MAMBA:
                 geo[GEO_EXT_MAMBA_ALIGN] = chunk
         sparse.sort(key=lambda ext: ext[EXT_WINDOW_CHUNKS], reverse=True)
         self._exts += full + sparse
@@ -198,8 +198,8 @@ def _partial_tail_block(catalog: Catalog) -> int:
     supported = (
         catalog.blocks_per_chunk in (None, 1)
         and len({group.block_size for group in groups}) == 1
-        and any(g.rule is Rule.MAMBA and g.block_size > catalog.hash_block_size for g in groups)
-        and all(g.rule in (Rule.FULL, Rule.MAMBA) for g in groups)
+        and any(g.rule is GroupRule.MAMBA and g.block_size > catalog.hash_block_size for g in groups)
+        and all(g.rule in (GroupRule.FULL, GroupRule.MAMBA) for g in groups)
         and not any(group.eagle for group in groups)
     )
     return groups[0].block_size if supported else 0

@@ -11,7 +11,14 @@ from enum import Enum
 
 from kvrouter.events.vllm.messages import BlockStored
 from kvrouter.router.common.ids import GPU
-from kvrouter.router.kvcache.block_hash import HashScheme, Unexplained, Verdict, Verified, known_schemes, verify_scheme
+from kvrouter.router.kvcache.block_hash import (
+    HashScheme,
+    SchemeUnexplained,
+    SchemeVerified,
+    Verdict,
+    known_schemes,
+    verify_scheme,
+)
 from kvrouter.router.workers.registration import CatalogSpec
 
 # Root blocks judged before an unexplained worker is left alone: a judgement costs up to 20 ms, and an engine whose first
@@ -19,7 +26,7 @@ from kvrouter.router.workers.registration import CatalogSpec
 MAX_JUDGEMENTS = 256
 
 
-class Standing(Enum):
+class SchemeState(Enum):
     """How well a worker's hash scheme is known."""
 
     ASSUMED = "assumed"
@@ -49,18 +56,18 @@ class HashIdentity:
         self._spec = spec
         self._candidates = _candidates(spec, seed)
         self.scheme = self._candidates[0]
-        self.standing = Standing.ASSUMED if spec.none_hash is None else Standing.DECLARED
+        self.standing = SchemeState.ASSUMED if spec.none_hash is None else SchemeState.DECLARED
         self.hash_block_size: int | None = None
         self._judgements = 0
 
     @property
     def wants_tokens(self) -> bool:
         """Whether the next batches should be decoded with token ids, to verify the scheme."""
-        return self.standing is not Standing.VERIFIED and self._judgements < MAX_JUDGEMENTS
+        return self.standing is not SchemeState.VERIFIED and self._judgements < MAX_JUDGEMENTS
 
     @property
     def explained(self) -> bool:
-        return self.standing is not Standing.UNEXPLAINED
+        return self.standing is not SchemeState.UNEXPLAINED
 
     @property
     def label(self) -> str:
@@ -114,13 +121,13 @@ class HashIdentity:
         )
 
     def _take(self, verdict: Verdict) -> None:
-        if isinstance(verdict, Verified):
+        if isinstance(verdict, SchemeVerified):
             self.scheme, self.hash_block_size = verdict.scheme, verdict.hash_block_size
-            self.standing = Standing.VERIFIED
-        elif isinstance(verdict, Unexplained) and verdict.plain:
-            self.standing = Standing.UNEXPLAINED
+            self.standing = SchemeState.VERIFIED
+        elif isinstance(verdict, SchemeUnexplained) and verdict.plain:
+            self.standing = SchemeState.UNEXPLAINED
 
-    def restore(self, scheme: HashScheme, standing: Standing, hash_block_size: int | None) -> None:
+    def restore(self, scheme: HashScheme, standing: SchemeState, hash_block_size: int | None) -> None:
         """Take over what an earlier process of the router found out."""
-        if standing is Standing.VERIFIED and scheme in self._candidates:
+        if standing is SchemeState.VERIFIED and scheme in self._candidates:
             self.scheme, self.standing, self.hash_block_size = scheme, standing, hash_block_size

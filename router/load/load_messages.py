@@ -56,7 +56,7 @@ class WorkerGauge(msgspec.Struct, frozen=True, array_like=True):
         return WorkerKey(self.model, self.worker_id, self.dp_rank)
 
 
-class Ending(msgspec.Struct, frozen=True, array_like=True):
+class ReservationEnd(msgspec.Struct, frozen=True, array_like=True):
     """A reservation of somebody is over, or its prefill is. number: by which the sender knows the answer."""
 
     number: int
@@ -72,7 +72,7 @@ class LoadMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     whole: bool
     totals: list[WorkerTotals] = []
     gauges: list[WorkerGauge] = []
-    endings: list[Ending] = []
+    endings: list[ReservationEnd] = []
     answers: list[tuple[str, int, bool]] = []
     leaves: bool = False
 

@@ -19,8 +19,8 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.index import keys
 from kvrouter.router.load.engine_metrics import EngineLoad
-from kvrouter.router.load.load_messages import Ending, LoadMessage, WorkerGauge, WorkerTotals, decode, encode
-from kvrouter.router.load.worker_load import Weights
+from kvrouter.router.load.load_messages import LoadMessage, ReservationEnd, WorkerGauge, WorkerTotals, decode, encode
+from kvrouter.router.load.worker_load import LoadModel
 from kvrouter.router.redis_client.cluster import Servers
 from kvrouter.router.redis_client.connection import Connection, StoreError
 from kvrouter.router.redis_client.resp import command
@@ -54,7 +54,7 @@ class LoadShare:
 
     def __init__(
         self,
-        weights: Weights,
+        weights: LoadModel,
         servers: Servers,
         *,
         process: str,
@@ -77,7 +77,7 @@ class LoadShare:
         self._news = asyncio.Event()
         self._whole_wanted = True
         self._gauges: dict[WorkerKey, EngineLoad] = {}
-        self._endings: list[Ending] = []
+        self._endings: list[ReservationEnd] = []
         self._answers: list[tuple[str, int, bool]] = []
         self._numbers = itertools.count(1)
         # By number: the answer, and who has not said that the reservation is not theirs.
@@ -126,7 +126,7 @@ class LoadShare:
         number = next(self._numbers)
         answered: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._asked[number] = (answered, self._table.processes)
-        self._endings.append(Ending(number, selection_id, how))
+        self._endings.append(ReservationEnd(number, selection_id, how))
         self._news.set()
         try:
             async with asyncio.timeout(ENDING_ANSWER_S):
@@ -161,7 +161,7 @@ class LoadShare:
                 if message.whole:
                     whole_due = now + WHOLE_EVERY_S
 
-    def _refuse(self, endings: list[Ending], reason: str) -> None:
+    def _refuse(self, endings: list[ReservationEnd], reason: str) -> None:
         for ending in endings:
             asked = self._asked.get(ending.number)
             if asked is not None and not asked[0].done():

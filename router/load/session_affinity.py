@@ -37,7 +37,7 @@ class SessionMemory:
         place = self._places.get((model, session_id))
         return place if place is not None and place.expiry_s > now else None
 
-    def went(self, session_id: str, worker: WorkerKey, tokens: int, now: float) -> None:
+    def record_choice(self, session_id: str, worker: WorkerKey, tokens: int, now: float) -> None:
         """The session's prompt of so many tokens went there."""
         if len(session_id) > MAX_SESSION_ID_CHARS:
             return

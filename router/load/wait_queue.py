@@ -29,7 +29,7 @@ class Waiter(Generic[T]):
         self.what = what
 
 
-class WaitingLine(Generic[T]):
+class WaitQueue(Generic[T]):
     """All who wait, by model, in their order."""
 
     def __init__(self, places: int) -> None:

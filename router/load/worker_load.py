@@ -15,7 +15,7 @@ import msgspec
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.load.load_table import LoadTable, WorkerLoad
-from kvrouter.router.load.worker_speed import DISK_TOKEN_COST, TierCosts, WorkerRates, slowness
+from kvrouter.router.load.worker_speed import DISK_TOKEN_COST, TierCosts, WorkerSpeed, slowness
 
 # What an engine said of itself counts for some of its polls; then nobody asks it any more.
 GAUGE_TTL_S = 10.0
@@ -32,7 +32,7 @@ FIRST_PREFILL_TOKENS = 1_000.0
 FIRST_CONTEXT_TOKENS = 2_000.0
 
 
-class Burden(msgspec.Struct, frozen=True):
+class WorkerBacklog(msgspec.Struct, frozen=True):
     """What one worker has to do, in tokens and requests."""
 
     queued_tokens: int = 0
@@ -52,14 +52,14 @@ class Correction(msgspec.Struct, frozen=True):
     foreign_decode_tokens: int
 
 
-class Weights:
+class LoadModel:
     """Every worker's burden and speed. saturation_tokens: queued prefill tokens over which a worker takes no more."""
 
     def __init__(self, table: LoadTable, saturation_tokens: int) -> None:
         self.table = table
         self.saturation_tokens = saturation_tokens
         self.corrections: dict[WorkerKey, Correction] = {}
-        self.rates: dict[WorkerKey, WorkerRates] = {}
+        self.rates: dict[WorkerKey, WorkerSpeed] = {}
         # Only workers that differ from the usual; made anew by `tick`.
         self.slowness: dict[WorkerKey, float] = {}
         self.tiers = TierCosts()
@@ -107,7 +107,7 @@ class Weights:
         head = load.head_tokens or min(load.prefill_tokens, self._prefill_tokens)
         return min(head * PROGRESS_MAX, rates.prefill_rate * max(0.0, now - load.since_s))
 
-    def burden(self, worker: WorkerKey) -> Burden:
+    def burden(self, worker: WorkerKey) -> WorkerBacklog:
         """As the reservations and the engine say it, without what is computed of a prompt under way."""
         load, correction = self.table.loads.get(worker), self.corrections.get(worker)
         queued = load.prefill_tokens if load is not None else 0
@@ -117,7 +117,7 @@ class Weights:
             queued += correction.foreign_prefill_tokens
             decode += correction.foreign_decode_tokens
             requests += min(correction.foreign, correction.said.requests)
-        return Burden(queued, decode, requests, self.is_saturated(queued, correction))
+        return WorkerBacklog(queued, decode, requests, self.is_saturated(queued, correction))
 
     def is_saturated(self, queued_tokens: int, correction: Correction | None) -> bool:
         """Too much is queued there, unless the engine says that nothing waits and it is not twice as much; or its cache is full and
@@ -128,10 +128,10 @@ class Weights:
             return False
         return correction is None or correction.said.waiting > 0 or queued_tokens > 2 * self.saturation_tokens
 
-    def rates_of(self, worker: WorkerKey) -> WorkerRates:
+    def rates_of(self, worker: WorkerKey) -> WorkerSpeed:
         found = self.rates.get(worker)
         if found is None:
-            found = self.rates[worker] = WorkerRates()
+            found = self.rates[worker] = WorkerSpeed()
         return found
 
     def drain_s(self, worker: WorkerKey, tokens: int) -> float | None:

@@ -50,7 +50,7 @@ class TierCosts(msgspec.Struct, frozen=True):
 DEFAULT_TIER_COSTS = TierCosts()
 
 
-class WorkerRates:
+class WorkerSpeed:
     """One worker's. Rates are tokens a second, None until SAMPLES_MIN samples are there."""
 
     __slots__ = ("_decode", "_loaded", "_prefill", "cpu_token_cost", "decode_rate", "prefill_rate")

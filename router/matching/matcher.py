@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.jit import kernel
 from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace
-from kvrouter.router.kvcache.catalog import Catalog, Rule, SpecGroup
-from kvrouter.router.kvcache.gpu_hit import alone, gpu_hit
+from kvrouter.router.kvcache.catalog import Catalog, GroupRule, SpecGroup
+from kvrouter.router.kvcache.gpu_hit import gpu_hit, single_group_hit
 from kvrouter.router.kvcache.hit_tables import (
     GEO_SPEC_END,
     GEO_SPEC_START,
@@ -29,7 +29,7 @@ from kvrouter.router.kvcache.offload_hit import tier_hit
 from kvrouter.router.kvcache.prompt_hasher import SEGMENT_BLOCKS, PromptHasher, SegmentMemory
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.mirror_kernels import any_resident, gather
-from kvrouter.router.matching.question import GroupCover, Hit, Limit, Question
+from kvrouter.router.matching.question import GroupCover, Hit, HitLimit, Question
 from kvrouter.router.workers.stream_state import StreamState
 
 OUT_GPU, OUT_CPU, OUT_DISK, OUT_LIMITER, OUT_FULL_ATTENTION, OUT_COLUMNS = range(6)
@@ -85,12 +85,12 @@ def match_workers(
         for s in range(geo[GEO_SPEC_START], geo[GEO_SPEC_END]):
             if specs[s, SPEC_RULE] == RULE_FULL:
                 if s != limiter:
-                    covered = alone(rows, bases[w], geo, specs, members, num_tokens, s)
+                    covered = single_group_hit(rows, bases[w], geo, specs, members, num_tokens, s)
                 break
         out[w, OUT_FULL_ATTENTION] = covered
 
 
-class Plan(msgspec.Struct, frozen=True, eq=False):
+class HashPlan(msgspec.Struct, frozen=True, eq=False):
     """Workers that are asked together, as the arrays that the kernels want. Valid for one version of the mirror's places."""
 
     views: tuple[WorkerView, ...]
@@ -105,7 +105,7 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
     segment_blocks: int
 
     @classmethod
-    def build(cls, mirror: Mirror, views: Sequence[WorkerView]) -> Plan:
+    def build(cls, mirror: Mirror, views: Sequence[WorkerView]) -> HashPlan:
         """views: creditable workers of the mirror's current epoch, catalogs without a problem."""
         row_of_slot = np.full(mirror.slot_count, -1, np.int32)
         bases = np.zeros(len(views), np.int64)
@@ -131,7 +131,7 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
                 # It holds nothing, but the kernels look into its first row.
                 row += 1
             # Without full attention a prefix may be worth something although its beginning is gone.
-            stops_early = stops_early and any(group.rule is Rule.FULL for group in groups)
+            stops_early = stops_early and any(group.rule is GroupRule.FULL for group in groups)
             chunk = max(g.block_size for g in view.catalog.cacheable) * (view.catalog.blocks_per_chunk or 1)
             segment = max(segment, chunk // view.catalog.hash_block_size)
         geometry = builder.build()
@@ -142,11 +142,11 @@ class Plan(msgspec.Struct, frozen=True, eq=False):
         return np.zeros((self.row_count, hashes), np.uint16)
 
 
-class Plans(msgspec.Struct, frozen=True, eq=False):
+class HashPlans(msgspec.Struct, frozen=True, eq=False):
     """All workers of a model: those that can be judged, by hash space, and the others with the reason why not."""
 
-    by_scheme: dict[tuple[HashScheme, int], Plan]
-    by_hash: Plan | None
+    by_scheme: dict[tuple[HashScheme, int], HashPlan]
+    by_hash: HashPlan | None
     # The largest of all workers, in tokens; 0 while no catalog is whole.
     hash_block_size: int
     withheld: tuple[tuple[WorkerView, str], ...]
@@ -154,7 +154,7 @@ class Plans(msgspec.Struct, frozen=True, eq=False):
     has_approximate: bool
 
     @classmethod
-    def build(cls, mirror: Mirror, views: Iterable[WorkerView]) -> Plans:
+    def build(cls, mirror: Mirror, views: Iterable[WorkerView]) -> HashPlans:
         spaces: dict[tuple[HashScheme, int], list[WorkerView]] = {}
         judged: list[WorkerView] = []
         withheld: list[tuple[WorkerView, str]] = []
@@ -172,8 +172,8 @@ class Plans(msgspec.Struct, frozen=True, eq=False):
             else:
                 spaces.setdefault((view.scheme, view.catalog.hash_block_size), []).append(view)
         return cls(
-            {space: Plan.build(mirror, members) for space, members in spaces.items()},
-            Plan.build(mirror, judged) if judged else None,
+            {space: HashPlan.build(mirror, members) for space, members in spaces.items()},
+            HashPlan.build(mirror, judged) if judged else None,
             max((view.catalog.hash_block_size for view in judged), default=0),
             tuple(withheld),
             tuple(unhashable),
@@ -200,7 +200,7 @@ class Matcher:
         self._mirror = mirror
         self._memory = memory
 
-    def match(self, question: Question, plans: Plans) -> list[Hit]:
+    def match(self, question: Question, plans: HashPlans) -> list[Hit]:
         """The hit of every worker of `plans`, in no particular order."""
         hits = [_no_hit(view, reason) for view, reason in plans.withheld]
         if question.block_hashes is not None:
@@ -212,7 +212,7 @@ class Matcher:
             hits += self._match_space(question, plan, scheme, block_size)
         return hits
 
-    def _match_space(self, question: Question, plan: Plan, scheme: HashScheme, block_size: int) -> list[Hit]:
+    def _match_space(self, question: Question, plan: HashPlan, scheme: HashScheme, block_size: int) -> list[Hit]:
         if question.token_ids is None:
             raise ValueError("a question needs token_ids or block_hashes")
         if question.lora_name is None:
@@ -229,12 +229,12 @@ class Matcher:
             else:
                 by_path.setdefault(path, []).append(view)
         for path, views in by_path.items():
-            part = plan if len(views) == len(plan.views) else Plan.build(self._mirror, views)
+            part = plan if len(views) == len(plan.views) else HashPlan.build(self._mirror, views)
             space = HashSpace(scheme, block_size, (question.lora_name, path), question.cache_salt)
             hits += self._judge(part, self._hashes(question, part, space), question)
         return hits
 
-    def _hashes(self, question: Question, plan: Plan, space: HashSpace) -> NDArray[np.uint64]:
+    def _hashes(self, question: Question, plan: HashPlan, space: HashSpace) -> NDArray[np.uint64]:
         """Hash the prompt segment by segment, until no worker can reach further."""
         assert question.token_ids is not None
         hasher = PromptHasher(space, question.token_ids, self._memory, plan.segment_blocks, question.items)
@@ -246,7 +246,7 @@ class Matcher:
                 break
         return hasher.hashes
 
-    def _judge(self, plan: Plan, hashes: NDArray[np.uint64], question: Question) -> list[Hit]:
+    def _judge(self, plan: HashPlan, hashes: NDArray[np.uint64], question: Question) -> list[Hit]:
         rows = plan.rows(len(hashes))
         out = np.zeros((len(plan.views), OUT_COLUMNS), np.int64)
         geometry = plan.geometry
@@ -257,7 +257,7 @@ class Matcher:
         hits = []
         for w, (view, (gpu, cpu, disk, limiter, covered)) in enumerate(zip(plan.views, out.tolist(), strict=True)):
             groups: tuple[GroupCover, ...] = ()
-            limited: Limit | None = None
+            limited: HitLimit | None = None
             if question.explain:
                 groups = tuple(_covers(plan, rows, w, question.num_tokens))
                 if limiter >= 0:
@@ -273,25 +273,25 @@ def _no_hit(view: WorkerView, reason: str) -> Hit:
     return Hit(view.worker, 0, 0, 0, view.state.value, reason)
 
 
-def _covers(plan: Plan, rows: NDArray[np.uint16], w: int, num_tokens: int) -> Iterable[GroupCover]:
+def _covers(plan: HashPlan, rows: NDArray[np.uint16], w: int, num_tokens: int) -> Iterable[GroupCover]:
     """How far each group alone would let worker `w` reach."""
     geometry = plan.geometry
     geo = geometry.geos[w]
     for s, spec_group in enumerate(plan.spec_groups[w], int(geo[GEO_SPEC_START])):
-        covered = alone(rows, int(plan.bases[w]), geo, geometry.specs, geometry.members, num_tokens, s)
+        covered = single_group_hit(rows, int(plan.bases[w]), geo, geometry.specs, geometry.members, num_tokens, s)
         for group in spec_group.members:
             yield GroupCover(group.group_idx, group.kind, int(covered))
 
 
-def _limit(spec_group: SpecGroup, hit: int, withheld: str) -> Limit:
+def _limit(spec_group: SpecGroup, hit: int, withheld: str) -> HitLimit:
     """withheld: why blocks beside the GPU, which might reach further, earn nothing."""
     first = spec_group.first
-    if spec_group.rule is Rule.FULL:
+    if spec_group.rule is GroupRule.FULL:
         why = f"its unbroken run of blocks on the GPU ends at {hit} tokens"
-    elif spec_group.rule is Rule.SLIDING_WINDOW:
+    elif spec_group.rule is GroupRule.SLIDING_WINDOW:
         why = f"at no boundary past {hit} tokens are the blocks of its window ({first.sliding_window} tokens) all on the GPU"
-    elif spec_group.rule is Rule.MAMBA:
+    elif spec_group.rule is GroupRule.MAMBA:
         why = f"it has no state on the GPU at a boundary past {hit} tokens"
     else:
         why = f"the blocks of its chunk ({first.attention_chunk_size} tokens) are not all on the GPU past {hit} tokens"
-    return Limit(first.group_idx, first.kind, f"{why}; {withheld}" if withheld else why)
+    return HitLimit(first.group_idx, first.kind, f"{why}; {withheld}" if withheld else why)

@@ -47,7 +47,7 @@ class GroupCover(msgspec.Struct, frozen=True):
     covered: int
 
 
-class Limit(msgspec.Struct, frozen=True):
+class HitLimit(msgspec.Struct, frozen=True):
     """The group that kept the deepest hit from being longer, and a sentence why."""
 
     group_idx: int | None
@@ -68,14 +68,14 @@ class Hit(msgspec.Struct, frozen=True):
     state: str
     reason: str = ""
     groups: tuple[GroupCover, ...] = ()
-    limited_by: Limit | None = None
+    limited_by: HitLimit | None = None
     approximate: bool = False
     # How far full attention's blocks on the GPU alone would reach: breaks ties, and is what a router believes that knows no
     # other group.
     full_attention: int = 0
 
 
-def asked_for(hits: Sequence[Hit], question: Question) -> Sequence[Hit]:
+def filter_hits(hits: Sequence[Hit], question: Question) -> Sequence[Hit]:
     """Those of the workers that the question does not leave out. Raises UnknownWorker for one that it names and that is not
     there."""
     only, without, rank = question.worker_ids, question.exclude_worker_ids, question.dp_rank

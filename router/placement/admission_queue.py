@@ -12,8 +12,8 @@ from collections.abc import Callable
 from kvrouter.router.common.errors import RouterError, Saturated
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
-from kvrouter.router.load.wait_queue import Waiter, WaitingLine
-from kvrouter.router.placement.placement_request import Ask, Placement
+from kvrouter.router.load.wait_queue import Waiter, WaitQueue
+from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.telemetry.metrics import Metrics
 
 # How often those in line are looked at even if nothing is heard: engines' own numbers and expiry make room too.
@@ -23,12 +23,12 @@ TICK_S = 1.0
 RETRY_AFTER_S = 1.0
 
 
-class Line:
+class AdmissionQueue:
     """Those who wait. reserve: places one or raises Saturated; tick: what is to be done now and then besides."""
 
     def __init__(
         self,
-        reserve: Callable[[Ask], Placement],
+        reserve: Callable[[PlacementRequest], Placement],
         tick: Callable[[], None],
         config: Config,
         metrics: Metrics,
@@ -41,7 +41,9 @@ class Line:
         self._metrics = metrics
         self._clock = clock
         self._supervisor = supervisor
-        self._waiting: WaitingLine[tuple[Ask, float, asyncio.Future[Placement]]] = WaitingLine(config.queue_size)
+        self._waiting: WaitQueue[tuple[PlacementRequest, float, asyncio.Future[Placement]]] = WaitQueue(
+            config.queue_size
+        )
         self._looking = False
         self._task: asyncio.Task[None] | None = None
 
@@ -57,7 +59,7 @@ class Line:
         """How many wait for a model, and the tokens of their prompts."""
         return self._waiting.of(model)
 
-    async def place(self, ask: Ask) -> Placement:
+    async def place(self, ask: PlacementRequest) -> Placement:
         """A placement, when there is room. Raises what `reserve` raises, QueueFull, and Saturated when the time is over."""
         began_s, model = self._clock(), ask.question.model
         retry_after_s = RETRY_AFTER_S
@@ -111,7 +113,7 @@ class Line:
         self._looking = False
         self._waiting.serve(self._attempt)
 
-    def _attempt(self, waiting: tuple[Ask, float, asyncio.Future[Placement]]) -> bool:
+    def _attempt(self, waiting: tuple[PlacementRequest, float, asyncio.Future[Placement]]) -> bool:
         ask, began_s, future = waiting
         if future.done():
             return True

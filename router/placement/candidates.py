@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvrouter.router.common.errors import NoWorker, UnknownWorker
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.matching.question import Hit, Question, asked_for
+from kvrouter.router.matching.question import Hit, Question, filter_hits
 from kvrouter.router.workers.stream_state import StreamState
 
 DOWN = StreamState.DOWN.value
@@ -36,7 +36,7 @@ def candidates(
     everybody: Sequence[Hit], question: Question, pin: Pin | str | None, unavailable: Callable[[WorkerKey], str | None]
 ) -> Candidates:
     """Of `everybody`, who may take the prompt. unavailable: why a worker takes nothing now. Raises UnknownWorker."""
-    wanted = asked_for(everybody, question)
+    wanted = filter_hits(everybody, question)
     if pin is not None:
         wanted = _pinned(everybody, pin, question.model)
     hits, refusals = [], []
@@ -49,7 +49,9 @@ def candidates(
     return Candidates(hits, wanted, refusals)
 
 
-def nobody(model: str, found: Candidates, retry_after_s: float, prefillers: Iterable[WorkerKey] = ()) -> NoWorker:
+def no_worker_error(
+    model: str, found: Candidates, retry_after_s: float, prefillers: Iterable[WorkerKey] = ()
+) -> NoWorker:
     """The error where `found` has no hits. prefillers: of those, the workers that would compute a prompt and not decode it."""
     reasons = "; ".join(found.refusals[:REFUSALS_SHOWN])
     only = ", ".join(sorted(printable(worker.route_name) for worker in prefillers)[:REFUSALS_SHOWN])
@@ -62,7 +64,7 @@ def nobody(model: str, found: Candidates, retry_after_s: float, prefillers: Iter
     )
 
 
-def parted(hits: Sequence[Hit], prefillers: Collection[WorkerKey]) -> tuple[list[Hit], list[Hit]]:
+def split_by_role(hits: Sequence[Hit], prefillers: Collection[WorkerKey]) -> tuple[list[Hit], list[Hit]]:
     """Those that decode, and those that compute prompts for them."""
     decoders: list[Hit] = []
     others: list[Hit] = []

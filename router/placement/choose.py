@@ -15,19 +15,19 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.load.load_table import WorkerLoad
 from kvrouter.router.load.session_affinity import SessionPlace
-from kvrouter.router.load.worker_load import Weights
+from kvrouter.router.load.worker_load import LoadModel
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement.cost import (
     DECODE_TOKEN_COST,
     DELAY_WEIGHT,
     JUNCTION_SHARE,
-    Parts,
+    CostTerms,
     delay_tokens,
     junction_tokens,
     prefill_tokens,
     session_bonus,
 )
-from kvrouter.router.placement.policies import KV, LEAST_COST, Contest, Policy
+from kvrouter.router.placement.policies import KV, LEAST_COST, Policy, PolicyInput
 
 # Why the chosen worker reuses less of the prompt than the best one would.
 EXCLUSION = "exclusion"  # the client left it out, or pinned another
@@ -48,17 +48,17 @@ class Candidate(msgspec.Struct, frozen=True):
     hit: Hit
     cost: int
     load: int = 0
-    parts: Parts = Parts(0, 0, 0, 0, 0, 0)
+    parts: CostTerms = CostTerms(0, 0, 0, 0, 0, 0)
     saturated: bool = False
     pending: int = 0
 
 
-class Scene(msgspec.Struct, frozen=True):
+class ChoiceContext(msgspec.Struct, frozen=True):
     """What counts besides the hits. now: by the clock of the load; turn: prompts of this model that were placed before; blind: the
     prompt's tokens are not known, so hits say nothing."""
 
     num_tokens: int
-    weights: Weights
+    weights: LoadModel
     pending: Mapping[WorkerKey, int] = {}
     session: SessionPlace | None = None
     policy: Policy = LEAST_COST
@@ -87,7 +87,7 @@ class Choice(msgspec.Struct, frozen=True):
     alone_tokens: int = 0
 
 
-def choose(hits: Sequence[Hit], scene: Scene, rng: Random, *, explain: bool = False) -> Choice:
+def choose(hits: Sequence[Hit], scene: ChoiceContext, rng: Random, *, explain: bool = False) -> Choice:
     """One of `hits`, which must not be empty; its url is left to the caller."""
     weights, num_tokens = scene.weights, scene.num_tokens
     loads, corrections, slow = weights.table.loads, weights.corrections, weights.slowness
@@ -148,21 +148,21 @@ def choose(hits: Sequence[Hit], scene: Scene, rng: Random, *, explain: bool = Fa
 
 
 def _pick(
-    hits: Sequence[Hit], costs: list[int], burdens: list[int], saturated: set[int], scene: Scene, rng: Random
+    hits: Sequence[Hit], costs: list[int], burdens: list[int], saturated: set[int], scene: ChoiceContext, rng: Random
 ) -> tuple[int, int]:
     """The chosen one, and how many were not saturated."""
     if not saturated or len(saturated) == len(hits):
-        return scene.policy.pick(Contest(hits, costs, burdens, scene.num_tokens, scene.turn), rng), len(hits) - len(
+        return scene.policy.pick(PolicyInput(hits, costs, burdens, scene.num_tokens, scene.turn), rng), len(hits) - len(
             saturated
         )
     free = [i for i in range(len(hits)) if i not in saturated]
-    contest = Contest(
+    contest = PolicyInput(
         [hits[i] for i in free], [costs[i] for i in free], [burdens[i] for i in free], scene.num_tokens, scene.turn
     )
     return free[scene.policy.pick(contest, rng)], len(free)
 
 
-def weigh(hit: Hit, scene: Scene, longest: int) -> Candidate:
+def weigh(hit: Hit, scene: ChoiceContext, longest: int) -> Candidate:
     """One worker's cost with its parts, as `choose` has it. longest: hit of all that are compared."""
     weights, worker = scene.weights, hit.worker
     burden = weights.burden(worker)
@@ -177,19 +177,19 @@ def weigh(hit: Hit, scene: Scene, longest: int) -> Candidate:
     junction = junction_tokens(hit, longest) * JUNCTION_SHARE
     work = factor * prefill
     delay = delay_tokens(work, queued, weights.usual_prefill_tokens)
-    parts = Parts(round(work), round(queued), round(decode), round(delay), round(junction), round(bonus))
+    parts = CostTerms(round(work), round(queued), round(decode), round(delay), round(junction), round(bonus))
     cost = work + queued + decode + delay - junction - bonus
     return Candidate(hit, int(cost + 0.5), parts.load, parts, burden.saturated, pending)
 
 
-def _idle_cost(hit: Hit, scene: Scene, longest: int) -> float:
+def _idle_cost(hit: Hit, scene: ChoiceContext, longest: int) -> float:
     """What it would cost if nothing else were to be done there."""
     parts = weigh(hit, scene, longest).parts
     alone = delay_tokens(parts.prefill, 0.0, scene.weights.usual_prefill_tokens)
     return parts.prefill + alone - parts.junction - parts.session
 
 
-def _queued_tokens(worker: WorkerKey, scene: Scene) -> float:
+def _queued_tokens(worker: WorkerKey, scene: ChoiceContext) -> float:
     """What is queued there now, without what is computed of the prompt under way."""
     weights = scene.weights
     load = weights.table.loads.get(worker)
@@ -197,7 +197,7 @@ def _queued_tokens(worker: WorkerKey, scene: Scene) -> float:
     return weights.burden(worker).queued_tokens - progress
 
 
-def _candidates(hits: Sequence[Hit], scene: Scene, longest: int, chosen: int) -> tuple[Candidate, ...]:
+def _candidates(hits: Sequence[Hit], scene: ChoiceContext, longest: int, chosen: int) -> tuple[Candidate, ...]:
     """The chosen one first, as it is the best whatever chance or another policy said."""
     first = weigh(hits[chosen], scene, longest)
     rest = [weigh(hit, scene, longest) for i, hit in enumerate(hits) if i != chosen]
@@ -205,12 +205,12 @@ def _candidates(hits: Sequence[Hit], scene: Scene, longest: int, chosen: int) ->
     return (first, *rest)
 
 
-def _is_known(hit: Hit, scene: Scene) -> bool:
+def _is_known(hit: Hit, scene: ChoiceContext) -> bool:
     """Whether the hit says what the worker holds: a worker without credit, or one that is guessed at, may hold anything."""
     return not (scene.blind or hit.reason or hit.approximate)
 
 
-def _loss(hits: Sequence[Hit], best: int, chosen: int, saturated: set[int], scene: Scene) -> str:
+def _loss(hits: Sequence[Hit], best: int, chosen: int, saturated: set[int], scene: ChoiceContext) -> str:
     if best in saturated and chosen not in saturated:
         return LOAD
     if scene.policy is not LEAST_COST:
@@ -235,7 +235,7 @@ def _reason(
     chosen: int,
     lost: str,
     saturated: set[int],
-    scene: Scene,
+    scene: ChoiceContext,
 ) -> str:
     hit, num_tokens = hits[chosen], scene.num_tokens
     if hit.disk == 0:

@@ -43,7 +43,7 @@ SESSION_SHARE_KNOWN = 0.05
 SESSION_SHARE_BLIND = 0.5
 
 
-class Parts(msgspec.Struct, frozen=True):
+class CostTerms(msgspec.Struct, frozen=True):
     """The terms of one worker's cost, in tokens, each as it goes into the sum."""
 
     prefill: int

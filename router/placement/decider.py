@@ -19,21 +19,21 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
 from kvrouter.router.load.pending_prefixes import PENDING_TTL_S, SETTLE_S, PendingPrefixes, names_of
 from kvrouter.router.load.session_affinity import SessionMemory
-from kvrouter.router.load.worker_load import Weights
+from kvrouter.router.load.worker_load import LoadModel
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.placement.admission_queue import RETRY_AFTER_S
-from kvrouter.router.placement.candidates import candidates, nobody, parted
-from kvrouter.router.placement.choose import Choice, Scene, choose
+from kvrouter.router.placement.candidates import candidates, no_worker_error, split_by_role
+from kvrouter.router.placement.choose import Choice, ChoiceContext, choose
 from kvrouter.router.placement.lost_reuse import count_losses
-from kvrouter.router.placement.placement_request import Ask
+from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.placement.policies import policy
-from kvrouter.router.placement.prefill_split import Outcome, Rules, with_prefill
+from kvrouter.router.placement.prefill_split import PrefillOutcome, SplitRules, with_prefill
 from kvrouter.router.telemetry.metrics import Metrics
 
 NOBODY: frozenset[WorkerKey] = frozenset()
 
 
-class Fleet(Protocol):
+class HitSource(Protocol):
     """What is asked of the core."""
 
     def hits(self, question: Question) -> Sequence[Hit]:
@@ -50,13 +50,13 @@ class Fleet(Protocol):
     def workers(self) -> Iterable[WorkerKey]: ...
 
 
-class Deciding:
+class Decider:
     """Which worker takes a prompt, and which one computes it."""
 
     def __init__(
         self,
-        fleet: Fleet,
-        weights: Weights,
+        fleet: HitSource,
+        weights: LoadModel,
         *,
         config: Config,
         metrics: Metrics,
@@ -72,7 +72,7 @@ class Deciding:
         self._unavailable = unavailable
         self._prefillers = prefillers
         self._policy = policy(config.policy, config.temperature)
-        self._rules = Rules(config.remote_prefill_min_tokens, config.handover_token_cost)
+        self._rules = SplitRules(config.remote_prefill_min_tokens, config.handover_token_cost)
         self._sessions = SessionMemory()
         # What is just being computed where; and what is on its way to a worker by a hand-over, and not there yet.
         self._pending = PendingPrefixes()
@@ -80,17 +80,17 @@ class Deciding:
         self._pending_seed = rng.getrandbits(64)
         self._turns: dict[str, int] = {}
 
-    def decide(self, ask: Ask, now: float, *, anyway: bool = False) -> tuple[Choice, list[int]]:
+    def decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, list[int]]:
         """The choice, and the names of the prompt's beginnings. anyway: whatever a worker is there for. Raises UnknownModel,
         UnknownWorker, NoWorker."""
         question, unavailable = ask.question, self._unavailable
         everybody = self._fleet.hits(question)
         found = candidates(everybody, question, ask.pinned, unavailable)
         prefillers = NOBODY if anyway else self._prefillers(question.model)
-        hits, others = parted(found.hits, prefillers) if prefillers else (found.hits, [])
+        hits, others = split_by_role(found.hits, prefillers) if prefillers else (found.hits, [])
         if not hits:
             wanted = [hit.worker for hit in found.wanted if hit.worker in prefillers]
-            raise nobody(question.model, found, RETRY_AFTER_S, wanted)
+            raise no_worker_error(question.model, found, RETRY_AFTER_S, wanted)
         names, step_tokens = self._names(question)
         scene = self._scene(ask, names, step_tokens, now)
         if not prefillers:
@@ -100,7 +100,12 @@ class Deciding:
             arriving = self._arriving.tokens(names, step_tokens, question.num_tokens, now)
             here = msgspec.structs.replace(scene, pending=_furthest(scene.pending, arriving)) if arriving else scene
             choice = choose(hits, here, self._rng, explain=question.explain)
-            count_losses(self._metrics, choice, parted(everybody, prefillers)[0], parted(found.wanted, prefillers)[0])
+            count_losses(
+                self._metrics,
+                choice,
+                split_by_role(everybody, prefillers)[0],
+                split_by_role(found.wanted, prefillers)[0],
+            )
             choice = self._with_prefill(
                 ask, choice, others, scene, arriving, any(hit.worker in prefillers for hit in found.wanted)
             )
@@ -110,17 +115,17 @@ class Deciding:
         """Who may take a prompt of this model now. Raises UnknownModel, and NoWorker with the reasons where nobody may."""
         question = Question(model, 1, block_hashes=np.empty(0, np.uint64))
         found = candidates(self._fleet.hits(question), question, None, self._unavailable)
-        hits, others = parted(found.hits, self._prefillers(model))
+        hits, others = split_by_role(found.hits, self._prefillers(model))
         if not hits:
-            raise nobody(model, found, RETRY_AFTER_S, [hit.worker for hit in others])
+            raise no_worker_error(model, found, RETRY_AFTER_S, [hit.worker for hit in others])
         return [hit.worker for hit in hits]
 
     def _names(self, question: Question) -> tuple[list[int], int]:
         return names_of(question, self._fleet.hash_block_size(question.model), self._pending_seed)
 
-    def _scene(self, ask: Ask, names: list[int], step_tokens: int, now: float) -> Scene:
+    def _scene(self, ask: PlacementRequest, names: list[int], step_tokens: int, now: float) -> ChoiceContext:
         question = ask.question
-        return Scene(
+        return ChoiceContext(
             num_tokens=question.num_tokens,
             weights=self._weights,
             pending=self._pending.tokens(names, step_tokens, question.num_tokens, now),
@@ -133,29 +138,29 @@ class Deciding:
 
     def _with_prefill(
         self,
-        ask: Ask,
+        ask: PlacementRequest,
         choice: Choice,
         others: list[Hit],
-        scene: Scene,
+        scene: ChoiceContext,
         arriving: Mapping[WorkerKey, int],
         wants_any: bool,
     ) -> Choice:
         """The choice, with one of `others` to compute the prompt where that is worth it; what was decided is counted."""
         if not ask.may_hand_over or ask.pinned is not None:
-            outcome = Outcome.REQUEST
+            outcome = PrefillOutcome.REQUEST
         elif others:
             choice, outcome = with_prefill(
                 choice, others, scene, self._rules, self._rng, arriving=arriving, explain=ask.question.explain
             )
         else:
-            outcome = Outcome.UNAVAILABLE if wants_any else Outcome.EXCLUDED
+            outcome = PrefillOutcome.UNAVAILABLE if wants_any else PrefillOutcome.EXCLUDED
         self._metrics.prefill_decisions.labels(outcome.value).inc()
         if choice.prefill is None:
             return choice
         url = self._fleet.url(choice.prefill.hit.worker)
         return msgspec.structs.replace(choice, prefill=msgspec.structs.replace(choice.prefill, url=url))
 
-    def another_prefill(self, ask: Ask, choice: Choice, now: float) -> Choice | None:
+    def another_prefill(self, ask: PlacementRequest, choice: Choice, now: float) -> Choice | None:
         """Who else would compute the prompt for the worker that was chosen, None where that is worth nothing."""
         question = ask.question
         try:
@@ -163,7 +168,7 @@ class Deciding:
         except RouterError:
             # It was all unregistered meanwhile.
             return None
-        _, others = parted(found.hits, self._prefillers(question.model))
+        _, others = split_by_role(found.hits, self._prefillers(question.model))
         if not others:
             return None
         names, step_tokens = self._names(question)
@@ -174,7 +179,7 @@ class Deciding:
         there = found_choice.prefill
         return there and msgspec.structs.replace(there, url=self._fleet.url(there.hit.worker))
 
-    def went(self, ask: Ask, choice: Choice, names: list[int], now: float, ttl_s: float) -> None:
+    def record_choice(self, ask: PlacementRequest, choice: Choice, names: list[int], now: float, ttl_s: float) -> None:
         """The prompt goes there now, and is believed in for so long."""
         worker = choice.hit.worker
         self._turns[worker.model] = self._turns.get(worker.model, 0) + 1
@@ -187,11 +192,11 @@ class Deciding:
             self._pending.sent(there, names, now + ttl_s)
             self._arriving.sent(worker, names, now + ttl_s)
         if ask.session_id:
-            self._sessions.went(ask.session_id, worker, ask.question.num_tokens, now)
+            self._sessions.record_choice(ask.session_id, worker, ask.question.num_tokens, now)
 
     # -- what is on its way
 
-    def begins(self, worker: WorkerKey, names: list[int], now: float) -> None:
+    def mark_pending(self, worker: WorkerKey, names: list[int], now: float) -> None:
         """It computes, or receives, the prompt of these beginnings from now on."""
         self._pending.sent(worker, names, now + PENDING_TTL_S)
         self._arriving.settle(worker, names, now)

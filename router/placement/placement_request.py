@@ -13,7 +13,7 @@ from kvrouter.router.placement.candidates import Pin
 from kvrouter.router.placement.choose import Choice
 
 
-class Ask(msgspec.Struct, frozen=True):
+class PlacementRequest(msgspec.Struct, frozen=True):
     """One request. question: a prompt whose tokens are not known has no block hashes and an estimated length; max_tokens: the
     most that is generated, None: not known; pinned: this worker and no other, as `Pin` or by its name (`w0`, `w0@1`);
     selection_id: the client's own; may_hand_over: whether another worker may compute the prompt for the one that decodes it."""
@@ -26,14 +26,14 @@ class Ask(msgspec.Struct, frozen=True):
     may_hand_over: bool = True
 
 
-class Ends(Protocol):
+class PlacementOwner(Protocol):
     """Who is told how a placement goes on."""
 
     def first_token(self, placement: Placement) -> None: ...
 
     def handed_over(self, placement: Placement) -> None: ...
 
-    def prefill_failed(self, placement: Placement, ask: Ask | None) -> None: ...
+    def prefill_failed(self, placement: Placement, ask: PlacementRequest | None) -> None: ...
 
     def done(self, placement: Placement, output_tokens: int | None) -> None: ...
 
@@ -75,7 +75,13 @@ class Placement:
     )
 
     def __init__(
-        self, ends: Ends, selection_id: str, choice: Choice, names: list[int], num_tokens: int, placed_s: float
+        self,
+        ends: PlacementOwner,
+        selection_id: str,
+        choice: Choice,
+        names: list[int],
+        num_tokens: int,
+        placed_s: float,
     ) -> None:
         self._ends = ends
         self.selection_id = selection_id
@@ -97,7 +103,7 @@ class Placement:
         """The prefill worker has computed the prompt: its load there is over, and the decode worker is asked next."""
         self._ends.handed_over(self)
 
-    def prefill_failed(self, ask: Ask | None) -> None:
+    def prefill_failed(self, ask: PlacementRequest | None) -> None:
         """The prefill worker did not compute it. With `ask`, another one is looked for, which `prefill` then is; where there is
         none, or none is asked for, the decode worker does it alone."""
         self._ends.prefill_failed(self, ask)

@@ -22,11 +22,11 @@ from kvrouter.router.load.load_messages import PREFILL_COMPLETE, RELEASE
 from kvrouter.router.load.load_sync import LoadShare
 from kvrouter.router.load.load_table import LoadTable
 from kvrouter.router.load.pending_prefixes import PENDING_TTL_S, SELECTED_TTL_S
-from kvrouter.router.load.worker_load import Burden, Correction, Weights
-from kvrouter.router.placement.admission_queue import RETRY_AFTER_S, Line
+from kvrouter.router.load.worker_load import Correction, LoadModel, WorkerBacklog
+from kvrouter.router.placement.admission_queue import RETRY_AFTER_S, AdmissionQueue
 from kvrouter.router.placement.choose import Choice
-from kvrouter.router.placement.decider import NOBODY, Deciding, Fleet
-from kvrouter.router.placement.placement_request import Ask, Placement, PrefillPart
+from kvrouter.router.placement.decider import NOBODY, Decider, HitSource
+from kvrouter.router.placement.placement_request import Placement, PlacementRequest, PrefillPart
 from kvrouter.router.placement.selections import SELECTION_TTL_S, Selected, Selections
 from kvrouter.router.redis_client.cluster import Servers
 from kvrouter.router.telemetry.metrics import Metrics
@@ -43,22 +43,22 @@ LIVE = StreamState.LIVE.value
 PREFILL_PART = "/prefill"
 
 
-class WorkerBurden(msgspec.Struct, frozen=True):
+class WorkerLoadView(msgspec.Struct, frozen=True):
     """One worker as `GET /loads` shows it. rates in tokens/s, None: not measured yet."""
 
     worker: WorkerKey
-    burden: Burden
+    burden: WorkerBacklog
     engine: Correction | None
     prefill_rate: float | None
     decode_rate: float | None
 
 
-class Placing:
+class Placer:
     """Where prompts go. `start` shares the load with other processes; without it, everything works for this one alone."""
 
     def __init__(
         self,
-        fleet: Fleet,
+        fleet: HitSource,
         *,
         config: Config,
         metrics: Metrics,
@@ -78,8 +78,8 @@ class Placing:
         self._clock = clock
         self.new_id = new_id
         self._table = LoadTable()
-        self.weights = Weights(self._table, config.saturation_tokens)
-        self._deciding = Deciding(
+        self.weights = LoadModel(self._table, config.saturation_tokens)
+        self._decider = Decider(
             fleet,
             self.weights,
             config=config,
@@ -91,7 +91,7 @@ class Placing:
         self._selections = Selections()
         self._placements: dict[str, Placement] = {}
         supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
-        self._line = Line(self.reserve, self.tick, config, metrics, clock, supervisor)
+        self._line = AdmissionQueue(self.reserve, self.tick, config, metrics, clock, supervisor)
         self._share: LoadShare | None = None
         if servers is not None:
             self._share = LoadShare(
@@ -123,14 +123,14 @@ class Placing:
         problems = []
         for model in models:
             try:
-                found += self._deciding.takers(model)
+                found += self._decider.takers(model)
             except (NoWorker, UnknownModel) as error:
                 problems.append(error.message)
         if not found:
             raise NoWorker("; ".join(problems[:MODELS_SHOWN]) or "no worker is registered")
         return found
 
-    def choose(self, ask: Ask, selection_id: str | None = None) -> Choice:
+    def choose(self, ask: PlacementRequest, selection_id: str | None = None) -> Choice:
         """The worker for this prompt; nothing is reserved. Raises UnknownModel, UnknownWorker, NoWorker.
 
         selection_id: under which it can be claimed later.
@@ -138,14 +138,14 @@ class Placing:
         Also where all are saturated: the cheapest, and its reason says so."""
         now = self._clock()
         choice, names = self._decide(ask, now)
-        self._deciding.went(ask, choice, names, now, SELECTED_TTL_S)
+        self._decider.record_choice(ask, choice, names, now, SELECTED_TTL_S)
         if selection_id is not None:
             kept = msgspec.structs.replace(choice, candidates=()) if choice.candidates else choice
             model, num_tokens, until_s = ask.question.model, ask.question.num_tokens, now + SELECTION_TTL_S
             self._selections.keep(selection_id, Selected(model, kept, names, num_tokens, ask.max_tokens, until_s))
         return choice
 
-    def reserve(self, ask: Ask, *, anyway: bool = False, prefill_tokens: int | None = None) -> Placement:
+    def reserve(self, ask: PlacementRequest, *, anyway: bool = False, prefill_tokens: int | None = None) -> Placement:
         """Chooses, and counts the load there from now on. Raises what `choose` raises, Saturated, and Conflict for an id in use.
 
         anyway: also where all are saturated, and whatever a worker is there for; the client has decided already. prefill_tokens:
@@ -163,7 +163,7 @@ class Placing:
         placement = self._book(
             ask.selection_id or self.new_id(), choice, names, ask.question.num_tokens, ask.max_tokens, now
         )
-        self._deciding.went(ask, choice, names, now, PENDING_TTL_S)
+        self._decider.record_choice(ask, choice, names, now, PENDING_TTL_S)
         return placement
 
     def claim(self, selection_id: str, model: str | None) -> Placement:
@@ -181,7 +181,7 @@ class Placing:
             selection_id, selected.choice, selected.names, selected.num_tokens, selected.max_tokens, now
         )
         self._selections.drop(selection_id)
-        self._deciding.begins(selected.choice.hit.worker, selected.names, now)
+        self._decider.mark_pending(selected.choice.hit.worker, selected.names, now)
         return placement
 
     def _book(
@@ -197,7 +197,7 @@ class Placing:
         self._touched()
         return placement
 
-    async def place(self, ask: Ask) -> Placement:
+    async def place(self, ask: PlacementRequest) -> Placement:
         """As `reserve`, and waits in line while all are saturated. Raises QueueFull, and Saturated when its time is over."""
         return await self._line.place(ask)
 
@@ -206,8 +206,8 @@ class Placing:
         self._forget(dropped, "no_room")
         self._metrics.reservations.inc()
 
-    def _decide(self, ask: Ask, now: float, *, anyway: bool = False) -> tuple[Choice, list[int]]:
-        choice, names = self._deciding.decide(ask, now, anyway=anyway)
+    def _decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, list[int]]:
+        choice, names = self._decider.decide(ask, now, anyway=anyway)
         self._metrics.choice_seconds.observe(self._clock() - now)
         return choice, names
 
@@ -231,30 +231,30 @@ class Placing:
             return
         now = self._clock()
         placement.prefilled_at = part.worker
-        self._deciding.computed(part.worker, placement.names, now)
+        self._decider.computed(part.worker, placement.names, now)
         self._learn(part.choice, placement.num_tokens, now - part.placed_s)
         self._end_prefill(placement, now)
         # From now on it is the decode worker's; until now its engine may have said that it is idle.
         self._table.renew(placement.selection_id, now)
-        self._deciding.begins(placement.worker, placement.names, now)
+        self._decider.mark_pending(placement.worker, placement.names, now)
         self._freed()
 
-    def prefill_failed(self, placement: Placement, ask: Ask | None) -> None:
+    def prefill_failed(self, placement: Placement, ask: PlacementRequest | None) -> None:
         """See `Placement.prefill_failed`."""
         part = placement.prefill
         if part is None:
             return
         now = self._clock()
-        self._deciding.failed(part.worker, placement.names, now)
+        self._decider.failed(part.worker, placement.names, now)
         self._end_prefill(placement, now)
-        there = None if ask is None else self._deciding.another_prefill(ask, placement.choice, now)
+        there = None if ask is None else self._decider.another_prefill(ask, placement.choice, now)
         if there is not None:
-            self._deciding.begins(there.hit.worker, placement.names, now)
+            self._decider.mark_pending(there.hit.worker, placement.names, now)
             self._begin_prefill(placement, there, now)
         else:
             placement.predicted_tokens = placement.choice.hit.disk
             self._table.renew(placement.selection_id, now, prefill_tokens=placement.choice.alone_tokens)
-            self._deciding.begins(placement.worker, placement.names, now)
+            self._decider.mark_pending(placement.worker, placement.names, now)
         self._freed()
 
     def _end_prefill(self, placement: Placement, now: float) -> None:
@@ -273,13 +273,13 @@ class Placing:
         if (part := placement.prefill) is not None:
             # Whoever asked both did not say when the first one was done.
             placement.prefilled_at = part.worker
-            self._deciding.computed(part.worker, placement.names, now)
-            self._deciding.begins(placement.worker, placement.names, now)
+            self._decider.computed(part.worker, placement.names, now)
+            self._decider.mark_pending(placement.worker, placement.names, now)
             self._end_prefill(placement, now)
         elif placement.prefilled_at is None:
             self._learn(placement.choice, placement.num_tokens, now - placement.placed_s)
         self._table.prefill_done(placement.selection_id, now)
-        self._deciding.computed(placement.worker, placement.names, now)
+        self._decider.computed(placement.worker, placement.names, now)
         self._freed()
 
     def done(self, placement: Placement, output_tokens: int | None) -> None:
@@ -291,9 +291,9 @@ class Placing:
         if placement.prefilling:
             # It may never have come to computing the prefix.
             placement.prefilling = False
-            self._deciding.failed(placement.worker, placement.names, now)
+            self._decider.failed(placement.worker, placement.names, now)
             if placement.prefill is not None:
-                self._deciding.failed(placement.prefill.worker, placement.names, now)
+                self._decider.failed(placement.prefill.worker, placement.names, now)
                 self._end_prefill(placement, now)
         elif output_tokens is not None and placement.told_s is not None:
             self.weights.rates_of(placement.worker).decoded(output_tokens - 1, now - placement.told_s)
@@ -352,13 +352,13 @@ class Placing:
             self._share.gauge(worker, said)
         self._freed()
 
-    def burdens(self) -> list[WorkerBurden]:
+    def burdens(self) -> list[WorkerLoadView]:
         """All workers, as `GET /loads` shows them."""
         found = []
         for worker in sorted(self._fleet.workers()):
             rates = self.weights.rates.get(worker)
             found.append(
-                WorkerBurden(
+                WorkerLoadView(
                     worker,
                     self.weights.burden(worker),
                     self.weights.corrections.get(worker),
@@ -403,7 +403,7 @@ class Placing:
         workers = list(self._fleet.workers())
         self._forget(self._table.expire(now), "expired")
         self.weights.tick(workers, now)
-        self._deciding.expire(now)
+        self._decider.expire(now)
         self._selections.expire(now)
         if self._share is not None:
             self._share.tick()

@@ -17,7 +17,7 @@ from kvrouter.router.matching.question import Hit
 KV = "kv"
 
 
-class Contest(NamedTuple):
+class PolicyInput(NamedTuple):
     """Who may take a prompt; the lists go together. turn: how many prompts of this model were placed before."""
 
     hits: Sequence[Hit]
@@ -27,10 +27,10 @@ class Contest(NamedTuple):
     turn: int
 
 
-Pick: TypeAlias = Callable[[Contest, Random], int]
+Pick: TypeAlias = Callable[[PolicyInput, Random], int]
 
 
-def least_cost(contest: Contest, rng: Random) -> int:
+def least_cost(contest: PolicyInput, rng: Random) -> int:
     """Among equal costs the nearer tier wins, then chance."""
     least = min(contest.costs)
     if contest.costs.count(least) == 1:
@@ -44,7 +44,7 @@ def least_cost(contest: Contest, rng: Random) -> int:
 def softened(temperature: float) -> Pick:
     """`least_cost` with chance: a cost that is higher by temperature * the prompt's length is chosen e times more seldom."""
 
-    def pick(contest: Contest, rng: Random) -> int:
+    def pick(contest: PolicyInput, rng: Random) -> int:
         least = min(contest.costs)
         unit = temperature * contest.num_tokens
         weights = [math.exp((least - cost) / unit) for cost in contest.costs]
@@ -53,25 +53,25 @@ def softened(temperature: float) -> Pick:
     return pick
 
 
-def round_robin(contest: Contest, rng: Random) -> int:
+def round_robin(contest: PolicyInput, rng: Random) -> int:
     order = sorted(range(len(contest.hits)), key=lambda i: contest.hits[i].worker)
     return order[contest.turn % len(order)]
 
 
-def at_random(contest: Contest, rng: Random) -> int:
+def at_random(contest: PolicyInput, rng: Random) -> int:
     return rng.randrange(len(contest.hits))
 
 
-def least_load(contest: Contest, rng: Random) -> int:
+def least_load(contest: PolicyInput, rng: Random) -> int:
     return _best([-load for load in contest.loads], rng)
 
 
-def prefix_only(contest: Contest, rng: Random) -> int:
+def prefix_only(contest: PolicyInput, rng: Random) -> int:
     """The longest hit, whatever is queued there."""
     return _best([(hit.disk, hit.cpu, hit.gpu) for hit in contest.hits], rng)
 
 
-def full_attention_only(contest: Contest, rng: Random) -> int:
+def full_attention_only(contest: PolicyInput, rng: Random) -> int:
     """The longest run of full attention's blocks, which is what a router sees that knows no other group, and the load."""
     return _best(
         [

@@ -17,7 +17,7 @@ import msgspec
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.question import Hit
-from kvrouter.router.placement.choose import Choice, Scene, choose, weigh
+from kvrouter.router.placement.choose import Choice, ChoiceContext, choose, weigh
 from kvrouter.router.placement.cost import prefill_tokens
 
 # What a hand-over takes besides the transfer, in tokens that could be computed meanwhile: a second request over HTTP, read and
@@ -29,7 +29,7 @@ HANDOVER_TOKENS = 1_000
 DISTURBED_MAX = 4
 
 
-class Outcome(StrEnum):
+class PrefillOutcome(StrEnum):
     """What was decided, as the metrics name it."""
 
     REMOTE = "remote"
@@ -41,7 +41,7 @@ class Outcome(StrEnum):
     REQUEST = "request"  # such a request cannot be handed over, or is pinned
 
 
-class Rules(msgspec.Struct, frozen=True):
+class SplitRules(msgspec.Struct, frozen=True):
     """min_tokens: uncached tokens at the decode worker below which nothing is handed over. token_cost: of a token that is
     transferred, in tokens computed."""
 
@@ -56,13 +56,13 @@ class Rules(msgspec.Struct, frozen=True):
 def with_prefill(
     choice: Choice,
     prefillers: Sequence[Hit],
-    scene: Scene,
-    rules: Rules,
+    scene: ChoiceContext,
+    rules: SplitRules,
     rng: Random,
     *,
     arriving: Mapping[WorkerKey, int],
     explain: bool = False,
-) -> tuple[Choice, Outcome]:
+) -> tuple[Choice, PrefillOutcome]:
     """`choice` of the worker that decodes, with the one that computes the prompt for it where that is worth it.
 
     prefillers: the hits of the prefill workers that take something now; there must be one. scene: of the choice, its pending
@@ -73,11 +73,11 @@ def with_prefill(
     alone_tokens = prefill_tokens(hit, num_tokens, scene.pending.get(hit.worker, 0), scene.weights.tiers)
     choice = msgspec.structs.replace(choice, prefill_tokens=round(alone_tokens))
     if alone_tokens < rules.min_tokens:
-        return choice, Outcome.SHORT
+        return choice, PrefillOutcome.SHORT
     # A session is where it is decoded.
     there = choose(prefillers, msgspec.structs.replace(scene, session=None), rng, explain=explain)
     if there.all_saturated:
-        return choice, Outcome.SATURATED
+        return choice, PrefillOutcome.SATURATED
     sent_tokens = num_tokens - max(hit.gpu, arriving.get(hit.worker, 0))
     handover_tokens = rules.handover_tokens(sent_tokens)
     parts = weigh(there.hit, scene, there.hit.disk).parts
@@ -85,7 +85,7 @@ def with_prefill(
     running = min(scene.weights.burden(hit.worker).requests, DISTURBED_MAX)
     cost_here = here.parts.prefill * (1 + running) + here.parts.load
     if cost_there >= cost_here:
-        return choice, Outcome.CHEAPER_HERE
+        return choice, PrefillOutcome.CHEAPER_HERE
     text = (
         f"{choice.reason}; computed at {printable(there.hit.worker.route_name)} and handed over: a cost of {cost_there:.0f} "
         f"tokens in place of {cost_here:.0f}"
@@ -99,5 +99,5 @@ def with_prefill(
             prefill_tokens=round(rules.token_cost * sent_tokens),
             alone_tokens=round(alone_tokens),
         ),
-        Outcome.REMOTE,
+        PrefillOutcome.REMOTE,
     )

@@ -28,7 +28,7 @@ class Sent(NamedTuple):
     head: AnswerHead
 
 
-class Sending:
+class Attempt:
     """addresses: as they are now. authorization: what engines get for such headers. silence_s: how long one may say nothing."""
 
     def __init__(

@@ -15,9 +15,9 @@ import msgspec
 
 import kvrouter.router.proxy.headers as h
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.placement.placement_request import Ask, Placement, PrefillPart
+from kvrouter.router.placement.placement_request import Placement, PlacementRequest, PrefillPart
 from kvrouter.router.proxy.admission import Admission
-from kvrouter.router.proxy.attempt import FIRST_SERVER_ERROR, Sending, named
+from kvrouter.router.proxy.attempt import FIRST_SERVER_ERROR, Attempt, named
 from kvrouter.router.proxy.kv_transfer_params import MAX_ANSWER_BYTES, decode_body, given_params, prefill_body
 from kvrouter.router.proxy.request_reader import Request
 from kvrouter.router.proxy.upstream.failure import GONE_STATUSES, Failure, Kind
@@ -45,22 +45,22 @@ class _Declined(Exception):
         self.outcome = outcome
 
 
-class Prefilling:
+class PrefillLeg:
     """The first of two requests. Belongs to one loop."""
 
-    def __init__(self, sending: Sending, admission: Admission, metrics: Metrics) -> None:
+    def __init__(self, sending: Attempt, admission: Admission, metrics: Metrics) -> None:
         self._sending = sending
         self._admission = admission
         self._metrics = metrics
 
     async def hand_over(
-        self, request: Request, ask: Ask, placement: Placement, addresses: Addresses, vain: set[WorkerKey]
+        self, request: Request, ask: PlacementRequest, placement: Placement, addresses: Addresses, vain: set[WorkerKey]
     ) -> Given:
         """For the placement's worker. vain: to whom it was sent in vain; prefill workers that fail come to it. Raises Spent."""
         while (part := placement.prefill) is not None:
             if part.worker not in addresses.targets:
                 vain.add(part.worker)
-                placement.prefill_failed(without(ask, vain))
+                placement.prefill_failed(excluding(ask, vain))
                 continue
             if placement.worker in addresses.by_header:
                 # Its sidecar asks the prefill worker; the load there is over at the first token.
@@ -73,7 +73,7 @@ class Prefilling:
                 self._count(FAILED)
                 vain |= addresses.sharing(part.worker)
                 again = request.attempts.prefill_failed(named(part.worker), failure)
-                placement.prefill_failed(without(ask, vain) if again else None)
+                placement.prefill_failed(excluding(ask, vain) if again else None)
             except _Declined as declined:
                 self._count(declined.outcome)
                 vain.add(part.worker)
@@ -134,7 +134,7 @@ class Prefilling:
         self._metrics.handovers.labels(outcome).inc()
 
 
-def without(ask: Ask, workers: Iterable[WorkerKey]) -> Ask:
+def excluding(ask: PlacementRequest, workers: Iterable[WorkerKey]) -> PlacementRequest:
     """The same, but for these workers."""
     excluded = ask.question.exclude_workers.union(workers)
     return msgspec.structs.replace(ask, question=msgspec.structs.replace(ask.question, exclude_workers=excluded))

@@ -14,22 +14,22 @@ import msgspec
 import kvrouter.router.proxy.headers as h
 from kvrouter.router.common.errors import NoWorker, RouterError, Saturated, WorkerSilent, WorkerUnreachable
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.placement.placement_request import Ask, Placement
-from kvrouter.router.placement.placer import Placing
+from kvrouter.router.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.admission import Admission
-from kvrouter.router.proxy.attempt import FIRST_SERVER_ERROR, Sending, Sent, named
+from kvrouter.router.proxy.attempt import FIRST_SERVER_ERROR, Attempt, Sent, named
 from kvrouter.router.proxy.downstream import Client
 from kvrouter.router.proxy.kv_transfer_params import can_be_handed_over
-from kvrouter.router.proxy.prefill_leg import Prefilling, without
-from kvrouter.router.proxy.request_reader import Reading, Request, Tokens
+from kvrouter.router.proxy.prefill_leg import PrefillLeg, excluding
+from kvrouter.router.proxy.request_reader import Request, RequestReader, Tokens
 from kvrouter.router.proxy.upstream.connection import AnswerHead
-from kvrouter.router.proxy.upstream.failure import GONE_STATUSES, Failure, Kind, Spent
+from kvrouter.router.proxy.upstream.failure import GONE_STATUSES, AttemptsSpent, Failure, Kind
 from kvrouter.router.proxy.upstream.pool import Pool
 from kvrouter.router.proxy.worker_addresses import Addresses
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.model_names import Served
+from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration import Registration
 
 log = logging.getLogger("kvrouter.proxy")
@@ -56,9 +56,9 @@ class Proxy:
     def __init__(
         self,
         *,
-        placing: Placing,
+        placing: Placer,
         tokens: Tokens,
-        resolve: Callable[[str], Served],
+        resolve: Callable[[str], ServedModel],
         registrations: Callable[[], Sequence[Registration]],
         admission: Admission,
         pool: Pool,
@@ -71,14 +71,14 @@ class Proxy:
     ) -> None:
         """silence_s: how long an engine may say nothing."""
         self._placing = placing
-        self._reading = Reading(tokens, resolve, lambda: sorted(self._addresses().models), self._authorization)
+        self._reading = RequestReader(tokens, resolve, lambda: sorted(self._addresses().models), self._authorization)
         self._registrations = registrations
         self._admission = admission
         self._pool = pool
         self._metrics = metrics
         self._quality = quality
         self._allowed = allowed
-        self._sending = Sending(
+        self._sending = Attempt(
             addresses=self._addresses,
             authorization=self._authorization,
             admission=admission,
@@ -86,7 +86,7 @@ class Proxy:
             metrics=metrics,
             silence_s=silence_s,
         )
-        self._prefilling = Prefilling(self._sending, admission, metrics)
+        self._prefilling = PrefillLeg(self._sending, admission, metrics)
         self._worker_authorization = None if worker_key is None else f"Bearer {worker_key}".encode()
         self._has_own_key = has_own_key
         self._open = 0
@@ -137,7 +137,7 @@ class Proxy:
             return self._worker_authorization
         return h.header(headers, b"authorization")
 
-    async def _answer(self, request: Request, ask: Ask) -> _Answer:
+    async def _answer(self, request: Request, ask: PlacementRequest) -> _Answer:
         """The first byte of an answer, from whichever worker gives one. Raises RouterError."""
         # A gateway's word that its engine is gone: the client's, if nobody has a better one.
         spare: _Answer | None = None
@@ -164,7 +164,7 @@ class Proxy:
                     spare = None
                 try:
                     answer = await self._attempt(request, ask, placement, vain)
-                except Spent as spent:
+                except AttemptsSpent as spent:
                     raise _error_of(spent.failure) from None
                 except Failure as caught:
                     failure, error = caught, _error_of(caught)
@@ -189,12 +189,12 @@ class Proxy:
                     request.watch.failed(failure.kind.value, failure.text)
                     spare = answer
                 self._metrics.proxy_retries.labels(failure.kind.value).inc()
-                ask = without(ask, vain)
+                ask = excluding(ask, vain)
         finally:
             if spare is not None:
                 spare.connection.close()
 
-    async def _place(self, ask: Ask) -> Placement:
+    async def _place(self, ask: PlacementRequest) -> Placement:
         """A place at a worker that can be sent something."""
         placement = await self._placing.place(ask)
         addresses = self._addresses()
@@ -202,7 +202,7 @@ class Proxy:
             return placement
         placement.done()
         if ask.pinned is None:
-            placement = await self._placing.place(without(ask, addresses.unreachable))
+            placement = await self._placing.place(excluding(ask, addresses.unreachable))
             if placement.worker in addresses.targets:
                 return placement
             placement.done()
@@ -215,7 +215,9 @@ class Proxy:
             self._known_addresses = Addresses(registrations, self._allowed)
         return self._known_addresses
 
-    async def _attempt(self, request: Request, ask: Ask, placement: Placement, vain: set[WorkerKey]) -> _Answer:
+    async def _attempt(
+        self, request: Request, ask: PlacementRequest, placement: Placement, vain: set[WorkerKey]
+    ) -> _Answer:
         """The first byte of this worker's answer. vain: to whom the request was sent in vain. Raises Failure,
         Spent."""
         try:

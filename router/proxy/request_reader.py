@@ -12,14 +12,14 @@ import kvrouter.router.proxy.headers as h
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.matching.question import Question
-from kvrouter.router.placement.placement_request import Ask
+from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.proxy.downstream import Client
 from kvrouter.router.proxy.openai_body import OpenAIBody, read_body, renamed
 from kvrouter.router.proxy.upstream.failure import Attempts
-from kvrouter.router.quality.request_watch import Watch
+from kvrouter.router.quality.request_watch import RequestWatch
 from kvrouter.router.tokens.forward_ids import forwarded_body
 from kvrouter.router.tokens.prompt_tokens import Prompt, estimated_tokens
-from kvrouter.router.workers.model_names import Served
+from kvrouter.router.workers.model_names import ServedModel
 
 # What is passed on, all by POST.
 PATHS = frozenset(
@@ -38,7 +38,7 @@ class Tokens(Protocol):
 class Request:
     """One request under way. body: what the engine gets. watch: is told of each step."""
 
-    def __init__(self, client: Client, watch: Watch) -> None:
+    def __init__(self, client: Client, watch: RequestWatch) -> None:
         self.client = client
         self.watch = watch
         self.request_id = h.header(client.headers, h.REQUEST_ID) or secrets.token_hex(16).encode()
@@ -47,13 +47,13 @@ class Request:
         self.body = client.body
 
 
-class Reading:
+class RequestReader:
     """resolve: what a request's `model` means. models: what is registered. authorization: what engines get for such headers."""
 
     def __init__(
         self,
         tokens: Tokens,
-        resolve: Callable[[str], Served],
+        resolve: Callable[[str], ServedModel],
         models: Callable[[], list[str]],
         authorization: Callable[[h.Headers], bytes | None],
     ) -> None:
@@ -62,7 +62,7 @@ class Reading:
         self._models = models
         self._authorization = authorization
 
-    async def read(self, request: Request) -> Ask:
+    async def read(self, request: Request) -> PlacementRequest:
         """What is to be placed; `request.body` is settled by it. Raises BadQuestion, UnknownModel."""
         client = request.client
         body = read_body(client.body)
@@ -72,14 +72,14 @@ class Reading:
             # The engine does not know this router's other names.
             request.body = renamed(client.body, served.lora_name or served.model)
         session = h.header(client.headers, h.SESSION_ID)
-        return Ask(
+        return PlacementRequest(
             await self._question(request, body, served),
             session_id=None if session is None else session.decode("latin-1"),
             max_tokens=body.limit_tokens,
             pinned=None if request.pin is None else unquote(request.pin.decode("latin-1")),
         )
 
-    async def _question(self, request: Request, body: OpenAIBody, served: Served) -> Question:
+    async def _question(self, request: Request, body: OpenAIBody, served: ServedModel) -> Question:
         client = request.client
         if client.path in WITHOUT_PROMPT:
             return Prompt(1, None, "none").question(served.model, worker_ids=served.worker_ids)

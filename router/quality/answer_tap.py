@@ -16,10 +16,10 @@ log = logging.getLogger("kvrouter.quality")
 Send = Callable[[list[bytes]], None]
 
 
-class Tap:
+class AnswerTap:
     """One answer's. Times are the clock's, None until there are any. alone: of the flight, when its first bytes came."""
 
-    __slots__ = ("_clock", "_flight", "_reader", "_send", "_streams", "alone", "first_s", "last_s", "pause_s")
+    __slots__ = ("_clock", "_flight", "_reader", "_send", "_streams", "first_s", "last_s", "pause_s", "uncontested")
 
     def __init__(
         self, send: Send, clock: Callable[[], float], flight: Flight, *, streams: bool, readable: bool
@@ -34,7 +34,7 @@ class Tap:
         # Of the last event, and the longest time between two.
         self.last_s = 0.0
         self.pause_s = 0.0
-        self.alone = False
+        self.uncontested = False
 
     def __call__(self, parts: list[bytes]) -> None:
         self._send(parts)
@@ -51,7 +51,7 @@ class Tap:
                 return
         if first_s is None:
             self.first_s = now
-            self.alone = self._flight.alone
+            self.uncontested = self._flight.uncontested
         elif now - self.last_s > self.pause_s:
             self.pause_s = now - self.last_s
         self.last_s = now

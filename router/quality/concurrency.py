@@ -19,7 +19,7 @@ class Flight:
         self._turn = traffic.turns
 
     @property
-    def alone(self) -> bool:
+    def uncontested(self) -> bool:
         """None was there when it came, and none has come since."""
         return self._alone and self._at.turns == self._turn
 
@@ -37,7 +37,7 @@ class _Traffic:
         self.turns = 0
 
 
-class Flights:
+class Concurrency:
     def __init__(self) -> None:
         self._traffic: dict[WorkerKey, _Traffic] = {}
 

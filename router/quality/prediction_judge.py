@@ -28,7 +28,7 @@ COUNTED_MIN = 8
 HALF = 0.5
 
 
-class Outcome(StrEnum):
+class PredictionOutcome(StrEnum):
     """Of one prediction: what was reused, beside what was said. untold: nobody can know."""
 
     EXACT = "exact"
@@ -37,13 +37,13 @@ class Outcome(StrEnum):
     UNTOLD = "untold"
 
 
-def outcome_of(predicted: int, delivered: int) -> Outcome:
+def outcome_of(predicted: int, delivered: int) -> PredictionOutcome:
     if delivered == predicted:
-        return Outcome.EXACT
-    return Outcome.LESS if delivered < predicted else Outcome.MORE
+        return PredictionOutcome.EXACT
+    return PredictionOutcome.LESS if delivered < predicted else PredictionOutcome.MORE
 
 
-class Predictions:
+class PredictionJudge:
     """One worker's last predictions that said that something would be reused, and what came of them."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import Counter, Histogram
 
-from kvrouter.router.quality.prediction_judge import Outcome
+from kvrouter.router.quality.prediction_judge import PredictionOutcome
 from kvrouter.router.telemetry.metrics import Metrics
 
 # From a cached prompt on a small model to a queue of minutes.
@@ -30,13 +30,13 @@ UNTOLD_REASONS = (
 )
 
 
-class WorkerMeasures:
+class WorkerQualityMetrics:
     """One worker's children: to find them costs more than to count."""
 
     __slots__ = ("completion", "delivered", "e2e", "itl", "outcomes", "over", "pause", "predicted", "ttft", "under")
 
-    def __init__(self, measures: Measures, label: str) -> None:
-        self.outcomes = {outcome: measures.predictions.labels(label, outcome.value) for outcome in Outcome}
+    def __init__(self, measures: QualityMetrics, label: str) -> None:
+        self.outcomes = {outcome: measures.predictions.labels(label, outcome.value) for outcome in PredictionOutcome}
         self.predicted = measures.predicted_tokens.labels(label)
         self.delivered = measures.delivered_tokens.labels(label)
         self.over = measures.over_credit.labels(label)
@@ -48,7 +48,7 @@ class WorkerMeasures:
         self.e2e = measures.e2e.labels(label)
 
 
-class Measures:
+class QualityMetrics:
     """The metrics as attributes, on the registry of the process's other metrics."""
 
     def __init__(self, metrics: Metrics) -> None:
@@ -108,6 +108,6 @@ class Measures:
         for metric in series:
             with contextlib.suppress(KeyError):
                 metric.remove(label)
-        for outcome in Outcome:
+        for outcome in PredictionOutcome:
             with contextlib.suppress(KeyError):
                 self.predictions.remove(label, outcome.value)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches requests on their way: what was predicted for each, what came of it, and how long it all took.
 
-The proxy tells a `Watch` of each step; nothing here decides anything, waits or fails a request. Belongs to one loop.
+The proxy tells a `RequestWatch` of each step; nothing here decides anything, waits or fails a request. Belongs to one loop.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.matcher import WorkerView
-from kvrouter.router.placement.placement_request import Ask, Placement
-from kvrouter.router.quality.answer_tap import Send, Tap
-from kvrouter.router.quality.concurrency import Flight, Flights
-from kvrouter.router.quality.prediction_judge import Outcome, Predictions, outcome_of
-from kvrouter.router.quality.quality_metrics import Measures, WorkerMeasures
-from kvrouter.router.quality.reuse_report import Told
+from kvrouter.router.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.quality.answer_tap import AnswerTap, Send
+from kvrouter.router.quality.concurrency import Concurrency, Flight
+from kvrouter.router.quality.prediction_judge import PredictionJudge, PredictionOutcome, outcome_of
+from kvrouter.router.quality.quality_metrics import QualityMetrics, WorkerQualityMetrics
+from kvrouter.router.quality.reuse_report import ReuseReport
 from kvrouter.router.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -37,35 +37,35 @@ TOKENS_MIN = 2
 class Quality:
     """Of all requests that this process proxies. tracing: None where no traces are wanted.
 
-    clock: seconds, that of `Placing`."""
+    clock: seconds, that of `Placer`."""
 
     def __init__(
-        self, metrics: Metrics, measures: Measures, clock: Callable[[], float], tracing: Tracing | None = None
+        self, metrics: Metrics, measures: QualityMetrics, clock: Callable[[], float], tracing: Tracing | None = None
     ) -> None:
         self._metrics = metrics
         self.measures = measures
         self.clock = clock
         self.tracing = tracing
-        self.flights = Flights()
-        self._predictions: dict[WorkerKey, Predictions] = {}
-        self._children: dict[WorkerKey, WorkerMeasures] = {}
+        self.flights = Concurrency()
+        self._predictions: dict[WorkerKey, PredictionJudge] = {}
+        self._children: dict[WorkerKey, WorkerQualityMetrics] = {}
 
-    def begin(self, path: str, headers: Headers) -> Watch:
+    def begin(self, path: str, headers: Headers) -> RequestWatch:
         """A request whose body is whole."""
         now = self.clock()
         trace = None if self.tracing is None else self.tracing.request(path, headers, now)
-        return Watch(self, now, trace, measured=path in INFERENCE_PATHS)
+        return RequestWatch(self, now, trace, measured=path in INFERENCE_PATHS)
 
-    def of(self, worker: WorkerKey) -> Predictions:
+    def of(self, worker: WorkerKey) -> PredictionJudge:
         found = self._predictions.get(worker)
         if found is None:
-            found = self._predictions[worker] = Predictions()
+            found = self._predictions[worker] = PredictionJudge()
         return found
 
-    def children(self, worker: WorkerKey) -> WorkerMeasures:
+    def children(self, worker: WorkerKey) -> WorkerQualityMetrics:
         found = self._children.get(worker)
         if found is None:
-            found = self._children[worker] = WorkerMeasures(self.measures, self._metrics.worker_label(worker))
+            found = self._children[worker] = WorkerQualityMetrics(self.measures, self._metrics.worker_label(worker))
         return found
 
     def count_length_mismatch(self, worker: WorkerKey) -> None:
@@ -89,7 +89,7 @@ class Quality:
             self.flights.forget(worker)
 
 
-class Watch:
+class RequestWatch:
     """One request, from its whole body to the end of its answer. `ended` in any case."""
 
     __slots__ = (
@@ -115,12 +115,12 @@ class Watch:
         self._predicted = False
         self._placement: Placement | None = None
         self._flight: Flight | None = None
-        self._tap: Tap | None = None
+        self._tap: AnswerTap | None = None
         self._streams = False
         self._status = 0
-        self._told: Told | None = None
+        self._told: ReuseReport | None = None
 
-    def asked(self, ask: Ask) -> None:
+    def asked(self, ask: PlacementRequest) -> None:
         """Its tokens are known, or known not to be had."""
         question = ask.question
         # Where only the beginning of a prompt is known, more may be reused than can be predicted.
@@ -153,7 +153,7 @@ class Watch:
         """Another worker computes the prompt: what the engine reuses says nothing of its own cache."""
         self._predicted = False
 
-    def tap(self, send: Send, status: int, headers: Headers, *, streams: bool) -> Tap:
+    def tap(self, send: Send, status: int, headers: Headers, *, streams: bool) -> AnswerTap:
         """The answer of the last attempt begins. streams: it is a stream of events. What it is passed on through."""
         assert self._placement is not None
         if self._flight is None:
@@ -161,10 +161,10 @@ class Watch:
             self._flight = self._quality.flights.begun(self._placement.worker)
         self._status, self._streams = status, streams
         encoded = any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in headers)
-        self._tap = Tap(send, self._quality.clock, self._flight, streams=streams, readable=not encoded)
+        self._tap = AnswerTap(send, self._quality.clock, self._flight, streams=streams, readable=not encoded)
         return self._tap
 
-    def told(self) -> Told:
+    def told(self) -> ReuseReport:
         """What is known once the answer has passed."""
         if self._told is None:
             self._told = self._tell()
@@ -191,7 +191,7 @@ class Watch:
             self._flight.ended()
             self._flight = None
 
-    def _tell(self) -> Told:
+    def _tell(self) -> ReuseReport:
         tap, placement = self._tap, self._placement
         assert tap is not None and placement is not None
         usage = tap.usage()
@@ -200,9 +200,9 @@ class Watch:
         if usage is not None:
             delivered = self._quality.of(placement.worker).delivered_of(usage.cached_tokens, predicted)
         ttft_s = tap.first_s - self._began_s if self._streams and tap.first_s is not None else None
-        return Told(predicted, delivered, usage, ttft_s, self._quality.clock() - self._began_s)
+        return ReuseReport(predicted, delivered, usage, ttft_s, self._quality.clock() - self._began_s)
 
-    def _count(self, outcome: str, tap: Tap, placement: Placement) -> None:
+    def _count(self, outcome: str, tap: AnswerTap, placement: Placement) -> None:
         told, children = self.told(), self._quality.children(placement.worker)
         if told.ttft_s is not None and outcome != "server_error":
             children.ttft.observe(told.ttft_s)
@@ -222,7 +222,7 @@ class Watch:
                 children.pause.observe(tap.pause_s)
         self._judge(told, tap, placement, children)
 
-    def _judge(self, told: Told, tap: Tap, placement: Placement, children: WorkerMeasures) -> None:
+    def _judge(self, told: ReuseReport, tap: AnswerTap, placement: Placement, children: WorkerQualityMetrics) -> None:
         quality, measures = self._quality, self._quality.measures
         predictions = quality.of(placement.worker)
         if self._predicted and told.usage is not None:
@@ -230,7 +230,7 @@ class Watch:
             if told.usage.prompt_tokens != placement.num_tokens:
                 quality.count_length_mismatch(placement.worker)
         if told.predicted is None or told.delivered is None:
-            children.outcomes[Outcome.UNTOLD].inc()
+            children.outcomes[PredictionOutcome.UNTOLD].inc()
             measures.untold.labels(_untold(told, tap)).inc()
             return
         error = told.delivered - told.predicted
@@ -240,10 +240,10 @@ class Watch:
         measures.error.observe(error)
         (children.under if error > 0 else children.over).inc(abs(error))
         if not placement.choice.hit.approximate:
-            predictions.judge(told.predicted, told.delivered, alone=tap.alone)
+            predictions.judge(told.predicted, told.delivered, alone=tap.uncontested)
 
 
-def _untold(told: Told, tap: Tap) -> str:
+def _untold(told: ReuseReport, tap: AnswerTap) -> str:
     if told.predicted is None:
         return "unpredicted"
     if not tap.readable:

@@ -27,8 +27,8 @@ from prometheus_client import Counter
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.version import VERSION
 from kvrouter.router.config.settings import without_password
-from kvrouter.router.placement.placement_request import Ask, Placement
-from kvrouter.router.quality.reuse_report import Told
+from kvrouter.router.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.quality.reuse_report import ReuseReport
 
 log = logging.getLogger("kvrouter.quality")
 
@@ -191,7 +191,7 @@ class RequestTrace:
         )
         span.end(self._ns(ended_s))
 
-    def asked(self, ask: Ask, now: float) -> None:
+    def asked(self, ask: PlacementRequest, now: float) -> None:
         """The model is resolved and the prompt's tokens are found, or not."""
         question = ask.question
         self._span.set_attribute("gen_ai.request.model", question.model)
@@ -257,7 +257,7 @@ class RequestTrace:
             span.end(self._ns(now))
         self._step_s = now
 
-    def ended(self, outcome: str, status: int, first_s: float | None, told: Told | None, now: float) -> None:
+    def ended(self, outcome: str, status: int, first_s: float | None, told: ReuseReport | None, now: float) -> None:
         """outcome: one of metrics.PROXY_OUTCOMES; status: of the engine's answer, 0: none; first_s: of its first bytes or event."""
         attributes: Attributes = {"kvrouter.outcome": outcome}
         if status:
@@ -296,7 +296,7 @@ class RequestTrace:
         self._span.end(self._ns(now))
 
 
-def _usage(told: Told) -> Attributes:
+def _usage(told: ReuseReport) -> Attributes:
     found: Attributes = {}
     if told.predicted is not None:
         found["kvrouter.predicted_tokens"] = told.predicted

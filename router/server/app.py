@@ -42,22 +42,22 @@ from kvrouter.router.config.settings import Config, Origin, without_password
 from kvrouter.router.discovery.discovery import Discovery
 from kvrouter.router.discovery.sources import sources_of
 from kvrouter.router.index.store import IndexStore, StoreError
-from kvrouter.router.placement.placer import Placing
+from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.upstream.pool import KEEP_IDLE_S, Pool
-from kvrouter.router.quality.quality_metrics import Measures
+from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.redis_client.connection import StoreUnavailable, parse_url
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore, EmbeddedStoreError
-from kvrouter.router.server.sibling_metrics import Siblings
+from kvrouter.router.server.sibling_metrics import SiblingMetrics
 from kvrouter.router.server.warm_up import warm
 from kvrouter.router.streams.router_core import Core
 from kvrouter.router.telemetry.log_format import set_up_logs
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.tokens.engine.client import Engine
 from kvrouter.router.tokens.engine.verification import LocalMaker
-from kvrouter.router.tokens.tokenizer import Tokenizing
+from kvrouter.router.tokens.tokenizer import TextTokenizer
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.model_names import parse_tokenizers
 
@@ -86,7 +86,7 @@ PRIVATE_TOKEN = "private"
 
 
 def build_app(
-    core: CorePort, placing: Placing, config: Config, metrics: Metrics, tokens: TokensPort | None = None
+    core: CorePort, placing: Placer, config: Config, metrics: Metrics, tokens: TokensPort | None = None
 ) -> Outer:
     """The HTTP API on any object with the core's interface; nothing is proxied."""
     return build_api(core, placing, config, metrics, time.perf_counter, tokens)
@@ -99,9 +99,9 @@ def new_selection_id() -> str:
 
 def build_router(
     core: Core,
-    placing: Placing,
+    placing: Placer,
     admission: Admission,
-    tokens: Tokenizing,
+    tokens: TextTokenizer,
     discovery: Discovery,
     config: Config,
     metrics: Metrics,
@@ -128,7 +128,7 @@ def build_router(
     )
 
 
-class Part(msgspec.Struct, frozen=True):
+class ProcessPart(msgspec.Struct, frozen=True):
     """Which of several processes behind one port this one is. listener: the descriptor of the listening socket; token: names
     the process in leases; folder: where the processes' own sockets are."""
 
@@ -138,7 +138,7 @@ class Part(msgspec.Struct, frozen=True):
     folder: str
 
 
-async def serve(config: Config, origin: Origin, part: Part | None = None) -> None:
+async def serve(config: Config, origin: Origin, part: ProcessPart | None = None) -> None:
     """Runs a router until SIGTERM or SIGINT; one that is a part also until its supervisor is gone. origin: where config came from.
     Raises SettingError and StartError before it serves."""
     set_up_logs(config.log_level, config.log_format, sys.stderr)
@@ -171,7 +171,7 @@ def allow_descriptors() -> None:
 async def _start(
     config: Config,
     origin: Origin,
-    part: Part | None,
+    part: ProcessPart | None,
     listener: socket.socket,
     shutdown: Shutdown,
     stack: AsyncExitStack,
@@ -183,7 +183,7 @@ async def _start(
     count_callbacks(metrics)
     supervisor = TaskSupervisor(clock=time.monotonic, rng=random.Random(), failures=metrics.task_failures)
     # Settings first: a wrong one ends the start before anything is compiled or started.
-    measures = Measures(metrics)
+    measures = QualityMetrics(metrics)
     tracing = tracing_of(config, measures)
     if tracing is not None:
         stack.push_async_callback(tracing.close)
@@ -202,7 +202,7 @@ async def _start(
         rng=random.Random(),
     )
     if part is not None:
-        siblings = Siblings(Path(part.folder), part.number, config.processes, metrics.own_page)
+        siblings = SiblingMetrics(Path(part.folder), part.number, config.processes, metrics.own_page)
         stack.push_async_callback(siblings.close)
         await siblings.start()
         metrics.page = siblings.page
@@ -231,7 +231,7 @@ async def _start(
         stack.push_async_callback(core.stop)
         admission = Admission(core.drains, time.monotonic, metrics)
         core.listen(admission.on_view)
-        placing = Placing(
+        placing = Placer(
             core,
             config=config,
             metrics=metrics,
@@ -266,7 +266,7 @@ async def _start(
         raise StartError(str(error)) from None
     except StoreError as error:
         raise StartError(_redis_problem(config, error)) from None
-    tokens = Tokenizing(
+    tokens = TextTokenizer(
         models=core.models,
         engines=lambda model: [Engine(*known) for known in core.engine_urls(model).items()],
         session=await stack.enter_async_context(
@@ -366,7 +366,7 @@ async def warm_up() -> None:
         log.info("kernels compiled", extra={"seconds": round(time.monotonic() - begun, 1)})
 
 
-def tracing_of(config: Config, measures: Measures) -> Tracing | None:
+def tracing_of(config: Config, measures: QualityMetrics) -> Tracing | None:
     """Where traces go, None where none are wanted. Raises SettingError."""
     if config.otlp_endpoint is None:
         return None

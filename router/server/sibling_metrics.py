@@ -26,7 +26,7 @@ def socket_path(folder: Path, number: int) -> Path:
     return folder / f"metrics-{number}.sock"
 
 
-class Siblings:
+class SiblingMetrics:
     """This process and the others of one supervisor, by number. `own` is this process's page."""
 
     def __init__(self, folder: Path, number: int, count: int, own: Callable[[], bytes]) -> None:

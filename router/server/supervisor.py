@@ -29,12 +29,12 @@ from kvrouter.router.common.errors import RouterError, StartError
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config, Origin
 from kvrouter.router.discovery.sources import sources_of
-from kvrouter.router.quality.quality_metrics import Measures
+from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStoreError
 from kvrouter.router.server.app import (
     HURRY,
     PRIVATE_TOKEN,
-    Part,
+    ProcessPart,
     bound_socket,
     checked_settings,
     log_cautions,
@@ -59,11 +59,11 @@ STEADY_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
 
 
-class Order(msgspec.Struct, frozen=True):
+class ChildOrder(msgspec.Struct, frozen=True):
     """What a process is told, as one line on its stdin."""
 
     config: Config
-    part: Part
+    part: ProcessPart
     origin: Origin
 
 
@@ -127,27 +127,27 @@ async def _run(config: Config, origin: Origin, listener: socket.socket, running:
 
 async def _check_settings(config: Config, origin: Origin) -> None:
     """All that the processes would refuse, before the store is started. Raises SettingError."""
-    if (tracing := tracing_of(config, Measures(Metrics(CollectorRegistry())))) is not None:
+    if (tracing := tracing_of(config, QualityMetrics(Metrics(CollectorRegistry())))) is not None:
         await tracing.close()
     await checked_settings(config)
     async with aiohttp.ClientSession() as session:
         sources_of(config, origin, os.environ, alone=False, session=session, rng=random.Random())
 
 
-def _order(config: Config, origin: Origin, url: str, number: int, folder: str, listener: socket.socket) -> Order:
+def _order(config: Config, origin: Origin, url: str, number: int, folder: str, listener: socket.socket) -> ChildOrder:
     own = msgspec.structs.replace(config, redis=url)
     if number:
         # The first knows the sources of workers, the others follow the registry.
         own, origin = msgspec.structs.replace(own, workers=(), workers_file=None, kubernetes_selector=None), Origin()
     # The data directory admits one supervisor, so names can outlive a process: its next life has its leases at once.
     token = f"{PRIVATE_TOKEN}-{number}" if config.redis is None else None
-    return Order(own, Part(number=number, listener=listener.fileno(), token=token, folder=folder), origin)
+    return ChildOrder(own, ProcessPart(number=number, listener=listener.fileno(), token=token, folder=folder), origin)
 
 
 class _Child:
     """One process, started again whenever it ends."""
 
-    def __init__(self, order: Order, running: set[Process]) -> None:
+    def __init__(self, order: ChildOrder, running: set[Process]) -> None:
         self._order = order
         self._running = running
         self.ready = asyncio.Event()
@@ -211,7 +211,7 @@ def main() -> int:
     """One process; its order is on stdin."""
     import uvloop
 
-    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=Order)
+    order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildOrder)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(order.config, order.origin, order.part))

@@ -15,7 +15,7 @@ from kvrouter.router.ingest.copy_counts import CopyTable
 from kvrouter.router.kvcache.block_hash import HashScheme
 from kvrouter.router.kvcache.catalog import Group, build_catalog
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.matching.matcher import Matcher, Plans, WorkerView
+from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Question
 from kvrouter.router.workers.registration import CatalogSpec
@@ -37,9 +37,9 @@ def warm() -> None:
     place = Place(0, GPU)
     mirror.begin_epoch(worker, "warm")
     for array in (hashes, read_only):
-        copies.up(array)
+        copies.add_copies(array)
         mirror.add(worker, place, array)
-        copies.down(array)
+        copies.remove_copies(array)
         mirror.discard(worker, place, array)
     copies.set(hashes, np.ones(len(hashes), np.uint16))
     mirror.add(worker, place, hashes)
@@ -49,7 +49,7 @@ def warm() -> None:
     scheme = HashScheme.default()
     view = WorkerView(worker, None, StreamState.LIVE, True, "", "warm", catalog, scheme, {})
     matcher = Matcher(mirror, SegmentMemory(0))
-    plans = Plans.build(mirror, [view])
+    plans = HashPlans.build(mirror, [view])
     tokens = np.arange(64, dtype=np.int64)
     for question in (
         Question("warm", 65, block_hashes=hashes[:4], explain=True),

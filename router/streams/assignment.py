@@ -19,7 +19,7 @@ def _rank(router: str, worker: WorkerKey) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
-def shares(
+def assign_workers(
     workers: Iterable[WorkerKey], routers: Collection[str], refused: Mapping[WorkerKey, Collection[str]]
 ) -> dict[WorkerKey, str]:
     """The router of each worker; `routers` must not be empty. refused: the routers that will not follow a worker: where none is

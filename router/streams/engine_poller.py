@@ -13,7 +13,7 @@ from http import HTTPStatus
 import aiohttp
 
 from kvrouter.router.common.bounded_read import read_at_most
-from kvrouter.router.ingest.engine_liveness import NoPulse, Pulse, Vitals, VitalSign
+from kvrouter.router.ingest.engine_liveness import EngineLiveness, NoPulse, Pulse, VitalSign
 from kvrouter.router.load.engine_metrics import EngineLoad, parse_engine_load
 from kvrouter.router.streams.disk_watch import DiskSigns, parse_disk
 from kvrouter.router.workers.provenance import engine_ranks
@@ -33,7 +33,7 @@ START_TIME = re.compile(rb"^process_start_time_seconds ([0-9.eE+]+)\r?\n", re.MU
 FIRST_ERROR_STATUS = 500
 
 
-class Checkup:
+class EnginePoller:
     """One engine's, at `url`. `run` until it is cancelled."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Checkup:
         self._disk = disk
         self._dp_rank = dp_rank
         self._wanted = asyncio.Event()
-        self.vitals = Vitals(start_s)
+        self.vitals = EngineLiveness(start_s)
 
     def move(self, url: str) -> None:
         """The engine is asked there from now on."""

@@ -18,7 +18,7 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
 from kvrouter.router.index import keys, registry
 from kvrouter.router.index.store import IndexStore, StoredValueError, StoreError, WorkerImage
-from kvrouter.router.streams.assignment import shares
+from kvrouter.router.streams.assignment import assign_workers
 from kvrouter.router.streams.heartbeat import VERSION, Heartbeat, encode_heartbeat
 from kvrouter.router.streams.membership import INTERVAL_S, Membership
 from kvrouter.router.streams.worker_stream import WorkerStream
@@ -189,7 +189,7 @@ class Fleet:
                 stream = self._streams.get(other)
                 if stream is None or stream.refusal:
                     refused[other].add(self._token)
-            found = shares(workers, self._membership.routers, refused)
+            found = assign_workers(workers, self._membership.routers, refused)
             self._mine = frozenset(worker for worker, router in found.items() if router == self._token)
         return worker in self._mine
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, Lease, StoredValueError, StoreError
-from kvrouter.router.ingest.stock_ingest import Flush
+from kvrouter.router.ingest.stock_ingest import PendingCommit
 from kvrouter.router.telemetry.metrics import Metrics
 
 log = logging.getLogger("kvrouter.hold")
@@ -34,15 +34,15 @@ ELSEWHERE = "another router process follows this worker; its answers are shown a
 Written = tuple[str | None, int | None]
 
 
-class HoldLost(Exception):
+class LeaseLost(Exception):
     """This process must not commit for the worker as it stands: the lease or the continuity with Redis is lost."""
 
 
-class HandedOver(HoldLost):
+class HandedOver(LeaseLost):
     """Another process should follow the worker, and can."""
 
 
-class Hold:
+class LeaseHolder:
     """The lease on one worker. Belongs to one event loop; `keep` and `write` run beside each other."""
 
     def __init__(
@@ -176,9 +176,9 @@ class Hold:
 
     def _lose(self, how: str, reason: str) -> None:
         self._metrics.leases_lost.labels(how).inc()
-        raise HoldLost(reason)
+        raise LeaseLost(reason)
 
-    async def write(self, flush: Flush) -> None:
+    async def write(self, flush: PendingCommit) -> None:
         """Commit until the store has it. Raises HoldLost when it must not."""
         await self._until_done(lambda: self._write_once(flush))
 
@@ -211,7 +211,7 @@ class Hold:
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, RETRY_LAST_S)
 
-    async def _write_once(self, flush: Flush) -> bool:
+    async def _write_once(self, flush: PendingCommit) -> bool:
         """Whether the store has it; False: the lease was taken again, so try once more."""
         assert self._lease is not None
         if flush.opens_epoch:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.ingest.commit_backlog import Backlog
-from kvrouter.router.ingest.net_changes import NO_HASHES, Change
-from kvrouter.router.ingest.stock_ingest import Flush, Ingest
+from kvrouter.router.ingest.commit_backlog import CommitBacklog
+from kvrouter.router.ingest.net_changes import NO_HASHES, ResidencyDelta
+from kvrouter.router.ingest.stock_ingest import PendingCommit, StockIngest
 
 
 class MirrorSource(Protocol):
@@ -30,25 +30,25 @@ class MirrorSource(Protocol):
 
     def rename_epoch(self, worker: WorkerKey, epoch: str) -> None: ...
 
-    def change(self, worker: WorkerKey, changes: Sequence[Change]) -> None: ...
+    def change(self, worker: WorkerKey, changes: Sequence[ResidencyDelta]) -> None: ...
 
 
-class Lead:
+class MirrorLead:
     """One worker's, for as long as this process leads its mirror."""
 
     def __init__(self, worker: WorkerKey, mirror: MirrorSource, *, max_blocks: int) -> None:
         """max_blocks: transitions that may wait for the store."""
         self._worker = worker
         self._mirror = mirror
-        self.backlog = Backlog(max_blocks)
+        self.backlog = CommitBacklog(max_blocks)
 
-    def show_all(self, ingest: Ingest) -> None:
+    def show_all(self, ingest: StockIngest) -> None:
         """Make the mirror what the ingest holds now, whatever it showed."""
         self._mirror.begin_epoch(self._worker, ingest.epoch)
         held = ((place, ingest.blocks.hashes(place)) for place in ingest.blocks.places)
-        self._mirror.change(self._worker, [Change(place, hashes, NO_HASHES) for place, hashes in held])
+        self._mirror.change(self._worker, [ResidencyDelta(place, hashes, NO_HASHES) for place, hashes in held])
 
-    def draw(self, ingest: Ingest) -> Flush | None:
+    def draw(self, ingest: StockIngest) -> PendingCommit | None:
         """Bring the mirror up to what the ingest holds; returns what was new."""
         flush = ingest.take()
         if flush is not None:
@@ -58,16 +58,16 @@ class Lead:
             self.backlog.add(flush)
         return flush
 
-    def take(self, ingest: Ingest) -> Flush | None:
+    def take(self, ingest: StockIngest) -> PendingCommit | None:
         """The next commit, None when there is nothing to write. Call it with nothing left to draw."""
         if self.backlog.overflowed:
-            ingest.write_anew()
+            ingest.rewrite_epoch()
             # The mirror holds all of it already.
             self._mirror.rename_epoch(self._worker, ingest.epoch)
             if (flush := ingest.take()) is not None:
                 self.backlog.add(flush)
         return self.backlog.take()
 
-    def continues(self, ingest: Ingest, epoch: str | None, seq: int | None) -> bool:
+    def continues(self, ingest: StockIngest, epoch: str | None, seq: int | None) -> bool:
         """Whether the next commit can follow what (epoch, seq) in the store stands for."""
         return (ingest if self.backlog.is_empty else self.backlog).continues(epoch, seq)

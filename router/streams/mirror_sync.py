@@ -22,7 +22,7 @@ from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.index.log_entry import LogEntry
 from kvrouter.router.index.log_follower import FollowerItem, LogFollower, Reload, StoreBack, StoreLost
 from kvrouter.router.index.store import IndexStore, StoredValueError, StoreError, WorkerImage
-from kvrouter.router.ingest.net_changes import Change
+from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.matching.mirror import Mirror, MirrorFull
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metrics import Metrics
@@ -53,7 +53,7 @@ class _Reloading:
         self._pause_s = min(2 * self._pause_s, RELOAD_LAST_S)
 
 
-class Following:
+class MirrorSync:
     """Keeps `mirror` for `streams`: see the module. It is the streams' MirrorSource."""
 
     def __init__(
@@ -134,7 +134,7 @@ class Following:
         self._check_lead(worker)
         self.mirror.rename_epoch(worker, epoch)
 
-    def change(self, worker: WorkerKey, changes: Sequence[Change]) -> None:
+    def change(self, worker: WorkerKey, changes: Sequence[ResidencyDelta]) -> None:
         """See MirrorSource."""
         self._check_lead(worker)
         self._change(worker, changes)
@@ -175,7 +175,7 @@ class Following:
             if self.refused(worker) == len(hashes):
                 log.warning("mirror full", extra={"worker": worker, "reason": str(error)})
 
-    def _change(self, worker: WorkerKey, changes: Sequence[Change]) -> None:
+    def _change(self, worker: WorkerKey, changes: Sequence[ResidencyDelta]) -> None:
         for change in changes:
             self.mirror.discard(worker, change.place, change.removed)
             self._add(worker, change.place, change.added)

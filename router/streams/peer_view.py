@@ -17,7 +17,7 @@ from kvrouter.router.common.ids import Place
 from kvrouter.router.index import keys
 from kvrouter.router.index.log_entry import LogEntry
 from kvrouter.router.index.store import WorkerImage
-from kvrouter.router.ingest.patch_ingest import META_DECLARED, ReportIngest
+from kvrouter.router.ingest.patch_ingest import META_DECLARED, PatchIngest
 from kvrouter.router.ingest.stock_ingest import META_GAPS, META_LEARNED, META_SCHEME
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
@@ -62,7 +62,7 @@ def state_fields(
     }
 
 
-class Told:
+class PeerView:
     """One worker as its log tells of it. `ingest` is never fed: it only explains catalog and scheme."""
 
     def __init__(self, registration: Registration, seed: str | None) -> None:
@@ -73,9 +73,9 @@ class Told:
         self._shape_problem = ""
         self.ingest = self._explain("")
 
-    def _explain(self, epoch: str) -> ReportIngest:
-        def ingest() -> ReportIngest:
-            return ReportIngest(self._registration, seed=self._seed, decoder=BatchDecoder(), new_epoch=lambda: epoch)
+    def _explain(self, epoch: str) -> PatchIngest:
+        def ingest() -> PatchIngest:
+            return PatchIngest(self._registration, seed=self._seed, decoder=BatchDecoder(), new_epoch=lambda: epoch)
 
         found = ingest()
         self._shape_problem = ""

@@ -27,17 +27,17 @@ from kvrouter.router.config.settings import Config
 from kvrouter.router.index.store import IndexStore, StoreError
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.load.engine_metrics import EngineLoad
-from kvrouter.router.matching.matcher import Matcher, Plans, WorkerView
-from kvrouter.router.matching.question import Hit, Question, asked_for
+from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.matching.question import Hit, Question, filter_hits
 from kvrouter.router.matching.routing_history import RoutingHistory, approximate_hit, pieces_of
 from kvrouter.router.streams.fleet import Fleet
-from kvrouter.router.streams.mirror_sync import Following
+from kvrouter.router.streams.mirror_sync import MirrorSync
 from kvrouter.router.streams.worker_report import count_worker, worker_status
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.engine_lists import EngineLists, ServedModels
-from kvrouter.router.workers.model_names import ModelNames, Served, parse_aliases, unserved_problem
+from kvrouter.router.workers.model_names import ModelNames, ServedModel, parse_aliases, unserved_problem
 from kvrouter.router.workers.provenance import origin_problems
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.role import HandoverWay, Role
@@ -85,7 +85,7 @@ class Core:
         self._permits = Permits(rng=rng)
         self._memory = SegmentMemory(config.segment_memory_bytes)
         self._streams: dict[WorkerKey, WorkerStream] = {}
-        self._following = Following(
+        self._following = MirrorSync(
             self._streams,
             store=store,
             metrics=metrics,
@@ -117,7 +117,7 @@ class Core:
         self._engines = None if http is None else EngineLists(http, self._urls, self._on_engine_lists)
         self._tasks: list[asyncio.Task[None]] = []
         # By model, with the version of the mirror that they were made from; any change of a worker empties it.
-        self._plans: dict[str, tuple[int, Plans]] = {}
+        self._plans: dict[str, tuple[int, HashPlans]] = {}
         self._listeners: list[Callable[[WorkerKey, WorkerView | None], None]] = []
         self._registered: tuple[Registration, ...] | None = None
         self._prefill_workers: dict[str, frozenset[WorkerKey]] | None = None
@@ -262,7 +262,7 @@ class Core:
         listed = {} if self._engines is None else self._engines.adapters
         return [_with_adapters(view, listed.get(view.url or "", {})) for view in views]
 
-    def resolve(self, name: str) -> Served:
+    def resolve(self, name: str) -> ServedModel:
         """What a request's `model` means. Raises UnknownModel."""
         return self._known_names().resolve(name)
 
@@ -333,17 +333,17 @@ class Core:
         """Tokens that one block hash covers, 1 while no catalog of the model is whole."""
         return self._current_plans(model).hash_block_size or 1
 
-    def _current_plans(self, model: str) -> Plans:
+    def _current_plans(self, model: str) -> HashPlans:
         """The model's workers as the matcher wants them, made anew when anything of them changed."""
         version = self._mirror.version
         known = self._plans.get(model)
         if known is None or known[0] != version:
-            known = self._plans[model] = (version, Plans.build(self._mirror, self._views(model)))
+            known = self._plans[model] = (version, HashPlans.build(self._mirror, self._views(model)))
         return known[1]
 
     def ask(self, question: Question) -> Sequence[Hit]:
         """One hit for each worker of the model that the question does not leave out, in no particular order."""
-        return asked_for(self.hits(question), question)
+        return filter_hits(self.hits(question), question)
 
     def hits(self, question: Question) -> list[Hit]:
         """One hit for each worker of the model, in no particular order."""

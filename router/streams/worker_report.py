@@ -8,15 +8,15 @@ import contextlib
 import msgspec
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.ingest.patch_ingest import ReportIngest
-from kvrouter.router.streams.mirror_sync import Following
+from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.streams.mirror_sync import MirrorSync
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metrics import RESYNCS, Metrics
 from kvrouter.router.workers.stream_state import HEARD
 from kvrouter.router.workers.worker_status import PatchStatus, Recovery, WorkerStatus
 
 
-def worker_status(stream: WorkerStream, following: Following, now: float) -> WorkerStatus:
+def worker_status(stream: WorkerStream, following: MirrorSync, now: float) -> WorkerStatus:
     """The row of `/workers`. now: on the stream's clock."""
     ingest, registration = stream.shown_ingest, stream.registration
     reasons = (
@@ -66,7 +66,7 @@ def _age_s(then: float | None, now: float) -> float | None:
     return None if then is None else round(now - then, 3)
 
 
-def _patch_status(ingest: ReportIngest, now: float) -> PatchStatus | None:
+def _patch_status(ingest: PatchIngest, now: float) -> PatchStatus | None:
     if ingest.greeting is None:
         return None
     hello = ingest.greeting.hello

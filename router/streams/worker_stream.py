@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 import zmq
 
-from kvrouter.events.patch.items import Heard, Silent
+from kvrouter.events.patch.items import PatchHeard, PatchSilent
 from kvrouter.events.patch.messages import requests_endpoint
 from kvrouter.events.patch.subscriber import ReportSubscriber, greet
 from kvrouter.events.transport.permits import Permits
@@ -33,15 +33,22 @@ from kvrouter.router.index import keys
 from kvrouter.router.index.log_entry import LogEntry
 from kvrouter.router.index.store import IndexStore, StoredValueError, StoreError, WorkerImage
 from kvrouter.router.ingest.engine_liveness import EngineBack, EngineLost, EngineRestarted, VitalSign
-from kvrouter.router.ingest.patch_ingest import ReportIngest
-from kvrouter.router.ingest.stock_ingest import Flush, Tally
+from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.ingest.stock_ingest import IngestCounters, PendingCommit
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.matching.matcher import WorkerView
 from kvrouter.router.streams.disk_watch import DiskSigns, DiskWatch
-from kvrouter.router.streams.engine_poller import Checkup
-from kvrouter.router.streams.lease_holder import ELSEWHERE, RETRY_FIRST_S, RETRY_LAST_S, HandedOver, Hold, HoldLost
-from kvrouter.router.streams.mirror_lead import Lead, MirrorSource
-from kvrouter.router.streams.peer_view import RESTORE_ERRORS, Told, engine_start_s, state_fields
+from kvrouter.router.streams.engine_poller import EnginePoller
+from kvrouter.router.streams.lease_holder import (
+    ELSEWHERE,
+    RETRY_FIRST_S,
+    RETRY_LAST_S,
+    HandedOver,
+    LeaseHolder,
+    LeaseLost,
+)
+from kvrouter.router.streams.mirror_lead import MirrorLead, MirrorSource
+from kvrouter.router.streams.peer_view import RESTORE_ERRORS, PeerView, engine_start_s, state_fields
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.provenance import ranks_allowed
@@ -141,31 +148,31 @@ class WorkerStream:
         self._changed = changed
         self._engine_load = engine_load
         self._decoder = BatchDecoder()
-        self._hold_problem: str | None = None
+        self._lease_problem: str | None = None
         # Stays while it is tried again.
         self._key_problem: str | None = None
         # Asks the engine whether it lives, while its stream is followed, and what is to be read anew when it is another.
-        self._checkup: Checkup | None = None
+        self._poller: EnginePoller | None = None
         self._expire: Callable[[str], None] | None = None
         self._lives = 0
-        self._hold = Hold(
+        self._lease = LeaseHolder(
             registration.worker,
             store=store,
             token=token,
             ttl_s=config.lease_ttl_s,
             metrics=metrics,
             mine=lambda: mine(registration.worker),
-            changed=self._hold_changed,
+            changed=self._lease_changed,
         )
         # Set when the store took what waited for it, or when it went away; and when something waits for it.
-        self._room = asyncio.Event()
-        self._news = asyncio.Event()
-        self._told = Told(registration, config.none_hash_seed)
+        self._drained = asyncio.Event()
+        self._dirty = asyncio.Event()
+        self._peer = PeerView(registration, config.none_hash_seed)
         # Whether what others say of the worker is shown, as they follow it.
         self._elsewhere = False
         # Set while this process leads the mirror.
-        self._lead: Lead | None = None
-        # Whether `_told` is what the store says now: nothing of the log is read during a lead.
+        self._lead: MirrorLead | None = None
+        # Whether `_peer` is what the store says now: nothing of the log is read during a lead.
         self._log_followed = False
         # The log of the worker is not heard, so what others tell of it is old.
         self._unheard = False
@@ -194,12 +201,12 @@ class WorkerStream:
         self._received_s = clock()
         self._unwritten_since_s: float | None = None
         # What the store was sent last, None once it has said what became of it.
-        self._sending: Flush | None = None
+        self._sending: PendingCommit | None = None
         # (epoch, seq) in Redis that `ingest` was prepared from, None once it goes on from there.
         self._prepared: tuple[str | None, int | None] | None = None
         # Counts over all ingests of this stream, and what of them is in the metrics already.
-        self._tally = Tally()
-        self.counted = Tally()
+        self._tally = IngestCounters()
+        self.counted = IngestCounters()
         self.lag_s: float | None = None
         # Since when the reason is what it is.
         self._reason_s = clock()
@@ -226,9 +233,9 @@ class WorkerStream:
         """Names the engine's process, as far as its HTTP tells one from another."""
         return self.worker, self._lives
 
-    def _new_ingest(self) -> ReportIngest:
+    def _new_ingest(self) -> PatchIngest:
         seed = self._config.none_hash_seed
-        ingest = ReportIngest(self.registration, seed=seed, decoder=self._decoder, new_epoch=self._new_epoch)
+        ingest = PatchIngest(self.registration, seed=seed, decoder=self._decoder, new_epoch=self._new_epoch)
         ingest.tally = self._tally
         ingest.allow_ranks(ranks_allowed(self.worker.dp_rank, self._alone, self._engine_ranks))
         return ingest
@@ -258,21 +265,21 @@ class WorkerStream:
 
     def update(self, registration: Registration) -> None:
         """Take over a registration that differs in nothing that the stream depends on."""
-        if self._checkup is not None and registration.url not in (None, self.registration.url):
-            self._checkup.move(registration.url)
+        if self._poller is not None and registration.url not in (None, self.registration.url):
+            self._poller.move(registration.url)
         self.registration = registration
         self._refresh()
 
     def take_image(self, image: WorkerImage) -> None:
         """What Redis holds, as it was loaded for the mirror."""
-        self._told.take_image(image)
+        self._peer.take_image(image)
         self._log_followed = True
         self.visible_epoch, self.visible_seq = image.epoch or "", image.seq
         self._refresh()
 
     def take_entry(self, entry: LogEntry) -> None:
         """What Redis's log says, as it goes into the mirror."""
-        if self._told.take_entry(entry) and self._elsewhere:
+        if self._peer.take_entry(entry) and self._elsewhere:
             self._refresh()
 
     def log_heard(self, heard: bool) -> None:
@@ -289,7 +296,7 @@ class WorkerStream:
 
     def unreadable(self, image: WorkerImage) -> str:
         """What of the image nobody could be shown, as it does not explain the worker; empty: all of it could."""
-        told = Told(self.registration, self._config.none_hash_seed)
+        told = PeerView(self.registration, self._config.none_hash_seed)
         told.take_image(image)
         return told.problem
 
@@ -301,11 +308,11 @@ class WorkerStream:
     @property
     def held(self) -> bool:
         """Whether this process follows the worker."""
-        return self._hold.held
+        return self._lease.held
 
     @property
     def lease_number(self) -> int:
-        return self._hold.number
+        return self._lease.number
 
     @property
     def is_late(self) -> bool:
@@ -324,25 +331,25 @@ class WorkerStream:
     @property
     def problem(self) -> str | None:
         """Why what this process learns of the worker cannot reach Redis now."""
-        return self._hold_problem or self._hold.problem
+        return self._lease_problem or self._lease.problem
 
     @property
-    def shown_ingest(self) -> ReportIngest:
+    def shown_ingest(self) -> PatchIngest:
         """What explains the worker: our own ingest, or what another process told."""
-        return self._told.ingest if self._elsewhere else self.ingest
+        return self._peer.ingest if self._elsewhere else self.ingest
 
     @property
     def disk_problem(self) -> str:
         """What is wrong with the disk below the engine's offload tier; empty when nothing is."""
-        return self._told.disk_problem if self._elsewhere else self.disk.problem(self._clock())
+        return self._peer.disk_problem if self._elsewhere else self.disk.problem(self._clock())
 
     @property
     def gaps(self) -> int:
-        return self._told.gaps if self._elsewhere else self.ingest.tally.gaps
+        return self._peer.gaps if self._elsewhere else self.ingest.tally.gaps
 
     def counts(self) -> dict[str, int]:
         """Blocks by the text of their place."""
-        return self._told.counts() if self._elsewhere else self.ingest.blocks.counts()
+        return self._peer.counts() if self._elsewhere else self.ingest.blocks.counts()
 
     def prepare(self, image: WorkerImage, copies: dict[tuple[Place, int], int]) -> None:
         """Begin from what Redis holds, before the stream says anything."""
@@ -380,14 +387,14 @@ class WorkerStream:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
-        self._hold.unheard()
+        self._lease.unheard()
         if self._credit_end is not None:
             self._credit_end.cancel()
 
     async def forget(self) -> None:
         """End the task, and unlink what Redis holds of the worker unless another process follows it."""
         await self.stop()
-        await self._hold.forget()
+        await self._lease.forget()
 
     def shown(self, epoch: str, seq: int | None) -> None:
         """The mirror shows everything up to `seq` of `epoch`."""
@@ -408,8 +415,8 @@ class WorkerStream:
         refusal = self.refusal
         if refusal:
             state = StreamState.DOWN
-        credit = credited(state, self._overdue) and (self._told.credited or not self._elsewhere)
-        away = self._hold.problem
+        credit = credited(state, self._overdue) and (self._peer.credited or not self._elsewhere)
+        away = self._lease.problem
         if refusal:
             reason = refusal
         elif state is StreamState.MISMATCHED and self._contradiction:
@@ -417,12 +424,12 @@ class WorkerStream:
         elif self._unproven_image:
             reason = self._unproven_image
         elif self._elsewhere:
-            reason = self._hold_problem or self._elsewhere_problem or self._told.reason or ELSEWHERE
+            reason = self._lease_problem or self._elsewhere_problem or self._peer.reason or ELSEWHERE
         elif away is not None:
             unwritten = f"Redis takes no commits ({away}): other routers do not learn what changes here"
             reason = "; ".join(filter(None, (unwritten, ingest.reason)))
         else:
-            reason = self._hold_problem or self._key_problem or ingest.reason
+            reason = self._lease_problem or self._key_problem or ingest.reason
         if state is StreamState.SUSPECT and not credit:
             reason += f"; no credit any more, after {self._config.suspect_credit_s:g} s without proof"
         elif state in CREDITED and not credit:
@@ -449,14 +456,14 @@ class WorkerStream:
             self.ingest.forget_incident()
             self._refresh()
 
-    def _hold_changed(self) -> None:
-        self._room.set()
+    def _lease_changed(self) -> None:
+        self._drained.set()
         self._refresh()
 
     def _refresh(self) -> None:
         """Bring mirror and view up to what is known, both before anything else runs."""
         self._draw()
-        state = self._told.state if self._elsewhere else self.ingest.state
+        state = self._peer.state if self._elsewhere else self.ingest.state
         if self._elsewhere and state in SHOWN and self._elsewhere_problem is not None:
             state = StreamState.SUSPECT
         if self._contradiction and state is not StreamState.DOWN:
@@ -476,7 +483,7 @@ class WorkerStream:
                     "stream state", extra={"worker": self.worker, "state": view.state.value, "reason": view.reason}
                 )
                 # The other processes must know, also when it is not the stream that says so.
-                self._news.set()
+                self._dirty.set()
             self._changed()
 
     def _draw(self) -> None:
@@ -490,7 +497,7 @@ class WorkerStream:
 
     @property
     def _unproven_image(self) -> str:
-        return self._image_problem or (self._told.problem if self._elsewhere else "")
+        return self._image_problem or (self._peer.problem if self._elsewhere else "")
 
     def _time_credit(self, state: StreamState) -> None:
         self._overdue = False
@@ -527,23 +534,23 @@ class WorkerStream:
                 finally:
                     self.ingest.pause(PAUSED)
                     self._refresh()
-                    await self._hold.release()
+                    await self._lease.release()
             except HandedOver as change:
                 log.info("worker handed over", extra={"worker": self.worker, "reason": str(change)})
-            except (HoldLost, StoreError) as error:
-                self._hold_problem = str(error)
+            except (LeaseLost, StoreError) as error:
+                self._lease_problem = str(error)
                 self._refresh()
                 log.warning("worker not held", extra={"worker": self.worker, "reason": str(error)})
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, RETRY_LAST_S)
             except zmq.ZMQError as error:
-                self._hold_problem = f"cannot subscribe to {self.registration.events}: {error}"
+                self._lease_problem = f"cannot subscribe to {self.registration.events}: {error}"
                 self._refresh()
                 await asyncio.sleep(RETRY_LAST_S)
             except Exception:
                 # A defect of ours must not end the worker's task unseen; what Redis holds is begun from again.
                 self._sound = False
-                self._hold_problem = (
+                self._lease_problem = (
                     "internal error while following this worker: a bug in the router; its log has the details"
                 )
                 self._metrics.internal_errors.labels("stream").inc()
@@ -564,9 +571,9 @@ class WorkerStream:
 
     async def _take_lease(self) -> None:
         self._sending = None
-        if not self._hold.wanted:
+        if not self._lease.wanted:
             await self._leave_to_others()
-        taking = asyncio.ensure_future(self._hold.take())
+        taking = asyncio.ensure_future(self._lease.take())
         try:
             done, _ = await asyncio.wait({taking}, timeout=self._config.lease_ttl_s / LOOKS_BEFORE_ELSEWHERE)
             if not done:
@@ -575,13 +582,13 @@ class WorkerStream:
         finally:
             taking.cancel()
         await self._take_lead(alone)
-        self._elsewhere, self._hold_problem, self._state_told = False, None, {}
+        self._elsewhere, self._lease_problem, self._state_told = False, None, {}
         log.info("worker held", extra={"worker": self.worker, "epoch": self.ingest.epoch, "seq": self.ingest.seq})
         self._refresh()
 
     async def _take_lead(self, alone: bool) -> None:
         """Have in `ingest` and in the mirror what the next commit goes on from. alone: nobody else committed since this process."""
-        epoch, seq = self._hold.written
+        epoch, seq = self._lease.written
         if alone and self._sound and self._lead is not None:
             if not self._lead.continues(self.ingest, epoch, seq):
                 log.warning("written anew from memory", extra={"worker": self.worker})
@@ -599,7 +606,7 @@ class WorkerStream:
                 log.warning("stored values void", extra={"worker": self.worker, "reason": str(error)})
                 self.prepare(WorkerImage.empty(self.worker), {})
                 self.ingest.begin_unreadable(str(error))
-        lead = Lead(self.worker, self._mirror, max_blocks=MAX_PENDING_BLOCKS)
+        lead = MirrorLead(self.worker, self._mirror, max_blocks=MAX_PENDING_BLOCKS)
         # A mirror that read the log up to the same commit shows the same.
         if not log_followed or (self.visible_epoch, self.visible_seq) != (self.ingest.epoch, self.ingest.seq):
             lead.show_all(self.ingest)
@@ -614,7 +621,7 @@ class WorkerStream:
 
     async def _leave_to_others(self) -> None:
         """Another process follows the worker: show what it tells. Raises StoreError."""
-        self._elsewhere, self._hold_problem = True, None
+        self._elsewhere, self._lease_problem = True, None
         self.ingest, self._prepared, self._sound = self._new_ingest(), None, False
         self._lead, self._unwritten_since_s = None, None
         self._refresh()
@@ -656,13 +663,13 @@ class WorkerStream:
                 f"no engine patch at {patch} proves the patch_key of this worker: the key is another engine's, the engine "
                 "has no KVROUTER_PATCH_CURVE_KEY, or it does not run"
             )
-            raise HoldLost(self._key_problem)
+            raise LeaseLost(self._key_problem)
         elif self.registration.events is not None:
             await self._follow_stock(self.registration.events, patch)
         elif patch is not None:
-            raise HoldLost(f"nothing answers at {patch}, and there is no other event endpoint")
+            raise LeaseLost(f"nothing answers at {patch}, and there is no other event endpoint")
         else:
-            await self._together(lambda news, room: [])
+            await self._run_group()
 
     async def _follow_reports(self, patch: str, epoch: str) -> None:
         self.ingest.follow_reports(epoch)
@@ -679,9 +686,7 @@ class WorkerStream:
         try:
             await reports.start()
             lost = asyncio.Event()
-            await self._together(
-                lambda news, room: [self._receive_reports(reports, news, room, lost), self._give_up(lost)]
-            )
+            await self._run_group(self._receive_reports(reports, lost), self._give_up(lost))
         finally:
             self._expire = None
             await reports.close()
@@ -700,66 +705,60 @@ class WorkerStream:
         self._expire = subscriber.expire
         connected = asyncio.Event()
 
-        def work(news: asyncio.Event, room: asyncio.Event) -> list[Coroutine[None, None, None]]:
-            received = self._receive(subscriber, news, room, connected)
-            return [received] if patch is None else [received, self._look_for_patch(patch, connected)]
-
         try:
             await subscriber.start()
-            await self._together(work)
+            looks = [] if patch is None else [self._look_for_patch(patch, connected)]
+            await self._run_group(self._receive(subscriber, connected), *looks)
         finally:
             self._expire = None
             await subscriber.close()
 
-    async def _together(
-        self, work: Callable[[asyncio.Event, asyncio.Event], list[Coroutine[None, None, None]]]
-    ) -> None:
-        """Keep the lease and commit while the coroutines of `work(news, room)` run; what ends one ends all."""
-        news, room = self._news, self._room
+    async def _run_group(self, *work: Coroutine[None, None, None]) -> None:
+        """Keep the lease and commit while `work` runs; what ends one ends all."""
         # A new worker has an empty epoch to announce before its stream says anything.
-        news.set()
+        self._dirty.set()
         try:
             async with asyncio.TaskGroup() as group:
                 for coroutine in (
-                    self._hold.keep(lambda: self._movable),
-                    self._commit(news, room),
-                    *self._look_after(news),
-                    *work(news, room),
+                    self._lease.keep(lambda: self._movable),
+                    self._commit(),
+                    *self._poll_engine(),
+                    *work,
                 ):
                     group.create_task(coroutine)
         except ExceptionGroup as group:
             if self._stopping:
                 # A failure at the same moment swallows the cancellation, and `stop` would wait for ever.
                 raise asyncio.CancelledError from None
-            expected, others = group.split((HoldLost, StoreError, SourceChanged))
+            expected, others = group.split((LeaseLost, StoreError, SourceChanged))
             if others is not None or expected is None:
                 raise
             first = _first_of(expected)
-            raise first if isinstance(first, SourceChanged | HandedOver) else HoldLost(str(first)) from None
+            raise first if isinstance(first, SourceChanged | HandedOver) else LeaseLost(str(first)) from None
         finally:
-            self._checkup = None
+            self._poller = None
 
-    def _look_after(self, news: asyncio.Event) -> list[Coroutine[None, None, None]]:
+    def _poll_engine(self) -> list[Coroutine[None, None, None]]:
         url, interval_s = self.registration.url, self._config.health_interval_s
-        self._checkup = None
+        self._poller = None
         if url is None or self._http is None or not interval_s:
             return []
 
         def tell(sign: VitalSign) -> None:
-            self.ingest.vital(sign)
+            self.ingest.on_liveness(sign)
             self._lives += isinstance(sign, EngineLost | EngineRestarted)
             if isinstance(sign, EngineBack | EngineRestarted) and self._expire is not None:
                 self._expire("the engine answers again" if isinstance(sign, EngineBack) else sign.reason)
                 self.ingest.wants_snapshot = None
             self._refresh()
-            news.set()
+            self._dirty.set()
 
         def take_disk(signs: DiskSigns) -> None:
             self.disk.observe(signs, self._clock())
             if self._state_fields() != self._state_told:
-                news.set()
+                self._dirty.set()
 
-        self._checkup = Checkup(
+        self._poller = EnginePoller(
             url,
             session=self._http,
             interval_s=interval_s,
@@ -772,7 +771,7 @@ class WorkerStream:
             dp_rank=self.worker.dp_rank,
             start_s=self._engine_start_s,
         )
-        return [self._checkup.run()]
+        return [self._poller.run()]
 
     async def _look_for_patch(self, patch: str, connected: asyncio.Event) -> None:
         pause_s = PROBE_PAUSE_FIRST_S
@@ -786,9 +785,7 @@ class WorkerStream:
             if await greet(patch, context=self._context, timeout_s=PROBE_S) is not None:
                 raise SourceChanged(f"a patched engine answers at {patch}")
 
-    async def _receive(
-        self, subscriber: Subscriber, news: asyncio.Event, room: asyncio.Event, connected: asyncio.Event
-    ) -> None:
+    async def _receive(self, subscriber: Subscriber, connected: asyncio.Event) -> None:
         while True:
             items = await subscriber.next()
             now = turn = self._received_s = self._clock()
@@ -796,103 +793,101 @@ class WorkerStream:
                 self.ingest.apply(item, now)
                 if isinstance(item, Connected):
                     connected.set()
-                    if self._checkup is not None:
-                        self._checkup.ask_now()
-                turn = await self._share(turn, news, room)
-            await self._taken_in(news, room)
+                    if self._poller is not None:
+                        self._poller.ask_now()
+                turn = await self._yield_turn(turn)
+            await self._apply_backpressure()
 
-    async def _receive_reports(
-        self, reports: ReportSubscriber, news: asyncio.Event, room: asyncio.Event, lost: asyncio.Event
-    ) -> None:
+    async def _receive_reports(self, reports: ReportSubscriber, lost: asyncio.Event) -> None:
         giving_up: asyncio.TimerHandle | None = None
         while True:
             items = await reports.next()
             now = turn = self._received_s = self._clock()
             for item in items:
                 self.ingest.apply(item, now)
-                if isinstance(item, Silent | Heard) and giving_up is not None:
+                if isinstance(item, PatchSilent | PatchHeard) and giving_up is not None:
                     giving_up.cancel()
-                if isinstance(item, Silent):
+                if isinstance(item, PatchSilent):
                     giving_up = asyncio.get_running_loop().call_later(REPORTS_LOST_S, lost.set)
                 if self.ingest.wants_snapshot is not None:
                     reports.ask_snapshot(self.ingest.wants_snapshot)
                     self.ingest.wants_snapshot = None
-                turn = await self._share(turn, news, room)
-            await self._taken_in(news, room)
+                turn = await self._yield_turn(turn)
+            await self._apply_backpressure()
 
     async def _give_up(self, lost: asyncio.Event) -> None:
         await lost.wait()
         raise SourceChanged(f"the engine's patch was not heard for {REPORTS_LOST_S:.0f} s")
 
-    async def _share(self, turn: float, news: asyncio.Event, room: asyncio.Event) -> float:
+    async def _yield_turn(self, turn: float) -> float:
         """Lets others run, and the store catch up, once this worker's turn is over; returns when its turn began."""
         if self._clock() - turn < TURN_S and self.ingest.blocks.pending_blocks <= MAX_PENDING_BLOCKS:
             return turn
-        await self._taken_in(news, room)
+        await self._apply_backpressure()
         await asyncio.sleep(0)
         return self._clock()
 
-    async def _taken_in(self, news: asyncio.Event, room: asyncio.Event) -> None:
+    async def _apply_backpressure(self) -> None:
         assert self._lead is not None
         self._refresh()
         backlog = self._lead.backlog
         if not backlog.is_empty or self._state_fields() != self._state_told:
-            news.set()
+            self._dirty.set()
         give_up_s = self._clock() + BACKPRESSURE_S
         while backlog.is_full:
-            if self._hold.away or self._clock() > give_up_s:
+            if self._lease.away or self._clock() > give_up_s:
                 self._give_up_backlog()
                 return
-            room.clear()
+            self._drained.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BACKPRESSURE_S):
-                    await room.wait()
+                    await self._drained.wait()
 
     def _state_fields(self) -> dict[str, bytes]:
-        if self._checkup is not None and self._checkup.vitals.start_s is not None:
-            self._engine_start_s = self._checkup.vitals.start_s
+        if self._poller is not None and self._poller.vitals.start_s is not None:
+            self._engine_start_s = self._poller.vitals.start_s
         return state_fields(
             self.ingest.state, self.ingest.reason, self.view.credited, self._engine_start_s, self.disk_problem
         )
 
-    async def _commit(self, news: asyncio.Event, room: asyncio.Event) -> None:
+    async def _commit(self) -> None:
         while True:
-            await news.wait()
-            news.clear()
+            await self._dirty.wait()
+            self._dirty.clear()
             if self._unwritten_since_s is None:
                 self._unwritten_since_s = self._clock()
             await asyncio.sleep(self._config.flush_interval_s)
             taken_s = self._clock()
-            await self._write(room)
-            self._unwritten_since_s = taken_s if news.is_set() else None
+            await self._write()
+            self._unwritten_since_s = taken_s if self._dirty.is_set() else None
 
-    async def _write(self, room: asyncio.Event) -> None:
+    async def _write(self) -> None:
         """Have in the store all that it lacks now."""
         flush, state = self._next_commit(), self._state_fields()
-        room.set()
+        self._drained.set()
         if flush is not None:
             if flush.opens_epoch or state != self._state_told:
                 flush = msgspec.structs.replace(flush, meta=flush.meta | state)
             self._sending = flush
-            await self._hold.write(flush)
+            await self._lease.write(flush)
             self._sending = None
         elif state != self._state_told:
-            await self._hold.note(self.ingest.epoch, state)
+            await self._lease.note(self.ingest.epoch, state)
         self._state_told = state
 
     async def _write_rest(self) -> None:
         """What the store lacks of a worker that is given up: whoever is next may have no replay to learn it from."""
-        if self._hold.away or not self._hold.held:
+        if self._lease.away or not self._lease.held:
             return
         try:
             async with asyncio.timeout(LAST_COMMIT_S):
                 if self._sending is not None:
-                    await self._hold.write(self._sending)
-                await self._write(self._room)
-        except (HoldLost, StoreError, TimeoutError) as error:
+                    await self._lease.write(self._sending)
+                await self._write()
+        except (LeaseLost, StoreError, TimeoutError) as error:
             log.warning("last commit not written", extra={"worker": self.worker, "reason": str(error) or "Redis hangs"})
 
-    def _next_commit(self) -> Flush | None:
+    def _next_commit(self) -> PendingCommit | None:
         assert self._lead is not None
         flush = self._lead.take(self.ingest)
         if flush is not None and flush.epoch != self.visible_epoch:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.kvcache.multimodal import Items
-from kvrouter.router.tokens.prompt_tokens import Found, Source
+from kvrouter.router.tokens.prompt_tokens import FoundTokens, Source
 
 # Some 5 M tokens at four bytes, less what each entry costs.
 MEMORY_BYTES = 32 * 1024**2
@@ -44,7 +44,7 @@ class PromptMemory:
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self.held_bytes = 0
 
-    def get(self, key: Key) -> Found | None:
+    def get(self, key: Key) -> FoundTokens | None:
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -52,9 +52,9 @@ class PromptMemory:
             self._drop(key)
             return None
         self._entries.move_to_end(key)
-        return Found(entry.ids.astype(np.int64), entry.source, entry.items)
+        return FoundTokens(entry.ids.astype(np.int64), entry.source, entry.items)
 
-    def put(self, key: Key, found: Found) -> None:
+    def put(self, key: Key, found: FoundTokens) -> None:
         if key in self._entries:
             self._drop(key)
         entry = _Entry(found.ids.astype(np.int32), found.source, found.items, self._clock() + LIFE_S)

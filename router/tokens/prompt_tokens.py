@@ -36,7 +36,7 @@ REASONS: tuple[Reason, ...] = (
 BYTES_PER_TOKEN = 4
 
 
-class Found(NamedTuple):
+class FoundTokens(NamedTuple):
     """All the tokens of a prompt (int64), where they come from, and the images and the like among them."""
 
     ids: NDArray[np.int64]
@@ -70,7 +70,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
         return Question(model, self.num_tokens, token_ids=self.token_ids, items=self.items, **others)
 
 
-class Unknown(Exception):
+class TokensUnknown(Exception):
     """The tokens cannot be had, at least not this way. broke_engine: as in `Prompt`; nobody else should be asked then."""
 
     def __init__(self, reason: Reason, problem: str, *, broke_engine: bool = False) -> None:

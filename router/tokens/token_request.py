@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.json_arrays import token_array
-from kvrouter.router.tokens.prompt_tokens import Unknown
+from kvrouter.router.tokens.prompt_tokens import TokensUnknown
 
 CHAT_PATH = "/v1/chat/completions"
 TEXT_PATH = "/v1/completions"
@@ -72,7 +72,7 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-class Asked:
+class TokenRequest:
     """One request's prompt before it is tokens. `fields`: what decides them, each as the JSON that the client wrote."""
 
     def __init__(self, kind: Kind, fields: dict[str, msgspec.Raw]) -> None:
@@ -137,16 +137,16 @@ class Asked:
             found.append("continued")
         return tuple(found)
 
-    def with_fields(self, **changes: Any) -> Asked:
+    def with_fields(self, **changes: Any) -> TokenRequest:
         """The same with some fields replaced, or left out where the new value is None."""
         fields = {name: value for name, value in self.fields.items() if name not in changes}
         fields |= {
             name: msgspec.Raw(msgspec.json.encode(value)) for name, value in changes.items() if value is not None
         }
-        return Asked(self.kind, fields)
+        return TokenRequest(self.kind, fields)
 
 
-def read(path: str, raw: bytes) -> Asked | NDArray[np.int64]:
+def read(path: str, raw: bytes) -> TokenRequest | NDArray[np.int64]:
     """What is asked, or the ids where the client has given them (int64). Of several prompts, the first decides.
 
     Raises BadQuestion where the body is no JSON object, and Unknown where it has no tokens or none that could be found out."""
@@ -166,16 +166,18 @@ def read(path: str, raw: bytes) -> Asked | NDArray[np.int64]:
         return _text(kept, truncated)
     if path == RESPONSES_PATH:
         if bytes(body.get("previous_response_id", NULL)) != NULL:
-            raise Unknown("unsupported", "previous_response_id: only the engine that has the response knows its prompt")
-        return Asked("responses", kept)
+            raise TokensUnknown(
+                "unsupported", "previous_response_id: only the engine that has the response knows its prompt"
+            )
+        return TokenRequest("responses", kept)
     if path == EMBEDDINGS_PATH and "input" in kept:
         found = _first_prompt(kept["input"])
         if not isinstance(found, msgspec.Raw):
             return found
-    raise Unknown("unsupported", f"{path}: its tokens are not looked for; it is placed by load")
+    raise TokensUnknown("unsupported", f"{path}: its tokens are not looked for; it is placed by load")
 
 
-def _chat(kept: dict[str, msgspec.Raw], body: dict[str, msgspec.Raw]) -> Asked | NDArray[np.int64]:
+def _chat(kept: dict[str, msgspec.Raw], body: dict[str, msgspec.Raw]) -> TokenRequest | NDArray[np.int64]:
     if "messages" not in kept:
         raise BadQuestion("messages is missing: a chat completion needs them")
     transfer = bytes(body.get("kv_transfer_params", NULL))
@@ -184,22 +186,22 @@ def _chat(kept: dict[str, msgspec.Raw], body: dict[str, msgspec.Raw]) -> Asked |
         given = _decoded(msgspec.Raw(transfer), "kv_transfer_params").get("prompt_token_ids")
         if isinstance(given, list) and given and bytes(body.get("echo", NULL)) != b"true":
             return token_array(msgspec.Raw(msgspec.json.encode(given)), is_msgpack=False)
-    asked = Asked("chat", kept)
+    asked = TokenRequest("chat", kept)
     if not asked.messages:
         raise BadQuestion("messages is empty: a chat completion needs one at least")
     return asked
 
 
-def _text(kept: dict[str, msgspec.Raw], truncated: bool) -> Asked | NDArray[np.int64]:
+def _text(kept: dict[str, msgspec.Raw], truncated: bool) -> TokenRequest | NDArray[np.int64]:
     if bytes(kept.get("prompt_embeds", NULL)) != NULL:
-        raise Unknown("embeds", "prompt_embeds have no token ids, so nothing of them is known to be cached")
+        raise TokensUnknown("embeds", "prompt_embeds have no token ids, so nothing of them is known to be cached")
     if bytes(kept.get("prompt", NULL)) == NULL:
         raise BadQuestion("prompt is missing: a completion needs one")
     first = _first_prompt(kept["prompt"])
     if isinstance(first, msgspec.Raw):
-        return Asked("text", kept | {"prompt": first})
+        return TokenRequest("text", kept | {"prompt": first})
     if truncated:
-        return Asked("text", kept | {"prompt": msgspec.Raw(msgspec.json.encode(first.tolist()))})
+        return TokenRequest("text", kept | {"prompt": msgspec.Raw(msgspec.json.encode(first.tolist()))})
     return first
 
 

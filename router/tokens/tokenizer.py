@@ -22,19 +22,19 @@ from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.tokens.engine.client import Absent, Engine, EngineClient
 from kvrouter.router.tokens.engine.verification import EQUAL, LocalMaker, Verdict
-from kvrouter.router.tokens.engine.verified_engines import LOOK_S, JudgedEngines, way_of
+from kvrouter.router.tokens.engine.verified_engines import LOOK_S, VerifiedEngines, token_path
 from kvrouter.router.tokens.engine.wire import (
     RENDER_PATHS,
     TOKENIZE_PATH,
-    Habits,
+    RenderQuirks,
     render_body,
     rendered,
     tokenize_body,
     tokenized_ids,
 )
 from kvrouter.router.tokens.prompt_cache import Key, PromptMemory
-from kvrouter.router.tokens.prompt_tokens import Found, Prompt, Unknown, estimated_tokens
-from kvrouter.router.tokens.token_request import Asked, read
+from kvrouter.router.tokens.prompt_tokens import FoundTokens, Prompt, TokensUnknown, estimated_tokens
+from kvrouter.router.tokens.token_request import TokenRequest, read
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ MEDIA_SHARE = 0.6
 T = TypeVar("T")
 
 
-class Tokenizing:
+class TextTokenizer:
     """engines: those of a model that may be asked now. session: for those. local: tokenizers here, by model. clock: in seconds."""
 
     def __init__(
@@ -85,7 +85,7 @@ class Tokenizing:
         self._rng = rng
         self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
         self._memory = PromptMemory(clock)
-        self._engines = JudgedEngines(
+        self._engines = VerifiedEngines(
             models=models,
             engines=engines,
             client=self._client,
@@ -97,7 +97,7 @@ class Tokenizing:
         self.status = self._engines.status
         self.health = self._engines.health
         # By what is asked and with which key; those that wait for the same share one.
-        self._under_way: dict[tuple[str, bytes, str | None], asyncio.Task[Found]] = {}
+        self._under_way: dict[tuple[str, bytes, str | None], asyncio.Task[FoundTokens]] = {}
         self._waiting = 0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
         self._watching: asyncio.Task[None] | None = None
@@ -126,15 +126,15 @@ class Tokenizing:
 
         authorization: the header that the client sent for the engine. Raises BadQuestion where the body cannot be read."""
         start_s = self._clock()
-        asked: Asked | NDArray[np.int64] | Unknown | None = None
+        asked: TokenRequest | NDArray[np.int64] | TokensUnknown | None = None
         if len(raw) <= READ_BYTES:
             try:
                 asked = read(path, raw)
-            except Unknown as unknown:
+            except TokensUnknown as unknown:
                 asked = unknown
-        if asked is None or isinstance(asked, Asked):
+        if asked is None or isinstance(asked, TokenRequest):
             prompt = await self._prompt(path, model, raw, asked, authorization)
-        elif isinstance(asked, Unknown):
+        elif isinstance(asked, TokensUnknown):
             prompt = _unknown(asked, len(raw))
         else:
             # Nothing is waited for: no deadline, no place among those that wait.
@@ -143,41 +143,46 @@ class Tokenizing:
         return prompt
 
     async def _prompt(
-        self, path: str, model: str, raw: bytes, asked: Asked | NDArray[np.int64] | None, authorization: str | None
+        self,
+        path: str,
+        model: str,
+        raw: bytes,
+        asked: TokenRequest | NDArray[np.int64] | None,
+        authorization: str | None,
     ) -> Prompt:
         """asked: what is in `raw`, None where it was too long to be read at once."""
         size_bytes = len(raw)
         if self._waiting >= MAX_WAITING:
             return _unknown(
-                Unknown("busy", f"{MAX_WAITING} requests wait for their tokens; add router processes"), size_bytes
+                TokensUnknown("busy", f"{MAX_WAITING} requests wait for their tokens; add router processes"), size_bytes
             )
         self._waiting += 1
         try:
             async with asyncio.timeout(self._timeout_s):
                 if asked is None:
                     asked = await self._in_thread(lambda: _whole(path, raw))
-                if not isinstance(asked, Asked):
+                if not isinstance(asked, TokenRequest):
                     return Prompt(len(asked), asked, "given")
                 if asked.media_at is not None:
                     size_bytes = asked.text_bytes
                     return await self._with_media(model, asked, asked.media_at, authorization)
                 ids, source, items = await self._found(model, asked, authorization)
                 return Prompt(len(ids), ids, source, replaces=self._engines.all_alike(model), items=items)
-        except Unknown as unknown:
+        except TokensUnknown as unknown:
             return _unknown(unknown, size_bytes)
         except TimeoutError:
             why = f"its tokens were not found within {self._timeout_s:g} s: engines answer slowly; raise tokenize_timeout_s"
-            return _unknown(Unknown("timeout", why), size_bytes)
+            return _unknown(TokensUnknown("timeout", why), size_bytes)
         finally:
             self._waiting -= 1
 
-    async def _with_media(self, model: str, asked: Asked, at: int, authorization: str | None) -> Prompt:
+    async def _with_media(self, model: str, asked: TokenRequest, at: int, authorization: str | None) -> Prompt:
         """All of it where an engine's render tells its items, else what comes before message `at`, the first that has media."""
         try:
             async with asyncio.timeout(self._timeout_s * MEDIA_SHARE):
                 ids, source, items = await self._asked_once(model, asked, authorization)
-        except (Unknown, TimeoutError) as error:
-            if isinstance(error, Unknown) and error.broke_engine:
+        except (TokensUnknown, TimeoutError) as error:
+            if isinstance(error, TokensUnknown) and error.broke_engine:
                 raise
             log.debug("not known through its media", extra={"reason": str(error) or "not in time"})
         else:
@@ -185,7 +190,7 @@ class Tokenizing:
                 return Prompt(len(ids), ids, source, items=items)
         return await self._before_media(model, asked, at, authorization)
 
-    async def _before_media(self, model: str, asked: Asked, at: int, authorization: str | None) -> Prompt:
+    async def _before_media(self, model: str, asked: TokenRequest, at: int, authorization: str | None) -> Prompt:
         """What comes before the first message with more than text: that which two chats have in common that differ in it alone."""
         before = asked.messages[:at]
         role = asked.messages[at].get("role") or "user"
@@ -198,11 +203,11 @@ class Tokenizing:
             )
             try:
                 both.append(await self._found(model, stand_in, authorization))
-            except Unknown as unknown:
+            except TokensUnknown as unknown:
                 # It is not the client's request that was refused.
                 reason = "media" if unknown.reason == "refused" else unknown.reason
                 problem = f"up to its first message with media: {unknown.problem}"
-                raise Unknown(reason, problem, broke_engine=unknown.broke_engine) from None
+                raise TokensUnknown(reason, problem, broke_engine=unknown.broke_engine) from None
         (one, source, _), (other, _, _) = both
         most = min(len(one), len(other))
         apart = np.flatnonzero(one[:most] != other[:most])
@@ -217,7 +222,7 @@ class Tokenizing:
             reason="media",
         )
 
-    async def _found(self, model: str, asked: Asked, authorization: str | None) -> Found:
+    async def _found(self, model: str, asked: TokenRequest, authorization: str | None) -> FoundTokens:
         """Raises Unknown."""
         local = self._local.get(model)
         if local is not None:
@@ -225,16 +230,16 @@ class Tokenizing:
             if habits is not None:
                 try:
                     if asked.size_bytes <= MAKE_BYTES:
-                        return Found(local.ids(asked, habits), "local")
-                    return Found(await self._in_thread(lambda: local.ids(asked, habits)), "local")
-                except Unknown as unknown:
+                        return FoundTokens(local.ids(asked, habits), "local")
+                    return FoundTokens(await self._in_thread(lambda: local.ids(asked, habits)), "local")
+                except TokensUnknown as unknown:
                     # What it does not read, or its template refuses, the engine decides; where there is one.
                     if not self._engines.of(model):
                         raise
                     log.debug("left to the engine", extra={"reason": unknown.problem})
         return await self._asked_once(model, asked, authorization)
 
-    async def _asked_once(self, model: str, asked: Asked, authorization: str | None) -> Found:
+    async def _asked_once(self, model: str, asked: TokenRequest, authorization: str | None) -> FoundTokens:
         """What an engine said or says of it; those that wait for the same share one question. Raises Unknown."""
         key = (model, asked.key)
         known = self._memory.get(key)
@@ -250,22 +255,22 @@ class Tokenizing:
         # Others may wait for the same.
         return await asyncio.shield(task)
 
-    def _landed(self, flight: tuple[str, bytes, str | None], task: asyncio.Task[Found]) -> None:
+    def _landed(self, flight: tuple[str, bytes, str | None], task: asyncio.Task[FoundTokens]) -> None:
         del self._under_way[flight]
         if not task.cancelled():
             # All who waited may be gone; then nobody else looks at it.
             task.exception()
 
-    async def _asked_in_time(self, key: Key, asked: Asked, authorization: str | None) -> Found:
+    async def _asked_in_time(self, key: Key, asked: TokenRequest, authorization: str | None) -> FoundTokens:
         async with asyncio.timeout(self._timeout_s):
             found = await self._ask_engines(key[0], asked, authorization)
         self._memory.put(key, found)
         return found
 
-    async def _ask_engines(self, model: str, asked: Asked, authorization: str | None) -> Found:
+    async def _ask_engines(self, model: str, asked: TokenRequest, authorization: str | None) -> FoundTokens:
         """Raises Unknown."""
         verdicts = await self._engines.verdicts(model)
-        able = [url for url, verdict in verdicts.items() if way_of(verdict, asked) is not None]
+        able = [url for url, verdict in verdicts.items() if token_path(verdict, asked) is not None]
         if not able:
             raise self._engines.why_none(model, asked, verdicts)
         # The least asked first, equals in any order.
@@ -278,24 +283,24 @@ class Tokenizing:
             except Absent:
                 # It had the endpoint when it was judged.
                 self._engines.doubt(model, url)
-                problem = Unknown("unreachable", f"{url} is not what it was; it is judged anew")
-            except Unknown as unknown:
+                problem = TokensUnknown("unreachable", f"{url} is not what it was; it is judged anew")
+            except TokensUnknown as unknown:
                 if unknown.reason == "refused" or unknown.broke_engine:
                     raise
                 problem = unknown
         assert problem is not None
         raise problem
 
-    async def _ask(self, url: str, verdict: Verdict, asked: Asked, authorization: str | None) -> Found:
+    async def _ask(self, url: str, verdict: Verdict, asked: TokenRequest, authorization: str | None) -> FoundTokens:
         """Raises Absent and Unknown."""
-        if way_of(verdict, asked) == "render":
+        if token_path(verdict, asked) == "render":
             answer = await self._client.post(url, RENDER_PATHS[asked.kind], render_body(asked), authorization)
             ids, items = await self._parsed(answer, lambda: rendered(asked.kind, answer))
-            return Found(ids, "render", items)
+            return FoundTokens(ids, "render", items)
         answer = await self._client.post(
             url, TOKENIZE_PATH, tokenize_body(asked, verdict.tokenize_habits), authorization
         )
-        return Found(await self._parsed(answer, lambda: tokenized_ids(answer)), "tokenize")
+        return FoundTokens(await self._parsed(answer, lambda: tokenized_ids(answer)), "tokenize")
 
     async def _parsed(self, answer: bytes, parse: Callable[[], T]) -> T:
         return parse() if len(answer) <= PARSE_BYTES else await self._in_thread(parse)
@@ -303,7 +308,7 @@ class Tokenizing:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def _trusted_local(self, model: str, asked: Asked) -> Habits | None:
+    async def _trusted_local(self, model: str, asked: TokenRequest) -> RenderQuirks | None:
         """What to make the prompt here with; None where it is not known to become what the engines make."""
         if not self._engines.of(model):
             # Nobody to hold it against; `health` says so.
@@ -313,15 +318,15 @@ class Tokenizing:
         return verdicts[0].local_habits if verdicts and trusted else None
 
 
-def _whole(path: str, raw: bytes) -> Asked | NDArray[np.int64]:
+def _whole(path: str, raw: bytes) -> TokenRequest | NDArray[np.int64]:
     """`read`, with all that is worked out of a long body later."""
     asked = read(path, raw)
-    if isinstance(asked, Asked):
+    if isinstance(asked, TokenRequest):
         asked.key, asked.media_at, asked.features  # noqa: B018
     return asked
 
 
-def _unknown(unknown: Unknown, size_bytes: int) -> Prompt:
+def _unknown(unknown: TokensUnknown, size_bytes: int) -> Prompt:
     return Prompt(
         estimated_tokens(size_bytes),
         None,

@@ -34,7 +34,7 @@ class Stream(msgspec.Struct, frozen=True):
     note: str = ""
 
 
-class EngineTold(msgspec.Struct, frozen=True):
+class EngineAnswers(msgspec.Struct, frozen=True):
     """model: None while it is not known. streams: by rank; None while that is not known, empty where there are none.
 
     silent: it has no way to tell. problem: why anything of this is not known or not there."""
@@ -78,7 +78,7 @@ def model_in(answer: bytes) -> str:
     raise ValueError(f"its {MODELS_PATH} names no model")
 
 
-def streams_in(answer: bytes, url: str) -> EngineTold:
+def streams_in(answer: bytes, url: str) -> EngineAnswers:
     """What `GET /kv_event_sources` of the engine at `url` says; `streams` is never None. Raises ValueError if it is none."""
     try:
         configs = _sources.decode(answer)
@@ -103,7 +103,7 @@ def streams_in(answer: bytes, url: str) -> EngineTold:
         found[rank] = Stream(events, replay, note)
     if not found and not problem:
         problem = f"its engine publishes no KV events: {START_WITH}"
-    return EngineTold(streams=found, problem="" if found else problem)
+    return EngineAnswers(streams=found, problem="" if found else problem)
 
 
 def _published_at(endpoint: str, host: str) -> str | None:

@@ -17,7 +17,7 @@ from kvrouter.router.workers.registration import Registration
 MAX_LISTED = 20
 
 
-class Served(NamedTuple):
+class ServedModel(NamedTuple):
     """What a name means. model: as its workers are registered. worker_ids: only these have the adapter; None: all of the model."""
 
     model: str
@@ -35,7 +35,7 @@ class ModelNames:
     def __init__(self, aliases: Mapping[str, str]) -> None:
         self.aliases = dict(aliases)
         # All names that a request may use; an adapter of several models is Ambiguous.
-        self._served: dict[str, Served | Ambiguous] = {}
+        self._served: dict[str, ServedModel | AmbiguousModel] = {}
 
     def learn(self, registrations: Iterable[Registration], listed: Mapping[str, Adapters]) -> None:
         """What is registered now, and what the engines list, by their URL."""
@@ -47,18 +47,18 @@ class ModelNames:
             models.add(worker.model)
             for name in _adapters_of(registration, listed):
                 adapters.setdefault(name, {}).setdefault(worker.model, set()).add(worker.worker_id)
-        served: dict[str, Served | Ambiguous] = {}
+        served: dict[str, ServedModel | AmbiguousModel] = {}
         for name, having in adapters.items():
             (model, worker_ids), *others = having.items()
-            served[name] = Ambiguous(sorted(having)) if others else Served(model, name, frozenset(worker_ids))
-        served |= {model: Served(model) for model in models}
+            served[name] = AmbiguousModel(sorted(having)) if others else ServedModel(model, name, frozenset(worker_ids))
+        served |= {model: ServedModel(model) for model in models}
         served |= {alias: served[target] for alias, target in self.aliases.items() if target in served}
         self._served = served
 
-    def resolve(self, name: str) -> Served:
+    def resolve(self, name: str) -> ServedModel:
         """Raises UnknownModel."""
         found = self._served.get(name)
-        if isinstance(found, Served):
+        if isinstance(found, ServedModel):
             return found
         if found is None:
             known = ", ".join(map(printable, self.names()[:MAX_LISTED])) or "none yet"
@@ -86,7 +86,7 @@ def unserved_problem(registered: str, served: Sequence[str], adapters: Collectio
     )
 
 
-class Ambiguous(NamedTuple):
+class AmbiguousModel(NamedTuple):
     """An adapter's name that several models have."""
 
     models: list[str]

@@ -20,21 +20,21 @@ WRITING = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Offloaded:
+class OffloadedChunk:
     """A chunk has arrived in the CPU tier."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
-class Evicted:
+class EvictedChunk:
     """Chunks of one group have left the CPU tier."""
 
     group_idx: int
     hashes: tuple[bytes, ...]
 
 
-CacheEvent = Event | Offloaded | Evicted
+CacheEvent = Event | OffloadedChunk | EvictedChunk
 
 
 @dataclass(slots=True)
@@ -102,7 +102,7 @@ class CpuTier:
         for key in keys:
             self._readers[key] = 0
             self._idle += 1
-            self._events.append(Offloaded(key))
+            self._events.append(OffloadedChunk(key))
 
     def used(self, uses: Uses) -> None:
         """A request has ended: what it used is recent, the beginning of its text most of all."""
@@ -131,5 +131,5 @@ class CpuTier:
             del self._readers[key]
             by_group.setdefault(key.group_idx, []).append(key.block_hash)
         self._idle -= count
-        self._events += [Evicted(group_idx, tuple(hashes)) for group_idx, hashes in by_group.items()]
+        self._events += [EvictedChunk(group_idx, tuple(hashes)) for group_idx, hashes in by_group.items()]
         return True

@@ -27,9 +27,9 @@ from kvrouter.simulator.demo.router import DemoFailed, Http, RouterProcess, serv
 from kvrouter.simulator.demo.summary import Row, Summary
 from kvrouter.simulator.demo.trace import (
     SCENES,
+    DemoScene,
     Prompt,
     Rivals,
-    Scene,
     full_attention_choice,
     full_attention_hit,
     make_prompts,
@@ -221,7 +221,7 @@ def _run(
 def _start(
     stack: contextlib.ExitStack,
     shape: str,
-    scene: Scene,
+    scene: DemoScene,
     replicas: int,
     warmup: int,
     command: Callable[[int, Path], list[str]],

@@ -16,7 +16,7 @@ from kvrouter.simulator.engine.replica import Replica
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class DemoScene:
     """A shape scaled down to prompts of a few hundred tokens, with a pool far smaller than what the prompts fill."""
 
     geometry: Geometry
@@ -40,10 +40,10 @@ class Prompt:
 
 # Pools of a fifth to a third of what the prompts fill, so that every replica evicts all the time.
 SCENES = {
-    "llama": Scene(llama(16), 80),
-    "gemma3": Scene(gemma3(16, 128), 240),
-    "gpt-oss": Scene(gpt_oss(16, 128), 100),
-    "qwen3-next": Scene(qwen3_next(32, 3), 60),
+    "llama": DemoScene(llama(16), 80),
+    "gemma3": DemoScene(gemma3(16, 128), 240),
+    "gpt-oss": DemoScene(gpt_oss(16, 128), 100),
+    "qwen3-next": DemoScene(qwen3_next(32, 3), 60),
 }
 
 # Conversations that go on at the same time, and the length from which on one ends: with fewer or shorter ones nothing
@@ -108,7 +108,7 @@ class Rivals:
     Both start with `warmup` prompts round robin, as the demo's own fleet does.
     """
 
-    def __init__(self, scene: Scene, replicas: int, warmup: int) -> None:
+    def __init__(self, scene: DemoScene, replicas: int, warmup: int) -> None:
         self._warmup = warmup
         self._fleets = [[scene.replica() for _ in range(replicas)] for _ in range(2)]
         self._served = [0] * replicas
@@ -133,7 +133,7 @@ class Rivals:
         self.full_attention_reused += reused[1]
 
 
-def working_set_blocks(scene: Scene, prompts: Sequence[Prompt]) -> int:
+def working_set_blocks(scene: DemoScene, prompts: Sequence[Prompt]) -> int:
     """Blocks that would be findable in the end on one replica that never had to evict any."""
     endless = Replica(scene.geometry, 1_000_000, on_step=lambda _: None, chunk_tokens=scene.chunk_tokens)
     for prompt in prompts:

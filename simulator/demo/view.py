@@ -13,7 +13,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from kvrouter.simulator.cache.shapes import GroupShape
     from kvrouter.simulator.demo.summary import Row, Summary
-    from kvrouter.simulator.demo.trace import Scene
+    from kvrouter.simulator.demo.trace import DemoScene
 
 # `480 g0`: a hit and the group that kept it from being longer.
 CELL = 8
@@ -36,7 +36,9 @@ class View:
         self._console = console or Console(quiet=quiet, highlight=False, soft_wrap=True)
         self._replicas = replicas
 
-    def opening(self, shape: str, scene: Scene, replicas: int, requests: int, warmup: int, working_set: int) -> None:
+    def opening(
+        self, shape: str, scene: DemoScene, replicas: int, requests: int, warmup: int, working_set: int
+    ) -> None:
         """What is about to be started."""
         groups = scene.geometry.groups
         layout = ", ".join(

@@ -100,7 +100,7 @@ class VirtualReplica:
             raise Stuck(self.replica.scheduler.num_waiting)
 
 
-class Fleet:
+class ReplicaFleet:
     """Several virtual replicas under one clock."""
 
     def __init__(self, replicas: Sequence[VirtualReplica]) -> None:

@@ -50,7 +50,7 @@ class Refused(Exception):
         self.status = status
 
 
-class Life:
+class EngineLife:
     """What one life of a replica consists of, for those who answer about it."""
 
     def __init__(self, engine: Engine, stream: EventStream, started_s: float) -> None:
@@ -64,7 +64,7 @@ class Api:
 
     def __init__(
         self,
-        life: Life,
+        life: EngineLife,
         *,
         model: str,
         address: tuple[str, int],

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.events.vllm.wire import WireCleared, WireEvent, WireRemoved, WireStored
-from kvrouter.simulator.cache.cpu_tier import CacheEvent, Evicted, Offloaded
+from kvrouter.simulator.cache.cpu_tier import CacheEvent, EvictedChunk, OffloadedChunk
 from kvrouter.simulator.cache.pool import Removed, Stored
 from kvrouter.simulator.cache.shapes import Geometry
 
@@ -20,7 +20,7 @@ def to_wire(event: CacheEvent, geometry: Geometry) -> WireEvent:
 
     Of what arrives on the CPU it tells the hash and the group alone, as vLLM does without self_describing_kv_events.
     """
-    if isinstance(event, Offloaded):
+    if isinstance(event, OffloadedChunk):
         return WireStored(
             block_hashes=[event.key.block_hash],
             parent_block_hash=None,
@@ -31,7 +31,7 @@ def to_wire(event: CacheEvent, geometry: Geometry) -> WireEvent:
             lora_name=None,
             group_idx=event.key.group_idx,
         )
-    if isinstance(event, Evicted):
+    if isinstance(event, EvictedChunk):
         return WireRemoved(block_hashes=list(event.hashes), medium=CPU, group_idx=event.group_idx)
     if isinstance(event, Stored):
         shape = geometry.groups[event.group_idx]

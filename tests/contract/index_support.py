@@ -15,7 +15,8 @@ import numpy as np
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.index.log_follower import LogEntry, LogFollower
-from kvrouter.router.index.store import Change, CommitOutcome, IndexStore, Lease
+from kvrouter.router.index.store import CommitOutcome, IndexStore, Lease
+from kvrouter.router.ingest.net_changes import ResidencyDelta
 
 APPLIED, FENCED, STALE = CommitOutcome.APPLIED, CommitOutcome.FENCED, CommitOutcome.STALE
 # What `owned` takes, as the first that ever takes it; and one that nobody has.
@@ -33,8 +34,8 @@ def hashes(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.uint64)
 
 
-def change(place: Place, added: tuple[int, ...] = (), removed: tuple[int, ...] = ()) -> Change:
-    return Change(place, hashes(*added), hashes(*removed))
+def change(place: Place, added: tuple[int, ...] = (), removed: tuple[int, ...] = ()) -> ResidencyDelta:
+    return ResidencyDelta(place, hashes(*added), hashes(*removed))
 
 
 def held(places: dict[Place, np.ndarray]) -> Residency:

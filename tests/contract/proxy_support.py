@@ -8,24 +8,20 @@ import http.client
 import json
 import random
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import uvicorn
 import uvloop
-from prometheus_client import CollectorRegistry
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from api_support import TinyCore
+from prometheus_client import CollectorRegistry
 from scripted_engine import Script, ScriptedEngine
 
 from kvrouter.router.api.http.asgi import build_api
@@ -35,18 +31,18 @@ from kvrouter.router.common.errors import BadQuestion, NoWorker, UnknownModel, U
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
 from kvrouter.router.matching.question import Hit
-from kvrouter.router.placement.placement_request import Ask
-from kvrouter.router.placement.placer import Placing
+from kvrouter.router.placement.placement_request import PlacementRequest
+from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.upstream.pool import Pool
-from kvrouter.router.quality.quality_metrics import Measures
+from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.server.app import tracing_of
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.tokens.prompt_tokens import Prompt
 from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.model_names import Served
+from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration import Registration
 
 WAIT_S = 30.0
@@ -65,11 +61,11 @@ class InOrder(TinyCore):
     def models(self) -> list[str]:
         return sorted({worker.model for worker in self.registered})
 
-    def resolve(self, name: str) -> Served:
+    def resolve(self, name: str) -> ServedModel:
         found = {"other name": "m"}.get(name, name)
         if found not in self.models():
             raise UnknownModel(f"no worker serves {name!r}")
-        return Served(found)
+        return ServedModel(found)
 
     def drains(self, worker: WorkerKey) -> bool:
         return worker in self.draining
@@ -103,14 +99,14 @@ class Placed:
 
 
 class FirstFit:
-    """In place of `Placing`: takes the first registered worker that the question leaves, which reuses all whole blocks of 16."""
+    """In place of `Placer`: takes the first registered worker that the question leaves, which reuses all whole blocks of 16."""
 
     def __init__(self, core: InOrder, unavailable: Callable[[WorkerKey], str | None]) -> None:
         self._core = core
         self._unavailable = unavailable
         self.placed: list[Placed] = []
 
-    async def place(self, ask: Ask) -> Placed:
+    async def place(self, ask: PlacementRequest) -> Placed:
         question, why = ask.question, ""
         of_model = [r for r in self._core.registrations() if r.worker.model == question.model]
         if ask.pinned is not None:
@@ -156,7 +152,7 @@ class ProxyServer:
         self.port = self._socket.getsockname()[1]
         self.admission = Admission(self.core.drains, time.monotonic, self.metrics)
         self.placing = FirstFit(self.core, self.admission.problem)
-        measures = Measures(self.metrics)
+        measures = QualityMetrics(self.metrics)
         self.quality = Quality(self.metrics, measures, time.monotonic, tracing_of(self._config, measures))
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -175,7 +171,7 @@ class ProxyServer:
         self.loop = asyncio.get_running_loop()
         config = self._config
         # For the rest of the API.
-        real = Placing(
+        real = Placer(
             self.core,
             config=config,
             metrics=self.metrics,

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,7 +10,6 @@ import numpy as np
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
 from api_support import TinyCore, TinyTokens, build, call, hit
 
 

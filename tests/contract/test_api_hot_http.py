@@ -7,16 +7,13 @@ import asyncio
 import json
 import re
 import socket
-import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import uvicorn
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
 from api_support import TinyCore, TinyTokens, build, hit
 
 from kvrouter.router.api.http.hot_protocol import hot_protocol

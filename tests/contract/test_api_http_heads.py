@@ -7,16 +7,12 @@ import asyncio
 import json
 import re
 import socket
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from proxy_support import CHAT, ProxyServer, fleet, raw_request, received, until
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
 

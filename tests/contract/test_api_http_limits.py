@@ -7,18 +7,15 @@ import asyncio
 import json
 import select
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import uvicorn
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
 from api_support import TinyCore, build, hit
 
 from kvrouter.router.api.http.hot_protocol import hot_protocol

@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import hmac
-import sys
-from pathlib import Path
 
 import pytest
-from fastapi import FastAPI
-from starlette.routing import Route
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
 from api_support import TinyCore, build, call, hit
+from fastapi import FastAPI
+from starlette.routing import Route
 
 from kvrouter.router.api.http import asgi
 

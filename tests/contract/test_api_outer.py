@@ -6,15 +6,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
 from api_support import TinyCore, ask_app, build, call, hit
 
 QUERY = {"model": "m", "token_ids": [1]}

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+# pytest's importlib mode leaves sys.path alone.
+from api_support import TinyCore, build, call
+
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.redis_client.connection import StoreUnavailable
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.workers.registration_from_body import MAX_LORAS, MAX_PATH_CHARS
-
-# pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
-from api_support import TinyCore, build, call
 
 BARE = {"worker_id": "w0", "model": "m", "endpoint": "tcp://10.0.0.5:5557"}
 W0 = WorkerKey("m", "w0", 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import Any
 
 import aiohttp
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
 
 from kvrouter.router.common.errors import SettingError

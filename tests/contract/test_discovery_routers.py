@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,11 +16,9 @@ import msgspec
 import pytest
 import redis
 import zmq
-from prometheus_client import CollectorRegistry
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from engine_http import EngineHttp
 from fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
+from prometheus_client import CollectorRegistry
 
 from kvrouter.router.common.errors import Conflict
 from kvrouter.router.common.ids import WorkerKey

@@ -6,22 +6,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
-import sys
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 
 import aiohttp
 import pytest
 import zmq
-from prometheus_client import CollectorRegistry
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
 from engine_http import EngineHttp
 from fake_reporter import FakeReporter
+from prometheus_client import CollectorRegistry
 
 from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.router.common.ids import WorkerKey

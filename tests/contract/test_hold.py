@@ -14,22 +14,23 @@ from prometheus_client import CollectorRegistry
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.index.store import Change, IndexStore
-from kvrouter.router.ingest.stock_ingest import Flush
-from kvrouter.router.streams.lease_holder import HandedOver, Hold, HoldLost
+from kvrouter.router.index.store import IndexStore
+from kvrouter.router.ingest.net_changes import ResidencyDelta
+from kvrouter.router.ingest.stock_ingest import PendingCommit
+from kvrouter.router.streams.lease_holder import HandedOver, LeaseHolder, LeaseLost
 from kvrouter.router.telemetry.metrics import Metrics
 
 WORKER = WorkerKey("m", "held")
 WAIT_S = 15.0
 TTL_S = 0.4
 
-Body = Callable[[Hold, Hold, Any], Awaitable[None]]
+Body = Callable[[LeaseHolder, LeaseHolder, Any], Awaitable[None]]
 
 
-def flush(epoch: str, seq: int, *, opens: bool = False) -> Flush:
+def flush(epoch: str, seq: int, *, opens: bool = False) -> PendingCommit:
     added = np.array([seq + 1], np.uint64)
-    changes = [Change(Place(0, "GPU"), added, added[:0])]
-    return Flush(epoch=epoch, opens_epoch=opens, seqs=(seq, seq), changes=changes, copies=[], meta={})
+    changes = [ResidencyDelta(Place(0, "GPU"), added, added[:0])]
+    return PendingCommit(epoch=epoch, opens_epoch=opens, seqs=(seq, seq), changes=changes, copies=[], meta={})
 
 
 def run(url: str, body: Body) -> None:
@@ -40,9 +41,9 @@ def run(url: str, body: Body) -> None:
         raw.flushall()
         store = await IndexStore.open(url)
 
-        def hold(token: str) -> Hold:
+        def hold(token: str) -> LeaseHolder:
             metrics = Metrics(CollectorRegistry())
-            return Hold(
+            return LeaseHolder(
                 WORKER, store=store, token=token, ttl_s=TTL_S, metrics=metrics, mine=lambda: True, changed=lambda: None
             )
 
@@ -60,18 +61,18 @@ def run(url: str, body: Body) -> None:
 
 
 def test_writes_that_the_store_lost_are_noticed_while_nothing_is_written(embedded_url: str) -> None:
-    async def body(one: Hold, two: Hold, raw: Any) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
         await one.write(flush("e", 1))
         # What a promoted replica may look like: the lease is there, the last commit is not.
         raw.hset(keys.meta(WORKER), "seq", 0)
-        with pytest.raises(HoldLost, match="lost commits"):
+        with pytest.raises(LeaseLost, match="lost commits"):
             await one.keep(lambda: True)
 
     run(embedded_url, body)
 
 
 def test_a_lease_that_ended_is_taken_again_in_place(embedded_url: str) -> None:
-    async def body(one: Hold, two: Hold, raw: Any) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
         raw.delete(keys.lease(WORKER))
         await one.write(flush("e", 1))
         assert raw.hget(keys.meta(WORKER), "seq") == b"1"
@@ -81,11 +82,11 @@ def test_a_lease_that_ended_is_taken_again_in_place(embedded_url: str) -> None:
 
 
 def test_a_lease_that_another_had_meanwhile_is_not(embedded_url: str) -> None:
-    async def body(one: Hold, two: Hold, raw: Any) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
         raw.delete(keys.lease(WORKER))
         assert not await two.take()
         await two.release()
-        with pytest.raises(HoldLost, match="meanwhile"):
+        with pytest.raises(LeaseLost, match="meanwhile"):
             await one.write(flush("e", 1))
         assert raw.hget(keys.meta(WORKER), "seq") == b"0"
         await one.release()
@@ -98,7 +99,7 @@ def test_a_lease_that_another_had_meanwhile_is_not(embedded_url: str) -> None:
 
 
 def test_a_share_of_another_is_handed_over_where_that_loses_nothing(embedded_url: str) -> None:
-    async def body(one: Hold, two: Hold, raw: Any) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
         one._mine = lambda: False
         kept = asyncio.ensure_future(one.keep(lambda: False))
         await asyncio.sleep(TTL_S)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,11 +18,11 @@ import redis
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.index.log_follower import LogEntry, LogFollower, Reload
-from kvrouter.router.index.store import Change, Commit, CommitOutcome, IndexStore, Lease, StoreError, StoreUnavailable
+from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, Lease, StoreError, StoreUnavailable
+from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.redis_client.resp import command
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
 pytest.register_assert_rewrite("index_support", "index_follow_laws")
 from index_follow_laws import FollowLaws  # noqa: E402
 from index_support import (  # noqa: E402
@@ -105,8 +103,11 @@ class IndexContract(FollowLaws):
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             many = np.arange(20_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-            assert await store.commit(Commit(worker, "e1", 0, 0, [Change(GPU, many, many[:0])]), ME) is APPLIED
-            assert await store.commit(Commit(worker, "e1", 1, 1, [Change(GPU, many[:0], many[:9_000])]), ME) is APPLIED
+            assert await store.commit(Commit(worker, "e1", 0, 0, [ResidencyDelta(GPU, many, many[:0])]), ME) is APPLIED
+            assert (
+                await store.commit(Commit(worker, "e1", 1, 1, [ResidencyDelta(GPU, many[:0], many[:9_000])]), ME)
+                is APPLIED
+            )
             members = world.raw.smembers(keys.residents(worker, "e1", GPU))
             assert {len(member) for member in members} == {8}
             assert {int.from_bytes(member, "big") for member in members} == set(many[9_000:].tolist())

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import random
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -17,22 +16,19 @@ import aiohttp
 import numpy as np
 import pytest
 import zmq
-from prometheus_client import CollectorRegistry
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
 from engine_http import EngineHttp
 from fake_engine import FakeEngine, hashes, prompt, removed, stored
+from prometheus_client import CollectorRegistry
 from store_server import StoreServer
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.config.settings import Config
 from kvrouter.router.index import keys
 from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, Lease
-from kvrouter.router.ingest.net_changes import NO_HASHES, Change
+from kvrouter.router.ingest.net_changes import NO_HASHES, ResidencyDelta
 from kvrouter.router.matching.question import Question
 from kvrouter.router.server.warm_up import warm
-from kvrouter.router.streams.assignment import shares
+from kvrouter.router.streams.assignment import assign_workers
 from kvrouter.router.streams.router_core import Core
 from kvrouter.router.streams.worker_stream import MAX_PENDING_BLOCKS
 from kvrouter.router.telemetry.metrics import Metrics
@@ -141,7 +137,7 @@ def test_answers_are_exact_while_the_store_hangs_and_the_other_router_is_in_doub
             await until(lambda: is_well(one, 12), "the worker is not live")
             async with router(server, SECOND) as two:
                 await until(lambda: one.fleet.routers == 2 and two.fleet.routers == 2, "they do not see each other")
-                mine = shares([WORKER], {FIRST, SECOND}, {})[WORKER]
+                mine = assign_workers([WORKER], {FIRST, SECOND}, {})[WORKER]
                 follower, other = (one, two) if mine == FIRST else (two, one)
                 await until(lambda: follower._streams[WORKER].held, "the worker is not handed over")
                 await until(lambda: is_well(one, 12) and is_well(two, 12), "not both are well")
@@ -254,11 +250,11 @@ def test_a_lost_lease_ends_the_lead(server: StoreServer, engine: FakeEngine) -> 
             assert row.state == "suspect"
             await until(lambda: not core._following._led, "the lead is not given up")
             with pytest.raises(RuntimeError, match="not led here"):
-                core._following.change(WORKER, [Change(Place(0, "GPU"), NO_HASHES, NO_HASHES)])
+                core._following.change(WORKER, [ResidencyDelta(Place(0, "GPU"), NO_HASHES, NO_HASHES)])
             gone = np.array(CHAIN[3:], np.uint64)
             lease = Lease(SECOND, number)
             seq = engine.publish(*removed(CHAIN[3:]))
-            change = Change(Place(0, "GPU"), NO_HASHES, gone)
+            change = ResidencyDelta(Place(0, "GPU"), NO_HASHES, gone)
             assert (
                 await core._store.commit(Commit(WORKER, row.epoch, seq, seq, [change]), lease) is CommitOutcome.APPLIED
             )

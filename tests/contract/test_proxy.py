@@ -5,14 +5,10 @@ from __future__ import annotations
 
 import gzip
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from proxy_support import CHAT, COMPLETIONS, fleet, proxying, raw_request, worker
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain, stream
 

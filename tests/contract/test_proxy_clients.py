@@ -4,15 +4,11 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from proxy_support import CHAT, fleet, raw_request, received, until
 from scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, hang, plain, stream
 

@@ -7,17 +7,13 @@ import asyncio
 import http.client
 import json
 import socket
-import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 import uvloop
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from proxy_support import CHAT, WAIT_S, fleet, proxying, raw_request, received, until, worker
 from scripted_engine import STREAM_HEAD, Asked, Script, ScriptedEngine, Wire, chunk, hang, plain, reset, stream
 

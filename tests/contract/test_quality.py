@@ -6,15 +6,11 @@ from __future__ import annotations
 import gzip
 import http.client
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from proxy_support import CHAT, COMPLETIONS, ProxyServer, fleet, raw_request, until
 from scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, plain, reset, stream
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Coroutine
 
 import zmq
 from prometheus_client import CollectorRegistry
@@ -16,8 +15,8 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.streams.mirror_sync import Following
-from kvrouter.router.streams.worker_stream import HoldLost, WorkerStream
+from kvrouter.router.streams.mirror_sync import MirrorSync
+from kvrouter.router.streams.worker_stream import LeaseLost, WorkerStream
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.registration import Registration
@@ -28,7 +27,7 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(embedded_url: str) ->
         store = await IndexStore.open(embedded_url)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         metrics, supervisor = Metrics(CollectorRegistry()), TaskSupervisor(clock=time.monotonic, rng=random.Random(1))
-        mirror = Following(
+        mirror = MirrorSync(
             {}, store=store, metrics=metrics, clock=time.monotonic, rng=random.Random(1), supervisor=supervisor,
             budget_bytes=1 << 24,
         )  # fmt: skip
@@ -44,12 +43,9 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(embedded_url: str) ->
 
         async def loses() -> None:
             await lost.wait()
-            raise HoldLost("at the same moment")
+            raise LeaseLost("at the same moment")
 
-        def work(news: asyncio.Event, room: asyncio.Event) -> list[Coroutine[None, None, None]]:
-            return [loses()]
-
-        following = stream._task = asyncio.ensure_future(stream._together(work))
+        following = stream._task = asyncio.ensure_future(stream._run_group(loses()))
         await asyncio.sleep(0)
         lost.set()
         await stream.stop()

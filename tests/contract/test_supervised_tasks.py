@@ -6,19 +6,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import sys
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
-from prometheus_client import CollectorRegistry
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
 from fake_engine import FakeEngine, prompt, stored
+from prometheus_client import CollectorRegistry
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.config.settings import Config
@@ -124,19 +119,19 @@ def test_a_defect_while_the_mirror_is_written_is_made_up_for(
     embedded_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def body(stage: Stage) -> None:
-        apply, failures = following.Following._apply, 2
+        apply, failures = following.MirrorSync._apply, 2
         seen: set[tuple[str, bool]] = set()
         bad, *_ = stage.read_here()
         stage.core.listen(lambda worker, view: view and seen.add((worker.worker_id, view.credited)))
 
-        def fails(self: following.Following, entry: Any) -> None:
+        def fails(self: following.MirrorSync, entry: Any) -> None:
             nonlocal failures
             if entry.worker.worker_id == bad and failures:
                 failures -= 1
                 raise Defect
             apply(self, entry)
 
-        monkeypatch.setattr(following.Following, "_apply", fails)
+        monkeypatch.setattr(following.MirrorSync, "_apply", fails)
         for _ in range(3):
             stage.publish()
             await stage.until(stage.right, "the mirror stays behind")

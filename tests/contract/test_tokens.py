@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -18,8 +16,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from token_engine import TokenEngine, tokens_of
 
 from kvrouter.router.common.errors import BadQuestion
@@ -28,10 +24,10 @@ from kvrouter.router.tokens import tokenizer as module
 from kvrouter.router.tokens.engine import verified_engines as judged_engines
 from kvrouter.router.tokens.engine.client import ASKS_PER_ENGINE, Engine
 from kvrouter.router.tokens.engine.verification import LocalMaker
-from kvrouter.router.tokens.engine.wire import Habits
-from kvrouter.router.tokens.prompt_tokens import Prompt, Unknown
-from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, Asked
-from kvrouter.router.tokens.tokenizer import Tokenizing
+from kvrouter.router.tokens.engine.wire import RenderQuirks
+from kvrouter.router.tokens.prompt_tokens import Prompt, TokensUnknown
+from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, TokenRequest
+from kvrouter.router.tokens.tokenizer import TextTokenizer
 
 MODEL = "m"
 # Nothing here waits this long unless it fails.
@@ -51,22 +47,22 @@ class Here:
         self.wrong = wrong
         self.made = 0
 
-    def ids(self, asked: Asked, habits: Habits) -> NDArray[np.int64]:
+    def ids(self, asked: TokenRequest, habits: RenderQuirks) -> NDArray[np.int64]:
         self.made += 1
         if asked.kind == "responses" or asked.has("chat_template"):
-            raise Unknown("unsupported", "chat_template is not read here")
+            raise TokensUnknown("unsupported", "chat_template is not read here")
         body = {name: asked.value(name) for name in asked.fields}
         found = tokens_of(body, drop_tools=not habits.keeps_unused_tools)
         return np.array([7, *found] if self.wrong in asked.features else found, np.int64)
 
-    def likely_habits(self) -> tuple[Habits, ...]:
-        return (Habits(), Habits(keeps_unused_tools=False))
+    def likely_habits(self) -> tuple[RenderQuirks, ...]:
+        return (RenderQuirks(), RenderQuirks(keeps_unused_tools=False))
 
 
 class Case:
     """Engines, a Tokenizing over them, and what it counted."""
 
-    def __init__(self, tokenizing: Tokenizing, engines: list[TokenEngine], metrics: Metrics) -> None:
+    def __init__(self, tokenizing: TextTokenizer, engines: list[TokenEngine], metrics: Metrics) -> None:
         self.tokenizing = tokenizing
         self.engines = engines
         self.metrics = metrics
@@ -99,7 +95,7 @@ async def case(
                 setattr(engine, name, value)
         local_makers: Mapping[str, LocalMaker] = {} if local is None else {MODEL: local}
         found: Case
-        tokenizing = Tokenizing(
+        tokenizing = TextTokenizer(
             models=lambda: [MODEL],
             engines=lambda _: [Engine(e.url, life) for e, life in zip(found.engines, found.lives, strict=True)],
             session=session,

@@ -8,13 +8,10 @@ import logging
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from collector import Collector, Seen
 from proxy_support import CHAT, COMPLETIONS, fleet, until
 from scripted_engine import Asked, hang, plain, reset, stream

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from engine_process import MAX_MODEL_LEN
-from router_process import end_process, free_port
+from ports import free_port
+from router_process import end_process
 
 START_TIMEOUT_S = 300.0
 ANSWER_TIMEOUT_S = 120.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from engine_process import VOCAB_SIZE, EngineProcess, gemma3_config
-from router_process import free_port
+from ports import free_port
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SPEC = {"spec_name": "HybridOffloadingSpec", "spec_module_path": "kvrouter.engine_patch.offload.spec"}

@@ -21,7 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import core
 from workload import PromptTree
 
-from kvrouter.engine_patch.hooks.event_tap import Tap
+from kvrouter.engine_patch.hooks.event_tap import EventTap
 from kvrouter.engine_patch.hooks.publisher import ATTRIBUTE
 from kvrouter.engine_patch.plugin import StartReporter, patch
 from kvrouter.engine_patch.reporter.translate import short_hash
@@ -82,9 +82,9 @@ def last_told(oracle: Oracle) -> int:
     return int(reporter._stream.next_seq) - 1
 
 
-def tap_of(oracle: Oracle) -> Tap:
+def tap_of(oracle: Oracle) -> EventTap:
     tap = getattr(oracle.scheduler, ATTRIBUTE)
-    assert isinstance(tap, Tap)
+    assert isinstance(tap, EventTap)
     return tap
 
 

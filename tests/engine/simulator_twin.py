@@ -11,7 +11,7 @@ from typing import Any
 
 from offload_worker import OffloadWorker
 
-from kvrouter.simulator.cache.cpu_tier import CacheEvent, Evicted, Offloaded
+from kvrouter.simulator.cache.cpu_tier import CacheEvent, EvictedChunk, OffloadedChunk
 from kvrouter.simulator.cache.groups import make_group
 from kvrouter.simulator.cache.pool import BlockPool, Cleared, Key, Removed, Stored
 from kvrouter.simulator.cache.shapes import (
@@ -269,10 +269,10 @@ def tuplify(event: Any, geometry: Geometry) -> CacheEvent:
         return Cleared()
     if event.medium == "CPU":
         if isinstance(event, kv_events.BlockRemoved):
-            return Evicted(event.group_idx, tuple(event.block_hashes))
+            return EvictedChunk(event.group_idx, tuple(event.block_hashes))
         (block_hash,) = event.block_hashes
         assert (event.block_size, event.token_ids, event.kv_cache_spec_kind) == (0, [], None)
-        return Offloaded(Key(event.group_idx, block_hash))
+        return OffloadedChunk(Key(event.group_idx, block_hash))
     assert event.medium == "GPU"
     if isinstance(event, kv_events.BlockRemoved):
         (block_hash,) = event.block_hashes

@@ -13,7 +13,7 @@ from kvrouter.router.kvcache.block_hash import (
     ALGORITHMS,
     HashScheme,
     HashSpace,
-    Verified,
+    SchemeVerified,
     known_schemes,
     reduce_hash,
     verify_scheme,
@@ -168,4 +168,4 @@ def test_root_blocks_announced_by_a_block_pool_verify(engine: Any, scale: int) -
                 lora_name=event.lora_name,
                 lora_paths=dict([lora]) if lora else {},
             )
-            assert verdict == Verified(scheme, hash_block_size)
+            assert verdict == SchemeVerified(scheme, hash_block_size)

@@ -17,8 +17,8 @@ pytest.importorskip("vllm")
 
 from engine_process import MAX_MODEL_LEN, NUM_BLOCKS, VOCAB_SIZE, EngineProcess
 from patched import StockTopic
+from ports import free_port
 from report_peer import Copies, Peer, apply, copies_of, eventually, summed
-from router_process import free_port
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVEventBatch
 
 from kvrouter.engine_patch.setup.features import FEATURES

@@ -168,11 +168,11 @@ def fail(*_: Any, **__: Any) -> Any:
 FAILURES: dict[str, tuple[Any, str, str, bool]] = {
     "queue": (publisher, "unblock", "queue", True),
     "catalog": (tap, "read_catalog", "catalog", True),
-    "declare": (tap.Tap, "learn_lora", "lora", True),
+    "declare": (tap.EventTap, "learn_lora", "lora", True),
     "position of a store": (positions, "position_of", "positions", True),
     "a block announced again": (positions, "note", "positions", False),
     "reset": (resets, "void", "resets", True),
-    "offloaded": (tap.Tap, "_taken", "offload", True),
+    "offloaded": (tap.EventTap, "_taken", "offload", True),
     "position of an offloaded block": (offloading, "hash_before", "offload_positions", True),
     "offload reset": (offloading.Offload, "_hold", "offload_resets", True),
 }
@@ -201,7 +201,7 @@ def test_a_failure_costs_its_feature_and_no_request(
 
 def test_reports_that_fail_end(model: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the heartbeats would go on vouching for what is no longer kept up."""
-    monkeypatch.setattr(tap.Tap, "published", fail)
+    monkeypatch.setattr(tap.EventTap, "published", fail)
     rng = Random(seed)
     with patched() as records, WatchedOracle(OFFLOAD.group_set, model, rng, OFFLOAD.connector_config()) as oracle:
         work(oracle, rng)
@@ -225,7 +225,7 @@ def test_a_failing_tap_leaves_a_publisher(model: Path, seed: int, monkeypatch: p
 
 
 def test_a_scheduler_of_another_shape_runs(model: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tap.Tap, "attach", fail)
+    monkeypatch.setattr(tap.EventTap, "attach", fail)
     rng = Random(seed)
     with patched() as records:
         oracle = Oracle(OFFLOAD.group_set, model, rng, OFFLOAD.connector_config())

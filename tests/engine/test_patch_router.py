@@ -20,8 +20,9 @@ from engine_process import VOCAB_SIZE, EngineProcess
 from group_sets import GPU_SETS, OFFLOAD_SETS, GroupSet, OffloadSet
 from oracle import Oracle
 from patched import ENVIRONMENT, last_told, patched, tap_of
+from ports import free_port
 from report_peer import eventually
-from router_process import RouterProcess, free_port
+from router_process import RouterProcess
 from workload import PromptTree
 
 pytestmark = pytest.mark.engine

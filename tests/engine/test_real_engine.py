@@ -13,7 +13,8 @@ import zmq
 pytest.importorskip("vllm")
 
 from engine_process import VOCAB_SIZE, EngineProcess
-from router_process import RouterProcess, free_port
+from ports import free_port
+from router_process import RouterProcess
 
 pytestmark = pytest.mark.engine
 

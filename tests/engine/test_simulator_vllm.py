@@ -25,7 +25,7 @@ from simulator_twin import (
     tuplify,
 )
 
-from kvrouter.simulator.cache.cpu_tier import Evicted, Offloaded
+from kvrouter.simulator.cache.cpu_tier import EvictedChunk, OffloadedChunk
 from kvrouter.simulator.cache.pool import Removed, Stored
 from kvrouter.simulator.cache.shapes import Geometry
 from kvrouter.simulator.engine.replica import Replica
@@ -58,8 +58,8 @@ def count_events(counts: Counter[str], told: list[Batch]) -> None:
         if isinstance(event, Stored):
             counts["stored"] += 1
             counts["sparse"] += len(event.hashes) * event.block_size < len(event.tokens)
-        counts["offloaded"] += isinstance(event, Offloaded)
-        counts["evicted"] += isinstance(event, Evicted)
+        counts["offloaded"] += isinstance(event, OffloadedChunk)
+        counts["evicted"] += isinstance(event, EvictedChunk)
 
 
 # Steps without a token or the end of a transfer, after which nothing will ever come: in a pool that barely holds one
@@ -163,7 +163,7 @@ class Twins:
 def sorted_arrivals(batch: Batch) -> Batch:
     """vLLM walks a set where a store has ended: arrivals that follow one another have no order."""
     ordered: Batch = []
-    for arrived, run in itertools.groupby(batch, key=lambda event: isinstance(event, Offloaded)):
+    for arrived, run in itertools.groupby(batch, key=lambda event: isinstance(event, OffloadedChunk)):
         ordered += sorted(run, key=lambda event: event.key if arrived else 0)
     return ordered
 

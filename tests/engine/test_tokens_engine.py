@@ -32,7 +32,7 @@ from kvrouter.router.tokens.engine.client import Engine
 from kvrouter.router.tokens.forward_ids import forwarded_body
 from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
 from kvrouter.router.tokens.prompt_tokens import Prompt
-from kvrouter.router.tokens.tokenizer import Tokenizing
+from kvrouter.router.tokens.tokenizer import TextTokenizer
 
 pytestmark = pytest.mark.engine
 
@@ -92,7 +92,7 @@ def truths(server: ChatServer, asked: Asked) -> list[list[int] | None]:
 
 async def prompts(server: ChatServer, asked: Asked, local: Path | None) -> list[Prompt]:
     async with aiohttp.ClientSession() as session:
-        tokenizing = Tokenizing(
+        tokenizing = TextTokenizer(
             models=lambda: [MODEL],
             engines=lambda _: [Engine(server.url, "1")],
             session=session,

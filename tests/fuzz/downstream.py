@@ -11,10 +11,10 @@ import numpy as np
 from kvrouter.router.common.ids import TIERS, Place
 from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
 from kvrouter.router.ingest.copy_kernels import MAX_COPIES
-from kvrouter.router.ingest.patch_ingest import ReportIngest
+from kvrouter.router.ingest.patch_ingest import PatchIngest
 from kvrouter.router.ingest.residency import Residency
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.matching.matcher import Matcher, Plans, WorkerView
+from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Question
 from kvrouter.router.workers.registration import Registration
@@ -76,7 +76,7 @@ class Downstream:
         self._mirror.begin_epoch(registration.worker, "")
         self._commits = 0
 
-    def flush(self, ingest: ReportIngest, recount: Recount) -> None:
+    def flush(self, ingest: PatchIngest, recount: Recount) -> None:
         """One commit, through the bytes of its log entry; afterwards the mirror holds what the recount does."""
         flush = ingest.take()
         if flush is None:
@@ -101,7 +101,7 @@ class Downstream:
         wanted = {place: blocks for place, blocks in recount.blocks().items() if place.medium in TIERS}
         assert {place: blocks for place, blocks in held.items() if blocks} == wanted, "the mirror shows something else"
 
-    def ask(self, ingest: ReportIngest) -> None:
+    def ask(self, ingest: PatchIngest) -> None:
         """Whatever was said, the worker can be shown and asked, and costs no other worker of its model its answer."""
         _ = ingest.state, ingest.reason, ingest.catalog.as_dict(), ingest.blocks.counts(), ingest.identity.label
         view = WorkerView(
@@ -115,7 +115,7 @@ class Downstream:
             scheme=ingest.identity.scheme if ingest.identity.explained else None,
             lora_paths=ingest.spec.lora_paths,
         )
-        plans = Plans.build(self._mirror, [view])
+        plans = HashPlans.build(self._mirror, [view])
         matcher = Matcher(self._mirror, SegmentMemory(0))
         given: tuple[dict[str, Any], ...] = (
             {"token_ids": np.arange(ASKED_TOKENS, dtype=np.int64)},

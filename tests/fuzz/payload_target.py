@@ -18,7 +18,7 @@ from kvrouter.events.vllm.messages import AllBlocksCleared, BlockRemoved, EventB
 from kvrouter.events.vllm.wire import MAX_SEQ
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
-from kvrouter.router.ingest.net_changes import Change
+from kvrouter.router.ingest.net_changes import ResidencyDelta
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -51,7 +51,7 @@ def corpus() -> list[bytes]:
     for vector in golden_reports():
         kind = REPORT if vector["side"] == "report" else ANSWER
         found.append(Step(kind, 0, bytes.fromhex(vector["payload"])))
-    change = Change(Place(1, "GPU", "own er"), np.arange(3, dtype=np.uint64), np.arange(1, dtype=np.uint64))
+    change = ResidencyDelta(Place(1, "GPU", "own er"), np.arange(3, dtype=np.uint64), np.arange(1, dtype=np.uint64))
     fields = entry_fields(EntryKind.COMMIT, 1, "e", (0, 1), [change], {"learned": b"{}"})
     found += [Step(CHANGES, 0, fields[fields.index(b"changes") + 1]), Step(META, 0, fields[fields.index(b"meta") + 1])]
     return [pack([step]) for step in found]

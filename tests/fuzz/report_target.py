@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzing of the engine patch's sockets: frames through ReportCursor and ReportIngest to the log, the mirror and an answer.
+"""Fuzzing of the engine patch's sockets: frames through ReportCursor and PatchIngest to the log, the mirror and an answer.
 
 Nothing may raise, nothing is credited between a loss and the snapshot that mends it, and what is held equals a slow recount.
 """
@@ -15,7 +15,7 @@ import msgspec
 
 from kvrouter.events.patch.cursor import ReportCursor
 from kvrouter.events.patch.decode import Unreadable, read_answer, read_report
-from kvrouter.events.patch.items import Beat, Loaded, NewEpoch, ReportBatch, ReportGap, Snapshot
+from kvrouter.events.patch.items import HeartbeatSeen, Loaded, NewEpoch, ReportBatch, ReportGap, Snapshot
 from kvrouter.events.patch.messages import (
     CatalogMessage,
     Events,
@@ -30,7 +30,7 @@ from kvrouter.events.patch.messages import (
 from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.events.vllm.wire import MAX_SEQ
 from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.ingest.patch_ingest import ReportIngest
+from kvrouter.router.ingest.patch_ingest import PatchIngest
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import CREDITED, StreamState
 
@@ -53,7 +53,7 @@ def run(data: bytes) -> None:
     """One input. Raises AssertionError, or whatever the code under test raised."""
     cursor = ReportCursor(max_held=MAX_HELD, max_held_bytes=MAX_HELD_BYTES, max_snapshot_blocks=MAX_SNAPSHOT_BLOCKS)
     epochs = itertools.count()
-    ingest = ReportIngest(REGISTRATION, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"{next(epochs):016x}")
+    ingest = PatchIngest(REGISTRATION, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"{next(epochs):016x}")
     ingest.follow_reports()
     recount = Recount()
     downstream = Downstream(REGISTRATION)
@@ -68,7 +68,7 @@ def run(data: bytes) -> None:
         assert cursor.held <= MAX_HELD
         assert cursor.held_bytes <= max(MAX_HELD_BYTES, 0xFFFF)
         for item in cursor.take():
-            assert whole or not isinstance(item, ReportBatch | Beat), "handed out before a snapshot"
+            assert whole or not isinstance(item, ReportBatch | HeartbeatSeen), "handed out before a snapshot"
             ingest.apply(item, 1.0)
             if isinstance(item, ReportBatch):
                 _count(recount, item.message)
@@ -79,7 +79,7 @@ def run(data: bytes) -> None:
                 whole = agreed = False
                 if isinstance(item, NewEpoch):
                     recount.forget()
-            elif isinstance(item, Beat):
+            elif isinstance(item, HeartbeatSeen):
                 agreed = _judge(item.message, ingest, recount)
                 assert agreed or ingest.wants_snapshot
             assert agreed or ingest.state not in CREDITED or not recount.blocks(), (
@@ -154,7 +154,7 @@ def _copies_of(snapshot: Snapshot) -> Copies:
     return copies
 
 
-def _judge(beat: Heartbeat, ingest: ReportIngest, recount: Recount) -> bool:
+def _judge(beat: Heartbeat, ingest: PatchIngest, recount: Recount) -> bool:
     """Whether the heartbeat agrees, by our own recount; then the state must say so."""
     said: dict[Place, tuple[int, int, int]] = {}
     mixed: set[Place] = set()

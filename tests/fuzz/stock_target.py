@@ -19,8 +19,8 @@ from kvrouter.events.vllm.messages import AllBlocksCleared, BlockStored, EventBa
 from kvrouter.events.vllm.stream_items import Batch, GapLost, Proven, ReadAnew, Restarted
 from kvrouter.events.vllm.wire import MAX_SEQ, WireCleared, WireRemoved, WireStored
 from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.ingest.patch_ingest import ReportIngest
-from kvrouter.router.ingest.stock_ingest import Tally
+from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.ingest.stock_ingest import IngestCounters
 from kvrouter.router.workers.registration import Registration
 
 # pytest's importlib mode leaves sys.path alone.
@@ -39,7 +39,7 @@ def run(data: bytes) -> None:
     """One input. Raises AssertionError, or whatever the code under test raised."""
     cursor = Cursor(replay=bool(data) and data[0] < 128, max_held=MAX_HELD, max_held_bytes=MAX_HELD_BYTES)
     epochs = itertools.count()
-    ingest = ReportIngest(REGISTRATION, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"{next(epochs):016x}")
+    ingest = PatchIngest(REGISTRATION, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"{next(epochs):016x}")
     recount = Recount()
     downstream = Downstream(REGISTRATION)
     for step in unpack(data):
@@ -86,7 +86,9 @@ def _say(cursor: Cursor, kind: int, step: Step) -> None:
         cursor.check()
 
 
-def _follow(recount: Recount, batch: EventBatch | None, ingest: ReportIngest, epoch: str, before: Tally) -> None:
+def _follow(
+    recount: Recount, batch: EventBatch | None, ingest: PatchIngest, epoch: str, before: IngestCounters
+) -> None:
     """What the batch must have done to the recount, and to what is counted of the unreadable."""
     tally = ingest.tally
     assert tally.batches == before.batches + 1

@@ -16,14 +16,12 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvrouter.simulator.cache.shapes import make_geometry
-from kvrouter.simulator.http.server import ReplicaServer, ServerThread
-
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from http_hooks import MODEL
 from router_process import RouterProcess
+
+from kvrouter.simulator.cache.shapes import make_geometry
+from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 
 # Examples an operation; more where somebody waits for it.
 EXAMPLES = int(os.environ.get("KVROUTER_TEST_FUZZ_EXAMPLES", "12"))

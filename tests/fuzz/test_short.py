@@ -6,19 +6,16 @@ from __future__ import annotations
 import importlib
 import random
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvrouter.router.ingest.residency import Residency
-
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parent))
 from script import mutated, pack, unpack
+
+from kvrouter.router.ingest.residency import Residency
 
 # Some seconds each.
 INPUTS = {"payload_target": 50_000, "stock_target": 1_500, "report_target": 4_000}

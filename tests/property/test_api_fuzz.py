@@ -6,20 +6,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parents[1] / "contract"))
 from api_support import TinyCore, ask_app, build, hit
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.workers.registration import Registration

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrouter.router.common.ids import Place
-from kvrouter.router.ingest.commit_backlog import Backlog
-from kvrouter.router.ingest.net_changes import Change
-from kvrouter.router.ingest.stock_ingest import Flush
+from kvrouter.router.ingest.commit_backlog import CommitBacklog
+from kvrouter.router.ingest.net_changes import ResidencyDelta
+from kvrouter.router.ingest.stock_ingest import PendingCommit
 
 PLACES = (Place(0, "GPU"), Place(1, "GPU"), Place(None, "CPU", "o"))
 EXAMPLES = 300
@@ -28,7 +28,7 @@ class Stored:
         self.copies: dict[tuple[Place, int], int] = {}
         self.meta: dict[str, bytes] = {}
 
-    def write(self, flush: Flush) -> None:
+    def write(self, flush: PendingCommit) -> None:
         if flush.opens_epoch:
             self.__init__()  # type: ignore[misc]
             self.epoch = flush.epoch
@@ -54,9 +54,9 @@ class Stored:
 
 
 @st.composite
-def flushes(draw: st.DrawFn) -> list[Flush]:
+def flushes(draw: st.DrawFn) -> list[PendingCommit]:
     """Flushes of one worker as an ingest draws them: each set of changes is possible after the one before."""
-    found: list[Flush] = []
+    found: list[PendingCommit] = []
     held: dict[Place, set[int]] = {place: set() for place in PLACES}
     epoch, seq = 0, 0
     for number in range(draw(st.integers(1, 12))):
@@ -69,7 +69,9 @@ def flushes(draw: st.DrawFn) -> list[Flush]:
             touched = draw(st.sets(st.integers(0, 7)))
             added, removed = touched - held[place], touched & held[place]
             held[place] ^= touched
-            changes.append(Change(place, np.array(sorted(added), np.uint64), np.array(sorted(removed), np.uint64)))
+            changes.append(
+                ResidencyDelta(place, np.array(sorted(added), np.uint64), np.array(sorted(removed), np.uint64))
+            )
         copies = draw(st.lists(st.tuples(st.sampled_from(PLACES), st.integers(0, 7), st.integers(0, 4)), max_size=3))
         meta = draw(st.dictionaries(st.sampled_from("ab"), st.binary(max_size=1)))
         seqs = None
@@ -80,14 +82,14 @@ def flushes(draw: st.DrawFn) -> list[Flush]:
             # A new epoch that nothing was said in yet.
             changes, copies = [], []
             held = {place: set() for place in PLACES}
-        found.append(Flush(f"e{epoch}", opens, seqs, changes, copies, meta))
+        found.append(PendingCommit(f"e{epoch}", opens, seqs, changes, copies, meta))
     return found
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(flushes=flushes(), data=st.data())
-def test_one_commit_does_what_the_flushes_would_have_done(flushes: list[Flush], data: st.DataObject) -> None:
-    one_by_one, merged, backlog = Stored(), Stored(), Backlog(1_000_000)
+def test_one_commit_does_what_the_flushes_would_have_done(flushes: list[PendingCommit], data: st.DataObject) -> None:
+    one_by_one, merged, backlog = Stored(), Stored(), CommitBacklog(1_000_000)
     for flush in flushes:
         one_by_one.write(flush)
         backlog.add(flush)
@@ -106,8 +108,8 @@ def test_one_commit_does_what_the_flushes_would_have_done(flushes: list[Flush], 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(flushes=flushes(), lost=st.integers(0, 11))
-def test_after_an_overflow_only_a_new_epoch_is_committed(flushes: list[Flush], lost: int) -> None:
-    backlog, stored = Backlog(1_000_000), Stored()
+def test_after_an_overflow_only_a_new_epoch_is_committed(flushes: list[PendingCommit], lost: int) -> None:
+    backlog, stored = CommitBacklog(1_000_000), Stored()
     for flush in flushes[: lost + 1]:
         backlog.add(flush)
     backlog.overflow()
@@ -128,11 +130,13 @@ def test_after_an_overflow_only_a_new_epoch_is_committed(flushes: list[Flush], l
 
 
 def test_a_backlog_is_full_beyond_its_bound() -> None:
-    backlog = Backlog(2)
+    backlog = CommitBacklog(2)
     three = np.arange(3, dtype=np.uint64)
-    backlog.add(Flush("e", True, (0, 0), [Change(PLACES[0], three[:2], three[:0])], [], {}))
+    backlog.add(PendingCommit("e", True, (0, 0), [ResidencyDelta(PLACES[0], three[:2], three[:0])], [], {}))
     assert not backlog.is_full and backlog.blocks == 2
-    backlog.add(Flush("e", False, (1, 1), [Change(PLACES[0], three[2:], three[:0])], [(PLACES[0], 0, 2)], {}))
+    backlog.add(
+        PendingCommit("e", False, (1, 1), [ResidencyDelta(PLACES[0], three[2:], three[:0])], [(PLACES[0], 0, 2)], {})
+    )
     assert backlog.is_full and backlog.blocks == 4
     backlog.overflow()
     assert not backlog.is_full and backlog.blocks == 0

@@ -3,21 +3,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 from pytest import MonkeyPatch
+from report_peer import Copies, apply, copies_of, removed, stored, summed
 
 from kvrouter.engine_patch.reporter import hash_counts
 from kvrouter.engine_patch.reporter.ledger import FrozenLedger, Ledger
 from kvrouter.engine_patch.reporter.snapshots import Moment, parts
 from kvrouter.events.patch.messages import PlaceSummary, ReportCleared, ReportEvent, pack_hashes
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-from report_peer import Copies, apply, copies_of, removed, stored, summed
 
 # Few, so that they come again; both ends, so that sums overflow.
 hashes = st.lists(st.integers(0, 12) | st.integers(2**64 - 4, 2**64 - 1), max_size=8)

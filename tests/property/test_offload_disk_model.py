@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import errno
 import shutil
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from disk_child import FaultyFiles, HandExecutor, Killed, Slots, identity, key, payload, salt_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -22,9 +22,6 @@ from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE
 from kvrouter.engine_patch.offload.disk.health import MAX_RETRY_S, State
 from kvrouter.engine_patch.offload.disk.tier import UNCLEARED, DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-from disk_child import FaultyFiles, HandExecutor, Killed, Slots, identity, key, payload, salt_of
 
 RECORD_BYTES = 64
 STRIDE_BYTES = 4_096

@@ -9,30 +9,25 @@ bounded; and once the world is quiet, the reader has the ledger as it is now.
 from __future__ import annotations
 
 import copy
-import sys
 from collections import Counter, deque
-from pathlib import Path
 
+from fake_reporter import Ledger, apply, parts, removed, stored, summary
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
-from fake_reporter import Ledger, apply, parts, removed, stored, summary
-
 from kvrouter.events.patch.cursor import ReportCursor
 from kvrouter.events.patch.items import (
-    Beat,
     Declared,
     Expired,
-    Heard,
+    HeartbeatSeen,
     Loaded,
     NewEpoch,
+    PatchHeard,
+    PatchSilent,
     ReportBatch,
     ReportGap,
     ReportResume,
-    Silent,
     SnapshotFailed,
 )
 from kvrouter.events.patch.messages import (
@@ -85,7 +80,7 @@ class Reader:
                     self.ledger[place.group_idx, place.medium] = held
                 self.at = (snapshot.epoch, snapshot.next_seq)
                 self._is_exact()
-            case Beat(next_seq, message):
+            case HeartbeatSeen(next_seq, message):
                 assert self.at == (message.epoch, next_seq)
                 assert _by_place(message.places) == _by_place(summary(self.ledger))
             case ReportGap(first, following, dropped):
@@ -105,10 +100,10 @@ class Reader:
                 if self.declared[0] == self.epoch:
                     assert version > self.declared[1]
                 self.declared = (self.epoch, version)
-            case Silent():
+            case PatchSilent():
                 assert not self.silent
                 self.silent = True
-            case Heard():
+            case PatchHeard():
                 assert self.silent
                 self.silent = False
             case SnapshotFailed():

@@ -35,13 +35,13 @@ class Machine(RuleBasedStateMachine):
         return self.model.setdefault(place, Counter())
 
     @rule(place=PLACES, hashes=HASHES)
-    def up(self, place: Place, hashes: list[int]) -> None:
-        self.blocks.up(place, array(hashes))
+    def add_copies(self, place: Place, hashes: list[int]) -> None:
+        self.blocks.add_copies(place, array(hashes))
         self.at(place).update(hashes)
 
     @rule(place=PLACES, hashes=HASHES)
-    def down(self, place: Place, hashes: list[int]) -> None:
-        self.blocks.down(place, array(hashes))
+    def remove_copies(self, place: Place, hashes: list[int]) -> None:
+        self.blocks.remove_copies(place, array(hashes))
         for block_hash in hashes:
             if self.at(place)[block_hash] > 0:
                 self.at(place)[block_hash] -= 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
 from kvrouter.router.ingest.copy_counts import CopyTable
-from kvrouter.router.ingest.net_changes import Transitions
+from kvrouter.router.ingest.net_changes import NetChanges
 from kvrouter.router.kvcache.hit_tables import BANK_BITS
 from kvrouter.router.matching.mirror import MIN_CAPACITY, Mirror, MirrorFull
 
@@ -115,12 +115,12 @@ def test_copies_equal_a_counter_and_report_every_edge(seed: int, span: int) -> N
     for _ in range(200):
         hashes = hashes_of(draw, 40, span)
         if draw.random() < 0.6:
-            now = table.up(hashes)
+            now = table.add_copies(hashes)
             for block_hash, count in zip(hashes.tolist(), now.tolist(), strict=True):
                 model[block_hash] += 1
                 assert count == model[block_hash]
         else:
-            was = table.down(hashes)
+            was = table.remove_copies(hashes)
             for block_hash, count in zip(hashes.tolist(), was.tolist(), strict=True):
                 assert count == model[block_hash]
                 model[block_hash] = max(0, model[block_hash] - 1)
@@ -135,7 +135,7 @@ def test_net_transitions_carry_the_first_set_to_the_last(seed: int) -> None:
     draw = random.Random(seed)
     before = set(range(0, 20, 2))
     now = set(before)
-    transitions = Transitions()
+    transitions = NetChanges()
     for _ in range(draw.randrange(12)):
         absent, present = sorted(set(range(20)) - now), sorted(now)
         if draw.random() < 0.5:

@@ -12,7 +12,7 @@ from kvrouter.router.kvcache.block_hash import HashScheme
 from kvrouter.router.kvcache.catalog import Catalog, Group, build_catalog
 from kvrouter.router.kvcache.offload_connectors import OFFLOADING
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.matching.matcher import Matcher, Plans, WorkerView
+from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.workers.registration import CatalogSpec
@@ -45,5 +45,5 @@ def judge(
     covered = num_tokens if hashed_tokens is None else hashed_tokens
     hashes = np.array([1000 + i for i in range(covered // catalog.hash_block_size)], np.uint64)
     question = Question("m", num_tokens, block_hashes=hashes, explain=True)
-    (hit,) = Matcher(mirror, SegmentMemory(0)).match(question, Plans.build(mirror, [view]))
+    (hit,) = Matcher(mirror, SegmentMemory(0)).match(question, HashPlans.build(mirror, [view]))
     return hit

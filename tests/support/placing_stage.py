@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `Placing` on a clock and a fleet of the test."""
+"""A `Placer` on a clock and a fleet of the test."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
 from kvrouter.router.load.pending_prefixes import PIECE_TOKENS
 from kvrouter.router.matching.question import Hit, Question
-from kvrouter.router.placement.placement_request import Ask
-from kvrouter.router.placement.placer import Placing
+from kvrouter.router.placement.placement_request import PlacementRequest
+from kvrouter.router.placement.placer import Placer
 from kvrouter.router.telemetry.metrics import Metrics
 
 TOKENS = 4 * PIECE_TOKENS
@@ -59,7 +59,7 @@ class Stage:
         self.metrics = Metrics(CollectorRegistry())
         self.out = unavailable or {}
         ids = itertools.count()
-        self.placing = Placing(
+        self.placing = Placer(
             self.fleet,
             config=Config(**settings),
             metrics=self.metrics,
@@ -81,7 +81,7 @@ class Stage:
         return self.metrics.registry.get_sample_value(f"kvrouter_{name}", labels or None) or 0.0
 
 
-def ask(seed: int = 0, tokens: int = TOKENS, **fields: Any) -> Ask:
+def ask(seed: int = 0, tokens: int = TOKENS, **fields: Any) -> PlacementRequest:
     ids = np.random.default_rng(seed).integers(0, 50_000, tokens)
     question = {name: fields.pop(name) for name in OF_QUESTION if name in fields}
-    return Ask(Question("m", tokens, token_ids=ids, **question), **fields)
+    return PlacementRequest(Question("m", tokens, token_ids=ids, **question), **fields)

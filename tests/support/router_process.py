@@ -7,9 +7,7 @@ import contextlib
 import http.client
 import json
 import os
-import random
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import redis
+from ports import free_port
 
 # The first start compiles the kernels.
 START_TIMEOUT_S = 120.0
@@ -25,8 +24,6 @@ STOP_TIMEOUT_S = 15.0
 # From "published" to "the answers show it"; the router flushes every few milliseconds, a machine under load may not.
 VISIBLE_TIMEOUT_S = 30.0
 _POLL_S = 0.002
-# Linux gives connections ports from 32,768 on, by default.
-PORTS = (10_240, 32_000)
 METRICS_AGE_S = 1.2
 
 # Another command to start, for example a router under a debugger; `--port` and the rest are appended.
@@ -35,15 +32,6 @@ COMMAND_VARIABLE = "KVROUTER_TEST_COMMAND"
 
 class RouterError(AssertionError):
     """The router did not start, answered with an error, or did not show a batch in time."""
-
-
-def free_port() -> int:
-    """A port below those that connections take: they could take one of theirs before the router listens on it."""
-    while True:
-        port = random.randrange(*PORTS)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def end_process(process: subprocess.Popen[bytes], timeout_s: float = STOP_TIMEOUT_S) -> None:

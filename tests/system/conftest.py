@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import zmq
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
 from fake_engine import FakeEngine
 from router_process import RouterProcess
 from store_server import StoreServer

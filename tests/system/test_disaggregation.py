@@ -10,19 +10,16 @@ import itertools
 import json
 import random
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from router_process import RouterProcess
 from scripted_engine import Asked, ScriptedEngine, Wire, hang, plain, reset
 

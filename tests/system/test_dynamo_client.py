@@ -18,7 +18,8 @@ import pytest
 import zmq
 from dynamo_client import LARGEST_ID, Client, Exchange, drive_indexer, drive_ranks, drive_selection
 from fake_engine import FakeEngine, hashes, prompt, removed, stored
-from router_process import RouterProcess, free_port
+from ports import free_port
+from router_process import RouterProcess
 
 from kvrouter.events.vllm.codec import encode_batch
 

@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import http.client
 import json
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from mortal_engine import POISON, MortalEngine
 from router_process import RouterProcess
 

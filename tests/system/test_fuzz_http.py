@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import http.client
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +11,6 @@ import zmq
 from fake_engine import FakeEngine, prompt, stored
 from hypothesis import HealthCheck, given, settings
 from router_process import RouterProcess
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "property"))
 from test_api_fuzz import bodies
 
 TOKENS = prompt(1)

@@ -17,7 +17,6 @@ from kvrouter.engine_patch.offload.disk.reader import LOOK_S, DiskReader
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
-sys.path.insert(0, str(SUPPORT))
 from disk_child import (  # noqa: E402
     CHILD_KEYS,
     CHILD_RECORD_BYTES,

@@ -7,7 +7,6 @@ import asyncio
 import http.client
 import json
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -20,7 +19,6 @@ import openai
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from router_process import RouterProcess
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
 

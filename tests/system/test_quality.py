@@ -18,7 +18,6 @@ import openai
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from collector import Collector
 from fleet import until
 from router_process import RouterProcess

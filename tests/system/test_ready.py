@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from replica_process import ReplicaProcess
 from router_process import RouterProcess
 from scripted_engine import ScriptedEngine, plain

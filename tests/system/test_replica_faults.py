@@ -6,7 +6,6 @@ from __future__ import annotations
 import http.client
 import json
 import random
-import sys
 import threading
 import time
 from collections import Counter
@@ -15,7 +14,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from replica_process import ReplicaProcess
 from router_process import RouterProcess
 

@@ -7,7 +7,6 @@ import asyncio
 import http.client
 import json
 import signal
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +17,6 @@ from pathlib import Path
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from hammer import Hammer
 from router_process import RouterProcess
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain

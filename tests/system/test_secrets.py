@@ -16,7 +16,8 @@ from urllib.error import HTTPError
 import pytest
 import zmq
 from fake_engine import FakeEngine, prompt, stored
-from router_process import RouterProcess, free_port
+from ports import free_port
+from router_process import RouterProcess
 from tls_redis import TlsRedis, certificates, tls_redis
 
 # In everything that must stay hidden, so that one search finds any of it.

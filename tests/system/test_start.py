@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import zmq
 from fleet import rows, until
-from router_process import RouterError, RouterProcess, free_port
+from ports import free_port
+from router_process import RouterError, RouterProcess
 from store_server import StoreServer
 
 from kvrouter.simulator.cache.shapes import make_geometry

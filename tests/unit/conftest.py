@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 import zmq
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from report_peer import start
 
 from kvrouter.engine_patch.reporter.reporter import Reporter

@@ -30,14 +30,14 @@ from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, Re
 from kvrouter.events.vllm.subscriber import Subscriber, SubscriberSettings
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
 from kvrouter.router.common.ids import GPU, Place, WorkerKey
-from kvrouter.router.ingest.patch_ingest import ReportIngest
+from kvrouter.router.ingest.patch_ingest import PatchIngest
 from kvrouter.router.ingest.residency import MAX_PLACES, Residency
 from kvrouter.router.ingest.stock_ingest import MAX_SHAPES
 from kvrouter.router.kvcache.catalog import MAX_BLOCK_SIZES
 from kvrouter.router.kvcache.gpu_hit import MAX_SPEC_GROUPS
 from kvrouter.router.kvcache.hit_tables import BANK_BITS
 from kvrouter.router.matching import mirror as mirrors
-from kvrouter.router.matching.matcher import Plans, WorkerView
+from kvrouter.router.matching.matcher import HashPlans, WorkerView
 from kvrouter.router.matching.mirror import Mirror, MirrorFull
 from kvrouter.router.workers.registration import MAX_GROUPS, MAX_TOKENS, Registration
 from kvrouter.router.workers.stream_state import StreamState
@@ -45,16 +45,16 @@ from kvrouter.router.workers.stream_state import StreamState
 WORKER = WorkerKey("m", "w")
 
 
-def make() -> ReportIngest:
+def make() -> PatchIngest:
     numbers = count()
     registration = Registration(WORKER, events="tcp://127.0.0.1:1", replay="tcp://127.0.0.1:2")
-    ingest = ReportIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
+    ingest = PatchIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
     ingest.apply(Connected(), 1.0)
     ingest.apply(ReplayFinished(None, None, 0), 1.0)
     return ingest
 
 
-def feed(ingest: ReportIngest, seq: int, *events: Any) -> ReportIngest:
+def feed(ingest: PatchIngest, seq: int, *events: Any) -> PatchIngest:
     payload = encode_batch(1.0, list(events))
     ingest.apply(Batch(seq, payload, fingerprint(payload), False), 1.0)
     return ingest
@@ -84,8 +84,8 @@ def test_a_stream_cannot_invent_places_without_end() -> None:
 
 def test_a_removal_makes_no_place_beyond_the_bound() -> None:
     residency = Residency(max_places=1)
-    residency.up(Place(0, GPU), hashes_of(1))
-    residency.down(Place(1, GPU), hashes_of(1))
+    residency.add_copies(Place(0, GPU), hashes_of(1))
+    residency.remove_copies(Place(1, GPU), hashes_of(1))
     residency.clear(Place(2, GPU))
     assert list(residency.places) == [Place(0, GPU)]
     assert residency.refused_blocks == 0
@@ -93,19 +93,19 @@ def test_a_removal_makes_no_place_beyond_the_bound() -> None:
 
 def test_a_worker_holds_a_bounded_number_of_blocks_over_all_places() -> None:
     residency = Residency(max_blocks=10)
-    residency.up(Place(0, GPU), hashes_of(*range(6)))
-    residency.up(Place(1, GPU), hashes_of(*range(6)))
+    residency.add_copies(Place(0, GPU), hashes_of(*range(6)))
+    residency.add_copies(Place(1, GPU), hashes_of(*range(6)))
     assert (residency.blocks, residency.refused_blocks) == (6, 6)
-    residency.down(Place(0, GPU), hashes_of(0, 1))
-    residency.up(Place(1, GPU), hashes_of(*range(6)))
+    residency.remove_copies(Place(0, GPU), hashes_of(0, 1))
+    residency.add_copies(Place(1, GPU), hashes_of(*range(6)))
     assert (residency.blocks, residency.refused_blocks) == (10, 6)
 
 
 def test_changed_copies_wait_within_the_bound_of_what_is_pending() -> None:
     residency = Residency()
-    residency.up(Place(0, GPU), hashes_of(*range(100)))
+    residency.add_copies(Place(0, GPU), hashes_of(*range(100)))
     residency.take_changes()
-    residency.up(Place(0, GPU), hashes_of(*range(100)))
+    residency.add_copies(Place(0, GPU), hashes_of(*range(100)))
     assert residency.pending_blocks == 100
 
 
@@ -197,7 +197,7 @@ def test_sizes_that_no_kernel_can_hold_cost_that_worker_its_credit_and_no_other(
             mirror.add(worker, place, block_hashes)
         catalog, scheme = each.catalog, each.identity.scheme
         views.append(WorkerView(worker, None, each.state, True, each.reason, each.epoch, catalog, scheme, {}))
-    plans = Plans.build(mirror, views)
+    plans = HashPlans.build(mirror, views)
     assert [view.worker.worker_id for view, _ in plans.withheld] == ["bad"]
     assert plans.by_hash is not None
     assert [view.worker.worker_id for view in plans.by_hash.views] == ["good"]
@@ -226,7 +226,7 @@ def test_a_table_without_a_free_slot_refuses_blocks_and_still_knows_the_worker(m
     ingest = feed(make(), 0, stored([1, 2]))
     scheme = ingest.identity.scheme
     view = WorkerView(second, None, ingest.state, True, "", "e", ingest.catalog, scheme, {})
-    plans = Plans.build(mirror, [view])
+    plans = HashPlans.build(mirror, [view])
     assert plans.by_hash is not None
     assert plans.by_hash.row_count == 1
 

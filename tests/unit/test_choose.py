@@ -15,16 +15,16 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.load.load_table import LoadTable
 from kvrouter.router.load.session_affinity import SessionPlace
-from kvrouter.router.load.worker_load import PROGRESS_MAX, Weights
+from kvrouter.router.load.worker_load import PROGRESS_MAX, LoadModel
 from kvrouter.router.load.worker_speed import SAMPLES_MIN, SLOWNESS_MAX, SLOWNESS_MIN, TierCosts, slowness
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement import choose as choosing
-from kvrouter.router.placement.choose import Choice, Scene, choose, weigh
+from kvrouter.router.placement.choose import Choice, ChoiceContext, choose, weigh
 from kvrouter.router.placement.cost import (
     DECODE_TOKEN_COST,
     DELAY_WEIGHT,
     SESSION_SHARE_BLIND,
-    Parts,
+    CostTerms,
     delay_tokens,
 )
 from kvrouter.router.placement.policies import NAMES, policy
@@ -42,8 +42,8 @@ def key(name: str) -> WorkerKey:
     return WorkerKey("m", name)
 
 
-def weights(saturation: int = 10_000, **queued: int) -> Weights:
-    found = Weights(LoadTable(), saturation)
+def weights(saturation: int = 10_000, **queued: int) -> LoadModel:
+    found = LoadModel(LoadTable(), saturation)
     for name, tokens in queued.items():
         found.table.reserve(name, key(name), tokens, 0, 0.0)
     return found
@@ -51,7 +51,7 @@ def weights(saturation: int = 10_000, **queued: int) -> Weights:
 
 def chosen(*hits: Hit, seed: int = 0, explain: bool = False, **scene: Any) -> Choice:
     scene = {"num_tokens": TOKENS, "weights": weights()} | scene
-    return choose(hits, Scene(**scene), Random(seed), explain=explain)
+    return choose(hits, ChoiceContext(**scene), Random(seed), explain=explain)
 
 
 def name_of(choice: Choice) -> str:
@@ -205,7 +205,7 @@ def test_every_worker_is_explained_with_the_parts_of_its_cost() -> None:
     # 40 are computed, and 64 and 32 loaded back for 13 and 22; the usual prompt has 1,000.
     delay = round(DELAY_WEIGHT * 75.2 * (2 * 50 + 75.2) / 2_000)
     assert (first.hit.worker.worker_id, first.cost, first.load) == ("a", 40 + 13 + 22 + 50 + delay, 50)
-    assert first.parts == Parts(prefill=75, queued=50, decode=0, delay=delay, junction=0, session=0)
+    assert first.parts == CostTerms(prefill=75, queued=50, decode=0, delay=delay, junction=0, session=0)
     assert (second.cost, second.load) == (200 + 20 * DELAY_WEIGHT, 0)
     assert choice.reason == "reuses 160 of 200 tokens (64 on the GPU, 64 more from the CPU tier, 32 more from storage)"
 
@@ -241,7 +241,7 @@ def test_a_worker_that_is_no_worse_in_any_respect_costs_no_more(data: st.DataObj
         return sorted(data.draw(st.tuples(st.integers(0, most), st.integers(0, most))))
 
     (far, near), (low, high), (few, many) = pair(tokens - 1), pair(300_000), pair(10_000_000)
-    load = Weights(LoadTable(), 10**9)
+    load = LoadModel(LoadTable(), 10**9)
     for _ in range(3_000):
         load.typical(usual, usual)
     load.table.reserve("better", key("better"), low, few, 0.0)
@@ -251,7 +251,7 @@ def test_a_worker_that_is_no_worse_in_any_respect_costs_no_more(data: st.DataObj
     runs = pair(tokens - 1)
     better, worse = hit("better", near, full=max(near, runs[1])), hit("worse", far, full=max(far, runs[0]))
     session = SessionPlace(key("better"), data.draw(st.integers(0, tokens)), 1e9) if data.draw(st.booleans()) else None
-    scene = Scene(tokens, load, session=session, blind=data.draw(st.booleans()))
+    scene = ChoiceContext(tokens, load, session=session, blind=data.draw(st.booleans()))
     assert weigh(better, scene, near).cost <= weigh(worse, scene, near).cost
 
 
@@ -270,7 +270,7 @@ def test_the_loop_of_a_choice_and_the_explanation_agree() -> None:
             hit(name, *(reach if rng.random() < 0.5 else (reach[0],)), full=rng.randrange(TOKENS)) for name in "abcd"
         ]
         session = SessionPlace(key(rng.choice("abcd")), rng.randrange(400), 1.0)
-        scene = Scene(
+        scene = ChoiceContext(
             TOKENS, load, {key("c"): rng.randrange(TOKENS)}, session, blind=rng.random() < 0.5, now=rng.uniform(0, 5)
         )
         longest = max(one.disk for one in hits)

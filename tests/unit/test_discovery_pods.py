@@ -4,14 +4,10 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fake_cluster import pod
 
 from kvrouter.router.common.ids import WorkerKey

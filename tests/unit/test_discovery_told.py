@@ -11,7 +11,7 @@ import pytest
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.discovery.candidate import Candidate, candidate_of, completed, ranked
-from kvrouter.router.workers.engine_answers import EngineTold, Stream, model_in, streams_in
+from kvrouter.router.workers.engine_answers import EngineAnswers, Stream, model_in, streams_in
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.source_precedence import STATIC
 from kvrouter.router.workers.worker_spec import parse_worker
@@ -31,7 +31,7 @@ def config(**given: Any) -> dict[str, Any]:
     } | given
 
 
-def told(url: str = "http://10.0.0.5:8000", **by_rank: dict[str, Any]) -> EngineTold:
+def told(url: str = "http://10.0.0.5:8000", **by_rank: dict[str, Any]) -> EngineAnswers:
     return streams_in(json.dumps({rank.removeprefix("r"): one for rank, one in by_rank.items()}).encode(), url)
 
 
@@ -118,13 +118,13 @@ def test_the_only_core_behind_an_address_needs_no_rank() -> None:
 def test_what_was_written_is_not_asked() -> None:
     written = spec("w0=http://h:1,model=m,events=tcp://h:2")
     assert not written.asks_model and not written.asks_events
-    assert completed(written, EngineTold(), []) == [written.registration]
+    assert completed(written, EngineAnswers(), []) == [written.registration]
     assert not spec("w0=http://h:1,model=m,patch=tcp://h:2").asks_events
     assert spec("w0=http://h:1,model=m,patch=off").asks_events
 
 
 def test_nothing_is_forgotten_while_an_engine_is_away() -> None:
-    away = EngineTold(problem="it is not known (refused)")
+    away = EngineAnswers(problem="it is not known (refused)")
     assert completed(spec("w0=http://h:1"), away, []) == []
     known = completed(spec("w0=http://h:1"), msgspec.structs.replace(RANKS, model="m"), [])
     assert completed(spec("w0=http://h:1"), away, known) == known
@@ -134,12 +134,12 @@ def test_nothing_is_forgotten_while_an_engine_is_away() -> None:
 
 
 def test_the_usual_ports_are_tried_only_where_they_cannot_be_anothers() -> None:
-    silent = EngineTold(model="m", streams={}, silent=True, problem="no such path")
+    silent = EngineAnswers(model="m", streams={}, silent=True, problem="no such path")
     plain = spec("w0=http://h:1")
     assert completed(plain, silent, [])[0].events is None
     pod = msgspec.structs.replace(plain, fallback=Stream("tcp://h:5557", "tcp://h:5558"))
     assert completed(pod, silent, [])[0].events == "tcp://h:5557"
-    without = EngineTold(model="m", streams={}, problem="it publishes none")
+    without = EngineAnswers(model="m", streams={}, problem="it publishes none")
     assert completed(pod, without, [])[0].events is None
 
 

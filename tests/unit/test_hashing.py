@@ -19,10 +19,10 @@ from kvrouter.router.kvcache.block_hash import (
     ExtraKeys,
     HashScheme,
     HashSpace,
-    Unexplained,
-    Unjudged,
+    SchemeUnexplained,
+    SchemeUnknown,
+    SchemeVerified,
     Verdict,
-    Verified,
     check_token_ids,
     extra_keys_for,
     hash_block,
@@ -164,8 +164,8 @@ def test_a_path_that_is_the_name_hashes_as_two_strings() -> None:
 def test_a_block_as_vllm_announces_it_verifies(event: dict[str, Any]) -> None:
     for hash_block_size in (event["hash_block_size"], None):
         verdict = judge(event, hash_block_size)
-        assert verdict == Verified(DEFAULT, event["hash_block_size"])
-    assert judge({**event, "block_hash": event["block_hash"] ^ 1}, event["hash_block_size"]) == Unexplained(
+        assert verdict == SchemeVerified(DEFAULT, event["hash_block_size"])
+    assert judge({**event, "block_hash": event["block_hash"] ^ 1}, event["hash_block_size"]) == SchemeUnexplained(
         plain=event["extra_keys"] is None
     )
 
@@ -187,7 +187,7 @@ def judge(event: dict[str, Any], hash_block_size: int | None) -> Verdict:
 def test_images_within_several_hash_blocks_cannot_be_judged(hash_block_size: int | None) -> None:
     event = GOLDEN["announced"][-1]
     assert event["hash_block_size"] < event["block_size"]
-    assert isinstance(judge(event, hash_block_size), Unjudged)
+    assert isinstance(judge(event, hash_block_size), SchemeUnknown)
 
 
 def test_an_image_within_the_first_hash_block_is_judged() -> None:
@@ -200,7 +200,7 @@ def test_an_image_within_the_first_hash_block_is_judged() -> None:
         "extra_keys": [("a1", 3)],
         "lora": None,
     }
-    assert judge(event, None) == judge(event, 16) == Verified(DEFAULT, 16)
+    assert judge(event, None) == judge(event, 16) == SchemeVerified(DEFAULT, 16)
 
 
 def verdict(scheme: HashScheme, candidates: list[HashScheme] | tuple[HashScheme, ...], **changes: Any) -> Verdict:
@@ -220,20 +220,20 @@ def verdict(scheme: HashScheme, candidates: list[HashScheme] | tuple[HashScheme,
 @pytest.mark.parametrize("scheme", known_schemes(["mine"]), ids=lambda scheme: scheme.label)
 def test_each_known_scheme_is_told_from_all_others(scheme: HashScheme) -> None:
     every = known_schemes(["mine"])
-    assert verdict(scheme, every) == Verified(scheme, 16)
-    assert verdict(scheme, [other for other in every if other != scheme]) == Unexplained(plain=True)
+    assert verdict(scheme, every) == SchemeVerified(scheme, 16)
+    assert verdict(scheme, [other for other in every if other != scheme]) == SchemeUnexplained(plain=True)
 
 
 def test_a_salt_that_equals_the_lora_name_is_told_apart() -> None:
     hashed: ExtraKeys = (("lora", "x", "/p"), ("cache_salt", "x"))
     told = {"extra_keys_untagged": ["x", "x"], "lora_name": "x", "lora_paths": {"x": "/p"}}
-    assert verdict(DEFAULT, [DEFAULT], hashed=hashed, **told) == Verified(DEFAULT, 16)
+    assert verdict(DEFAULT, [DEFAULT], hashed=hashed, **told) == SchemeVerified(DEFAULT, 16)
 
 
 def test_bare_salts_of_older_engines_do_not_convict_the_scheme() -> None:
     # mypy would not let this key through hash_block: it is what vLLM hashed before vllm#44701.
     older: Any = ("tenant",)
-    assert verdict(DEFAULT, [DEFAULT], hashed=older, extra_keys_untagged=["tenant"]) == Unexplained(plain=False)
+    assert verdict(DEFAULT, [DEFAULT], hashed=older, extra_keys_untagged=["tenant"]) == SchemeUnexplained(plain=False)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_bare_salts_of_older_engines_do_not_convict_the_scheme() -> None:
 )
 def test_what_cannot_be_judged_says_why(changes: dict[str, Any], why: str) -> None:
     outcome = verdict(DEFAULT, [DEFAULT], **changes)
-    assert isinstance(outcome, Unjudged)
+    assert isinstance(outcome, SchemeUnknown)
     assert why in outcome.reason
 
 

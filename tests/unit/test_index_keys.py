@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
-from kvrouter.router.ingest.net_changes import Change
+from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.redis_client.cluster import key_slot
 from kvrouter.router.redis_client.connection import StoreError, parse_url
 from kvrouter.router.redis_client.resp import MEMBERS_PER_COMMAND, command, members_commands
@@ -97,12 +97,14 @@ def test_copies_fields_read_back(place: Place, block_hash: int):
 
 
 @given(
-    changes=st.lists(st.builds(Change, PLACES, HASHES, HASHES), max_size=3),
+    changes=st.lists(st.builds(ResidencyDelta, PLACES, HASHES, HASHES), max_size=3),
     epoch=NAMES,
     kind=st.sampled_from(EntryKind),
     seqs=st.sampled_from([None, (1, 2)]),
 )
-def test_log_entries_read_back(changes: list[Change], epoch: str, kind: EntryKind, seqs: tuple[int, int] | None):
+def test_log_entries_read_back(
+    changes: list[ResidencyDelta], epoch: str, kind: EntryKind, seqs: tuple[int, int] | None
+):
     worker = WorkerKey("m", "w")
     entry = parse_entry(worker, b"5-1", entry_fields(kind, 7, epoch, seqs, changes, {"state": b"x"}))
     assert (entry.id, entry.commit, entry.epoch) == ("5-1", 7, epoch)

@@ -29,7 +29,7 @@ from kvrouter.events.vllm.stream_items import (
 from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
 from kvrouter.router.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.ingest.engine_liveness import EngineAbsent, EnginePresent
-from kvrouter.router.ingest.stock_ingest import Ingest
+from kvrouter.router.ingest.stock_ingest import StockIngest
 from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
 from kvrouter.router.kvcache.catalog import UNNAMED_BLOCK_TOKENS
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
@@ -39,10 +39,10 @@ REPLAY = "tcp://127.0.0.1:2"
 G0 = Place(0, GPU)
 
 
-def make(replay: str | None = REPLAY, catalog: CatalogSpec | None = None) -> Ingest:
+def make(replay: str | None = REPLAY, catalog: CatalogSpec | None = None) -> StockIngest:
     numbers = count()
     registration = Registration(WorkerKey("m", "w"), events="tcp://127.0.0.1:1", replay=replay, catalog=catalog)
-    return Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
+    return StockIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
 
 
 def stored(hashes: list[int], group: int | None = 0, **fields: Any) -> WireStored:
@@ -62,19 +62,19 @@ def batch(seq: int, *events: Any) -> Batch:
     return Batch(seq, payload, fingerprint(payload), False)
 
 
-def feed(ingest: Ingest, *items: Any) -> Ingest:
+def feed(ingest: StockIngest, *items: Any) -> StockIngest:
     for item in items:
         ingest.apply(item, 1.0)
     return ingest
 
 
-def net(ingest: Ingest) -> dict[str, tuple[list[int], list[int]]]:
+def net(ingest: StockIngest) -> dict[str, tuple[list[int], list[int]]]:
     flush = ingest.take()
     assert flush is not None
     return {c.place.text: (sorted(c.added.tolist()), sorted(c.removed.tolist())) for c in flush.changes}
 
 
-def live(**options: Any) -> Ingest:
+def live(**options: Any) -> StockIngest:
     ingest = feed(make(**options), Connected(replaying=True), ReplayFinished(None, None, 0))
     assert ingest.state is StreamState.LIVE
     return ingest
@@ -360,11 +360,11 @@ def test_what_happened_to_a_live_worker_hides_nothing_for_good() -> None:
 
 def test_an_engine_that_is_not_up_is_down_until_its_stream_or_its_url_shows_it() -> None:
     ingest = make()
-    ingest.vital(EngineAbsent("http://x cannot be reached: Connection refused"))
+    ingest.on_liveness(EngineAbsent("http://x cannot be reached: Connection refused"))
     assert ingest.state is StreamState.DOWN and "not up" in ingest.reason and "Connection refused" in ingest.reason
-    ingest.vital(EnginePresent())
+    ingest.on_liveness(EnginePresent())
     assert ingest.state is StreamState.CONNECTING
-    ingest.vital(EngineAbsent("refused"))
+    ingest.on_liveness(EngineAbsent("refused"))
     # Its URL may be one that this router cannot reach; events prove that it lives.
     feed(ingest, Connected(), batch(0, stored([1])))
     assert ingest.state is StreamState.LIVE and "not up" not in ingest.reason

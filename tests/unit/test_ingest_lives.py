@@ -29,11 +29,11 @@ from kvrouter.events.vllm.stream_items import (
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
 from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
 from kvrouter.router.ingest.engine_liveness import EngineLost, EngineRestarted, EngineSame
-from kvrouter.router.ingest.patch_ingest import ReportIngest
+from kvrouter.router.ingest.patch_ingest import PatchIngest
 from kvrouter.router.ingest.stock_ingest import META_LEARNED, META_SCHEME, SAME_PROCESS_WAIT_S
 from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
 from kvrouter.router.kvcache.catalog import ODD_EVENTS_FORGOTTEN_AFTER
-from kvrouter.router.kvcache.scheme_verification import Standing
+from kvrouter.router.kvcache.scheme_verification import SchemeState
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.workers.stream_state import StreamState
 
@@ -43,12 +43,12 @@ TOKENS = list(range(100, 132))
 CBOR, PICKLED = HashScheme.default("sha256_cbor"), HashScheme.default()
 
 
-def make(replay: str | None = REPLAY, url: str | None = None, catalog: CatalogSpec | None = None) -> ReportIngest:
+def make(replay: str | None = REPLAY, url: str | None = None, catalog: CatalogSpec | None = None) -> PatchIngest:
     numbers = count()
     registration = Registration(
         WorkerKey("m", "w"), events="tcp://127.0.0.1:1", replay=replay, url=url, catalog=catalog
     )
-    return ReportIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
+    return PatchIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
 
 
 def stored(hashes: list[int], group: int | None = 0, size: int = 16, kind: str | None = "full_attention") -> WireStored:
@@ -74,13 +74,13 @@ def batch(seq: int, *events: Any) -> Batch:
     return Batch(seq, payload, fingerprint(payload), False)
 
 
-def feed(ingest: ReportIngest, *items: Any, now: float = 1.0) -> ReportIngest:
+def feed(ingest: PatchIngest, *items: Any, now: float = 1.0) -> PatchIngest:
     for item in items:
         ingest.apply(item, now)
     return ingest
 
 
-def live(**options: Any) -> ReportIngest:
+def live(**options: Any) -> PatchIngest:
     return feed(make(**options), Connected(replaying=True), ReplayFinished(None, None, 0))
 
 
@@ -103,11 +103,11 @@ def test_another_layout_and_hash_scheme_are_learned_from_nothing(end: list[Any])
     assert ingest.identity.scheme == CBOR and len(ingest.catalog.groups) == 2
     ingest.take()
     for sign in end:
-        ingest.vital(sign) if isinstance(sign, EngineRestarted | EngineLost) else feed(ingest, sign)
+        ingest.on_liveness(sign) if isinstance(sign, EngineRestarted | EngineLost) else feed(ingest, sign)
     feed(ingest, batch(5, root(PICKLED, 32)))
     catalog = ingest.catalog
     assert catalog.problem is None and [(g.group_idx, g.block_size) for g in catalog.groups] == [(0, 32)]
-    assert (ingest.identity.scheme, ingest.identity.standing) == (PICKLED, Standing.VERIFIED)
+    assert (ingest.identity.scheme, ingest.identity.standing) == (PICKLED, SchemeState.VERIFIED)
     # Others read it from Redis.
     flush = ingest.take()
     assert flush is not None and flush.opens_epoch
@@ -158,7 +158,7 @@ def test_what_the_own_topic_taught_does_not_stand_beside_what_the_patch_declares
 
 def test_what_still_comes_of_an_ended_process_is_not_taken() -> None:
     ingest = feed(live(url=URL), batch(0, stored([1])))
-    ingest.vital(EngineRestarted("another start"))
+    ingest.on_liveness(EngineRestarted("another start"))
     feed(ingest, batch(1, stored([2])))
     assert ingest.blocks.blocks == 0 and ingest.state is StreamState.CONNECTING
     feed(ingest, Restarted(0, 1, "another start"), batch(0, stored([3])))
@@ -166,7 +166,7 @@ def test_what_still_comes_of_an_ended_process_is_not_taken() -> None:
     reports = make(url=URL)
     reports.follow_reports()
     feed(reports, hello("a"), Connected(), snapshot("a", 1))
-    reports.vital(EngineRestarted("another start"))
+    reports.on_liveness(EngineRestarted("another start"))
     late = ReportBatch(1, Events("a", 1.0, 1.0, [ReportStored(pack_hashes([9]), 0, GPU, 16)]))
     feed(reports, late, snapshot("a", 1))
     assert reports.state is StreamState.RESYNCING and reports.blocks.blocks == 0
@@ -203,19 +203,19 @@ def test_the_next_seq_alone_is_no_proof() -> None:
 
 def test_the_next_seq_and_the_same_process_are_a_proof() -> None:
     ingest = feed(live(replay=None, url=URL), batch(0, stored([1])))
-    ingest.vital(EngineSame(1.0, 5.0))
+    ingest.on_liveness(EngineSame(1.0, 5.0))
     feed(ingest, batch(1, stored([2])), Disconnected(), Connected(), Proven(1, "next_seq"), batch(2), now=3.0)
     assert ingest.state is StreamState.SUSPECT
-    ingest.vital(EngineSame(2.0, 5.0))
+    ingest.on_liveness(EngineSame(2.0, 5.0))
     assert ingest.state is StreamState.SUSPECT
-    ingest.vital(EngineSame(4.0, 5.0))
+    ingest.on_liveness(EngineSame(4.0, 5.0))
     assert ingest.state is StreamState.LIVE and ingest.blocks.counts() == {"g0:GPU": 2}
 
 
 def test_a_process_that_was_not_known_before_is_no_proof_and_neither_is_silence() -> None:
     ingest = feed(live(replay=None, url=URL), batch(0, stored([1])))
     feed(ingest, Disconnected(), Connected(), Proven(0, "next_seq"), batch(1, stored([2])), now=3.0)
-    ingest.vital(EngineSame(4.0, 5.0))
+    ingest.on_liveness(EngineSame(4.0, 5.0))
     assert ingest.blocks.blocks == 0 and "not known before" in ingest.reason
     ingest = feed(live(replay=None, url=URL), batch(0, stored([1])))
     feed(ingest, Disconnected(), Connected(), Proven(0, "next_seq"), batch(1, stored([2])), now=3.0)
@@ -225,7 +225,7 @@ def test_a_process_that_was_not_known_before_is_no_proof_and_neither_is_silence(
 
 def test_another_router_knows_the_process_and_what_was_not_replayed() -> None:
     ingest = feed(live(url=URL), batch(0, stored([1])), GapLost(1, 2, "no answer"), Incomplete(), batch(2, stored([2])))
-    ingest.vital(EngineSame(1.0, 5.0))
+    ingest.on_liveness(EngineSame(1.0, 5.0))
     feed(ingest, batch(3, stored([3])))
     flush = ingest.take()
     assert flush is not None
@@ -233,7 +233,7 @@ def test_another_router_knows_the_process_and_what_was_not_replayed() -> None:
     other.restore(flush.epoch, 3, {Place(0, GPU): np.array([2, 3], np.uint64)}, {}, flush.meta)
     assert other.resume_point == ResumePoint(3, batch(3, stored([3])).fingerprint, incomplete=True)
     feed(other, Connected(), Proven(3, "next_seq"), batch(4), now=3.0)
-    other.vital(EngineSame(4.0, 5.0))
+    other.on_liveness(EngineSame(4.0, 5.0))
     assert other.state is StreamState.LIVE and other.blocks.counts() == {"g0:GPU": 2}
 
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 
 import os
 import select
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-from kvrouter.engine_patch.reporter.event_queue import Dropped, Intake, Lost, Message
-from kvrouter.events.patch.messages import ReportCleared, ReportStored
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from report_peer import fails, removed, said, stored
+
+from kvrouter.engine_patch.reporter.event_queue import EventsDropped, EventsLost, Intake, Message
+from kvrouter.events.patch.messages import ReportCleared, ReportStored
 
 
 @pytest.fixture
@@ -67,20 +63,20 @@ def test_what_does_not_fit_keeps_its_place_in_a_compact_form(intake: Intake) -> 
     intake.put(said(stored([3])), 3)
     assert isinstance(intake.take(), Message)
     dropped = intake.take()
-    assert isinstance(dropped, Dropped)
+    assert isinstance(dropped, EventsDropped)
     kept = dropped.events[0]
     assert isinstance(kept, ReportStored)
     assert (kept.runs, kept.kind, kept.lora_name, kept.ownership, kept.locality) == ([], None, None, "o", "x")
     assert dropped.events[2] is clear
     # Still full when it came.
-    assert isinstance(intake.take(), Dropped)
+    assert isinstance(intake.take(), EventsDropped)
 
 
 def test_one_that_cannot_be_read_is_a_loss_in_its_place(intake: Intake) -> None:
     for make in (said(), said(), fails, said()):
         intake.put(make, None)
     kinds = [type(intake.take()) for _ in range(4)]
-    assert kinds == [Message, Message, Lost, Dropped]
+    assert kinds == [Message, Message, EventsLost, EventsDropped]
 
 
 def test_beyond_the_bound_all_is_given_up_until_it_is_seen(intake: Intake) -> None:
@@ -94,7 +90,7 @@ def test_beyond_the_bound_all_is_given_up_until_it_is_seen(intake: Intake) -> No
     intake.put(sized, None)
     assert len(intake) == 1
     lost = intake.take()
-    assert isinstance(lost, Lost)
+    assert isinstance(lost, EventsLost)
     assert lost.given_up is not None
     assert (len(lost.given_up), lost.unread) == (5, 2)
     # From here on it is as at the start.
@@ -113,7 +109,7 @@ def test_what_was_taken_counts_no_more(intake: Intake) -> None:
         # Two messages stay queued; one of 912 bytes at a time waits behind them.
         intake.put(sized, None)
         taken = intake.take()
-        assert isinstance(taken, Message | Dropped)
+        assert isinstance(taken, Message | EventsDropped)
 
 
 def test_nothing_is_raised_after_close() -> None:

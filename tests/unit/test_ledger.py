@@ -3,16 +3,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
+from report_peer import removed, stored
 
 from kvrouter.engine_patch.reporter.ledger import Ledger
 from kvrouter.events.patch.messages import PlaceSummary, ReportCleared, ReportEvent, ReportStored, unpack_hashes
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-from report_peer import removed, stored
 
 BIG = 2**64 - 1
 

@@ -14,9 +14,9 @@ from kvrouter.router.load.engine_metrics import EngineLoad, parse_engine_load
 from kvrouter.router.load.load_table import LoadTable
 from kvrouter.router.load.pending_prefixes import PIECE_TOKENS, PendingPrefixes, names_of
 from kvrouter.router.load.session_affinity import SessionMemory
-from kvrouter.router.load.wait_queue import TRIES_PER_LOOK, Waiter, WaitingLine
-from kvrouter.router.load.worker_load import GAUGE_TTL_S, IDLE_GRACE_S, Weights
-from kvrouter.router.load.worker_speed import SAMPLES_MIN, WorkerRates, weighted_median
+from kvrouter.router.load.wait_queue import TRIES_PER_LOOK, Waiter, WaitQueue
+from kvrouter.router.load.worker_load import GAUGE_TTL_S, IDLE_GRACE_S, LoadModel
+from kvrouter.router.load.worker_speed import SAMPLES_MIN, WorkerSpeed, weighted_median
 from kvrouter.router.matching.question import Question
 
 A, B = WorkerKey("m", "a"), WorkerKey("m", "b")
@@ -26,7 +26,7 @@ A, B = WorkerKey("m", "a"), WorkerKey("m", "b")
 
 
 def test_the_prefill_rate_is_that_of_most_tokens_whatever_some_samples_say() -> None:
-    rates, rng = WorkerRates(), random.Random(3)
+    rates, rng = WorkerSpeed(), random.Random(3)
     for number in range(40):
         tokens, queued = rng.randrange(600, 20_000), rng.randrange(0, 20_000)
         seconds = (tokens + queued) / 10_000 * rng.uniform(0.95, 1.05)
@@ -36,7 +36,7 @@ def test_the_prefill_rate_is_that_of_most_tokens_whatever_some_samples_say() -> 
 
 
 def test_nothing_is_known_of_a_worker_before_some_prompts_nor_from_short_ones() -> None:
-    rates = WorkerRates()
+    rates = WorkerSpeed()
     for _ in range(100):
         rates.first_token(100, 0, 0, 0.5)
         rates.first_token(1_000, 0, 0, 0.0)
@@ -49,7 +49,7 @@ def test_nothing_is_known_of_a_worker_before_some_prompts_nor_from_short_ones() 
 
 
 def test_a_worker_that_became_slower_is_soon_known_to_be() -> None:
-    rates = WorkerRates()
+    rates = WorkerSpeed()
     for speed in (10_000, 2_000):
         for _ in range(60):
             rates.first_token(5_000, 0, 0, 5_000 / speed)
@@ -57,7 +57,7 @@ def test_a_worker_that_became_slower_is_soon_known_to_be() -> None:
 
 
 def test_what_loading_back_costs_is_learned_once_the_prefill_rate_is_known() -> None:
-    rates = WorkerRates()
+    rates = WorkerSpeed()
     for _ in range(SAMPLES_MIN):
         rates.first_token(1_000, 8_000, 0, 0.1)
     assert rates.cpu_token_cost is None
@@ -70,7 +70,7 @@ def test_what_loading_back_costs_is_learned_once_the_prefill_rate_is_known() -> 
 
 
 def test_the_decode_rate_comes_from_answers_of_some_length() -> None:
-    rates = WorkerRates()
+    rates = WorkerSpeed()
     for _ in range(SAMPLES_MIN):
         rates.decoded(3, 0.001)
         rates.decoded(100, 2.0)
@@ -132,7 +132,7 @@ def test_absurd_numbers_are_bounded() -> None:
 
 
 def test_requests_that_came_by_other_ways_count_when_they_are_seen_twice() -> None:
-    weights = Weights(LoadTable(), 10_000)
+    weights = LoadModel(LoadTable(), 10_000)
     weights.table.reserve("mine", A, 100, 500, 0.0)
     weights.engine_said(A, EngineLoad(3, 2), 1.0)
     assert weights.burden(A).queued_tokens == 100
@@ -152,7 +152,7 @@ def test_requests_that_came_by_other_ways_count_when_they_are_seen_twice() -> No
 
 
 def test_an_idle_engine_ends_what_was_reserved_there_a_while_ago() -> None:
-    weights = Weights(LoadTable(), 10_000)
+    weights = LoadModel(LoadTable(), 10_000)
     weights.table.reserve("old", A, 100, 10, 0.0)
     weights.table.reserve("elsewhere", B, 100, 10, 0.0)
     weights.table.reserve("new", A, 70, 10, IDLE_GRACE_S)
@@ -162,7 +162,7 @@ def test_an_idle_engine_ends_what_was_reserved_there_a_while_ago() -> None:
 
 
 def test_a_worker_is_slow_beside_the_others_of_its_model_only() -> None:
-    weights, c, other = Weights(LoadTable(), 10_000), WorkerKey("m", "c"), WorkerKey("other", "a")
+    weights, c, other = LoadModel(LoadTable(), 10_000), WorkerKey("m", "c"), WorkerKey("other", "a")
     for worker, speed in ((A, 1_000), (B, 3_000), (c, 3_100), (other, 10)):
         for _ in range(SAMPLES_MIN):
             weights.rates_of(worker).first_token(6_000, 0, 0, 6_000 / speed)
@@ -177,19 +177,19 @@ def test_a_worker_is_slow_beside_the_others_of_its_model_only() -> None:
 
 def test_a_session_is_remembered_for_a_while_and_only_so_many_are() -> None:
     memory = SessionMemory(ttl_s=10.0, max_sessions=3)
-    memory.went("s", A, 100, 0.0)
+    memory.record_choice("s", A, 100, 0.0)
     place = memory.find("m", "s", 9.0)
     assert place is not None and (place.worker, place.tokens) == (A, 100)
     assert memory.find("m", "s", 10.0) is None and memory.find("other", "s", 1.0) is None
-    memory.went("s", B, 200, 5.0)
+    memory.record_choice("s", B, 200, 5.0)
     for number in range(2):
-        memory.went(f"t{number}", A, 1, 6.0)
+        memory.record_choice(f"t{number}", A, 1, 6.0)
     assert memory.find("m", "s", 7.0) == (B, 200, 15.0)
-    memory.went("t2", A, 1, 7.0)
+    memory.record_choice("t2", A, 1, 7.0)
     assert len(memory) == 3 and memory.find("m", "s", 7.0) is None
     memory.expire(16.5)
     assert len(memory) == 1
-    memory.went("x" * 10_000, A, 1, 20.0)
+    memory.record_choice("x" * 10_000, A, 1, 20.0)
     assert memory.find("m", "x" * 10_000, 20.0) is None
 
 
@@ -260,7 +260,7 @@ def test_only_so_many_names_are_kept_and_a_prompts_end_goes_first() -> None:
 
 
 def test_the_line_is_served_in_order_and_leaves_room_for_so_many() -> None:
-    line: WaitingLine[str] = WaitingLine(3)
+    line: WaitQueue[str] = WaitQueue(3)
     waiters = [Waiter("m", 10, name) for name in "abc"]
     for waiter in waiters:
         line.join(waiter, 1.0)
@@ -281,7 +281,7 @@ def test_the_line_is_served_in_order_and_leaves_room_for_so_many() -> None:
 
 
 def test_one_that_waits_for_a_worker_of_its_own_does_not_keep_the_others_waiting() -> None:
-    line: WaitingLine[int] = WaitingLine(100)
+    line: WaitQueue[int] = WaitQueue(100)
     for number in range(50):
         line.join(Waiter("m", 1, number), 1.0)
     tried: list[int] = []

@@ -8,7 +8,7 @@ import pytest
 from kvrouter.router.common.errors import UnknownModel
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.workers.engine_lists import ServedModels, served_in
-from kvrouter.router.workers.model_names import ModelNames, Served, unserved_problem
+from kvrouter.router.workers.model_names import ModelNames, ServedModel, unserved_problem
 from kvrouter.router.workers.registration import CatalogSpec, Registration
 
 BASE, OTHER = "base", "other"
@@ -32,14 +32,14 @@ def names(*registrations: Registration, listed: dict[str, dict[str, str]] | None
 
 
 def test_a_registered_model_is_itself() -> None:
-    assert names(worker("w0")).resolve(BASE) == Served(BASE)
+    assert names(worker("w0")).resolve(BASE) == ServedModel(BASE)
 
 
 def test_an_alias_stands_for_a_model_or_an_adapter_and_wins_over_a_model_of_its_name() -> None:
     found = names(worker("w0", lora="style"), worker("w1", OTHER), gpt=BASE, nice="style", other=BASE)
-    assert found.resolve("gpt") == Served(BASE)
-    assert found.resolve("nice") == Served(BASE, "style", frozenset({"w0"}))
-    assert found.resolve(OTHER) == Served(BASE)
+    assert found.resolve("gpt") == ServedModel(BASE)
+    assert found.resolve("nice") == ServedModel(BASE, "style", frozenset({"w0"}))
+    assert found.resolve(OTHER) == ServedModel(BASE)
 
 
 def test_an_adapter_is_of_those_who_have_it_however_that_is_known() -> None:
@@ -51,8 +51,8 @@ def test_an_adapter_is_of_those_who_have_it_however_that_is_known() -> None:
         worker("w2", rank=1),
         listed={"http://w2:1": {"style": "/a", "tone": "/b"}},
     )
-    assert found.resolve("style") == Served(BASE, "style", frozenset({"w0", "w1", "w2"}))
-    assert found.resolve("tone") == Served(BASE, "tone", frozenset({"w2"}))
+    assert found.resolve("style") == ServedModel(BASE, "style", frozenset({"w0", "w1", "w2"}))
+    assert found.resolve("tone") == ServedModel(BASE, "tone", frozenset({"w2"}))
 
 
 def test_a_name_of_nobody_is_unknown_and_the_error_lists_what_there_is() -> None:

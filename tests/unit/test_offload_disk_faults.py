@@ -5,24 +5,21 @@ from __future__ import annotations
 
 import errno
 import logging
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from disk_child import RECORD_BYTES, STRIDE_BYTES, FaultyFiles, HandExecutor, Slots, identity, key, payload, salt_of
 
 from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE, Finished
 from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
 from kvrouter.engine_patch.offload.disk.format.folder import DiskFolderError
 from kvrouter.engine_patch.offload.disk.format.manifest import ENTRY_BYTES, HEADER_BYTES
-from kvrouter.engine_patch.offload.disk.format.record_store import DONE, Found, Outcome, Store
+from kvrouter.engine_patch.offload.disk.format.record_store import DONE, Found, RecordOutcome, Store
 from kvrouter.engine_patch.offload.disk.health import State
 from kvrouter.engine_patch.offload.disk.tier import UNCLEARED, DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey
 from kvrouter.engine_patch.setup.throttled_log import INTERVAL_S
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-from disk_child import RECORD_BYTES, STRIDE_BYTES, FaultyFiles, HandExecutor, Slots, identity, key, payload, salt_of
 
 A, B, C, D, E = (key(number) for number in range(5))
 RETRY_S = 10.0
@@ -233,7 +230,7 @@ def test_of_a_key_that_is_there_twice_the_newer_stays(tmp_path: Path) -> None:
     into = memoryview(bytearray(RECORD_BYTES))
     assert made.read(A, 2, made.generation, into) == DONE and salt_of(into) == 2
     # Should the newer one go, the older does not come back.
-    assert made.read(A, 0, made.generation, into).outcome is Outcome.CORRUPT
+    assert made.read(A, 0, made.generation, into).outcome is RecordOutcome.CORRUPT
     made.close()
 
 
@@ -242,7 +239,7 @@ def test_an_entry_of_something_else_is_not_loaded(tmp_path: Path, wrong: str) ->
     made = store(tmp_path)
     into = memoryview(bytearray(RECORD_BYTES))
     name, generation = (B, made.generation) if wrong == "key" else (A, made.generation + 1)
-    assert made.read(name, 0, generation, into).outcome is Outcome.CORRUPT
+    assert made.read(name, 0, generation, into).outcome is RecordOutcome.CORRUPT
     assert bytes(into) == bytes(RECORD_BYTES)
     made.close()
 

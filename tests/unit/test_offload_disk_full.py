@@ -8,19 +8,16 @@ import os
 import resource
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from disk_child import RECORD_BYTES, STRIDE_BYTES, HandExecutor, Slots, identity, key, payload
 
 from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
 from kvrouter.engine_patch.offload.disk.health import State
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-from disk_child import RECORD_BYTES, STRIDE_BYTES, HandExecutor, Slots, identity, key, payload
 
 RETRY_S = 10.0
 ROOM_BYTES = 256 * 1024

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import errno
-import sys
 import zlib
 from pathlib import Path
 
 import pytest
+from disk_child import RECORD_BYTES, FaultyFiles, payload
 
 from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
 from kvrouter.engine_patch.offload.disk.format.records import PAGE_BYTES, Records, stride_bytes
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-from disk_child import RECORD_BYTES, FaultyFiles, payload
 
 SIZE = RECORD_BYTES
 A, B = payload(b"a", SIZE), payload(b"b", SIZE)

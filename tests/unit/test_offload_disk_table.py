@@ -4,16 +4,12 @@
 from __future__ import annotations
 
 import logging
-import sys
-from pathlib import Path
 
 import pytest
+from disk_child import key
 
 from kvrouter.engine_patch.offload.disk.health import MAX_RETRY_S, Health, Permit, State
 from kvrouter.engine_patch.offload.disk.record_table import RecordTable, Room
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-from disk_child import key
 
 A, B, C, D = (key(number) for number in range(4))
 

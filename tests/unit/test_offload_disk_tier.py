@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from disk_child import RECORD_BYTES, STRIDE_BYTES, FaultyFiles, HandExecutor, Slots, identity, key, payload
 
 from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE, Finished
 from kvrouter.engine_patch.offload.disk.format.checksum import CRC32
@@ -18,9 +18,6 @@ from kvrouter.engine_patch.offload.disk.format.folder import DiskFolderError, Fo
 from kvrouter.engine_patch.offload.disk.health import State
 from kvrouter.engine_patch.offload.disk.tier import DiskTier
 from kvrouter.engine_patch.offload.key import OffloadKey
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-from disk_child import RECORD_BYTES, STRIDE_BYTES, FaultyFiles, HandExecutor, Slots, identity, key, payload
 
 A, B, C, D = (key(number) for number in range(4))
 SLOTS = 8

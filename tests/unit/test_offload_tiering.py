@@ -12,7 +12,14 @@ import pytest
 from kvrouter.engine_patch.offload.key import OffloadKey, pack
 from kvrouter.engine_patch.offload.tiers.cpu_tier import CpuTier
 from kvrouter.engine_patch.offload.tiers.lru import LruPolicy
-from kvrouter.engine_patch.offload.tiers.tiering import PATIENCE_STEPS, Answer, Change, Medium, Tiering, Wish
+from kvrouter.engine_patch.offload.tiers.tiering import (
+    PATIENCE_STEPS,
+    LookupAnswer,
+    Medium,
+    PromotionRequest,
+    TierChange,
+    Tiering,
+)
 
 CPU, DISK = Medium.CPU, Medium.STORAGE
 
@@ -109,7 +116,7 @@ def store(tiers: Tiering, wanted: Sequence[OffloadKey]) -> list[OffloadKey]:
     return begun[0]
 
 
-def ask(tiers: Tiering, wanted: Sequence[OffloadKey], wish: Wish) -> list[Answer]:
+def ask(tiers: Tiering, wanted: Sequence[OffloadKey], wish: PromotionRequest) -> list[LookupAnswer]:
     """One step in which one request is looked up."""
     answers = [tiers.look_up(one, wish) for one in wanted]
     tiers.end_step()
@@ -117,14 +124,14 @@ def ask(tiers: Tiering, wanted: Sequence[OffloadKey], wish: Wish) -> list[Answer
 
 
 def test_a_chunk_is_there_when_its_store_has_ended() -> None:
-    tiers, wish = tiering(4), Wish()
-    assert ask(tiers, keys(1), wish) == [Answer.NO]
+    tiers, wish = tiering(4), PromotionRequest()
+    assert ask(tiers, keys(1), wish) == [LookupAnswer.NO]
     assert tiers.begin_store(keys(1, 2)) == (keys(1, 2), [0, 1])
-    assert ask(tiers, keys(1, 2), wish) == [Answer.SOON] * 2
+    assert ask(tiers, keys(1, 2), wish) == [LookupAnswer.SOON] * 2
     assert tiers.take_changes() == []
     tiers.end_store(keys(1, 2), True)
-    assert ask(tiers, keys(1, 2), wish) == [Answer.YES] * 2
-    assert tiers.take_changes() == [Change(CPU, False, keys(1, 2))]
+    assert ask(tiers, keys(1, 2), wish) == [LookupAnswer.YES] * 2
+    assert tiers.take_changes() == [TierChange(CPU, False, keys(1, 2))]
     assert tiers.begin_load(keys(2, 1), wish) == [1, 0]
     assert not tiers.busy
 
@@ -133,7 +140,7 @@ def test_a_store_that_failed_leaves_nothing_and_says_nothing() -> None:
     tiers = tiering(2)
     assert tiers.begin_store(keys(1, 2)) is not None
     tiers.end_store(keys(1, 2), False)
-    assert ask(tiers, keys(1), Wish()) == [Answer.NO] and tiers.take_changes() == []
+    assert ask(tiers, keys(1), PromotionRequest()) == [LookupAnswer.NO] and tiers.take_changes() == []
     assert store(tiers, keys(3, 4)) == keys(3, 4)
 
 
@@ -143,7 +150,7 @@ def test_what_is_there_already_is_not_stored_again_but_is_young() -> None:
     assert tiers.begin_store(keys(1, 2)) == ([], [])
     tiers.take_changes()
     store(tiers, keys(4))
-    assert tiers.take_changes() == [Change(CPU, True, keys(3)), Change(CPU, False, keys(4))]
+    assert tiers.take_changes() == [TierChange(CPU, True, keys(3)), TierChange(CPU, False, keys(4))]
 
 
 def test_the_tail_of_a_prompt_is_evicted_before_its_head() -> None:
@@ -151,13 +158,13 @@ def test_the_tail_of_a_prompt_is_evicted_before_its_head() -> None:
     store(tiers, keys(1, 2, 3, 4))
     tiers.take_changes()
     store(tiers, keys(5, 6))
-    assert tiers.take_changes() == [Change(CPU, True, keys(4, 3)), Change(CPU, False, keys(5, 6))]
+    assert tiers.take_changes() == [TierChange(CPU, True, keys(4, 3)), TierChange(CPU, False, keys(5, 6))]
 
 
 def test_a_store_without_room_is_refused_whole_and_counted() -> None:
     tiers = tiering(2)
     store(tiers, keys(1))
-    assert tiers.begin_load(keys(1), Wish()) == [0]
+    assert tiers.begin_load(keys(1), PromotionRequest()) == [0]
     assert tiers.begin_store(keys(2, 3)) is None and tiers.counts.stores_refused == 1
     tiers.end_load(keys(1))
     assert store(tiers, keys(2, 3)) == keys(2, 3)
@@ -172,11 +179,11 @@ def test_what_is_stored_is_written_to_disk_and_said_when_it_is_there() -> None:
     # Its slot is being read by the disk.
     assert tiers.begin_store(keys(3)) is None
     disk.end()
-    assert tiers.busy and tiers.take_changes() == [Change(DISK, False, keys(1))]
+    assert tiers.busy and tiers.take_changes() == [TierChange(DISK, False, keys(1))]
     assert store(tiers, keys(3)) == keys(3)
-    assert tiers.take_changes() == [Change(CPU, True, keys(1)), Change(CPU, False, keys(3))]
+    assert tiers.take_changes() == [TierChange(CPU, True, keys(1)), TierChange(CPU, False, keys(3))]
     disk.end(2)
-    assert tiers.take_changes() == [Change(DISK, False, keys(2, 3))]
+    assert tiers.take_changes() == [TierChange(DISK, False, keys(2, 3))]
     assert not tiers.busy
 
 
@@ -198,16 +205,16 @@ def test_writes_that_the_disk_cannot_take_are_counted() -> None:
 
 def test_what_an_earlier_engine_left_is_announced_and_promoted_on_demand() -> None:
     disk = SlowDisk(*keys(1, 2))
-    tiers, wish = tiering(2, disk), Wish()
-    assert tiers.busy and tiers.take_changes() == [Change(DISK, False, keys(1, 2))]
-    assert ask(tiers, keys(1, 2, 3), wish) == [Answer.SOON, Answer.SOON, Answer.NO]
+    tiers, wish = tiering(2, disk), PromotionRequest()
+    assert tiers.busy and tiers.take_changes() == [TierChange(DISK, False, keys(1, 2))]
+    assert ask(tiers, keys(1, 2, 3), wish) == [LookupAnswer.SOON, LookupAnswer.SOON, LookupAnswer.NO]
     disk.end()
     # What the disk has done is taken up at the end of a step.
-    assert ask(tiers, keys(1, 2), wish) == [Answer.SOON] * 2
+    assert ask(tiers, keys(1, 2), wish) == [LookupAnswer.SOON] * 2
     disk.end()
-    assert ask(tiers, keys(1, 2), wish) == [Answer.YES, Answer.SOON]
-    assert ask(tiers, keys(1, 2), wish) == [Answer.YES] * 2
-    assert tiers.take_changes() == [Change(CPU, False, keys(1, 2))]
+    assert ask(tiers, keys(1, 2), wish) == [LookupAnswer.YES, LookupAnswer.SOON]
+    assert ask(tiers, keys(1, 2), wish) == [LookupAnswer.YES] * 2
+    assert tiers.take_changes() == [TierChange(CPU, False, keys(1, 2))]
     assert tiers.begin_load(keys(1, 2), wish) == [0, 1]
     assert wish.promoted == set(keys(1, 2)) and tiers.counts.promoted == 2
     # It is on disk still, so it is not written again.
@@ -217,35 +224,35 @@ def test_what_an_earlier_engine_left_is_announced_and_promoted_on_demand() -> No
 def test_a_request_that_may_not_use_the_disk_does_not() -> None:
     disk = SlowDisk(*keys(1))
     tiers = tiering(2, disk)
-    assert tiers.look_up(key(1), Wish(), disk=False) is Answer.NO
+    assert tiers.look_up(key(1), PromotionRequest(), disk=False) is LookupAnswer.NO
     tiers.end_step()
     assert not disk.jobs
 
 
 def test_a_record_that_cannot_be_read_is_gone_and_the_request_goes_on() -> None:
     disk = SlowDisk(*keys(1))
-    tiers, wish = tiering(2, disk), Wish()
+    tiers, wish = tiering(2, disk), PromotionRequest()
     tiers.take_changes()
     ask(tiers, keys(1), wish)
     disk.end(ok=False)
     tiers.end_step()
-    assert ask(tiers, keys(1), wish) == [Answer.NO]
-    assert tiers.take_changes() == [Change(DISK, True, keys(1))]
+    assert ask(tiers, keys(1), wish) == [LookupAnswer.NO]
+    assert tiers.take_changes() == [TierChange(DISK, True, keys(1))]
     assert tiers.counts.promotions_failed == 1
     assert store(tiers, keys(2, 3)) == keys(2, 3)
 
 
 def test_what_a_waiting_request_needs_is_not_evicted_by_others() -> None:
     disk = SlowDisk(*keys(2))
-    tiers, wish = tiering(2, disk), Wish()
+    tiers, wish = tiering(2, disk), PromotionRequest()
     store(tiers, keys(1))
     disk.end()
-    assert ask(tiers, keys(1, 2), wish) == [Answer.YES, Answer.SOON]
+    assert ask(tiers, keys(1, 2), wish) == [LookupAnswer.YES, LookupAnswer.SOON]
     assert tiers.begin_store(keys(3)) is None
     disk.end()
     tiers.end_step()
     assert tiers.begin_store(keys(3)) is None
-    assert ask(tiers, keys(1, 2), wish) == [Answer.YES] * 2
+    assert ask(tiers, keys(1, 2), wish) == [LookupAnswer.YES] * 2
     tiers.begin_load(keys(1, 2), wish)
     tiers.end_load(keys(1, 2))
     assert store(tiers, keys(3)) == keys(3)
@@ -254,7 +261,7 @@ def test_what_a_waiting_request_needs_is_not_evicted_by_others() -> None:
 @pytest.mark.parametrize("ends", ["forgotten", "not asked for any more"])
 def test_a_request_that_went_away_keeps_nothing(ends: str) -> None:
     disk = SlowDisk(*keys(1, 2))
-    tiers, wish = tiering(2, disk), Wish()
+    tiers, wish = tiering(2, disk), PromotionRequest()
     ask(tiers, keys(1, 2), wish)
     disk.end(2)
     if ends == "forgotten":
@@ -268,25 +275,25 @@ def test_a_request_that_went_away_keeps_nothing(ends: str) -> None:
 
 def test_what_does_not_fit_is_refused_so_that_the_request_does_not_wait_for_ever() -> None:
     disk = SlowDisk(*keys(1, 2, 3))
-    tiers, wish = tiering(2, disk), Wish()
-    assert ask(tiers, keys(1, 2, 3), wish) == [Answer.SOON] * 3
+    tiers, wish = tiering(2, disk), PromotionRequest()
+    assert ask(tiers, keys(1, 2, 3), wish) == [LookupAnswer.SOON] * 3
     assert tiers.counts.promotions_refused == 1
     disk.end(2)
     tiers.end_step()
-    assert ask(tiers, keys(1, 2, 3), wish) == [Answer.YES, Answer.YES, Answer.NO]
+    assert ask(tiers, keys(1, 2, 3), wish) == [LookupAnswer.YES, LookupAnswer.YES, LookupAnswer.NO]
 
 
 def test_a_full_queue_of_reads_is_tried_again() -> None:
     disk = SlowDisk(*keys(1, 2), max_queued=1)
-    tiers, wish = tiering(4, disk), Wish()
+    tiers, wish = tiering(4, disk), PromotionRequest()
     ask(tiers, keys(1, 2), wish)
     assert len(disk.jobs) == 1
     disk.end()
-    assert ask(tiers, keys(1, 2), wish)[1] is Answer.SOON
+    assert ask(tiers, keys(1, 2), wish)[1] is LookupAnswer.SOON
     ask(tiers, keys(1, 2), wish)
     disk.end()
     tiers.end_step()
-    assert ask(tiers, keys(1, 2), wish) == [Answer.YES] * 2
+    assert ask(tiers, keys(1, 2), wish) == [LookupAnswer.YES] * 2
 
 
 def test_a_reset_empties_both_tiers_and_says_so() -> None:
@@ -296,8 +303,8 @@ def test_a_reset_empties_both_tiers_and_says_so() -> None:
     disk.end()
     tiers.take_changes()
     tiers.reset()
-    assert tiers.take_changes() == [Change(CPU, True, keys(1, 2)), Change(DISK, True, keys(9, 1))]
-    assert ask(tiers, keys(1, 2, 9), Wish()) == [Answer.NO] * 3
+    assert tiers.take_changes() == [TierChange(CPU, True, keys(1, 2)), TierChange(DISK, True, keys(9, 1))]
+    assert ask(tiers, keys(1, 2, 9), PromotionRequest()) == [LookupAnswer.NO] * 3
     # The disk still reads the slot of 2; the other one is free.
     assert tiers.begin_store(keys(3, 4)) is None
     assert store(tiers, keys(3)) == keys(3)
@@ -309,7 +316,11 @@ def test_a_reset_empties_both_tiers_and_says_so() -> None:
 def test_groups_are_chunks_of_their_own() -> None:
     tiers = tiering(4)
     store(tiers, [key(1, 0), key(1, 1)])
-    assert ask(tiers, [key(1, 0), key(1, 1), key(1, 2)], Wish()) == [Answer.YES, Answer.YES, Answer.NO]
+    assert ask(tiers, [key(1, 0), key(1, 1), key(1, 2)], PromotionRequest()) == [
+        LookupAnswer.YES,
+        LookupAnswer.YES,
+        LookupAnswer.NO,
+    ]
 
 
 def test_closing_closes_the_disk() -> None:

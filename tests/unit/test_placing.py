@@ -4,16 +4,13 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from placing_stage import TOKENS, Stage, ask, hit
 
 from kvrouter.router.common.errors import Conflict, NoWorker, QueueFull, Saturated, UnknownSelection, UnknownWorker
@@ -22,7 +19,7 @@ from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.load.load_table import PREFILL_TTL_S, RESERVATION_TTL_S
 from kvrouter.router.load.pending_prefixes import PENDING_TTL_S, SELECTED_TTL_S, SETTLE_S
 from kvrouter.router.matching.question import Question
-from kvrouter.router.placement.placement_request import Ask, Placement
+from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 
 PATIENCE_S = 20.0
 
@@ -91,10 +88,10 @@ def test_pending_credit_ends_with_the_events_or_by_itself() -> None:
 def test_the_session_comes_back_where_nothing_else_is_known() -> None:
     stage = Stage(*(hit(name) for name in "abcdefgh"))
     unknown = Question("m", 1_000, block_hashes=np.empty(0, np.uint64))
-    first = stage.placing.choose(Ask(unknown, session_id="s"))
+    first = stage.placing.choose(PlacementRequest(unknown, session_id="s"))
     for _ in range(10):
-        assert stage.placing.choose(Ask(unknown, session_id="s")).hit.worker == first.hit.worker
-    assert len({stage.placing.choose(Ask(unknown, session_id=f"s{n}")).hit.worker for n in range(40)}) > 4
+        assert stage.placing.choose(PlacementRequest(unknown, session_id="s")).hit.worker == first.hit.worker
+    assert len({stage.placing.choose(PlacementRequest(unknown, session_id=f"s{n}")).hit.worker for n in range(40)}) > 4
 
 
 def test_who_is_asked_for_left_out_pinned_or_takes_nothing() -> None:

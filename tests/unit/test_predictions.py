@@ -8,30 +8,33 @@ from random import Random
 import pytest
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.quality.concurrency import Flights
+from kvrouter.router.quality.concurrency import Concurrency
 from kvrouter.router.quality.prediction_judge import (
     ALONE_MIN,
     ALONE_WINDOW,
     BUSY_MIN,
     COUNTED_MIN,
     SILENT_MIN,
-    Outcome,
-    Predictions,
+    PredictionJudge,
+    PredictionOutcome,
     outcome_of,
 )
 
 W0, W1 = WorkerKey("m", "w0", 0), WorkerKey("m", "w1", 0)
 
 
-def judged(*pairs: tuple[int, int], alone: bool = True) -> Predictions:
-    predictions = Predictions()
+def judged(*pairs: tuple[int, int], alone: bool = True) -> PredictionJudge:
+    predictions = PredictionJudge()
     for predicted, delivered in pairs:
         predictions.judge(predicted, delivered, alone=alone)
     return predictions
 
 
-@pytest.mark.parametrize(("delivered", "outcome"), [(96, Outcome.EXACT), (95, Outcome.LESS), (97, Outcome.MORE)])
-def test_an_outcome_is_exact_or_it_is_not(delivered: int, outcome: Outcome) -> None:
+@pytest.mark.parametrize(
+    ("delivered", "outcome"),
+    [(96, PredictionOutcome.EXACT), (95, PredictionOutcome.LESS), (97, PredictionOutcome.MORE)],
+)
+def test_an_outcome_is_exact_or_it_is_not(delivered: int, outcome: PredictionOutcome) -> None:
     assert outcome_of(96, delivered) is outcome
 
 
@@ -61,7 +64,7 @@ def test_evictions_and_siblings_among_others_are_no_alarm() -> None:
     # Far worse than measured with 16 clients on caches that are much too small.
     rng = Random(1)
     for _ in range(100):
-        predictions = Predictions()
+        predictions = PredictionJudge()
         for _ in range(300):
             luck = rng.random()
             delivered = 512 if luck < 0.4 else 1_024 if luck < 0.6 else 768
@@ -79,7 +82,7 @@ def test_a_cache_that_loses_most_of_what_is_predicted_is_told_also_among_others(
 
 
 def test_an_engine_that_never_tells_is_named() -> None:
-    predictions = Predictions()
+    predictions = PredictionJudge()
     for _ in range(SILENT_MIN):
         assert predictions.problem() is None
         assert predictions.delivered_of(None, 96) is None
@@ -90,7 +93,7 @@ def test_an_engine_that_never_tells_is_named() -> None:
 
 
 def test_an_engine_that_leaves_zeros_out_means_zero() -> None:
-    predictions = Predictions()
+    predictions = PredictionJudge()
     assert predictions.delivered_of(None, 0) is None
     assert predictions.delivered_of(64, 64) == 64
     assert predictions.delivered_of(None, 0) == 0
@@ -99,7 +102,7 @@ def test_an_engine_that_leaves_zeros_out_means_zero() -> None:
 
 
 def test_other_lengths_are_another_tokenizer() -> None:
-    predictions = Predictions()
+    predictions = PredictionJudge()
     for _ in range(COUNTED_MIN - 1):
         predictions.counted(100, 101)
     assert predictions.problem() is None
@@ -112,17 +115,17 @@ def test_other_lengths_are_another_tokenizer() -> None:
 
 
 def test_alone_is_who_met_nobody_until_then() -> None:
-    flights = Flights()
+    flights = Concurrency()
     first = flights.begun(W0)
     elsewhere = flights.begun(W1)
-    assert first.alone and elsewhere.alone
+    assert first.uncontested and elsewhere.uncontested
     second = flights.begun(W0)
-    assert not first.alone and not second.alone
+    assert not first.uncontested and not second.uncontested
     first.ended()
-    assert not second.alone
+    assert not second.uncontested
     second.ended()
     third = flights.begun(W0)
-    assert third.alone
+    assert third.uncontested
     flights.forget(W0)
     third.ended()
-    assert flights.begun(W0).alone
+    assert flights.begun(W0).uncontested

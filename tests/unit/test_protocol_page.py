@@ -26,8 +26,6 @@ from kvrouter.engine_patch.setup.settings import DEFAULT_MAX_BLOCKS
 from kvrouter.events.patch import messages as report
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(TESTS / "support"))
-sys.path.insert(0, str(TESTS / "golden"))
 from make_report_messages import CASES, message, plain  # noqa: E402
 from report_peer import TIMEOUT_MS, eventually, fails, removed, said, start, stored  # noqa: E402
 

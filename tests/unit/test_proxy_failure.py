@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from kvrouter.router.proxy.request_reader import PATHS
-from kvrouter.router.proxy.upstream.failure import MAX_ARRIVALS, MAX_ATTEMPTS, Attempts, Failure, Kind, Spent
+from kvrouter.router.proxy.upstream.failure import MAX_ARRIVALS, MAX_ATTEMPTS, Attempts, AttemptsSpent, Failure, Kind
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 NOT_ARRIVED = (Kind.REFUSED, Kind.CONNECT_TIMEOUT)
@@ -70,7 +70,7 @@ def test_prefill_workers_and_engines_that_tokenize_count_among_those_that_may_ha
     attempts = Attempts(CHAT, pinned=False)
     assert attempts.failed("d0", Failure(Kind.RESET, ""))
     assert attempts.prefill_failed("p0", Failure(Kind.REFUSED, ""))
-    with pytest.raises(Spent):
+    with pytest.raises(AttemptsSpent):
         attempts.prefill_failed("p1", Failure(Kind.LOST, ""))
     assert attempts.trail == ["d0 reset", "p0 refused", "p1 lost"]
 

@@ -3,34 +3,29 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
 from fake_reporter import Ledger, packed, parts, stored, summary
 
 from kvrouter.events.patch.cursor import REMEMBERED_EPOCHS, ReportCursor
 from kvrouter.events.patch.items import (
-    Beat,
     Connected,
     Declared,
     Disconnected,
     Greeted,
-    Heard,
+    HeartbeatSeen,
     Loaded,
     Malformed,
     NewEpoch,
+    PatchHeard,
+    PatchSilent,
     ReportBatch,
     ReportGap,
     ReportItem,
     ReportResume,
-    Silent,
     SnapshotFailed,
 )
 from kvrouter.events.patch.messages import (
@@ -182,7 +177,7 @@ class TestStart:
         live(cursor, 10)
         cursor.heartbeat(11, beat(), 10)
         load(cursor, 10)
-        assert kinds(cursor.take()) == ["Loaded", "ReportBatch", "Beat"]
+        assert kinds(cursor.take()) == ["Loaded", "ReportBatch", "HeartbeatSeen"]
 
     def test_gap_among_the_held(self) -> None:
         cursor = greeted()
@@ -206,7 +201,7 @@ class TestResume:
         cursor.hello(hello(A, 10))
         live(cursor, 10)
         cursor.heartbeat(11, beat(), 10)
-        assert kinds(cursor.take()) == ["Greeted", "ReportBatch", "Beat"]
+        assert kinds(cursor.take()) == ["Greeted", "ReportBatch", "HeartbeatSeen"]
         assert cursor.request is None
 
     def test_answer_tells_what_was_missed(self) -> None:
@@ -514,7 +509,7 @@ class TestNews:
         cursor.heartbeat(10, beat(), 10)
         message = beat()
         cursor.heartbeat(10, message, 10)
-        assert cursor.take() == [Silent(3.0), Heard(), Beat(10, beat()), Beat(10, message)]
+        assert cursor.take() == [PatchSilent(3.0), PatchHeard(), HeartbeatSeen(10, beat()), HeartbeatSeen(10, message)]
         assert not cursor.is_silent
 
     def test_malformed_is_counted(self) -> None:

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from kvrouter.events.patch.items import (
-    Beat,
     Declared,
     Greeted,
-    Heard,
+    HeartbeatSeen,
     Loaded,
     NewEpoch,
+    PatchHeard,
+    PatchSilent,
     ReportBatch,
     ReportGap,
-    Silent,
     Snapshot,
     SnapshotFailed,
     SnapshotPlace,
@@ -41,7 +41,7 @@ from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, Proven, ReplayFinished, fingerprint
 from kvrouter.events.vllm.wire import WireStored
 from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
-from kvrouter.router.ingest.patch_ingest import ReportIngest
+from kvrouter.router.ingest.patch_ingest import PatchIngest
 from kvrouter.router.ingest.residency import PlaceSum
 from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
@@ -50,13 +50,13 @@ from kvrouter.router.workers.stream_state import CREDITED, StreamState
 EPOCH, OTHER = "aa" * 8, "bb" * 8
 
 
-def make(catalog: CatalogSpec | None = None) -> ReportIngest:
+def make(catalog: CatalogSpec | None = None) -> PatchIngest:
     numbers = count()
     registration = Registration(WorkerKey("m", "w"), events="tcp://127.0.0.1:1", catalog=catalog)
-    return ReportIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
+    return PatchIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
 
 
-def feed(ingest: ReportIngest, *items: Any) -> ReportIngest:
+def feed(ingest: PatchIngest, *items: Any) -> PatchIngest:
     for item in items:
         ingest.apply(item, 1.0)
     return ingest
@@ -99,22 +99,22 @@ def events(seq: int, *what: Any, epoch: str = EPOCH) -> ReportBatch:
     return ReportBatch(seq, Events(epoch, 1.0, 2.0, list(what)))
 
 
-def beat(next_seq: int, places: dict[Place, dict[int, int]]) -> Beat:
+def beat(next_seq: int, places: dict[Place, dict[int, int]]) -> HeartbeatSeen:
     sums = [
         PlaceSummary(place.group_idx, place.medium, len(c), sum(c.values()), sum(c) % 2**64, place.ownership)
         for place, c in places.items()
     ]
-    return Beat(next_seq, Heartbeat(EPOCH, 1.0, 2.0, 1.0, sums))
+    return HeartbeatSeen(next_seq, Heartbeat(EPOCH, 1.0, 2.0, 1.0, sums))
 
 
-def net(ingest: ReportIngest) -> tuple[str, tuple[int, int] | None, dict[str, tuple[list[int], list[int]]]]:
+def net(ingest: PatchIngest) -> tuple[str, tuple[int, int] | None, dict[str, tuple[list[int], list[int]]]]:
     flush = ingest.take()
     assert flush is not None
     changes = {c.place.text: (sorted(c.added.tolist()), sorted(c.removed.tolist())) for c in flush.changes}
     return flush.epoch, flush.seqs, changes
 
 
-def live(*items: Any, catalog: CatalogSpec | None = None) -> ReportIngest:
+def live(*items: Any, catalog: CatalogSpec | None = None) -> PatchIngest:
     ingest = make(catalog)
     ingest.follow_reports()
     return feed(ingest, hello(), Connected(), *items)
@@ -200,16 +200,16 @@ def test_two_localities_of_one_place_are_counted_together_and_not_compared() -> 
     assert ingest.blocks.sums()[place] == PlaceSum(3, 7, 6)
     beats = [beat(1, {place: {1: 1, 2: 3}}), beat(1, {place: {2: 1, 3: 2}})]
     message = msgspec.structs.replace(beats[0].message, places=beats[0].message.places + beats[1].message.places)
-    feed(ingest, Beat(1, message))
+    feed(ingest, HeartbeatSeen(1, message))
     assert ingest.state is StreamState.LIVE
 
 
 def test_silence_is_suspect_until_a_heartbeat_proves_the_state() -> None:
     place = Place(0, GPU)
     ingest = live(snapshot(1, {place: {1: 1}}))
-    feed(ingest, Silent(3.0))
+    feed(ingest, PatchSilent(3.0))
     assert ingest.state is StreamState.SUSPECT and "3.0 s" in ingest.reason and ingest.state in CREDITED
-    feed(ingest, Heard())
+    feed(ingest, PatchHeard())
     assert ingest.state is StreamState.SUSPECT
     feed(ingest, beat(1, {place: {1: 1}}))
     assert ingest.state is StreamState.LIVE and not ingest.reason
@@ -221,7 +221,7 @@ def test_silence_is_suspect_until_a_heartbeat_proves_the_state() -> None:
 
 def test_a_gap_stays_a_gap_however_the_connection_comes_and_goes() -> None:
     ingest = live(
-        snapshot(1, {Place(0, GPU): {1: 1}}), ReportGap(1, 2, 0, "x"), Disconnected(), Connected(), Silent(3.0)
+        snapshot(1, {Place(0, GPU): {1: 1}}), ReportGap(1, 2, 0, "x"), Disconnected(), Connected(), PatchSilent(3.0)
     )
     assert ingest.state is StreamState.RESYNCING
     feed(ingest, SnapshotFailed("busy"))
@@ -309,7 +309,7 @@ def test_without_a_declared_catalog_it_is_learned_from_the_reports() -> None:
     assert ingest.catalog.blocks_per_chunk is None
 
 
-def restored(ingest: ReportIngest, catalog: CatalogSpec | None = None) -> ReportIngest:
+def restored(ingest: PatchIngest, catalog: CatalogSpec | None = None) -> PatchIngest:
     flush = ingest.take()
     assert flush is not None and flush.seqs is not None
     again = make(catalog)

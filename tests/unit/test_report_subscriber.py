@@ -5,36 +5,31 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import msgspec
 import pytest
 import zmq
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
-
 from fake_reporter import HOST, Context, FakeReporter, Ledger, apply, refused, stored
 
 from kvrouter.events.patch.items import (
-    Beat,
     Connected,
     Declared,
     Disconnected,
     Greeted,
-    Heard,
+    HeartbeatSeen,
     Loaded,
     Malformed,
     NewEpoch,
+    PatchHeard,
+    PatchSilent,
     ReportBatch,
     ReportGap,
     ReportItem,
     ReportResume,
-    Silent,
     SnapshotFailed,
 )
 from kvrouter.events.patch.messages import (
@@ -104,10 +99,10 @@ class Stream:
     async def until_proven(self, reporter: FakeReporter) -> list[ReportItem]:
         """Beats until one is handed out, and compares: the reader has all."""
         came: list[ReportItem] = []
-        while not any(isinstance(item, Beat) and item.next_seq == reporter.next_seq for item in came):
+        while not any(isinstance(item, HeartbeatSeen) and item.next_seq == reporter.next_seq for item in came):
             reporter.beat()
             try:
-                came += await asyncio.wait_for(self.until_kind(Beat), 0.05)
+                came += await asyncio.wait_for(self.until_kind(HeartbeatSeen), 0.05)
             except TimeoutError:
                 continue
         assert self.ledger == reporter.ledger
@@ -313,13 +308,13 @@ def test_silent_and_heard_again(context: Context, run: Any) -> None:
             reporter.heartbeat_s = 0.02
             async with read(reporter, context) as stream:
                 await stream.until_kind(Loaded)
-                await stream.until_kind(Silent)
+                await stream.until_kind(PatchSilent)
                 greeted = reporter.asked(HelloRequest)
                 # It is asked where it is, again and again.
                 await eventually(lambda: reporter.asked(HelloRequest) > greeted + 1)
                 reporter.beat()
-                items = await stream.until_kind(Beat)
-                assert only(items, Heard, Silent, Beat) == ["Heard", "Beat"]
+                items = await stream.until_kind(HeartbeatSeen)
+                assert only(items, PatchHeard, PatchSilent, HeartbeatSeen) == ["PatchHeard", "HeartbeatSeen"]
 
     run(test())
 
@@ -331,13 +326,13 @@ def test_what_came_too_late_for_us_to_judge_gets_its_time(context: Context, run:
             async with read(reporter, context, grace_s=0.3) as stream:
                 await stream.until_kind(Loaded)
                 reporter.beat()
-                await stream.until_kind(Beat)
+                await stream.until_kind(HeartbeatSeen)
                 # Nothing waits when the loop goes on: what was sent in time comes a moment later.
                 time.sleep(0.5)  # noqa: ASYNC251 - that is the stall
                 asyncio.get_running_loop().call_later(0.01, reporter.beat)
-                items = await stream.until_kind(Beat)
-                assert only(items, Silent) == []
-                assert only(await stream.until_kind(Silent), Silent) == ["Silent"]
+                items = await stream.until_kind(HeartbeatSeen)
+                assert only(items, PatchSilent) == []
+                assert only(await stream.until_kind(PatchSilent), PatchSilent) == ["PatchSilent"]
 
     run(test())
 
@@ -352,8 +347,8 @@ def test_silent_publisher_is_found_where_it_went(context: Context, run: Any) -> 
                 items = await stream.until_kind(Loaded)
                 reporter.reports_said = elsewhere.reports_endpoint
                 items += await stream.until(lambda came: only(came, Disconnected, Connected)[-2:] == MOVED)
-                assert "Silent" in only(items, Silent)
-                assert only(await stream.until_proven(elsewhere), Heard) == ["Heard"]
+                assert "PatchSilent" in only(items, PatchSilent)
+                assert only(await stream.until_proven(elsewhere), PatchHeard) == ["PatchHeard"]
 
     run(test())
 
@@ -365,7 +360,7 @@ def test_publisher_says_how_often_it_is_heard(context: Context, run: Any) -> Non
             # Well beyond three intervals of what was assumed before it answered.
             await asyncio.sleep(0.2)
             reporter.beat()
-            assert only(await stream.until_kind(Beat), Silent, Heard) == []
+            assert only(await stream.until_kind(HeartbeatSeen), PatchSilent, PatchHeard) == []
 
     run(test())
 
@@ -379,12 +374,12 @@ def test_own_stall_is_nobodys_silence(context: Context, run: Any, grace_s: float
             async with read(reporter, context, grace_s=grace_s) as stream:
                 await stream.until_kind(Loaded)
                 reporter.beat()
-                await stream.until_kind(Beat)
+                await stream.until_kind(HeartbeatSeen)
                 reporter.beat()
                 # The loop stands still for much longer than silence takes, with a message waiting.
                 time.sleep(0.3)  # noqa: ASYNC251 - that is the stall
-                items = await stream.until_kind(Beat)
-                assert only(items, Silent) == []
+                items = await stream.until_kind(HeartbeatSeen)
+                assert only(items, PatchSilent) == []
 
     run(test())
 
@@ -394,12 +389,12 @@ def test_nobody_there_is_silent_until_somebody_is(context: Context, run: Any) ->
         free = FakeReporter(context)
         await free.close()
         async with read(free.requests_endpoint, context, heartbeat_s=0.02) as stream:
-            await stream.until_kind(Silent)
+            await stream.until_kind(PatchSilent)
             async with FakeReporter(context, requests=free.requests_endpoint) as reporter:
                 items = await stream.until_kind(Loaded)
                 assert kinds(items)[0] == "Greeted"
                 items = await stream.until_proven(reporter)
-                assert kinds(items)[0] == "Heard"
+                assert kinds(items)[0] == "PatchHeard"
 
     run(test())
 
@@ -425,7 +420,7 @@ def test_lost_declaration_is_asked_for(context: Context, run: Any) -> None:
             reporter.declare(DeclaredCatalog([], align=2), lost=True)
             reporter.beat()
             items = await stream.until_kind(Declared)
-            assert kinds(items) == ["Beat", "Greeted", "Declared"]
+            assert kinds(items) == ["HeartbeatSeen", "Greeted", "Declared"]
             assert items[-1] == Declared(2, DeclaredCatalog([], align=2))
 
     run(test())
@@ -746,6 +741,6 @@ def test_sockets_that_cannot_go_on_are_told(context: Context, run: Any, monkeypa
             monkeypatch.setattr("kvrouter.events.transport.link.Link.receive", broken)
             reporter.beat()
             with pytest.raises(zmq.ZMQError):
-                await stream.until_kind(Beat)
+                await stream.until_kind(HeartbeatSeen)
 
     run(test())

@@ -14,6 +14,21 @@ from pathlib import Path
 import msgspec
 import pytest
 import zmq
+from report_peer import (
+    ANY,
+    TIMEOUT_MS,
+    Copies,
+    Peer,
+    apply,
+    copies_of,
+    eventually,
+    fails,
+    removed,
+    said,
+    start,
+    stored,
+    summed,
+)
 
 from kvrouter.engine_patch.reporter import reporter as reporter_module
 from kvrouter.engine_patch.reporter.reporter import Reporter
@@ -30,23 +45,6 @@ from kvrouter.events.patch.messages import (
     unpack_hashes,
 )
 from kvrouter.events.transport import binding
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-from report_peer import (
-    ANY,
-    TIMEOUT_MS,
-    Copies,
-    Peer,
-    apply,
-    copies_of,
-    eventually,
-    fails,
-    removed,
-    said,
-    start,
-    stored,
-    summed,
-)
 
 Context = zmq.Context[zmq.Socket[bytes]]
 

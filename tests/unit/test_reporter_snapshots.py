@@ -3,14 +3,23 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
+from report_peer import (
+    Copies,
+    Peer,
+    apply,
+    copies_of,
+    eventually,
+    fails,
+    removed,
+    said,
+    stored,
+)
 
 from kvrouter.engine_patch.reporter import snapshots
 from kvrouter.engine_patch.reporter.counters import Counters
@@ -27,19 +36,6 @@ from kvrouter.events.patch.messages import (
     ReportEvent,
     SnapshotPart,
     SnapshotRequest,
-)
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
-from report_peer import (
-    Copies,
-    Peer,
-    apply,
-    copies_of,
-    eventually,
-    fails,
-    removed,
-    said,
-    stored,
 )
 
 Context = zmq.Context[zmq.Socket[bytes]]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.streams.assignment import shares
+from kvrouter.router.streams.assignment import assign_workers
 
 WORKERS = st.lists(
     st.builds(WorkerKey, st.sampled_from(["m", "\ud800"]), st.text(max_size=3), st.integers(0, 3)), max_size=40
@@ -20,21 +20,21 @@ ROUTERS = st.sets(st.text("abcdef0123456789", min_size=1, max_size=4), min_size=
 
 @given(workers=WORKERS, routers=ROUTERS, seed=st.integers())
 def test_even_complete_and_independent_of_order(workers: list[WorkerKey], routers: set[str], seed: int):
-    found = shares(workers, routers, {})
+    found = assign_workers(workers, routers, {})
     loads = Counter(found.values())
     counts = [loads[router] for router in routers]
     assert found.keys() == set(workers) and set(loads) <= routers
     assert max(counts) - min(counts) <= 1
     shuffled = list(workers)
     random.Random(seed).shuffle(shuffled)
-    assert shares(shuffled, sorted(routers, reverse=True), {}) == found
+    assert assign_workers(shuffled, sorted(routers, reverse=True), {}) == found
 
 
 def test_who_stays_keeps_most_of_its_workers():
     workers = [WorkerKey("m", f"w{number}") for number in range(60)]
     routers = {f"router-{number}" for number in range(4)}
-    before = shares(workers, routers, {})
-    after = shares(workers, routers - {"router-2"}, {})
+    before = assign_workers(workers, routers, {})
+    after = assign_workers(workers, routers - {"router-2"}, {})
     stayed = [worker for worker in workers if before[worker] != "router-2"]
     assert sum(before[worker] == after[worker] for worker in stayed) > len(stayed) / 2
 
@@ -42,14 +42,14 @@ def test_who_stays_keeps_most_of_its_workers():
 @given(workers=WORKERS, routers=ROUTERS, data=st.data())
 def test_a_worker_goes_to_no_router_that_refuses_it(workers: list[WorkerKey], routers: set[str], data: st.DataObject):
     refused = {worker: data.draw(st.sets(st.sampled_from(sorted(routers)))) for worker in workers}
-    found = shares(workers, routers, refused)
+    found = assign_workers(workers, routers, refused)
     assert found.keys() == {worker for worker in workers if refused[worker] != routers}
     assert all(router not in refused[worker] for worker, router in found.items())
-    assert shares(reversed(workers), sorted(routers, reverse=True), refused) == found
+    assert assign_workers(reversed(workers), sorted(routers, reverse=True), refused) == found
 
 
 def test_a_router_that_refuses_one_worker_gets_others_in_its_place():
     workers = [WorkerKey("m", f"w{number}") for number in range(8)]
-    found = shares(workers, {"a", "b"}, {worker: {"a"} for worker in workers[:4]})
+    found = assign_workers(workers, {"a", "b"}, {worker: {"a"} for worker in workers[:4]})
     assert Counter(found.values()) == {"a": 4, "b": 4}
     assert {found[worker] for worker in workers[:4]} == {"b"}

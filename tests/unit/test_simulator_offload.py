@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.simulator.cache.cpu_tier import CacheEvent, CpuTier, Evicted, Offloaded, Uses
+from kvrouter.simulator.cache.cpu_tier import CacheEvent, CpuTier, EvictedChunk, OffloadedChunk, Uses
 from kvrouter.simulator.cache.job import Handover
 from kvrouter.simulator.cache.pool import Key, Stored
 from kvrouter.simulator.cache.shapes import Geometry, gpt_oss, llama
 from kvrouter.simulator.engine.replica import Replica, Stuck
 from kvrouter.simulator.engine.timing import Timing
-from kvrouter.simulator.engine.virtual_time import Fleet, VirtualReplica
+from kvrouter.simulator.engine.virtual_time import ReplicaFleet, VirtualReplica
 from kvrouter.simulator.http.event_stream import to_wire
 
 
@@ -32,7 +32,7 @@ def test_what_is_being_written_is_seen_and_not_read() -> None:
     assert tier.lookup(key(2)) is False
     tier.end_store([key(1)])
     assert tier.lookup(key(1)) is True
-    assert tier.take_events() == [Offloaded(key(1))]
+    assert tier.take_events() == [OffloadedChunk(key(1))]
     assert tier.begin_store({key(1): 16}, Uses()) == []
 
 
@@ -41,7 +41,7 @@ def test_the_oldest_idle_chunks_go_and_offered_ones_stay() -> None:
     store(tier, 1, 2, 3)
     tier.take_events()
     assert store(tier, 1, 4) == [key(4)]
-    assert tier.take_events() == [Evicted(0, (key(2).block_hash,)), Offloaded(key(4))]
+    assert tier.take_events() == [EvictedChunk(0, (key(2).block_hash,)), OffloadedChunk(key(4))]
     tier.begin_load([key(3)])
     assert store(tier, 5) == [key(5)]
     assert tier.resident() == {key(3), key(4), key(5)}
@@ -67,12 +67,12 @@ def test_the_beginning_of_a_used_text_is_kept_longest() -> None:
     for n in range(20, 24):
         tier.take_events()
         store(tier, n)
-        gone += [event for event in tier.take_events() if isinstance(event, Evicted)]
+        gone += [event for event in tier.take_events() if isinstance(event, EvictedChunk)]
     assert gone == [
-        Evicted(0, (key(9).block_hash,)),
-        Evicted(0, (key(2).block_hash,)),
-        Evicted(1, (key(1).block_hash,)),
-        Evicted(0, (key(1).block_hash,)),
+        EvictedChunk(0, (key(9).block_hash,)),
+        EvictedChunk(0, (key(2).block_hash,)),
+        EvictedChunk(1, (key(1).block_hash,)),
+        EvictedChunk(0, (key(1).block_hash,)),
     ]
 
 
@@ -100,19 +100,19 @@ def test_a_prompt_comes_back_from_the_cpu() -> None:
 def test_answers_are_not_offloaded() -> None:
     sim, told = replica(llama(16), 20, 20)
     sim.run(list(range(40)), max_tokens=60)
-    assert len([event for batch in told for event in batch if isinstance(event, Offloaded)]) == 2
+    assert len([event for batch in told for event in batch if isinstance(event, OffloadedChunk)]) == 2
 
 
 def test_of_a_window_the_tail_is_offloaded_only() -> None:
     sim, told = replica(gpt_oss(16, 32), 60, 60)
     sim.run(list(range(200)))
-    keys = [event.key for batch in told for event in batch if isinstance(event, Offloaded)]
+    keys = [event.key for batch in told for event in batch if isinstance(event, OffloadedChunk)]
     assert len([k for k in keys if k.group_idx == 1]) == 12
     assert len([k for k in keys if k.group_idx == 0]) == 2
 
 
 def test_events_of_the_cpu_tell_hash_and_group() -> None:
-    wire = to_wire(Offloaded(key(1, 1)), gpt_oss())
+    wire = to_wire(OffloadedChunk(key(1, 1)), gpt_oss())
     assert (wire.medium, wire.group_idx, wire.block_hashes, wire.token_ids, wire.block_size) == (
         "CPU",
         1,
@@ -120,7 +120,7 @@ def test_events_of_the_cpu_tell_hash_and_group() -> None:
         [],
         0,
     )
-    gone = to_wire(Evicted(0, (b"a", b"b")), gpt_oss())
+    gone = to_wire(EvictedChunk(0, (b"a", b"b")), gpt_oss())
     assert (gone.medium, gone.group_idx, gone.block_hashes) == ("CPU", 0, [b"a", b"b"])
 
 
@@ -128,12 +128,12 @@ def test_events_of_the_cpu_tell_hash_and_group() -> None:
 TIMING = Timing(1000, 0.010, 0.0, 10_000, 0.005)
 
 
-def virtual(blocks: int, chunks: int) -> tuple[Fleet, Replica]:
+def virtual(blocks: int, chunks: int) -> tuple[ReplicaFleet, Replica]:
     sim, _ = replica(llama(16), blocks, chunks)
-    return Fleet([VirtualReplica(sim, TIMING)]), sim
+    return ReplicaFleet([VirtualReplica(sim, TIMING)]), sim
 
 
-def times(fleet: Fleet) -> list[tuple[float, str]]:
+def times(fleet: ReplicaFleet) -> list[tuple[float, str]]:
     return [(round(moment.time_s, 6), moment.kind) for moment in fleet.advance()]
 
 
@@ -182,7 +182,7 @@ def test_an_aborted_load_gives_its_blocks_back_when_it_ends() -> None:
 def test_a_pool_in_which_nobody_can_go_on_is_told() -> None:
     told: list[list[CacheEvent]] = []
     sim = Replica(gpt_oss(16, 32, None), 34, on_step=told.append, chunk_tokens=16, cpu_chunks=200)
-    fleet = Fleet([VirtualReplica(sim, TIMING)])
+    fleet = ReplicaFleet([VirtualReplica(sim, TIMING)])
     for n in range(2):
         fleet.submit(0, sim.text(list(range(1000 * n, 1000 * n + 160))), 1, n)
         list(fleet.advance())

@@ -11,7 +11,7 @@ from kvrouter.simulator.cache.shapes import Geometry, gpt_oss, llama, qwen3_next
 from kvrouter.simulator.cache.text import PieceText
 from kvrouter.simulator.engine.replica import Replica
 from kvrouter.simulator.engine.timing import Timing
-from kvrouter.simulator.engine.virtual_time import Fleet, Moment, VirtualReplica
+from kvrouter.simulator.engine.virtual_time import Moment, ReplicaFleet, VirtualReplica
 
 # A step of 10 ms, 1 ms a prefill token, 2 ms a decoding request.
 TIMING = Timing(prefill_tokens_per_s=1000, step_base_s=0.010, decode_sequence_s=0.002)
@@ -19,9 +19,9 @@ TIMING = Timing(prefill_tokens_per_s=1000, step_base_s=0.010, decode_sequence_s=
 
 def fleet(
     replicas: int = 1, geometry: Geometry | None = None, *, blocks: int = 100, chunk_tokens: int = 64, **more: float
-) -> Fleet:
+) -> ReplicaFleet:
     shape = geometry or llama(16)
-    return Fleet(
+    return ReplicaFleet(
         [
             VirtualReplica(Replica(shape, blocks, on_step=lambda _: None, chunk_tokens=chunk_tokens), TIMING, **more)
             for _ in range(replicas)
@@ -112,7 +112,7 @@ def test_quiet_steps_taken_together_are_those_taken_one_by_one(geometry: Geometr
     def run(together: bool) -> tuple[list[tuple[float, int, str]], list[object], int]:
         rng, events, skipped = random.Random(7), list[object](), 0
         replica = Replica(geometry, blocks, on_step=events.extend, chunk_tokens=64)
-        sim = Fleet([VirtualReplica(replica, TIMING)])
+        sim = ReplicaFleet([VirtualReplica(replica, TIMING)])
         skip = replica.scheduler.skip
 
         def counted(steps: int) -> None:

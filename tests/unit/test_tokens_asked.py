@@ -10,18 +10,18 @@ import numpy as np
 import pytest
 
 from kvrouter.router.common.errors import BadQuestion
-from kvrouter.router.tokens.engine.wire import Habits, refusal_of, tokenize_body
+from kvrouter.router.tokens.engine.wire import RenderQuirks, refusal_of, tokenize_body
 from kvrouter.router.tokens.forward_ids import MIN_TOKENS, forwarded_body
-from kvrouter.router.tokens.prompt_tokens import Prompt, Unknown, estimated_tokens
-from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, WITHOUT_TOKENS, Asked, read
+from kvrouter.router.tokens.prompt_tokens import Prompt, TokensUnknown, estimated_tokens
+from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, WITHOUT_TOKENS, TokenRequest, read
 
 USER = {"role": "user", "content": "Hi"}
 CHAT = {"messages": [USER]}
 
 
-def asked(body: dict[str, Any], path: str = CHAT_PATH) -> Asked:
+def asked(body: dict[str, Any], path: str = CHAT_PATH) -> TokenRequest:
     found = read(path, msgspec.json.encode(body))
-    assert isinstance(found, Asked)
+    assert isinstance(found, TokenRequest)
     return found
 
 
@@ -61,8 +61,8 @@ def test_limits_of_the_answer_decide_where_the_prompt_is_cut() -> None:
 
 
 def test_a_field_cannot_pass_for_two() -> None:
-    one = Asked("chat", {"a": msgspec.Raw(b'"1b=3:222"')})
-    two = Asked("chat", {"a": msgspec.Raw(b'"1'), "b": msgspec.Raw(b'222"')})
+    one = TokenRequest("chat", {"a": msgspec.Raw(b'"1b=3:222"')})
+    two = TokenRequest("chat", {"a": msgspec.Raw(b'"1'), "b": msgspec.Raw(b'222"')})
     assert one.key != two.key
 
 
@@ -107,7 +107,7 @@ def test_tokenize_is_told_what_the_chat_endpoint_would_make_of_its_own_fields() 
         "add_special_tokens": True,
         "unheard_of": 1,
     }
-    told = msgspec.json.decode(tokenize_body(asked(body), Habits()))
+    told = msgspec.json.decode(tokenize_body(asked(body), RenderQuirks()))
     arguments = {"own": 1, "documents": [{"text": "d"}], "reasoning_effort": "none", "enable_thinking": False}
     assert told == {
         "messages": [{"role": "assistant", "content": "a", "reasoning": "r"}],
@@ -115,10 +115,10 @@ def test_tokenize_is_told_what_the_chat_endpoint_would_make_of_its_own_fields() 
         "chat_template_kwargs": arguments,
         "add_special_tokens": True,
     }
-    assert "tools" not in msgspec.json.decode(tokenize_body(asked(body), Habits(keeps_unused_tools=False)))
+    assert "tools" not in msgspec.json.decode(tokenize_body(asked(body), RenderQuirks(keeps_unused_tools=False)))
     for name in ("truncate_prompt_tokens", "suffix"):
-        with pytest.raises(Unknown):
-            tokenize_body(asked(CHAT | {name: 1}), Habits())
+        with pytest.raises(TokensUnknown):
+            tokenize_body(asked(CHAT | {name: 1}), RenderQuirks())
 
 
 @pytest.mark.parametrize(

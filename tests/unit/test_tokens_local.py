@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from tiny_tokenizer import BOS, write_tokenizer
 from tokenizers import Tokenizer
 
 from kvrouter.router.common.errors import SettingError
-from kvrouter.router.tokens.engine.wire import Habits
+from kvrouter.router.tokens.engine.wire import RenderQuirks
 from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
-from kvrouter.router.tokens.prompt_tokens import Unknown
-from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, Asked, read
+from kvrouter.router.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, TokenRequest, read
 
 USER = {"role": "user", "content": "Hi there, Größe 12"}
 
@@ -30,9 +27,9 @@ def now() -> datetime:
     return datetime(2026, 3, 9, 12, 0)
 
 
-def asked(body: dict[str, Any], path: str = CHAT_PATH) -> Asked:
+def asked(body: dict[str, Any], path: str = CHAT_PATH) -> TokenRequest:
     found = read(path, msgspec.json.encode(body))
-    assert isinstance(found, Asked)
+    assert isinstance(found, TokenRequest)
     return found
 
 
@@ -41,7 +38,7 @@ def folder(tmp_path: Path) -> Path:
     return write_tokenizer(tmp_path)
 
 
-def text_of(folder: Path, body: dict[str, Any], habits: Habits = Habits(content_parts=True)) -> str:  # noqa: B008
+def text_of(folder: Path, body: dict[str, Any], habits: RenderQuirks = RenderQuirks(content_parts=True)) -> str:  # noqa: B008
     """The text that the ids stand for."""
     ids = LocalTokenizer(folder, now).ids(asked(body), habits)
     text: str = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(ids.tolist(), skip_special_tokens=False)
@@ -65,7 +62,7 @@ def test_a_message_to_be_continued_ends_where_it_ends(folder: Path) -> None:
         text = text_of(folder, body | {"add_generation_prompt": False})
         # This template trims, so the engine goes on from the trimmed text.
         assert text.endswith(f"<|im_start|>assistant\n{kept}")
-        with pytest.raises(Unknown, match="add_generation_prompt") as caught:
+        with pytest.raises(TokensUnknown, match="add_generation_prompt") as caught:
             text_of(folder, body)
         assert caught.value.reason == "refused"
 
@@ -73,7 +70,7 @@ def test_a_message_to_be_continued_ends_where_it_ends(folder: Path) -> None:
 def test_the_space_at_a_messages_end_is_kept_where_the_template_keeps_it(folder: Path) -> None:
     with_template(folder, "{% for m in messages %}{{ m.role + ':' + m.content + '|' }}{% endfor %}")
     body = {"messages": [USER, {"role": "assistant", "content": "It is "}], "continue_final_message": True}
-    assert text_of(folder, body | {"add_generation_prompt": False}, Habits()).endswith("assistant:It is ")
+    assert text_of(folder, body | {"add_generation_prompt": False}, RenderQuirks()).endswith("assistant:It is ")
 
 
 def test_parts_are_one_text_or_stay_parts(folder: Path) -> None:
@@ -83,9 +80,9 @@ def test_parts_are_one_text_or_stay_parts(folder: Path) -> None:
         "{% for part in m.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}",
     )
     body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, "b"]}]}
-    assert text_of(folder, body, Habits(content_parts=True)) == "[a][b]"
-    assert text_of(folder, body, Habits(content_parts=False)) == "a\nb"
-    assert LocalTokenizer(folder, now).likely_habits()[0] == Habits(content_parts=True)
+    assert text_of(folder, body, RenderQuirks(content_parts=True)) == "[a][b]"
+    assert text_of(folder, body, RenderQuirks(content_parts=False)) == "a\nb"
+    assert LocalTokenizer(folder, now).likely_habits()[0] == RenderQuirks(content_parts=True)
 
 
 def test_a_template_has_what_transformers_gives_it(folder: Path) -> None:
@@ -96,13 +93,13 @@ def test_a_template_has_what_transformers_gives_it(folder: Path) -> None:
         "{% endfor %} {{ documents }} {{ tools }} {{ custom }}",
     )
     body = {"messages": [USER, USER], "chat_template_kwargs": {"custom": 7}}
-    assert text_of(folder, body, Habits()) == f'2026-03-09 {{"a": "<é>"}} {BOS}{USER["content"]} None None 7'
+    assert text_of(folder, body, RenderQuirks()) == f'2026-03-09 {{"a": "<é>"}} {BOS}{USER["content"]} None None 7'
 
 
 def test_a_template_that_refuses_refuses_the_request(folder: Path) -> None:
     for template in ("{{ raise_exception('only two messages') }}", "{{ messages[9].content }}", "{{ 1 / 0 }}"):
         with_template(folder, template)
-        with pytest.raises(Unknown) as caught:
+        with pytest.raises(TokensUnknown) as caught:
             text_of(folder, {"messages": [USER]})
         assert caught.value.reason == "refused"
 
@@ -114,7 +111,7 @@ def test_a_template_reaches_nothing_of_the_process(folder: Path) -> None:
         "{{ ''.__class__.__base__.__subclasses__() }}",
     ):
         with_template(folder, template)
-        with pytest.raises(Unknown):
+        with pytest.raises(TokensUnknown):
             text_of(folder, {"messages": [USER]})
 
 
@@ -131,7 +128,7 @@ def test_a_model_may_have_a_template_of_its_own_for_tools(folder: Path) -> None:
     written = '[{"type": "function", "function": {"name": "f", "description": null, "parameters": {"b": 1, "a": 2}}}]'
     assert text_of(folder, {"messages": [USER], "tools": [tool]}) == written
     unused = {"messages": [USER], "tools": [tool], "tool_choice": "none"}
-    assert text_of(folder, unused, Habits(keeps_unused_tools=False)) == "plain"
+    assert text_of(folder, unused, RenderQuirks(keeps_unused_tools=False)) == "plain"
 
 
 @pytest.mark.parametrize(
@@ -153,17 +150,17 @@ def test_a_model_may_have_a_template_of_its_own_for_tools(folder: Path) -> None:
     ],
 )
 def test_what_is_not_surely_read_alike_is_left_to_the_engine(folder: Path, body: dict[str, Any]) -> None:
-    with pytest.raises(Unknown) as caught:
-        LocalTokenizer(folder, now).ids(asked(body), Habits())
+    with pytest.raises(TokensUnknown) as caught:
+        LocalTokenizer(folder, now).ids(asked(body), RenderQuirks())
     assert caught.value.reason == "unsupported"
 
 
 def test_a_text_has_its_special_tokens_unless_they_are_not_wanted(folder: Path) -> None:
     local = LocalTokenizer(folder, now)
-    plain = local.ids(asked({"prompt": "Paris", "add_special_tokens": False}, TEXT_PATH), Habits())
-    assert local.ids(asked({"prompt": "Paris"}, TEXT_PATH), Habits()).tolist() == [1, *plain.tolist()]
-    chat = local.ids(asked({"messages": [USER]}), Habits())
-    twice = local.ids(asked({"messages": [USER], "add_special_tokens": True}), Habits())
+    plain = local.ids(asked({"prompt": "Paris", "add_special_tokens": False}, TEXT_PATH), RenderQuirks())
+    assert local.ids(asked({"prompt": "Paris"}, TEXT_PATH), RenderQuirks()).tolist() == [1, *plain.tolist()]
+    chat = local.ids(asked({"messages": [USER]}), RenderQuirks())
+    twice = local.ids(asked({"messages": [USER], "add_special_tokens": True}), RenderQuirks())
     assert np.array_equal(twice, [1, *chat.tolist()])
 
 
@@ -172,7 +169,7 @@ def test_tokens_that_only_the_settings_name_are_tokens(folder: Path) -> None:
     config["added_tokens_decoder"] = {"1024": {"content": "<|new|>", "special": True, "normalized": False}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     body = {"prompt": "<|new|>", "add_special_tokens": False}
-    assert LocalTokenizer(folder, now).ids(asked(body, TEXT_PATH), Habits()).tolist() == [
+    assert LocalTokenizer(folder, now).ids(asked(body, TEXT_PATH), RenderQuirks()).tolist() == [
         Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
     ]
 
@@ -190,5 +187,5 @@ def test_a_wrong_folder_says_what_is_wrong(folder: Path, tmp_path: Path) -> None
 
 def test_a_model_without_a_template_has_no_chats(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(Unknown, match="chat template"):
-        LocalTokenizer(folder, now).ids(asked({"messages": [USER]}), Habits())
+    with pytest.raises(TokensUnknown, match="chat template"):
+        LocalTokenizer(folder, now).ids(asked({"messages": [USER]}), RenderQuirks())

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvrouter.router.tokens.prompt_cache import LIFE_S, OVERHEAD_BYTES, PromptMemory
-from kvrouter.router.tokens.prompt_tokens import Found
+from kvrouter.router.tokens.prompt_tokens import FoundTokens
 
 
 class Clock:
@@ -24,19 +24,19 @@ def test_the_least_recently_used_goes() -> None:
     room = 3 * (4 * 100 + OVERHEAD_BYTES)
     memory = PromptMemory(Clock(), memory_bytes=room)
     for name in (b"a", b"b", b"c"):
-        memory.put(("m", name), Found(ids(100), "render"))
+        memory.put(("m", name), FoundTokens(ids(100), "render"))
     assert memory.get(("m", b"a")) is not None
-    memory.put(("m", b"d"), Found(ids(100), "render"))
+    memory.put(("m", b"d"), FoundTokens(ids(100), "render"))
     assert [memory.get(("m", name)) is not None for name in (b"a", b"b", b"c", b"d")] == [True, False, True, True]
     assert memory.held_bytes == room
-    memory.put(("m", b"e"), Found(ids(10_000), "render"))
+    memory.put(("m", b"e"), FoundTokens(ids(10_000), "render"))
     assert memory.held_bytes == 0
 
 
 def test_what_is_got_is_what_was_put() -> None:
     memory = PromptMemory(Clock())
-    memory.put(("m", b"a"), Found(ids(5), "tokenize"))
-    memory.put(("m", b"a"), Found(ids(6), "render"))
+    memory.put(("m", b"a"), FoundTokens(ids(5), "tokenize"))
+    memory.put(("m", b"a"), FoundTokens(ids(6), "render"))
     found = memory.get(("m", b"a"))
     assert found is not None and (found[0].tolist(), found[1]) == ([0, 1, 2, 3, 4, 5], "render")
     assert found[0].dtype == np.int64
@@ -47,7 +47,7 @@ def test_what_is_got_is_what_was_put() -> None:
 def test_a_date_in_a_template_is_not_believed_for_long() -> None:
     clock = Clock()
     memory = PromptMemory(clock)
-    memory.put(("m", b"a"), Found(ids(5), "render"))
+    memory.put(("m", b"a"), FoundTokens(ids(5), "render"))
     clock.now_s = LIFE_S
     assert memory.get(("m", b"a")) is not None
     clock.now_s = LIFE_S + 0.1
@@ -57,7 +57,7 @@ def test_a_date_in_a_template_is_not_believed_for_long() -> None:
 
 def test_a_models_prompts_go_when_its_engines_change() -> None:
     memory = PromptMemory(Clock())
-    memory.put(("m", b"a"), Found(ids(5), "render"))
-    memory.put(("n", b"a"), Found(ids(5), "render"))
+    memory.put(("m", b"a"), FoundTokens(ids(5), "render"))
+    memory.put(("n", b"a"), FoundTokens(ids(5), "render"))
     memory.forget("m")
     assert memory.get(("m", b"a")) is None and memory.get(("n", b"a")) is not None

@@ -3,20 +3,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
 from chats import text
 from tiny_tokenizer import END, START, build_tokenizer
+from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 
-from kvrouter.router.tokens.local.piece_cache import Pieces
+from kvrouter.router.tokens.local.piece_cache import PieceCache
 
 # A character in four texts is one that special tokens are made of, so that halves of them occur too.
 NOISE = (
@@ -99,7 +95,7 @@ KINDS: dict[str, tuple[Callable[[], Tokenizer], bool]] = {
 def test_pieces_make_the_whole(kind: str) -> None:
     make, remembers = KINDS[kind]
     tokenizer = make()
-    pieces = Pieces(tokenizer, TEMPLATE)
+    pieces = PieceCache(tokenizer, TEMPLATE)
     assert pieces.remembers is remembers
     for sample in texts(Random(5), 150) * 2:
         whole = tokenizer.encode(sample, add_special_tokens=False).ids
@@ -129,7 +125,7 @@ class Counting:
 
 def test_a_conversation_that_goes_on_is_not_encoded_again() -> None:
     counting = Counting(build_tokenizer())
-    pieces = Pieces(counting, TEMPLATE)  # type: ignore[arg-type]
+    pieces = PieceCache(counting, TEMPLATE)  # type: ignore[arg-type]
     rng = Random(3)
     said = ""
     for _ in range(20):
@@ -141,7 +137,7 @@ def test_a_conversation_that_goes_on_is_not_encoded_again() -> None:
 
 
 def test_memory_is_bounded_and_what_it_gives_cannot_be_changed() -> None:
-    pieces = Pieces(build_tokenizer(), TEMPLATE, memory_bytes=20_000)
+    pieces = PieceCache(build_tokenizer(), TEMPLATE, memory_bytes=20_000)
     for number in range(200):
         pieces.encode(f"{START}{number} " + "word " * 40 + END, add_special_tokens=False)
         assert pieces.held_bytes <= 20_000

@@ -7,13 +7,13 @@ from kvrouter.router.ingest.engine_liveness import (
     LOST_AFTER,
     EngineAbsent,
     EngineBack,
+    EngineLiveness,
     EngineLost,
     EnginePresent,
     EngineRestarted,
     EngineSame,
     NoPulse,
     Pulse,
-    Vitals,
 )
 from kvrouter.router.workers.stream_state import StreamState, credited
 
@@ -22,20 +22,20 @@ GONE = NoPulse("refused", gone=True)
 
 
 def test_before_the_first_answer_silence_says_nothing() -> None:
-    vitals = Vitals()
+    vitals = EngineLiveness()
     assert [vitals.observe(SLOW, 0.0) for _ in range(4)] == [[]] * 4
     assert vitals.observe(Pulse(5.0), 0.0) == []
 
 
 def test_an_engine_that_is_not_up_is_absent_until_it_answers() -> None:
-    vitals = Vitals()
+    vitals = EngineLiveness()
     assert [vitals.observe(sign, 0.0) for sign in (SLOW, GONE, GONE, SLOW)] == [[], [EngineAbsent("refused")], [], []]
     assert vitals.observe(Pulse(5.0), 0.0) == [EnginePresent()]
     assert vitals.observe(GONE, 0.0) == [EngineLost("refused")]
 
 
 def test_nobody_listens_is_a_loss_at_once_and_told_once() -> None:
-    vitals = Vitals()
+    vitals = EngineLiveness()
     vitals.observe(Pulse(), 0.0)
     assert vitals.observe(GONE, 1.0) == [EngineLost("refused")]
     assert vitals.observe(GONE, 2.0) == []
@@ -44,7 +44,7 @@ def test_nobody_listens_is_a_loss_at_once_and_told_once() -> None:
 
 
 def test_slow_answers_are_a_loss_only_in_a_row() -> None:
-    vitals = Vitals()
+    vitals = EngineLiveness()
     for _ in range(3):
         assert vitals.observe(Pulse(), 0.0) == []
         for _ in range(LOST_AFTER - 1):
@@ -53,7 +53,7 @@ def test_slow_answers_are_a_loss_only_in_a_row() -> None:
 
 
 def test_a_new_start_time_is_another_process_and_an_equal_one_the_same() -> None:
-    vitals = Vitals()
+    vitals = EngineLiveness()
     vitals.observe(Pulse(5.0), 0.0)
     # Not every answer says it.
     assert vitals.observe(Pulse(), 1.0) == []
@@ -64,7 +64,7 @@ def test_a_new_start_time_is_another_process_and_an_equal_one_the_same() -> None
 
 
 def test_back_and_another() -> None:
-    vitals = Vitals()
+    vitals = EngineLiveness()
     vitals.observe(Pulse(5.0), 0.0)
     vitals.observe(GONE, 1.0)
     back, other = vitals.observe(Pulse(9.0), 2.0)

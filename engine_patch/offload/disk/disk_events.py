@@ -25,7 +25,7 @@ class Finished:
     ok: bool
 
 
-class Change(NamedTuple):
+class KeyChange(NamedTuple):
     """A key that can be read from now on, or no longer."""
 
     stored: bool

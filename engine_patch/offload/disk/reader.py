@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvrouter.engine_patch.offload.disk.disk_events import READ, Change, Counters, Finished
+from kvrouter.engine_patch.offload.disk.disk_events import READ, Counters, Finished, KeyChange
 from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
 from kvrouter.engine_patch.offload.disk.format.identity import DiskIdentity
 from kvrouter.engine_patch.offload.disk.format.io_threads import Executor, IoThreads
 from kvrouter.engine_patch.offload.disk.format.manifest import Entry
-from kvrouter.engine_patch.offload.disk.format.record_store import Outcome, Result
+from kvrouter.engine_patch.offload.disk.format.record_store import RecordOutcome, Result
 from kvrouter.engine_patch.offload.disk.health import RETRY_S, Health, State
 from kvrouter.engine_patch.offload.disk.incident_log import DROPPED, IncidentLog
-from kvrouter.engine_patch.offload.disk.view import Look, View
+from kvrouter.engine_patch.offload.disk.view import ManifestLook, View
 from kvrouter.engine_patch.offload.key import OffloadKey
 
 # Half of what a person calls at once; a look at 100,000 records that did not change takes some 5 ms.
@@ -95,14 +95,14 @@ class DiskReader:
         self._doubt = ""
         # Whether what is held is announced.
         self._visible = False
-        self._changes: list[Change] = []
+        self._changes: list[KeyChange] = []
         self._jobs: dict[int, _Job] = {}
         self._next_job = 0
         # Grows with each reset: reads of before it are void.
         self._life = 0
         # What threads have done; all that they share with the caller's thread.
         self._done: deque[tuple[int, Result]] = deque()
-        self._looks: deque[tuple[float, Look]] = deque()
+        self._looks: deque[tuple[float, ManifestLook]] = deque()
         self._looking = False
         self._look_at_s = 0.0
         self._finished: list[Finished] = []
@@ -179,7 +179,7 @@ class DiskReader:
         finished, self._finished = self._finished, []
         return finished
 
-    def take_changes(self) -> list[Change]:
+    def take_changes(self) -> list[KeyChange]:
         """What came and went since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
@@ -221,7 +221,7 @@ class DiskReader:
             else:
                 self._failed(look.problem)
 
-    def _saw(self, look: Look) -> None:
+    def _saw(self, look: ManifestLook) -> None:
         if self.state is State.OFF and self._health.trial_due():
             self._health.trial_ended(None)
         if look.fresh or look.missing:
@@ -257,21 +257,21 @@ class DiskReader:
         if other is None or other.seq < entry.seq:
             self._held[entry.key] = entry
             if other is None and self._visible:
-                self._changes.append(Change(True, entry.key))
+                self._changes.append(KeyChange(True, entry.key))
 
     def _drop(self, index: int) -> None:
         entry = self._entries.pop(index, None)
         if entry is not None and self._held.get(entry.key) is entry:
             del self._held[entry.key]
             if self._visible:
-                self._changes.append(Change(False, entry.key))
+                self._changes.append(KeyChange(False, entry.key))
 
     # What is announced
 
     def _hide(self) -> None:
         if self._visible:
             self._visible = False
-            self._changes += [Change(False, key) for key in self._held]
+            self._changes += [KeyChange(False, key) for key in self._held]
 
     def _show(self) -> None:
         """Announces what is held where it may be read, and withdraws it where not."""
@@ -285,23 +285,23 @@ class DiskReader:
         elif not self._visible:
             self._visible = True
             oldest_first = sorted(self._held.values(), key=lambda entry: entry.seq)
-            self._changes += [Change(True, entry.key) for entry in oldest_first]
+            self._changes += [KeyChange(True, entry.key) for entry in oldest_first]
 
     # Reads
 
     def _have_read(self, job: _Job, result: Result) -> None:
-        ok = job.life == self._life and result.outcome is Outcome.DONE
-        if result.outcome is Outcome.DONE:
+        ok = job.life == self._life and result.outcome is RecordOutcome.DONE
+        if result.outcome is RecordOutcome.DONE:
             self.counters.read_bytes += self.record_bytes
             self._health.read_well()
         else:
             # Given to another key, or damaged: the next look tells what is there instead.
             if self._held.get(job.key) is job.entry:
                 self._drop(job.entry.record)
-            if result.outcome is Outcome.CORRUPT:
+            if result.outcome is RecordOutcome.CORRUPT:
                 self.counters.corrupt += 1
                 self._incidents.found(result.reason, DROPPED)
-            elif result.outcome is not Outcome.REUSED:
+            elif result.outcome is not RecordOutcome.REUSED:
                 self._incidents.found(f"record {job.entry.record} could not be read ({result.reason})", DROPPED)
                 self._failed(result.reason)
         self._finished.append(Finished(READ, job.key, job.slot, ok))

@@ -23,13 +23,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE, Change, Counters, Finished
+from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE, Counters, Finished, KeyChange
 from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
 from kvrouter.engine_patch.offload.disk.format.folder import Folder, claim, foreign, unusable
 from kvrouter.engine_patch.offload.disk.format.identity import DiskIdentity
 from kvrouter.engine_patch.offload.disk.format.io_threads import Executor, IoThreads
 from kvrouter.engine_patch.offload.disk.format.manifest import ForeignManifest
-from kvrouter.engine_patch.offload.disk.format.record_store import Found, Outcome, Result, Store
+from kvrouter.engine_patch.offload.disk.format.record_store import Found, RecordOutcome, Result, Store
 from kvrouter.engine_patch.offload.disk.format.records import stride_bytes
 from kvrouter.engine_patch.offload.disk.health import RETRY_S, Health, Permit, State
 from kvrouter.engine_patch.offload.disk.incident_log import DROPPED, NOT_WRITTEN, IncidentLog
@@ -114,7 +114,7 @@ class DiskTier:
         self._table = RecordTable(self._max_records)
         self._next_seq = 0
         self._writing: set[OffloadKey] = set()
-        self._changes: list[Change] = []
+        self._changes: list[KeyChange] = []
         self._generation = 0
         # Under way, by number.
         self._jobs: dict[int, _Job] = {}
@@ -205,7 +205,7 @@ class DiskTier:
             return False
         if room.evicted is not None:
             self.counters.evicted += 1
-            self._changes.append(Change(False, room.evicted))
+            self._changes.append(KeyChange(False, room.evicted))
         self._writing.add(key)
         job = _Job(WRITE, key, slot, room.record, self._generation, room.grows)
         work = functools.partial(self._store.write, key, room.record, self._generation, self._next_seq, data)
@@ -234,7 +234,7 @@ class DiskTier:
         finished, self._finished = self._finished, []
         return finished
 
-    def take_changes(self) -> list[Change]:
+    def take_changes(self) -> list[KeyChange]:
         """What came and went since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
@@ -247,12 +247,12 @@ class DiskTier:
             return
         keys = self._table.clear()
         if self._readable:
-            self._changes += [Change(False, key) for key in keys]
+            self._changes += [KeyChange(False, key) for key in keys]
         self._writing.clear()
         self._generation += 1
         result = self._store.clear(self._generation)
         self._sync_wanted = True
-        self._uncleared = result.outcome is not Outcome.DONE
+        self._uncleared = result.outcome is not RecordOutcome.DONE
         if self._uncleared:
             self.counters.errors += 1
             self._health.turn_off(f"{UNCLEARED}: {result.reason}")
@@ -338,16 +338,16 @@ class DiskTier:
 
     def _chore_ended(self, chore: _Chore, result: Result) -> None:
         if not chore.trial:
-            if result.outcome is not Outcome.DONE:
+            if result.outcome is not RecordOutcome.DONE:
                 self._failed(result)
             return
         self._on_trial = False
         # A clear that came meanwhile, and failed, must be made up for by another trial.
         if self.state is State.OFF and chore.generation == self._generation:
-            if result.outcome is Outcome.DONE:
+            if result.outcome is RecordOutcome.DONE:
                 self._sync_wanted = self._uncleared = False
                 self._health.trial_ended(None)
-                self._changes += [Change(True, key) for key in self._table]
+                self._changes += [KeyChange(True, key) for key in self._table]
             else:
                 self.counters.errors += 1
                 self._health.trial_ended(f"{UNCLEARED}: {result.reason}" if self._uncleared else result.reason)
@@ -356,7 +356,7 @@ class DiskTier:
         current = job.generation == self._generation
         if current:
             self._writing.discard(job.key)
-        if result.outcome is Outcome.DONE:
+        if result.outcome is RecordOutcome.DONE:
             self.counters.written_bytes += self.record_bytes
             self._health.wrote_well(job.grows)
             if current:
@@ -366,7 +366,7 @@ class DiskTier:
             self._table.give_back(job.record, False)
             return False
         self._table.give_back(job.record, job.grows)
-        if result.outcome is Outcome.NO_SPACE:
+        if result.outcome is RecordOutcome.NO_SPACE:
             self.counters.full += 1
             self._health.no_space(job.grows, result.reason)
         else:
@@ -377,7 +377,7 @@ class DiskTier:
     def _have_read(self, job: _Job, result: Result) -> bool:
         self._table.unpin(job.record)
         current = job.generation == self._generation
-        if result.outcome is Outcome.DONE:
+        if result.outcome is RecordOutcome.DONE:
             self.counters.read_bytes += self.record_bytes
             self._health.read_well()
             return current
@@ -385,7 +385,7 @@ class DiskTier:
         if current and self._table.get(job.key) == job.record:
             self._table.drop(job.key)
             self._tell(False, job.key)
-        if result.outcome is Outcome.CORRUPT:
+        if result.outcome is RecordOutcome.CORRUPT:
             self.counters.corrupt += 1
             self._incidents.found(result.reason, DROPPED)
         else:
@@ -397,11 +397,11 @@ class DiskTier:
         self.counters.errors += 1
         if self._health.failed(result.reason):
             # Nobody shall count on what cannot be read.
-            self._changes += [Change(False, key) for key in self._table]
+            self._changes += [KeyChange(False, key) for key in self._table]
 
     def _tell(self, stored: bool, key: OffloadKey) -> None:
         if self._readable:
-            self._changes.append(Change(stored, key))
+            self._changes.append(KeyChange(stored, key))
 
 
 def _run(done: deque[tuple[int | _Chore, Result]], ticket: int | _Chore, work: Callable[[], Result]) -> None:

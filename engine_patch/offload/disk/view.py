@@ -26,11 +26,11 @@ from kvrouter.engine_patch.offload.disk.format.manifest import (
     Manifest,
     decode_entry,
 )
-from kvrouter.engine_patch.offload.disk.format.record_store import Outcome, Result, failure, read_record
+from kvrouter.engine_patch.offload.disk.format.record_store import RecordOutcome, Result, failure, read_record
 from kvrouter.engine_patch.offload.disk.format.records import Records
 
 
-class Look(NamedTuple):
+class ManifestLook(NamedTuple):
     """fresh: these are other files than those of the last look, and all entries are listed; generation: None, while there is no
     header to be believed; changed: (record, what it holds now) since the last look; problem: None, or why there is nothing."""
 
@@ -53,30 +53,32 @@ class View:
         self._files = files
         self._opened: _Opened | None = None
 
-    def look(self) -> Look:
+    def look(self) -> ManifestLook:
         """Never raises."""
         try:
             fresh = self._open()
             assert self._opened is not None
             generation = self._opened.manifest.read_header()
-            return Look(fresh, generation, self._opened.changes())
+            return ManifestLook(fresh, generation, self._opened.changes())
         except FileNotFoundError:
-            return Look(problem=f"{self._path} is not there: no engine of this model has written yet", missing=True)
+            return ManifestLook(
+                problem=f"{self._path} is not there: no engine of this model has written yet", missing=True
+            )
         except ForeignManifest as error:
-            return Look(problem=f"{self._path} holds records of something else ({error})")
+            return ManifestLook(problem=f"{self._path} holds records of something else ({error})")
         except Exception as error:
-            return Look(problem=failure(error).reason)
+            return ManifestLook(problem=failure(error).reason)
 
     def read(self, entry: Entry, into: memoryview) -> Result:
         """Fills `into` with what the entry names. Never raises."""
         opened = self._opened
         if opened is None:
-            return Result(Outcome.FAILED, f"{self._path} was never opened")
+            return Result(RecordOutcome.FAILED, f"{self._path} was never opened")
         try:
             result = read_record(opened.manifest, opened.records, entry.key, entry.record, entry.generation, into)
             # The writer gives a record to another key whenever it likes, and voids the entry first.
-            if result.outcome is Outcome.CORRUPT and opened.manifest.get(entry.record) != entry:
-                return Result(Outcome.REUSED, f"record {entry.record} was given to another key")
+            if result.outcome is RecordOutcome.CORRUPT and opened.manifest.get(entry.record) != entry:
+                return Result(RecordOutcome.REUSED, f"record {entry.record} was given to another key")
             return result
         except Exception as error:
             return failure(error)

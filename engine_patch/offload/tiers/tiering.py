@@ -23,7 +23,7 @@ from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
 PATIENCE_STEPS = 256
 
 
-class Answer(Enum):
+class LookupAnswer(Enum):
     """To the question whether a chunk can be loaded. SOON: it is on its way; ask again."""
 
     NO = 0
@@ -36,7 +36,7 @@ class Medium(Enum):
     STORAGE = "STORAGE"
 
 
-class Change(NamedTuple):
+class TierChange(NamedTuple):
     """Chunks of one tier that can be read from now on, or no longer."""
 
     medium: Medium
@@ -89,7 +89,7 @@ class Counts:
 
 
 @dataclass(slots=True)
-class Wish:
+class PromotionRequest:
     """What one request asked for in its last step. One for each request, kept by who asks."""
 
     step: int = -1
@@ -111,8 +111,8 @@ class Tiering:
         self._disk = disk
         self._announce = announce
         self._step = 0
-        self._changes: list[Change] = []
-        self._waiting: dict[int, Wish] = {}
+        self._changes: list[TierChange] = []
+        self._waiting: dict[int, PromotionRequest] = {}
         # Being read from disk, by slot; being written to it.
         self._reads: dict[int, OffloadKey] = {}
         self._writes: dict[int, OffloadKey] = {}
@@ -123,7 +123,7 @@ class Tiering:
 
     # Questions
 
-    def look_up(self, key: OffloadKey, wish: Wish, disk: bool = True) -> Answer:
+    def look_up(self, key: OffloadKey, wish: PromotionRequest, disk: bool = True) -> LookupAnswer:
         """Whether a chunk can be loaded into the GPU, for the request of this wish. disk: whether it may come from there."""
         if wish.step != self._step:
             wish.step, wish.waits = self._step, False
@@ -132,18 +132,18 @@ class Tiering:
         state = self._cpu.state(key)
         if state is ChunkState.ABSENT:
             if self._disk is None or not disk or key in wish.refused or not self._disk.holds(key):
-                return Answer.NO
+                return LookupAnswer.NO
             wish.missing.append(key)
         wish.needed.add(key)
         if state is ChunkState.READY:
-            return Answer.YES
+            return LookupAnswer.YES
         wish.waits = True
         self._waiting[id(wish)] = wish
-        return Answer.SOON
+        return LookupAnswer.SOON
 
     # Transfers of the engine
 
-    def begin_load(self, keys: Collection[OffloadKey], wish: Wish) -> list[int]:
+    def begin_load(self, keys: Collection[OffloadKey], wish: PromotionRequest) -> list[int]:
         """Slots of chunks that are ready, which stay until `end_load`."""
         self._waiting.pop(id(wish), None)
         found = list(keys)
@@ -180,7 +180,7 @@ class Tiering:
             for key in keys:
                 self._cpu.abandon(key)
 
-    def forget(self, wish: Wish) -> None:
+    def forget(self, wish: PromotionRequest) -> None:
         """Its request has ended."""
         self._waiting.pop(id(wish), None)
 
@@ -203,7 +203,7 @@ class Tiering:
         """Whether there is something to do or to say although no request runs."""
         return bool(self._changes or self._reads or self._writes or (self._disk is not None and self._disk.pending))
 
-    def take_changes(self) -> list[Change]:
+    def take_changes(self) -> list[TierChange]:
         """What changed since the last call, in order."""
         self._collect()
         changes, self._changes = self._changes, []
@@ -237,7 +237,7 @@ class Tiering:
         if last is not None and last.medium is medium and last.removed is removed:
             last.keys.extend(keys)
         else:
-            self._changes.append(Change(medium, removed, list(keys)))
+            self._changes.append(TierChange(medium, removed, list(keys)))
 
     def _touch(self, keys: Sequence[OffloadKey]) -> None:
         self._cpu.touch(keys)
@@ -270,7 +270,7 @@ class Tiering:
         else:
             self.counts.writes_skipped += 1
 
-    def _promote(self, wish: Wish, protected: frozenset[OffloadKey]) -> None:
+    def _promote(self, wish: PromotionRequest, protected: frozenset[OffloadKey]) -> None:
         if self._disk is None:
             return
         for i, key in enumerate(wish.missing):

@@ -24,10 +24,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvrouter.router.api.health import watch_routes
 from kvrouter.router.api.models import model_routes
 from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
-from kvrouter.router.api.query import Asking
+from kvrouter.router.api.query import QueryRoutes
 from kvrouter.router.api.reservations import load_routes
 from kvrouter.router.api.responses import encode
-from kvrouter.router.api.select import Selecting
+from kvrouter.router.api.select import SelectRoutes
 from kvrouter.router.api.workers import worker_routes
 from kvrouter.router.common.errors import (
     BadQuestion,
@@ -43,7 +43,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.common.version import PACKAGE, VERSION
 from kvrouter.router.config.settings import Config
-from kvrouter.router.placement.placer import Placing
+from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.request_reader import PATHS
 from kvrouter.router.redis_client.connection import StoreError
@@ -386,7 +386,7 @@ async def _on_bug(request: Request, error: Exception) -> Response:
 
 def build_api(
     core: CorePort,
-    placing: Placing,
+    placing: Placer,
     config: Config,
     metrics: Metrics,
     clock: Callable[[], float],
@@ -421,8 +421,8 @@ def build_api(
     watching = watch_routes(
         core, placing, tokens, proxy, sources, metrics, shutdown, app, needs_key=config.api_key is not None
     )
-    asking = Asking(core, metrics, clock)
-    selecting = Selecting(core, placing, tokens, asking, metrics, clock)
+    asking = QueryRoutes(core, metrics, clock)
+    selecting = SelectRoutes(core, placing, tokens, asking, metrics, clock)
     app.state.routes = []
     for router in (
         worker_routes(core, tokens, proxy, sources),

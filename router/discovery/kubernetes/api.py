@@ -38,7 +38,7 @@ MAX_PAGES = 400
 MAX_REASON_CHARS = 300
 
 
-class Gone(Exception):
+class WatchExpired(Exception):
     """The resource version is too old to go on from: everything is to be listed again."""
 
 
@@ -209,7 +209,7 @@ class ClusterApi:
         if answer.status == HTTPStatus.OK:
             return
         if answer.status == HTTPStatus.GONE:
-            raise Gone
+            raise WatchExpired
         where = f"pods in namespace {self._access.namespace!r}"
         if answer.status == HTTPStatus.UNAUTHORIZED:
             file = self._access.token_file or "no token at all (set kubernetes_token_file)"
@@ -226,7 +226,7 @@ def _event_of(line: bytes) -> PodEvent:
     if event.type == "ERROR":
         status = _statuses.decode(event.object)
         if status.code == HTTPStatus.GONE:
-            raise Gone
+            raise WatchExpired
         raise ClusterError(f"the watch ended with {status.code}: {status.message[:MAX_REASON_CHARS]}")
     return PodEvent(event.type, _pods.decode(event.object))
 

@@ -84,7 +84,7 @@ class Pod(msgspec.Struct, rename="camel"):
     status: _Status = msgspec.field(default_factory=_Status)
 
 
-class Wrong(Exception):
+class PodError(Exception):
     """An annotation or label that cannot be what it says."""
 
 
@@ -96,7 +96,7 @@ def candidates_of(pod: Pod) -> list[Candidate]:
     try:
         ipaddress.ip_address(host)
         return _described(pod, host)
-    except (Wrong, ValueError) as error:
+    except (PodError, ValueError) as error:
         worker = WorkerKey(UNKNOWN_MODEL, pod.metadata.name)
         problem = f"pod {pod.metadata.name}: {error}"
         return [Candidate(Registration(worker, source=KUBERNETES), any_rank=True, problem=problem)]
@@ -109,15 +109,15 @@ def _described(pod: Pod, host: str) -> list[Candidate]:
     events = _port(said, "events-port") or ports.get(EVENTS_PORT_NAME)
     replay = _port(said, "replay-port") or ports.get(REPLAY_PORT_NAME)
     if problem := worker_id_problem(pod.metadata.name):
-        raise Wrong(f"its name {problem}")
+        raise PodError(f"its name {problem}")
     model = said.get(PREFIX + "model", UNKNOWN_MODEL)
     if model and (problem := name_problem(model)):
-        raise Wrong(f"{PREFIX}model {problem}")
+        raise PodError(f"{PREFIX}model {problem}")
     role = said.get(PREFIX + "role", Role.BOTH)
     handover = said.get(PREFIX + "handover", HandoverWay.KV_TRANSFER_PARAMS)
     for name, problem in (("role", role_problem(role)), ("handover", handover_problem(handover))):
         if problem:
-            raise Wrong(f"{PREFIX}{name} {problem}")
+            raise PodError(f"{PREFIX}{name} {problem}")
     leaving = _leaving(pod)
 
     def at(port: int) -> str:
@@ -166,5 +166,5 @@ def _number(said: Mapping[str, str], name: str, most: int) -> int | None:
     if text is None:
         return None
     if not re.fullmatch(r"[0-9]{1,7}", text) or not 1 <= int(text) <= most:
-        raise Wrong(f"{PREFIX}{name} is {text[:40]!r}: write a whole number, 1 to {most}")
+        raise PodError(f"{PREFIX}{name} is {text[:40]!r}: write a whole number, 1 to {most}")
     return int(text)

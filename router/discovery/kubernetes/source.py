@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from kvrouter.router.discovery.candidate import Candidate
-from kvrouter.router.discovery.kubernetes.api import ClusterApi, ClusterError, Gone
+from kvrouter.router.discovery.kubernetes.api import ClusterApi, ClusterError, WatchExpired
 from kvrouter.router.discovery.kubernetes.pods import Pod, candidates_of
 from kvrouter.router.workers.source_precedence import KUBERNETES
 
@@ -53,7 +53,7 @@ class KubernetesSource:
                 # Ended by the server, as agreed; one that ends all at once must not be asked in a loop.
                 self._show(changed)
                 await asyncio.sleep(self._first_s * self._rng.uniform(0.5, 1.0))
-            except Gone:
+            except WatchExpired:
                 version = None
                 await asyncio.sleep(self._first_s * self._rng.uniform(0.5, 1.0))
             except ClusterError as error:

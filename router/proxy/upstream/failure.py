@@ -52,7 +52,7 @@ class Failure(Exception):
         self.text = text
 
 
-class Spent(Exception):
+class AttemptsSpent(Exception):
     """No engine is to be sent it any more: as many as may have begun on it already. failure: the last one."""
 
     def __init__(self, failure: Failure) -> None:
@@ -105,7 +105,7 @@ class Attempts:
         """A prefill worker began on the prompt, and failed. Raises Spent."""
         self._arrived_before += 1
         if self._spent:
-            raise Spent(failure)
+            raise AttemptsSpent(failure)
 
     def failed(self, worker: str, failure: Failure) -> bool:
         """One more failed; whether another worker may be asked."""

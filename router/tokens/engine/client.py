@@ -13,7 +13,7 @@ import aiohttp
 from kvrouter.router.common.bounded_read import read_at_most
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.tokens.engine.wire import refusal_of
-from kvrouter.router.tokens.prompt_tokens import Unknown
+from kvrouter.router.tokens.prompt_tokens import TokensUnknown
 
 # vLLM renders in a pool of few threads; more at once would wait there instead of here, beside the requests it serves.
 ASKS_PER_ENGINE = 8
@@ -72,7 +72,7 @@ class EngineClient:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             why = printable(str(error)) or type(error).__name__
             broke = isinstance(error, ENDS) and not isinstance(error, aiohttp.ClientConnectorError)
-            raise Unknown("unreachable", f"{url} did not answer: {why}", broke_engine=broke) from None
+            raise TokensUnknown("unreachable", f"{url} did not answer: {why}", broke_engine=broke) from None
         finally:
             self._asks[url] -= 1
 
@@ -82,7 +82,7 @@ class EngineClient:
             most_bytes = _most_bytes(body)
             said, whole = await read_at_most(answer, most_bytes)
             if not whole:
-                raise Unknown(
+                raise TokensUnknown(
                     "unreachable", f"{answer.url} answers with more than {most_bytes} bytes, which is no tokens"
                 )
             return _judged(answer.status, said, where)
@@ -98,7 +98,7 @@ def _judged(status: int, content: bytes, where: str) -> bytes:
     if status in ABSENT:
         raise Absent(f"{where} answers {status}")
     if status in REFUSED:
-        raise Unknown("refused", refusal_of(content) or f"{where} answers {status}")
+        raise TokensUnknown("refused", refusal_of(content) or f"{where} answers {status}")
     if status == HTTPStatus.UNAUTHORIZED:
-        raise Unknown("unreachable", f"{where} answers 401: it wants an API key that the request did not bring")
-    raise Unknown("unreachable", f"{where} answers {status}")
+        raise TokensUnknown("unreachable", f"{where} answers 401: it wants an API key that the request did not bring")
+    raise TokensUnknown("unreachable", f"{where} answers {status}")

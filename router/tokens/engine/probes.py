@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.tokens.token_request import Asked, Feature, Kind
+from kvrouter.router.tokens.token_request import Feature, Kind, TokenRequest
 
 USER = {"role": "user", "content": " What is the capital of  France?\n"}
 TOOL = {
@@ -57,11 +57,11 @@ _CONTINUED: dict[str, Any] = {
 _TEXT: dict[str, Any] = {"prompt": " Größe  naïve\n\n日本語 🙂 = 3.14159"}
 
 
-def _asked(kind: Kind, body: dict[str, Any]) -> Asked:
-    return Asked(kind, {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()})
+def _asked(kind: Kind, body: dict[str, Any]) -> TokenRequest:
+    return TokenRequest(kind, {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in body.items()})
 
 
-PROBES: dict[Feature, Asked] = {
+PROBES: dict[Feature, TokenRequest] = {
     "chat": _asked("chat", _CHAT),
     "tools": _asked("chat", _TOOLS),
     "continued": _asked("chat", _CONTINUED),
@@ -76,7 +76,7 @@ PLAIN_CHAT = _asked(
 Truth = NDArray[np.int64] | int | str
 
 
-def running(probe: Asked) -> bytes:
+def running(probe: TokenRequest) -> bytes:
     """The body by which the engine runs the probe, for one token, and tells what it made of it."""
     return msgspec.json.encode(probe.fields | {"max_tokens": 1, "temperature": 0, "return_token_ids": True})
 

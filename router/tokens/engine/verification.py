@@ -22,23 +22,23 @@ from kvrouter.router.tokens.engine.wire import (
     REAL_PATHS,
     RENDER_PATHS,
     TOKENIZE_PATH,
-    Habits,
+    RenderQuirks,
     real_ids,
     render_body,
     rendered,
     tokenize_body,
     tokenized_ids,
 )
-from kvrouter.router.tokens.prompt_tokens import Unknown
-from kvrouter.router.tokens.token_request import Asked, Feature
+from kvrouter.router.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.tokens.token_request import Feature, TokenRequest
 
 # The same as the engine.
 EQUAL = ""
 
 # What an engine may do where /tokenize is asked: a template's parts are its own affair there.
-TOKENIZE_HABITS = (Habits(), Habits(keeps_unused_tools=False))
+TOKENIZE_HABITS = (RenderQuirks(), RenderQuirks(keeps_unused_tools=False))
 
-Make = Callable[[Asked, Habits], NDArray[np.int64]]
+Make = Callable[[TokenRequest, RenderQuirks], NDArray[np.int64]]
 
 
 class LocalMaker(Protocol):
@@ -47,11 +47,11 @@ class LocalMaker(Protocol):
     @property
     def held_bytes(self) -> int: ...
 
-    def ids(self, asked: Asked, habits: Habits) -> NDArray[np.int64]:
+    def ids(self, asked: TokenRequest, habits: RenderQuirks) -> NDArray[np.int64]:
         """Raises Unknown where only the engine can say."""
         ...
 
-    def likely_habits(self) -> tuple[Habits, ...]:
+    def likely_habits(self) -> tuple[RenderQuirks, ...]:
         """What an engine may do with this tokenizer's template, the likeliest first."""
         ...
 
@@ -62,13 +62,13 @@ class Verdict(msgspec.Struct, frozen=True, eq=False):
 
     renders: bool
     tokenizes: dict[Feature, str] = {}
-    tokenize_habits: Habits = Habits()
+    tokenize_habits: RenderQuirks = RenderQuirks()
     local: dict[Feature, str] = {}
-    local_habits: Habits = Habits()
+    local_habits: RenderQuirks = RenderQuirks()
     truths: dict[Feature, Truth] = {}
 
 
-class Judge:
+class Verifier:
     """client: asks engines. local: tokenizers here, by model."""
 
     def __init__(self, client: EngineClient, local: Mapping[str, LocalMaker]) -> None:
@@ -87,11 +87,11 @@ class Judge:
                 renders, truth = await self._truth(url, PLAIN_CHAT, renders)
             truths[feature] = truth
         tokenizes: dict[Feature, str] = {}
-        tokenize_habits = Habits()
+        tokenize_habits = RenderQuirks()
         if not renders:
             tokenizes, tokenize_habits = await self._tokenizes(url, probes, truths)
         local: dict[Feature, str] = {}
-        local_habits = Habits()
+        local_habits = RenderQuirks()
         maker = self._local.get(model)
         if maker is not None:
             local, local_habits = best(
@@ -99,7 +99,7 @@ class Judge:
             )
         return Verdict(renders, tokenizes, tokenize_habits, local, local_habits, truths)
 
-    async def _truth(self, url: str, probe: Asked, renders: bool) -> tuple[bool, Truth]:
+    async def _truth(self, url: str, probe: TokenRequest, renders: bool) -> tuple[bool, Truth]:
         """Whether the engine renders, and what it makes of the probe."""
         try:
             if renders:
@@ -111,15 +111,15 @@ class Judge:
             return renders, real_ids(await self._client.post(url, REAL_PATHS[probe.kind], running(probe)))
         except Absent as absent:
             return renders, str(absent)
-        except Unknown as unknown:
+        except TokensUnknown as unknown:
             if unknown.reason != "refused":
                 raise
             return renders, unknown.problem
 
     async def _tokenizes(
-        self, url: str, probes: dict[Feature, Asked], truths: dict[Feature, Truth]
-    ) -> tuple[dict[Feature, str], Habits]:
-        found: list[tuple[dict[Feature, str], Habits]] = []
+        self, url: str, probes: dict[Feature, TokenRequest], truths: dict[Feature, Truth]
+    ) -> tuple[dict[Feature, str], RenderQuirks]:
+        found: list[tuple[dict[Feature, str], RenderQuirks]] = []
         for habits in TOKENIZE_HABITS:
             judged: dict[Feature, str] = {}
             for feature, probe in probes.items():
@@ -129,12 +129,12 @@ class Judge:
                 break
         return best(found)
 
-    async def _tokenized(self, url: str, probe: Asked, truth: Truth, habits: Habits) -> str:
+    async def _tokenized(self, url: str, probe: TokenRequest, truth: Truth, habits: RenderQuirks) -> str:
         try:
             ids = tokenized_ids(await self._client.post(url, TOKENIZE_PATH, tokenize_body(probe, habits)))
         except Absent:
             return f"it has neither /tokenize nor a render endpoint ({HOW_TO_RENDER})"
-        except Unknown as unknown:
+        except TokensUnknown as unknown:
             if unknown.reason != "refused":
                 raise
             return f"its /tokenize refuses the probe: {unknown.problem}"
@@ -142,21 +142,21 @@ class Judge:
 
 
 def compared(
-    make: Make, habits: Habits, probes: dict[Feature, Asked], truths: dict[Feature, Truth]
+    make: Make, habits: RenderQuirks, probes: dict[Feature, TokenRequest], truths: dict[Feature, Truth]
 ) -> dict[Feature, str]:
     """For each feature EQUAL, or how what is made here differs from what the engine made."""
     found: dict[Feature, str] = {}
     for feature, probe in probes.items():
         try:
             ids = make(probe, habits)
-        except (Unknown, BadQuestion) as error:
+        except (TokensUnknown, BadQuestion) as error:
             found[feature] = f"not read here: {error}"
         else:
             found[feature] = EQUAL if agrees(truths[feature], ids) else difference(truths[feature], ids)
     return found
 
 
-def best(found: list[tuple[dict[Feature, str], Habits]]) -> tuple[dict[Feature, str], Habits]:
+def best(found: list[tuple[dict[Feature, str], RenderQuirks]]) -> tuple[dict[Feature, str], RenderQuirks]:
     """The habits that explain the most probes, the first of equals."""
     return max(found, key=lambda pair: sum(why == EQUAL for why in pair[0].values()))
 

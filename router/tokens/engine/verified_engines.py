@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.tokens.engine.client import Engine, EngineClient
-from kvrouter.router.tokens.engine.verification import EQUAL, Judge, LocalMaker, Verdict, same_truths
+from kvrouter.router.tokens.engine.verification import EQUAL, LocalMaker, Verdict, Verifier, same_truths
 from kvrouter.router.tokens.engine.wire import HOW_TO_RENDER, ONLY_RENDERED
-from kvrouter.router.tokens.prompt_tokens import Source, Unknown
-from kvrouter.router.tokens.token_request import Asked, Feature
+from kvrouter.router.tokens.prompt_tokens import Source, TokensUnknown
+from kvrouter.router.tokens.token_request import Feature, TokenRequest
 from kvrouter.router.workers.worker_status import TokensStatus
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class _Judged:
         self.next_s = 0.0
 
 
-class JudgedEngines:
+class VerifiedEngines:
     """engines: those of a model that may be asked now. local: tokenizers here, by model. changed: told of a model when an engine of
     it was judged anew. clock: in seconds."""
 
@@ -68,7 +68,7 @@ class JudgedEngines:
         self.of = engines
         self._client = client
         self._local = local
-        self._judge = Judge(client, local)
+        self._judge = Verifier(client, local)
         self._changed = changed
         self._metrics = metrics
         self._clock = clock
@@ -106,8 +106,10 @@ class JudgedEngines:
         try:
             async with asyncio.timeout(JUDGE_TIMEOUT_S):
                 verdict = await self._judge.judge(model, engine.url)
-        except (Unknown, TimeoutError) as error:
-            judged.problem = error.problem if isinstance(error, Unknown) else f"no answers within {JUDGE_TIMEOUT_S:g} s"
+        except (TokensUnknown, TimeoutError) as error:
+            judged.problem = (
+                error.problem if isinstance(error, TokensUnknown) else f"no answers within {JUDGE_TIMEOUT_S:g} s"
+            )
             # Whatever it was before, it is another life now.
             judged.verdict = None
             judged.next_s = self._clock() + RETRY_S
@@ -155,20 +157,24 @@ class JudgedEngines:
         verdicts = [judged.verdict for judged in known if judged is not None and judged.verdict is not None]
         return 0 < len(verdicts) == len(known) and all(same_truths(verdicts[0], other) for other in verdicts[1:])
 
-    def why_none(self, model: str, asked: Asked, verdicts: Mapping[str, Verdict]) -> Unknown:
+    def why_none(self, model: str, asked: TokenRequest, verdicts: Mapping[str, Verdict]) -> TokensUnknown:
         if not verdicts:
             problems = [judged.problem for (of, _), judged in self._judged.items() if of == model]
             if not problems:
-                return Unknown("no_engine", "no worker of the model has a url to ask for tokens; register it with one")
-            return Unknown("unreachable", problems[0])
+                return TokensUnknown(
+                    "no_engine", "no worker of the model has a url to ask for tokens; register it with one"
+                )
+            return TokensUnknown("unreachable", problems[0])
         verdict = next(iter(verdicts.values()))
         for feature in asked.features:
             why = verdict.tokenizes.get(feature, EQUAL)
             if why != EQUAL:
-                return Unknown(
+                return TokensUnknown(
                     "unverified", f"the engine's /tokenize is not what it makes of a request ({feature}: {why})"
                 )
-        return Unknown("unsupported", f"only the engine's render endpoint could tell its tokens ({HOW_TO_RENDER})")
+        return TokensUnknown(
+            "unsupported", f"only the engine's render endpoint could tell its tokens ({HOW_TO_RENDER})"
+        )
 
     def status(self, model: str, url: str | None) -> TokensStatus:
         """How the tokens of texts for this worker are found, and what is wrong with that."""
@@ -217,7 +223,7 @@ class JudgedEngines:
         return found
 
 
-def way_of(verdict: Verdict, asked: Asked) -> Source | None:
+def token_path(verdict: Verdict, asked: TokenRequest) -> Source | None:
     """How this engine can be asked."""
     if verdict.renders:
         return "render"
@@ -226,5 +232,5 @@ def way_of(verdict: Verdict, asked: Asked) -> Source | None:
     return None
 
 
-def _tokenizable(asked: Asked) -> bool:
+def _tokenizable(asked: TokenRequest) -> bool:
     return asked.kind != "responses" and asked.media_at is None and not any(asked.has(name) for name in ONLY_RENDERED)

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.json_arrays import token_array
 from kvrouter.router.kvcache.multimodal import Items, MultimodalItem, in_order
-from kvrouter.router.tokens.prompt_tokens import Unknown
-from kvrouter.router.tokens.token_request import CHAT_PATH, RESPONSES_PATH, TEXT_PATH, TRUNCATION, Asked, Kind
+from kvrouter.router.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.tokens.token_request import CHAT_PATH, RESPONSES_PATH, TEXT_PATH, TRUNCATION, Kind, TokenRequest
 
 RENDER_PATHS: dict[Kind, str] = {
     "chat": f"{CHAT_PATH}/render",
@@ -40,7 +40,7 @@ ONLY_RENDERED = (TRUNCATION, "suffix")
 UNSET = (None, "auto")
 
 
-class Habits(msgspec.Struct, frozen=True):
+class RenderQuirks(msgspec.Struct, frozen=True):
     """What an engine does with chats and does not say; found by trying (`probes.py`).
 
     keeps_unused_tools: tools are written into the prompt also with tool_choice "none"; False where vLLM was started with
@@ -51,23 +51,25 @@ class Habits(msgspec.Struct, frozen=True):
     content_parts: bool = False
 
 
-def render_body(asked: Asked) -> bytes:
+def render_body(asked: TokenRequest) -> bytes:
     """mm_payload: of images and the like, only where they are and their hashes."""
     return msgspec.json.encode(asked.fields | {"mm_payload": "none"})
 
 
-def tokenize_body(asked: Asked, habits: Habits) -> bytes:
+def tokenize_body(asked: TokenRequest, habits: RenderQuirks) -> bytes:
     """Raises Unknown where /tokenize cannot say what the real endpoint would make of it."""
     for name in ONLY_RENDERED:
         if asked.has(name):
-            raise Unknown("unsupported", f"{name} is read by the engine's render endpoint alone ({HOW_TO_RENDER})")
+            raise TokensUnknown(
+                "unsupported", f"{name} is read by the engine's render endpoint alone ({HOW_TO_RENDER})"
+            )
     if asked.kind == "text":
         body: dict[str, Any] = {
             name: asked.fields[name] for name in ("prompt", "add_special_tokens") if name in asked.fields
         }
         return msgspec.json.encode(body)
     if asked.kind != "chat":
-        raise Unknown(
+        raise TokensUnknown(
             "unsupported", f"{REAL_PATHS.get(asked.kind, asked.kind)} has a render endpoint alone ({HOW_TO_RENDER})"
         )
     body = {name: asked.fields[name] for name in TOKENIZE_FIELDS if name in asked.fields}
@@ -84,12 +86,12 @@ def tokenize_body(asked: Asked, habits: Habits) -> bytes:
 HOW_TO_RENDER = "vLLM has one with --enable-scale-out"
 
 
-def drops_tools(asked: Asked, habits: Habits) -> bool:
+def drops_tools(asked: TokenRequest, habits: RenderQuirks) -> bool:
     """Whether the engine leaves the tools out of the prompt."""
     return not habits.keeps_unused_tools and asked.value("tool_choice") == "none"
 
 
-def template_arguments(asked: Asked) -> dict[str, Any]:
+def template_arguments(asked: TokenRequest) -> dict[str, Any]:
     """The template's further arguments: the client's, and what the chat endpoint makes of its own fields.
 
     Source: vLLM 0.32.0 ChatCompletionRequest.build_chat_params."""
@@ -180,7 +182,7 @@ def rendered(kind: Kind, answer: bytes) -> tuple[NDArray[np.int64], Items]:
             raise ValueError(f"an item ends after the prompt's {len(ids)} tokens")
         return ids, items
     except (msgspec.MsgspecError, BadQuestion, ValueError, IndexError, RecursionError) as error:
-        raise Unknown("unreachable", f"its render answers with something else than a prompt: {error}") from None
+        raise TokensUnknown("unreachable", f"its render answers with something else than a prompt: {error}") from None
 
 
 def _items(features: _Features) -> Items:
@@ -200,7 +202,7 @@ def tokenized_ids(answer: bytes) -> NDArray[np.int64]:
     try:
         return _ids(_tokenized.decode(answer).tokens)
     except (msgspec.MsgspecError, BadQuestion, ValueError, RecursionError) as error:
-        raise Unknown("unreachable", f"its /tokenize answers without tokens: {error}") from None
+        raise TokensUnknown("unreachable", f"its /tokenize answers without tokens: {error}") from None
 
 
 def _ids(raw: msgspec.Raw) -> NDArray[np.int64]:
@@ -215,13 +217,13 @@ def real_ids(answer: bytes) -> NDArray[np.int64] | int:
     try:
         found = _real.decode(answer)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Unknown("unreachable", f"its answer to a probe is no completion: {error}") from None
+        raise TokensUnknown("unreachable", f"its answer to a probe is no completion: {error}") from None
     for ids in (found.prompt_token_ids, *(choice.prompt_token_ids for choice in found.choices)):
         if ids:
             return np.array(ids, np.int64)
     if found.usage is not None and found.usage.prompt_tokens > 0:
         return found.usage.prompt_tokens
-    raise Unknown("unreachable", "its answer to a probe tells neither prompt_token_ids nor usage.prompt_tokens")
+    raise TokensUnknown("unreachable", "its answer to a probe tells neither prompt_token_ids nor usage.prompt_tokens")
 
 
 def refusal_of(answer: bytes) -> str:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from kvrouter.router.tokens.engine.wire import Habits, drops_tools, with_reasoning
-from kvrouter.router.tokens.prompt_tokens import Unknown
-from kvrouter.router.tokens.token_request import Asked
+from kvrouter.router.tokens.engine.wire import RenderQuirks, drops_tools, with_reasoning
+from kvrouter.router.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.tokens.token_request import TokenRequest
 
 ROLES = frozenset({"system", "user", "assistant", "tool", "developer"})
 # vLLM takes such a line out of system messages. Source: renderers/chat_utils.py, _strip_claude_code_billing_header.
@@ -22,12 +22,12 @@ TOOL_KEYS = frozenset({"type", "function"})
 FUNCTION_KEYS = ("name", "description", "parameters", "strict")
 
 
-def conversation(asked: Asked, habits: Habits) -> list[dict[str, Any]]:
+def conversation(asked: TokenRequest, habits: RenderQuirks) -> list[dict[str, Any]]:
     """The messages. Raises Unknown where only the engine can say what it makes of them."""
     return [_message(with_reasoning(message), habits) for message in asked.messages]
 
 
-def _message(message: dict[str, Any], habits: Habits) -> dict[str, Any]:
+def _message(message: dict[str, Any], habits: RenderQuirks) -> dict[str, Any]:
     role = message.get("role")
     if role not in ROLES:
         raise _left(f"the role {role!r}")
@@ -107,7 +107,7 @@ def _arguments(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def tools(asked: Asked, habits: Habits) -> list[dict[str, Any]] | None:
+def tools(asked: TokenRequest, habits: RenderQuirks) -> list[dict[str, Any]] | None:
     """The tools as vLLM's own types write them out. Raises Unknown."""
     given = asked.value("tools")
     if given is None or drops_tools(asked, habits):
@@ -129,5 +129,5 @@ def _tool(tool: Any) -> dict[str, Any]:
     return {"type": "function", "function": found}
 
 
-def _left(what: str) -> Unknown:
-    return Unknown("unsupported", f"{what} is not read by the tokenizer here; the engine reads it")
+def _left(what: str) -> TokensUnknown:
+    return TokensUnknown("unsupported", f"{what} is not read by the tokenizer here; the engine reads it")

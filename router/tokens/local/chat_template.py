@@ -20,7 +20,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kvrouter.router.common.errors import SettingError
-from kvrouter.router.tokens.prompt_tokens import Unknown
+from kvrouter.router.tokens.prompt_tokens import TokensUnknown
 
 # Stands behind the text that is to be continued while the template runs. The space at its end shows whether the template trims.
 MARK = "CONTINUED-HERE "
@@ -81,10 +81,10 @@ class ChatTemplate:
         try:
             text = self._template.render(messages=messages, **arguments)
         except RecursionError:
-            raise Unknown("refused", "the chat template recurses without end") from None
+            raise TokensUnknown("refused", "the chat template recurses without end") from None
         except Exception as error:
             # Templates are programs: they raise what they like.
-            raise Unknown("refused", f"the chat template refuses the chat: {error}") from None
+            raise TokensUnknown("refused", f"the chat template refuses the chat: {error}") from None
         return _unmarked(text, last) if continued else text
 
 
@@ -100,12 +100,12 @@ def _marked(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
             text: str = part["text"]
             part["text"] = text + MARK
             return messages, text
-    raise Unknown("refused", "continue_final_message: the last message has no text to go on from")
+    raise TokensUnknown("refused", "continue_final_message: the last message has no text to go on from")
 
 
 def _unmarked(text: str, last: str) -> str:
     at = text.rfind(MARK.strip())
     if at < 0 or last.strip() not in text:
-        raise Unknown("refused", "continue_final_message: the chat template leaves the last message's end out")
+        raise TokensUnknown("refused", "continue_final_message: the chat template leaves the last message's end out")
     # A template that trims has trimmed the space behind the mark, and would have trimmed what was before it.
     return text[:at] if text.startswith(MARK, at) else text[:at].rstrip()

@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
 from kvrouter.router.common.errors import SettingError
-from kvrouter.router.tokens.engine.wire import Habits, template_arguments
+from kvrouter.router.tokens.engine.wire import RenderQuirks, template_arguments
 from kvrouter.router.tokens.local.chat_messages import conversation, tools
 from kvrouter.router.tokens.local.chat_template import OWN_ARGUMENTS, ChatTemplate
-from kvrouter.router.tokens.local.piece_cache import Pieces
-from kvrouter.router.tokens.prompt_tokens import Unknown
-from kvrouter.router.tokens.token_request import TRUNCATION, Asked
+from kvrouter.router.tokens.local.piece_cache import PieceCache
+from kvrouter.router.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.tokens.token_request import TRUNCATION, TokenRequest
 
 # Names of special tokens that templates may write. Source: transformers 5, SPECIAL_TOKENS_ATTRIBUTES.
 NAMED_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -55,58 +55,58 @@ class LocalTokenizer:
         texts = _templates(folder, config)
         self._special = {name: _content(config[name]) for name in NAMED_TOKENS if config.get(name) is not None}
         self._templates = {name: ChatTemplate(text, now) for name, text in texts.items()}
-        self._pieces = Pieces(tokenizer, "".join([*texts.values(), *self._special.values()]))
+        self._pieces = PieceCache(tokenizer, "".join([*texts.values(), *self._special.values()]))
 
     @property
     def held_bytes(self) -> int:
         return self._pieces.held_bytes
 
-    def ids(self, asked: Asked, habits: Habits) -> NDArray[np.int64]:
+    def ids(self, asked: TokenRequest, habits: RenderQuirks) -> NDArray[np.int64]:
         """Raises Unknown where only the engine can say."""
         for name in LEFT_TO_THE_ENGINE:
             if asked.has(name):
-                raise Unknown("unsupported", f"{name} is not read by the tokenizer here; the engine reads it")
+                raise TokensUnknown("unsupported", f"{name} is not read by the tokenizer here; the engine reads it")
         special = asked.value("add_special_tokens")
         if asked.kind == "text":
             text = asked.value("prompt")
             if not isinstance(text, str):
-                raise Unknown("unsupported", "the tokenizer here reads text alone")
+                raise TokensUnknown("unsupported", "the tokenizer here reads text alone")
             return self._encoded(text, special is not False)
         if asked.kind != "chat":
-            raise Unknown("unsupported", "the tokenizer here reads chats and completions alone")
+            raise TokensUnknown("unsupported", "the tokenizer here reads chats and completions alone")
         return self._encoded(self._chat(asked, habits), special is True)
 
     def _encoded(self, text: str, add_special_tokens: bool) -> NDArray[np.int64]:
         ids = self._pieces.encode(text, add_special_tokens=add_special_tokens)
         if not len(ids):
-            raise Unknown("refused", "the prompt has no tokens")
+            raise TokensUnknown("refused", "the prompt has no tokens")
         return ids
 
-    def _chat(self, asked: Asked, habits: Habits) -> str:
+    def _chat(self, asked: TokenRequest, habits: RenderQuirks) -> str:
         given = tools(asked, habits)
         template = self._templates.get("tool_use" if given else "default") or self._templates.get("default")
         if template is None:
-            raise Unknown("unsupported", f"{self.folder} has no chat template; put its chat_template.jinja there")
+            raise TokensUnknown("unsupported", f"{self.folder} has no chat template; put its chat_template.jinja there")
         messages = conversation(asked, habits)
         if any(message["role"] == "developer" for message in messages) and "developer" not in template.text:
-            raise Unknown("unsupported", "the role developer, which the engine turns into another here")
+            raise TokensUnknown("unsupported", "the role developer, which the engine turns into another here")
         arguments = template_arguments(asked)
         if not OWN_ARGUMENTS.isdisjoint(arguments.keys() - {"documents"}) or "chat_template" in arguments:
-            raise Unknown("unsupported", "chat_template_kwargs that replace arguments of their own")
+            raise TokensUnknown("unsupported", "chat_template_kwargs that replace arguments of their own")
         continued = asked.value("continue_final_message") is True
         generation = asked.value("add_generation_prompt") is not False
         if continued and generation:
-            raise Unknown("refused", "continue_final_message wants add_generation_prompt to be false")
+            raise TokensUnknown("refused", "continue_final_message wants add_generation_prompt to be false")
         whole: dict[str, Any] = {"documents": None} | self._special | arguments
         whole |= {"tools": given, "add_generation_prompt": generation}
         return template.render(messages, continued=continued, arguments=whole)
 
-    def likely_habits(self) -> tuple[Habits, ...]:
+    def likely_habits(self) -> tuple[RenderQuirks, ...]:
         """What an engine with this template may do, the likeliest first. A loop over a message's content reads parts."""
         default = self._templates.get("default")
         loops = default is not None and LOOPS_OVER_CONTENT.search(default.text) is not None
         return tuple(
-            Habits(keeps_unused_tools=keeps, content_parts=parts)
+            RenderQuirks(keeps_unused_tools=keeps, content_parts=parts)
             for keeps in (True, False)
             for parts in ((True, False) if loops else (False, True))
         )

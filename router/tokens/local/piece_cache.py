@@ -30,7 +30,7 @@ OVERHEAD_BYTES = 200
 _TRIAL = (" a b", "b a ", "\n\nGröße", "x", "  ", "日本 go", "1.5")
 
 
-class Pieces:
+class PieceCache:
     """May be used by several threads. templates: where texts come from; only tokens that they write are worth cutting at."""
 
     def __init__(self, tokenizer: Tokenizer, templates: str, memory_bytes: int = MEMORY_BYTES) -> None:

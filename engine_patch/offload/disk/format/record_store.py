@@ -25,7 +25,7 @@ from kvrouter.engine_patch.offload.key import OffloadKey
 NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
-class Outcome(Enum):
+class RecordOutcome(Enum):
     DONE = 0
     # What was read is not what had been written.
     CORRUPT = 1
@@ -38,11 +38,11 @@ class Outcome(Enum):
 class Result(NamedTuple):
     """reason: for people, where it is not DONE."""
 
-    outcome: Outcome
+    outcome: RecordOutcome
     reason: str = ""
 
 
-DONE = Result(Outcome.DONE)
+DONE = Result(RecordOutcome.DONE)
 
 
 class Found(NamedTuple):
@@ -128,7 +128,7 @@ class Store:
             result = read_record(self._manifest, self._records, key, index, generation, into)
         except Exception as error:
             result = failure(error)
-        if result.outcome is not Outcome.DONE:
+        if result.outcome is not RecordOutcome.DONE:
             self._give_up(index)
         return result
 
@@ -188,9 +188,9 @@ class Store:
 
     def _move(self, entry: Entry, index: int, buffer: memoryview) -> bool:
         result = self.read(entry.key, entry.record, entry.generation, buffer)
-        if result.outcome is Outcome.DONE:
+        if result.outcome is RecordOutcome.DONE:
             result = self.write(entry.key, index, entry.generation, entry.seq, buffer)
-        return result.outcome is Outcome.DONE
+        return result.outcome is RecordOutcome.DONE
 
 
 def read_record(
@@ -199,13 +199,13 @@ def read_record(
     """Whether the record holds that key, and `into` its payload. Raises OSError."""
     entry = manifest.get(index)
     if entry is None or entry.key != key or entry.generation != generation:
-        return Result(Outcome.CORRUPT, f"the manifest entry of record {index} is damaged")
+        return Result(RecordOutcome.CORRUPT, f"the manifest entry of record {index} is damaged")
     if not records.read(index, into, entry.checksum):
-        return Result(Outcome.CORRUPT, f"the payload of record {index} is damaged")
+        return Result(RecordOutcome.CORRUPT, f"the payload of record {index} is damaged")
     return DONE
 
 
 def failure(error: Exception) -> Result:
     """What went wrong, as a result."""
     full = isinstance(error, OSError) and error.errno in NO_SPACE
-    return Result(Outcome.NO_SPACE if full else Outcome.FAILED, str(error) or repr(error))
+    return Result(RecordOutcome.NO_SPACE if full else RecordOutcome.FAILED, str(error) or repr(error))
