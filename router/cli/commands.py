@@ -20,11 +20,12 @@ import typer
 from rich.console import Console
 
 from kvrouter.router.cli.api_client import Client, ClientError
+from kvrouter.router.cli.settings_flags import with_settings
 from kvrouter.router.cli.tables import candidates_table, text, tokens_line, worker_name, workers_table
 from kvrouter.router.common.errors import RouterError, SettingError, StartError
 from kvrouter.router.common.escaping import printable_json
 from kvrouter.router.common.version import VERSION
-from kvrouter.router.config.settings import FIELDS, Origin, describe, given_flags, load_config
+from kvrouter.router.config.settings import Origin, given_flags, load_config, markdown, schema
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -44,116 +45,21 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+config_app = typer.Typer(help="What can be set.", add_completion=False, no_args_is_help=True)
+app.add_typer(config_app, name="config")
+
 # typer wraps click in some versions and carries its own copy in others; this is its base of usage errors in both.
 UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-def _setting(name: str, metavar: str, flag: str | None = None) -> Any:
-    """A flag of `serve`. Values are checked with those of the file and the environment, so all are text here."""
-    text = describe(name).replace("a list of ", "may be repeated: ")
-    default = FIELDS[name].default
-    shown = "" if default in (None, ()) else f" [default: {default}]"
-    return typer.Option(flag or f"--{name.replace('_', '-')}", metavar=metavar, help=text + shown, show_default=False)
-
-
-Text = str | None
-
-
 @app.command()
-def serve(
-    config: Annotated[Path | None, typer.Option(metavar="FILE", help="settings as YAML [env: KVROUTER_CONFIG]")] = None,
-    worker: Annotated[list[str] | None, _setting("workers", "SPEC", "--worker")] = None,
-    workers_file: Annotated[Text, _setting("workers_file", "FILE")] = None,
-    kubernetes_selector: Annotated[Text, _setting("kubernetes_selector", "SELECTOR")] = None,
-    kubernetes_namespace: Annotated[Text, _setting("kubernetes_namespace", "NAME")] = None,
-    kubernetes_api: Annotated[Text, _setting("kubernetes_api", "URL")] = None,
-    kubernetes_token_file: Annotated[Text, _setting("kubernetes_token_file", "FILE")] = None,
-    kubernetes_ca_file: Annotated[Text, _setting("kubernetes_ca_file", "FILE")] = None,
-    allow_host: Annotated[list[str] | None, _setting("allow_hosts", "HOST", "--allow-host")] = None,
-    tokenizer: Annotated[list[str] | None, _setting("tokenizers", "MODEL=FOLDER", "--tokenizer")] = None,
-    model_alias: Annotated[list[str] | None, _setting("model_aliases", "NAME=MODEL", "--model-alias")] = None,
-    redis: Annotated[Text, _setting("redis", "URL")] = None,
-    data_dir: Annotated[Text, _setting("data_dir", "DIR")] = None,
-    host: Annotated[Text, _setting("host", "HOST")] = None,
-    port: Annotated[Text, _setting("port", "PORT")] = None,
-    processes: Annotated[Text, _setting("processes", "N")] = None,
-    api_key: Annotated[Text, _setting("api_key", "KEY")] = None,
-    worker_api_key: Annotated[Text, _setting("worker_api_key", "KEY")] = None,
-    log_level: Annotated[Text, _setting("log_level", "LEVEL")] = None,
-    log_format: Annotated[Text, _setting("log_format", "FORMAT")] = None,
-    flush_interval_s: Annotated[Text, _setting("flush_interval_s", "S")] = None,
-    approximate_ttl_s: Annotated[Text, _setting("approximate_ttl_s", "S")] = None,
-    health_interval_s: Annotated[Text, _setting("health_interval_s", "S")] = None,
-    suspect_credit_s: Annotated[Text, _setting("suspect_credit_s", "S")] = None,
-    mirror_budget_bytes: Annotated[Text, _setting("mirror_budget_bytes", "N")] = None,
-    segment_memory_bytes: Annotated[Text, _setting("segment_memory_bytes", "N")] = None,
-    policy: Annotated[Text, _setting("policy", "NAME")] = None,
-    temperature: Annotated[Text, _setting("temperature", "T")] = None,
-    saturation_tokens: Annotated[Text, _setting("saturation_tokens", "N")] = None,
-    remote_prefill_min_tokens: Annotated[Text, _setting("remote_prefill_min_tokens", "N")] = None,
-    handover_token_cost: Annotated[Text, _setting("handover_token_cost", "COST")] = None,
-    queue_size: Annotated[Text, _setting("queue_size", "N")] = None,
-    queue_deadline_s: Annotated[Text, _setting("queue_deadline_s", "S")] = None,
-    max_workers: Annotated[Text, _setting("max_workers", "N")] = None,
-    max_body_bytes: Annotated[Text, _setting("max_body_bytes", "N")] = None,
-    answer_timeout_s: Annotated[Text, _setting("answer_timeout_s", "S")] = None,
-    drain_s: Annotated[Text, _setting("drain_s", "S")] = None,
-    shutdown_delay_s: Annotated[Text, _setting("shutdown_delay_s", "S")] = None,
-    lease_ttl_s: Annotated[Text, _setting("lease_ttl_s", "S")] = None,
-    replay_timeout_s: Annotated[Text, _setting("replay_timeout_s", "S")] = None,
-    tokenize_timeout_s: Annotated[Text, _setting("tokenize_timeout_s", "S")] = None,
-    none_hash_seed: Annotated[Text, _setting("none_hash_seed", "SEED")] = None,
-    otlp_endpoint: Annotated[Text, _setting("otlp_endpoint", "URL")] = None,
-) -> None:
+@with_settings
+def serve(config: Path | None, flags: dict[str, Any]) -> None:
     """Run the router.
 
     Every setting can also stand in the YAML file (port: 30000) or in the environment (KVROUTER_PORT=30000; lists
     apart by spaces, as in KVROUTER_WORKERS). A flag wins over the environment, and that over the file.
     """
-    flags = {
-        "workers": worker,
-        "workers_file": workers_file,
-        "kubernetes_selector": kubernetes_selector,
-        "kubernetes_namespace": kubernetes_namespace,
-        "kubernetes_api": kubernetes_api,
-        "kubernetes_token_file": kubernetes_token_file,
-        "kubernetes_ca_file": kubernetes_ca_file,
-        "allow_hosts": allow_host,
-        "tokenizers": tokenizer,
-        "model_aliases": model_alias,
-        "redis": redis,
-        "data_dir": data_dir,
-        "host": host,
-        "port": port,
-        "processes": processes,
-        "api_key": api_key,
-        "worker_api_key": worker_api_key,
-        "log_level": log_level,
-        "log_format": log_format,
-        "flush_interval_s": flush_interval_s,
-        "approximate_ttl_s": approximate_ttl_s,
-        "health_interval_s": health_interval_s,
-        "suspect_credit_s": suspect_credit_s,
-        "mirror_budget_bytes": mirror_budget_bytes,
-        "segment_memory_bytes": segment_memory_bytes,
-        "policy": policy,
-        "temperature": temperature,
-        "saturation_tokens": saturation_tokens,
-        "remote_prefill_min_tokens": remote_prefill_min_tokens,
-        "handover_token_cost": handover_token_cost,
-        "queue_size": queue_size,
-        "queue_deadline_s": queue_deadline_s,
-        "max_workers": max_workers,
-        "max_body_bytes": max_body_bytes,
-        "answer_timeout_s": answer_timeout_s,
-        "drain_s": drain_s,
-        "shutdown_delay_s": shutdown_delay_s,
-        "lease_ttl_s": lease_ttl_s,
-        "replay_timeout_s": replay_timeout_s,
-        "tokenize_timeout_s": tokenize_timeout_s,
-        "none_hash_seed": none_hash_seed,
-        "otlp_endpoint": otlp_endpoint,
-    }
     named = os.environ.get("KVROUTER_CONFIG")
     file = config if config is not None else Path(named) if named else None
     settings = load_config(file, os.environ, flags)
@@ -237,6 +143,18 @@ def explain(
     console.print()
     to = text(answer["endpoint"])
     console.print(f"{text(worker_name(answer))} ({to}): {text(answer['reason'])}", highlight=False)
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Show the JSON schema of the settings file."""
+    _print_json(schema())
+
+
+@config_app.command("markdown")
+def config_markdown() -> None:
+    """Show the settings as a table of Markdown: docs/settings.md."""
+    print(markdown(), end="")
 
 
 @app.command()

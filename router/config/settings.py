@@ -39,15 +39,6 @@ REDIS_URL = re.compile(r"unix://.|(rediss?|valkeys?)(\+cluster)?://.")
 # YAML reads `none_hash_seed: 0` as a number; to the engines it is text.
 TEXT_SETTINGS = ("host", "redis", "data_dir", "api_key", "worker_api_key", "none_hash_seed")
 
-# Settings that are lists, and the flag that gives one of each. In the environment the values stand apart by white space: none of
-# theirs has any.
-LISTS = {
-    "workers": "--worker",
-    "allow_hosts": "--allow-host",
-    "tokenizers": "--tokenizer",
-    "model_aliases": "--model-alias",
-}
-
 # Lists whose entries are pairs, and what reads them.
 PAIRS = {"tokenizers": parse_tokenizers, "model_aliases": parse_aliases}
 
@@ -57,54 +48,84 @@ SECRETS = ("api_key", "worker_api_key")
 HIDDEN = "***"
 
 
-class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings. The `description` of each is what an error tells the user to write, and the help of its flag."""
+class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The settings of one router process. Their `description` is also the help of their flag and what errors say to write."""
 
     # Loopback: a router without an API key must not be open to the network unless someone says so.
-    host: Annotated[str, msgspec.Meta(min_length=1, description="an address to listen on, like 0.0.0.0")] = "127.0.0.1"
+    host: Annotated[
+        str, msgspec.Meta(min_length=1, extra={"metavar": "HOST"}, description="an address to listen on, like 0.0.0.0")
+    ] = "127.0.0.1"
     # The port that users of other routers know (peers.md).
-    port: Annotated[int, msgspec.Meta(ge=0, le=65_535, description="a port, 0 to 65535; 0 takes a free one")] = 30_000
+    port: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=65_535, extra={"metavar": "PORT"}, description="a port, 0 to 65535; 0 takes a free one"),
+    ] = 30_000
     redis: Annotated[
-        str | None, msgspec.Meta(description="a URL like redis://host:6379/0; without it, a private server is started")
+        str | None,
+        msgspec.Meta(
+            extra={"metavar": "URL"},
+            description="a URL like redis://host:6379/0; without it, a private server is started",
+        ),
     ] = None
     data_dir: Annotated[
-        str, msgspec.Meta(min_length=1, description="the folder in which the private server keeps its data")
+        str,
+        msgspec.Meta(
+            min_length=1, extra={"metavar": "DIR"}, description="the folder in which the private server keeps its data"
+        ),
     ] = "./kvrouter-data"
     workers: Annotated[
         tuple[str, ...],
         msgspec.Meta(
-            description="a list of ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N]"
+            extra={"metavar": "SPEC", "flag": "--worker"},
+            description="a list of ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N]",
         ),
     ] = ()
     workers_file: Annotated[
         Annotated[str, msgspec.Meta(min_length=1)] | None,
-        msgspec.Meta(description="a YAML or JSON file that lists workers, watched for changes"),
+        msgspec.Meta(
+            extra={"metavar": "FILE"}, description="a YAML or JSON file that lists workers, watched for changes"
+        ),
     ] = None
     # With none, Kubernetes is not asked. The others say where it is, for a router that does not run in the cluster itself.
     kubernetes_selector: Annotated[
         Annotated[str, msgspec.Meta(min_length=1)] | None,
-        msgspec.Meta(description="a label selector like app=vllm: pods that it selects are workers"),
+        msgspec.Meta(
+            extra={"metavar": "SELECTOR"},
+            description="a label selector like app=vllm: pods that it selects are workers",
+        ),
     ] = None
     kubernetes_namespace: Annotated[
-        Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?\Z")] | None,
-        msgspec.Meta(description="the namespace of the pods; without it, the router's own"),
+        Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$(?!\n)")] | None,
+        msgspec.Meta(extra={"metavar": "NAME"}, description="the namespace of the pods; without it, the router's own"),
     ] = None
     kubernetes_api: Annotated[
-        Annotated[str, msgspec.Meta(pattern=r"\Ahttps?://[^/@\s]+(/[^@\s]*)?\Z")] | None,
-        msgspec.Meta(description="the URL of Kubernetes' API; without it, that of the cluster that the router runs in"),
+        Annotated[str, msgspec.Meta(pattern=r"^https?://[^/@\s]+(/[^@\s]*)?$(?!\n)")] | None,
+        msgspec.Meta(
+            extra={"metavar": "URL"},
+            description="the URL of Kubernetes' API; without it, that of the cluster that the router runs in",
+        ),
     ] = None
     kubernetes_token_file: Annotated[
         Annotated[str, msgspec.Meta(min_length=1)] | None,
-        msgspec.Meta(description="the file with the token; without it, the service account's in a pod"),
+        msgspec.Meta(
+            extra={"metavar": "FILE"}, description="the file with the token; without it, the service account's in a pod"
+        ),
     ] = None
     kubernetes_ca_file: Annotated[
         Annotated[str, msgspec.Meta(min_length=1)] | None,
-        msgspec.Meta(description="the certificates that the API is known by; without it, the cluster's in a pod"),
+        msgspec.Meta(
+            extra={"metavar": "FILE"},
+            description="the certificates that the API is known by; without it, the cluster's in a pod",
+        ),
     ] = None
     # Empty allows all: engines come and go under addresses that only the operator knows, and who may register is bounded by the
     # API key and the loopback default already. Where clients with the key are not all trusted, list the engines' networks.
     allow_hosts: Annotated[
-        tuple[str, ...], msgspec.Meta(description=f"a list of where workers may be: {FORM}; without it, anywhere")
+        tuple[str, ...],
+        msgspec.Meta(
+            extra={"metavar": "HOST", "flag": "--allow-host"},
+            description=f"a list of where workers may be: {FORM}; without it, anywhere",
+        ),
     ] = ()
     processes: Annotated[
         int,
@@ -113,20 +134,24 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 1
     api_key: Annotated[
-        Annotated[str, msgspec.Meta(pattern=r"\A[\x21-\x7e]+\Z")] | None,
-        msgspec.Meta(description="a key of printable ASCII, without spaces"),
+        Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]+$(?!\n)")] | None,
+        msgspec.Meta(extra={"metavar": "KEY"}, description="a key of printable ASCII, without spaces"),
     ] = None
     # A client's Authorization is for this router where it has a key, and goes on to the engine where it has none.
     worker_api_key: Annotated[
-        Annotated[str, msgspec.Meta(pattern=r"\A[\x21-\x7e]+\Z")] | None,
+        Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]+$(?!\n)")] | None,
         msgspec.Meta(
-            description="the engines' own API key, of printable ASCII without spaces; sent with what is proxied"
+            extra={"metavar": "KEY"},
+            description="the engines' own API key, of printable ASCII without spaces; sent with what is proxied",
         ),
     ] = None
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], msgspec.Meta(description="debug, info, warning or error")
+        Literal["debug", "info", "warning", "error"],
+        msgspec.Meta(extra={"metavar": "LEVEL"}, description="debug, info, warning or error"),
     ] = "info"
-    log_format: Annotated[Literal["text", "json"], msgspec.Meta(description="text or json")] = "text"
+    log_format: Annotated[
+        Literal["text", "json"], msgspec.Meta(extra={"metavar": "FORMAT"}, description="text or json")
+    ] = "text"
     # How long net changes are collected before a commit. 2 ms makes commits of 256 and more at 100 k blocks/s (0.8 M
     # transitions/s measured, design.md section 6); over 10 ms the answers would lag visibly behind the engines.
     flush_interval_s: Annotated[
@@ -212,14 +237,18 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     policy: Annotated[
         Literal["kv", "round_robin", "least_load", "random", "prefix_only", "full_attention_only"],
         msgspec.Meta(
-            description="kv (least cost), or to compare: round_robin, least_load, random, prefix_only, full_attention_only"
+            extra={"metavar": "NAME"},
+            description="kv (least cost), or to compare: round_robin, least_load, random, prefix_only, full_attention_only",
         ),
     ] = "kv"
     # Chance costs reuse; it spreads load where the costs are known to be wrong.
     temperature: Annotated[
         float,
         msgspec.Meta(
-            ge=0.0, le=10.0, description="0 to 10: how much chance has a part in the policy kv; 0: in ties alone"
+            ge=0.0,
+            le=10.0,
+            extra={"metavar": "T"},
+            description="0 to 10: sampling temperature of policy kv; 0 randomises ties only",
         ),
     ] = 0.0
     # Some seconds of an engine's work: enough that it never runs dry, and a new prompt is not better off in its queue than in ours,
@@ -244,7 +273,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     # 40,000. Over 25 Gb/s Ethernet it is more than 1.
     handover_token_cost: Annotated[
         float,
-        msgspec.Meta(ge=0.0, le=100.0, description="0 to 100: what a token costs to hand over, in tokens computed"),
+        msgspec.Meta(
+            ge=0.0,
+            le=100.0,
+            extra={"metavar": "COST"},
+            description="0 to 100: what a token costs to hand over, in tokens computed",
+        ),
     ] = 0.2
     # Each holds its connection and its body.
     queue_size: Annotated[
@@ -266,7 +300,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     tokenizers: Annotated[
         tuple[str, ...],
         msgspec.Meta(
-            description="a list of MODEL=FOLDER with its tokenizer.json; without one, the model's engines are asked for tokens"
+            extra={"metavar": "MODEL=FOLDER", "flag": "--tokenizer"},
+            description="a list of MODEL=FOLDER with its tokenizer.json; without one, the model's engines are asked for tokens",
         ),
     ] = ()
     # A request waits for its tokens at most this long, as it then can only be placed by load. An engine renders a chat in some
@@ -276,17 +311,27 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: how long to look for the tokens of a text"),
     ] = 1.0
     model_aliases: Annotated[
-        tuple[str, ...], msgspec.Meta(description="a list of NAME=MODEL: other names for models and LoRA adapters")
+        tuple[str, ...],
+        msgspec.Meta(
+            extra={"metavar": "NAME=MODEL", "flag": "--model-alias"},
+            description="a list of NAME=MODEL: other names for models and LoRA adapters",
+        ),
     ] = ()
     # Off: a trace costs a request some 150 us of CPU, and needs a collector. The SDK's own variables (OTEL_*) say how; this one,
     # that and where.
     otlp_endpoint: Annotated[
-        Annotated[str, msgspec.Meta(pattern=r"\Ahttps?://[\x21-\x7e]+\Z")] | None,
-        msgspec.Meta(description="a collector's URL like http://otel:4318 (OTLP over HTTP); without it, no traces"),
+        Annotated[str, msgspec.Meta(pattern=r"^https?://[\x21-\x7e]+$(?!\n)")] | None,
+        msgspec.Meta(
+            extra={"metavar": "URL"},
+            description="a collector's URL like http://otel:4318 (OTLP over HTTP); without it, no traces",
+        ),
     ] = None
     # None: the engines run without PYTHONHASHSEED, as they do by default.
     none_hash_seed: Annotated[
-        str | None, msgspec.Meta(description="the engines' PYTHONHASHSEED; leave it out where they have none")
+        str | None,
+        msgspec.Meta(
+            extra={"metavar": "SEED"}, description="the engines' PYTHONHASHSEED; leave it out where they have none"
+        ),
     ] = None
 
     def shown(self) -> dict[str, Any]:
@@ -304,11 +349,51 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
 
 
+# Settings that are lists, one value a flag. In the environment the values stand apart by white space: none of theirs has any.
+LISTS = frozenset(name for name, field in FIELDS.items() if field.default == ())
+
+
 def describe(name: str) -> str:
     """What setting `name` is: the text of its help and of its errors."""
     info = msgspec.inspect.type_info(FIELDS[name].type)
     extra = info.extra_json_schema if isinstance(info, msgspec.inspect.Metadata) else None
     return str((extra or {}).get("description", ""))
+
+
+def flag_of(name: str) -> str:
+    """The flag that gives a value of setting `name`."""
+    return str(_extra(name).get("flag") or f"--{name.replace('_', '-')}")
+
+
+def metavar_of(name: str) -> str:
+    """What stands for a value of setting `name` in the help."""
+    return str(_extra(name).get("metavar") or ("S" if name.endswith("_s") else "N"))
+
+
+def _extra(name: str) -> dict[str, Any]:
+    info = msgspec.inspect.type_info(FIELDS[name].type)
+    return (info.extra if isinstance(info, msgspec.inspect.Metadata) else None) or {}
+
+
+def variable_of(name: str) -> str:
+    """The environment variable of setting `name`."""
+    return ENV_PREFIX + name.upper()
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of the settings file."""
+    (own,) = msgspec.json.schema_components([Config], ref_template="#/$defs/{name}")[1].values()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **own, "title": "Settings of kvrouter"}
+
+
+def markdown() -> str:
+    """The table of docs/settings.md."""
+    rows = ["| setting | flag, environment | default | what to write |", "|---|---|---|---|"]
+    for name, field in FIELDS.items():
+        default = "" if field.default in (None, ()) else f"`{field.default}`"
+        told = describe(name).replace("|", "\\|")
+        rows.append(f"| `{name}` | `{flag_of(name)} {metavar_of(name)}`, `{variable_of(name)}` | {default} | {told} |")
+    return "\n".join(rows) + "\n"
 
 
 def without_password(url: str) -> str:
@@ -342,23 +427,15 @@ def load_config(
     for name, value in _from_file(file, content).items():
         values[name] = _converted(name, value, f"{name} in {file}")
     for name, value in _from_environ(environ).items():
-        values[name] = _converted(name, value, _variable(name))
+        values[name] = _converted(name, value, variable_of(name))
     for name, value in given.items():
-        values[name] = _converted(name, value, _flag(name))
+        values[name] = _converted(name, value, flag_of(name))
     if "data_dir" in given:
         # The flag wins over a Redis that the file or the environment names.
         values["redis"] = None
     config = Config(**values)
     _check_allowed(config)
     return config
-
-
-def _variable(name: str) -> str:
-    return ENV_PREFIX + name.upper()
-
-
-def _flag(name: str) -> str:
-    return LISTS.get(name) or f"--{name.replace('_', '-')}"
 
 
 def _from_file(file: Path | None, text: str | None) -> dict[str, Any]:
@@ -392,7 +469,7 @@ def _from_environ(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         name = variable.removeprefix(ENV_PREFIX).lower()
         if name not in FIELDS:
-            raise SettingError(f"the environment variable {variable} is no setting; {_nearest(name, _variable)}")
+            raise SettingError(f"the environment variable {variable} is no setting; {_nearest(name, variable_of)}")
         if text:
             found[name] = text.split() if name in LISTS else text
     return found

@@ -84,6 +84,8 @@ def expected_catalog(engine: Engine) -> dict[str, Any]:
         "pcp_size": 1,
         "connector": "OffloadingConnector" if layout.cpu_chunks else None,
         "vllm_version": vllm.__version__,
+        "connectors": ["OffloadingConnector"] if layout.cpu_chunks else [],
+        "offload_partial_hits": None,
     }
 
 

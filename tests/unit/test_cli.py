@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from jsonschema import Draft202012Validator
 from prometheus_client import CollectorRegistry
 
 from kvrouter.router.cli.commands import run
 from kvrouter.router.cli.tables import workers_table
+from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.settings import FIELDS, LISTS
+from kvrouter.router.config.settings import FIELDS, flag_of, load_config, metavar_of
 from kvrouter.router.telemetry.metrics import MAX_WORKER_LABEL_CHARS, OTHER_WORKER, Metrics
 
 WORKER = {
@@ -270,9 +273,39 @@ def test_help_shows_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["serve", "--help"]) == 0
     shown = capsys.readouterr().out
     for name in FIELDS:
-        assert (LISTS.get(name) or f"--{name.replace('_', '-')}") in shown
+        assert f"{flag_of(name)} {metavar_of(name)}" in shown
     assert run([]) == 0
     assert "explain" in capsys.readouterr().out
+
+
+def test_the_schema_of_the_settings_is_valid_and_refuses_what_a_start_refuses(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert run(["config", "schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema)
+    for settings, valid in (
+        ({"port": 30_000, "api_key": "k", "workers": ["w0=http://h:1"]}, True),
+        ({"prot": 30_000}, False),
+        ({"port": 70_000}, False),
+        ({"api_key": "k\n"}, False),
+        ({"policy": "best"}, False),
+    ):
+        assert validator.is_valid(settings) == valid, settings
+        file = tmp_path / "settings.yaml"
+        file.write_text(yaml.safe_dump(settings))
+        if valid:
+            load_config(file, {}, {})
+        else:
+            with pytest.raises(SettingError):
+                load_config(file, {}, {})
+
+
+def test_the_page_of_settings_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["config", "markdown"]) == 0
+    page = (Path(__file__).resolve().parents[2] / "docs" / "settings.md").read_text()
+    assert page.endswith(capsys.readouterr().out), "kvrouter config markdown prints what its table should be"
 
 
 def test_worker_labels_are_short_printable_and_few(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.settings import FIELDS, LISTS, Config, describe, load_config, without_password
+from kvrouter.router.config.settings import FIELDS, Config, describe, flag_of, load_config, without_password
 from kvrouter.router.telemetry.log_format import Formatter
 from kvrouter.router.workers.registration import CatalogSpec, Registration
 from kvrouter.router.workers.role import HandoverWay, Role
@@ -143,7 +143,7 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
 )
 def test_a_wrong_value_names_the_flag_and_says_what_to_write(name: str, value: Any) -> None:
     message = wrong(flags={name: value})
-    assert message.startswith(f"{LISTS.get(name) or '--' + name.replace('_', '-')} ")
+    assert message.startswith(f"{flag_of(name)} ")
     assert describe(name) in message
 
 
