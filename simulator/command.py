@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import signal
 import sys
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Annotated, Any
 
 import msgspec
+import typer
 import zmq
 
 from kvrouter.simulator.cache.shapes import SHAPES, Geometry, UnsupportedGeometry, make_geometry
@@ -23,49 +25,7 @@ from kvrouter.simulator.http.server import ANY_PORT, ReplicaServer, ServerThread
 DEFAULT = Timing()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kvrouter sim",
-        description="Simulated engine replicas: vLLM's scheduler, cache and event stream without a model. "
-        "Prints one JSON line a replica with its endpoints, then serves until Ctrl-C.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add = parser.add_argument
-    add("--replicas", type=int, default=1, help="so many of them; a given --port counts up from one to the next")
-    add("--shape", default="gemma3", choices=list(SHAPES), help="the KV cache groups")
-    add("--blocks", type=int, default=4096, help="blocks of the GPU pool, all groups together")
-    add("--cpu-chunks", type=int, default=0, help="blocks that the CPU tier has room for; 0: there is none")
-    add("--block-size", type=int, help="tokens a block; the shape's where it is not given")
-    add("--window", type=int, help="tokens of the sliding window; the shape's where it is not given")
-    add("--retention", default="0", help="tokens between kept checkpoints; 0: resume points only; dense: all")
-    add("--chunk-tokens", type=int, default=DEFAULT_CHUNK_TOKENS, help="tokens that a step computes at most")
-    add("--max-running", type=int, default=DEFAULT_MAX_RUNNING, help="requests that run at a time")
-    add("--max-text-tokens", type=int, default=DEFAULT_MAX_TEXT_TOKENS, help="the context: prompt and answer together")
-    add("--model", help="the served model's name; sim-SHAPE where it is not given")
-    add("--host", default="127.0.0.1", help="where HTTP listens")
-    add("--port", type=int, default=0, help="HTTP port; 0: a free one")
-    add("--events", default=ANY_PORT, help="ZMQ endpoint of the event stream; port 0 takes a free one")
-    add("--replay", default=ANY_PORT, help="ZMQ endpoint of the replay; `none` for no replay")
-    add("--dp-rank", type=int, default=0, help="data-parallel rank that its events and metrics name")
-    add("--no-event-sources", action="store_true", help="without /kv_event_sources, as vLLM before 0.31")
-    time = parser.add_argument_group("time")
-    time.add_argument("--instant", action="store_true", help="steps take no time")
-    time.add_argument("--prefill-rate", type=float, default=DEFAULT.prefill_tokens_per_s, help="tokens a second")
-    time.add_argument("--step-ms", type=float, default=DEFAULT.step_base_s * 1e3, help="a step without tokens")
-    time.add_argument(
-        "--decode-ms", type=float, default=DEFAULT.decode_sequence_s * 1e3, help="more a decoding request"
-    )
-    time.add_argument("--load-rate", type=float, default=DEFAULT.load_tokens_per_s, help="tokens a second from the CPU")
-    faults = parser.add_argument_group("faults from the start, each as in POST /sim/faults")
-    faults.add_argument("--drop-events", type=int, metavar="N", help="the next batches are not sent, but replayed")
-    faults.add_argument("--lose-events", type=int, metavar="N", help="the next batches are nowhere")
-    faults.add_argument("--stall", type=float, metavar="S", dest="stall_s", help="no step ends for so many seconds")
-    faults.add_argument("--slow", type=float, metavar="FACTOR", help="steps take so many times as long")
-    faults.add_argument("--fail", type=int, metavar="N", help="the next generation requests are answered with an error")
-    return parser
-
-
-def _timing(options: argparse.Namespace) -> Timing:
+def _timing(options: SimpleNamespace) -> Timing:
     if options.instant:
         return INSTANT
     return Timing(
@@ -76,7 +36,7 @@ def _timing(options: argparse.Namespace) -> Timing:
     )
 
 
-def _geometry(options: argparse.Namespace) -> Geometry:
+def _geometry(options: SimpleNamespace) -> Geometry:
     interval = None if options.retention == "dense" else int(options.retention)
     return make_geometry(
         options.shape, block_size=options.block_size, window=options.window, retention_interval=interval
@@ -84,7 +44,7 @@ def _geometry(options: argparse.Namespace) -> Geometry:
 
 
 def _servers(
-    options: argparse.Namespace, context: zmq.Context[zmq.Socket[bytes]], undo: contextlib.ExitStack
+    options: SimpleNamespace, context: zmq.Context[zmq.Socket[bytes]], undo: contextlib.ExitStack
 ) -> list[ReplicaServer]:
     if options.replicas < 1:
         raise ValueError(f"--replicas {options.replicas}: start 1 or more")
@@ -115,9 +75,7 @@ def _servers(
     return servers
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run replicas until SIGINT or SIGTERM. Returns the exit code: 0 stopped, 2 wrong settings or address."""
-    options = _parser().parse_args(argv)
+def _serve(options: SimpleNamespace) -> int:
     asked_to_stop = threading.Event()
     with zmq.Context[zmq.Socket[bytes]]() as context, contextlib.ExitStack() as undo:
         try:
@@ -137,3 +95,63 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(json.dumps({**server.endpoints, "shape": options.shape, "blocks": options.blocks}), flush=True)
         asked_to_stop.wait()
     return 0
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+# typer wraps click in some versions and carries its own copy in others; this is its base of usage errors in both.
+UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _help(text: str, *flags: str, metavar: str | None = None) -> Any:
+    return typer.Option(*flags, help=text, metavar=metavar)
+
+
+@app.command(context_settings={"help_option_names": ["-h", "--help"]})
+def sim(
+    replicas: Annotated[int, _help("so many of them; a given --port counts up from one to the next")] = 1,
+    shape: Annotated[str, _help("the KV cache groups: " + ", ".join(SHAPES))] = "gemma3",
+    blocks: Annotated[int, _help("blocks of the GPU pool, all groups together")] = 4096,
+    cpu_chunks: Annotated[int, _help("blocks that the CPU tier has room for; 0: there is none")] = 0,
+    block_size: Annotated[int | None, _help("tokens a block; without it, the shape's")] = None,
+    window: Annotated[int | None, _help("tokens of the sliding window; without it, the shape's")] = None,
+    retention: Annotated[str, _help("tokens between kept checkpoints; 0: resume points only; dense: all")] = "0",
+    chunk_tokens: Annotated[int, _help("tokens that a step computes at most")] = DEFAULT_CHUNK_TOKENS,
+    max_running: Annotated[int, _help("requests that run at a time")] = DEFAULT_MAX_RUNNING,
+    max_text_tokens: Annotated[int, _help("the context: prompt and answer together")] = DEFAULT_MAX_TEXT_TOKENS,
+    model: Annotated[str | None, _help("the served model's name; without it, sim-SHAPE")] = None,
+    host: Annotated[str, _help("where HTTP listens")] = "127.0.0.1",
+    port: Annotated[int, _help("HTTP port; 0: a free one")] = 0,
+    events: Annotated[str, _help("ZMQ endpoint of the event stream; port 0 takes a free one")] = ANY_PORT,
+    replay: Annotated[str, _help("ZMQ endpoint of the replay; `none` for no replay")] = ANY_PORT,
+    dp_rank: Annotated[int, _help("data-parallel rank that its events and metrics name")] = 0,
+    no_event_sources: Annotated[
+        bool, _help("without /kv_event_sources, as vLLM before 0.31", "--no-event-sources")
+    ] = False,
+    instant: Annotated[bool, _help("steps take no time", "--instant")] = False,
+    prefill_rate: Annotated[float, _help("time: prefill, tokens a second")] = DEFAULT.prefill_tokens_per_s,
+    step_ms: Annotated[float, _help("time: a step without tokens")] = DEFAULT.step_base_s * 1e3,
+    decode_ms: Annotated[float, _help("time: each more decoding request in a step")] = DEFAULT.decode_sequence_s * 1e3,
+    load_rate: Annotated[float, _help("time: tokens a second from the CPU tier")] = DEFAULT.load_tokens_per_s,
+    drop_events: Annotated[
+        int | None, _help("fault from the start: the next batches are not sent, but replayed")
+    ] = None,
+    lose_events: Annotated[int | None, _help("fault: the next batches are nowhere")] = None,
+    stall_s: Annotated[float | None, _help("fault: no step ends for so many seconds", "--stall", metavar="S")] = None,
+    slow: Annotated[float | None, _help("fault: steps take so many times as long", metavar="FACTOR")] = None,
+    fail: Annotated[int | None, _help("fault: the next generation requests are answered with an error")] = None,
+) -> None:
+    """Simulated engine replicas: vLLM's scheduler, cache and event stream without a model.
+
+    Prints one JSON line a replica with its endpoints, then serves until Ctrl-C."""
+    raise typer.Exit(_serve(SimpleNamespace(**locals())))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run replicas until SIGINT or SIGTERM. Returns the exit code: 0 stopped, 2 wrong settings or address."""
+    try:
+        code = app(sys.argv[1:] if argv is None else list(argv), prog_name="kvrouter sim", standalone_mode=False)
+    except UsageProblem as problem:
+        message = str(problem.format_message()) if hasattr(problem, "format_message") else str(problem)
+        print(f"kvrouter sim: {message}", file=sys.stderr)
+        return 2
+    return code if isinstance(code, int) else 0

@@ -151,7 +151,8 @@ class ScriptedEngine:
         self.connections += 1
         number = self.connections
         try:
-            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            # The task ends here where it is cancelled: asyncio before 3.12 logs one that a cancellation ended.
+            with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
                 while not writer.is_closing():
                     await self._answer(await _read(reader, number), reader, writer)
         finally:
