@@ -8,11 +8,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-engine fuzz chaos takeover soak lint format bench audit lock clean
+.PHONY: help demo test test-all test-engine fuzz chaos takeover soak lint format bench audit lock clean
 
 help:
 	@echo "make demo         install into .venv and watch the router predict what three replicas reuse"
-	@echo "make test         install and run the tests"
+	@echo "make test         install and run the tests of every part, in minutes"
+	@echo "make test-all     the rest: whole routers, faults, fuzzing, containers, the demo"
 	@echo "make test-engine  the same claims against a real vLLM (its CPU build, 3 GB, cached)"
 	@echo "make fuzz         a million inputs against the decoders and what follows, and the HTTP API's description"
 	@echo "make chaos        random schedules of faults: the index is right, or says that it is not (minutes; make test has a short part)"
@@ -37,8 +38,12 @@ $(VENV)/installed: pyproject.toml $(SOURCES)
 demo: $(VENV)/installed
 	$(BIN)/kvrouter demo
 
+# A file's tests stay in one process: they share its routers and stores.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest --ignore=tests/engine
+	$(BIN)/python -m pytest --ignore=tests/engine -m "not slow" --numprocesses 2 --dist loadfile
+
+test-all: $(VENV)/installed
+	$(BIN)/python -m pytest --ignore=tests/engine -m slow
 
 test-engine:
 	$(PYTHON) tests/engine/run.py

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of all tests.
+"""Settings of all tests, and which of them `make test` leaves to `make test-all`.
 
 Nothing that hypothesis does is timed: a busy machine is no fault of the code.
 In CI it draws the same examples each time: what chance finds is found at a desk, not in somebody else's landing.
@@ -8,9 +8,21 @@ In CI it draws the same examples each time: what chance finds is found at a desk
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True, database=None, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+# Whole routers, schedules of faults and fuzzing take minutes: of these folders `make test` runs what is marked `smoke`.
+SLOW_FOLDERS = {"system", "chaos", "fuzz"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder in SLOW_FOLDERS and item.get_closest_marker("smoke") is None:
+            item.add_marker(pytest.mark.slow)

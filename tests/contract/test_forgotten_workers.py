@@ -26,6 +26,8 @@ from kvrouter.router.streams.router_core import Core
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 
+pytestmark = pytest.mark.slow
+
 Context = zmq.Context[zmq.Socket[bytes]]
 ANY = "tcp://127.0.0.1:0"
 TIMEOUT_S = 30.0

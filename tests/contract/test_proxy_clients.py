@@ -51,6 +51,7 @@ def test_a_client_that_hangs_up_within_a_stream_ends_it_at_the_engine() -> None:
         assert router.admission.problem(W0) is None
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_holds_the_engine_back() -> None:
     sent = [0]
     piece = b"x" * 65_536
@@ -75,6 +76,7 @@ def test_a_client_that_does_not_read_holds_the_engine_back() -> None:
         assert not engine.given_up
 
 
+@pytest.mark.slow
 def test_who_reads_slowly_is_not_cut_and_who_does_not_read_is() -> None:
     body = b"y" * (24 * 1024**2)
     limits = HttpLimits(send_timeout_s=7 * PAUSE_S)

@@ -267,6 +267,7 @@ def test_what_was_asked_is_remembered_and_asked_once() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_a_slow_engine_costs_the_deadline_and_no_more() -> None:
     async def test() -> None:
         async with case(timeout_s=0.3) as it:
@@ -481,6 +482,7 @@ def test_an_engine_that_tells_its_items_makes_all_of_it_known() -> None:
     run(test())
 
 
+@pytest.mark.slow
 def test_an_engine_slow_with_pictures_leaves_time_for_the_text_before_them() -> None:
     async def test() -> None:
         picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}

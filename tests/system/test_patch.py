@@ -16,6 +16,8 @@ from router_process import RouterProcess
 
 from kvrouter.events.patch.messages import DeclaredGroup, ReportCleared
 
+pytestmark = pytest.mark.smoke
+
 MODEL = "m"
 TOKENS = prompt(1)
 CHAIN = hashes(TOKENS)

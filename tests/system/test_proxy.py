@@ -22,6 +22,8 @@ import pytest
 from router_process import RouterProcess
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
 
+pytestmark = pytest.mark.smoke
+
 WAIT_S = 60.0
 CHAT = "/v1/chat/completions"
 CLIENTS = 8

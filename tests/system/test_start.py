@@ -22,6 +22,8 @@ from store_server import StoreServer
 from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 
+pytestmark = pytest.mark.smoke
+
 MODEL = "sim"
 START_TIMEOUT_S = 120.0
 

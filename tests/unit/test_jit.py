@@ -65,6 +65,7 @@ def cached_kernels(folder: Path) -> list[Path]:
     return sorted(folder.rglob("*.nbi"))
 
 
+@pytest.mark.slow
 def test_a_private_temporary_folder_holds_the_cache_where_numba_finds_none(source: Path):
     first, second = call(source), call(source)
     folder = private_folder(source)
@@ -74,6 +75,7 @@ def test_a_private_temporary_folder_holds_the_cache_where_numba_finds_none(sourc
     assert not first.stderr
 
 
+@pytest.mark.slow
 def test_a_cache_folder_that_was_named_is_used(source: Path, tmp_path: Path):
     named = tmp_path / "named"
     assert not call(source, NUMBA_CACHE_DIR=str(named)).stderr
@@ -81,6 +83,7 @@ def test_a_cache_folder_that_was_named_is_used(source: Path, tmp_path: Path):
     assert not private_folder(source).exists()
 
 
+@pytest.mark.slow
 def test_kernels_run_uncached_where_no_folder_can_be_had(source: Path):
     refused = call(source, NUMBA_CACHE_DIR=NOWHERE)
     assert not private_folder(source).exists()

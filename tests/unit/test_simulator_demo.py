@@ -30,6 +30,8 @@ from kvrouter.simulator.demo.trace import (
 )
 from kvrouter.simulator.demo.view import View
 
+pytestmark = pytest.mark.slow
+
 # Answers as the router does, predicts nothing, sends everything to the first worker.
 IGNORANT = """
 import json, sys
