@@ -270,7 +270,7 @@ def _but(lost: str, other: Hit, best: int, burdens: Sequence[int], saturated: se
     if lost == AFFINITY:
         return "the session, or a prompt that begins alike, was here"
     if lost == TEMPERATURE:
-        return "chance was given a part by the temperature"
+        return "the choice was made by temperature sampling"
     if lost == TIER:
         return "would load them back more slowly than they are computed"
     return "the policy is another than kv"

@@ -35,7 +35,7 @@ TOKENS_MIN = 2
 
 
 class Quality:
-    """Of all requests that this process proxies. tracing: None where no traces are wanted.
+    """Tracks accuracy and latency of proxied requests. tracing: None where no traces are wanted.
 
     clock: seconds, that of `Placer`."""
 

@@ -26,7 +26,7 @@ RETRY_LAST_S = 1.0
 # Renewals in the life of a lease: three may be late or lost.
 RENEWALS_PER_TTL = 4
 
-# Looks in the life of a lease at whether a worker of ours is free: what a takeover takes beyond the lease.
+# Looks at whether a worker is free, per lease TTL; bounds takeover delay beyond the lease.
 LOOKS_PER_TTL = 10
 
 ELSEWHERE = "another router process follows this worker; its answers are shown as they come from Redis"
