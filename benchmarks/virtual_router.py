@@ -17,7 +17,8 @@ from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, fingerprint
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
-from kvrouter.router.ingest.stock_ingest import PendingCommit, StockIngest
+from kvrouter.router.ingest.pending_commit import PendingCommit
+from kvrouter.router.ingest.stock_ingest import StockIngest
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView

@@ -25,7 +25,8 @@ from kvrouter.router.cli.tables import candidates_table, text, tokens_line, work
 from kvrouter.router.common.errors import RouterError, SettingError, StartError
 from kvrouter.router.common.escaping import printable_json
 from kvrouter.router.common.version import VERSION
-from kvrouter.router.config.settings import Origin, given_flags, load_config, markdown, schema
+from kvrouter.router.config.loading import Origin, given_flags, load_config
+from kvrouter.router.config.settings import markdown, schema
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2

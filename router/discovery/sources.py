@@ -9,7 +9,8 @@ from pathlib import Path
 
 import aiohttp
 
-from kvrouter.router.config.settings import Config, Origin
+from kvrouter.router.config.loading import Origin
+from kvrouter.router.config.settings import Config
 from kvrouter.router.discovery.candidate import candidate_of
 from kvrouter.router.discovery.files.file_source import FileSource
 from kvrouter.router.discovery.files.settings_file import SettingsFile, overridden

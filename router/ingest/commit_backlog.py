@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kvrouter.router.common.ids import Place
 from kvrouter.router.ingest.net_changes import NetChanges, ResidencyDelta
-from kvrouter.router.ingest.stock_ingest import PendingCommit
+from kvrouter.router.ingest.pending_commit import PendingCommit
 
 
 class CommitBacklog:

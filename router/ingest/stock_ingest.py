@@ -35,6 +35,7 @@ from kvrouter.events.vllm.stream_items import (
     StreamItem,
 )
 from kvrouter.router.common.ids import Place
+from kvrouter.router.ingest.counters import IngestCounters
 from kvrouter.router.ingest.engine_liveness import (
     EngineAbsent,
     EngineBack,
@@ -44,10 +45,11 @@ from kvrouter.router.ingest.engine_liveness import (
     EngineSame,
     VitalSign,
 )
-from kvrouter.router.ingest.net_changes import ResidencyDelta
+from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.ingest.residency import MAX_BLOCKS, MAX_PLACES, Residency, Runs
 from kvrouter.router.kvcache.block_hash import HashScheme
-from kvrouter.router.kvcache.catalog import Catalog, CatalogLearner
+from kvrouter.router.kvcache.catalog import Catalog
+from kvrouter.router.kvcache.catalog_learner import CatalogLearner
 from kvrouter.router.kvcache.offload_connectors import TierRule
 from kvrouter.router.kvcache.scheme_verification import HashIdentity, SchemeState
 from kvrouter.router.workers.provenance import rank_problem, ranks_allowed
@@ -76,48 +78,6 @@ META_GAPS = "gaps"
 META_INCOMPLETE = "incomplete"
 META_PROCESS_START = "process_start"
 META_RANK = "rank"
-
-
-class PendingCommit(msgspec.Struct, frozen=True):
-    """One commit's worth of changes.
-
-    opens_epoch: everything earlier of this worker is void. seqs: first and last batch, None when there was none."""
-
-    epoch: str
-    opens_epoch: bool
-    seqs: tuple[int, int] | None
-    changes: list[ResidencyDelta]
-    copies: list[tuple[Place, int, int]]
-    meta: dict[str, bytes]
-
-
-class IngestCounters(msgspec.Struct):
-    """Counters of one worker since this process began to follow it."""
-
-    batches: int = 0
-    events: int = 0
-    blocks: int = 0
-    broken: int = 0
-    unknown: int = 0
-    malformed: int = 0
-    gaps: int = 0
-    missed_batches: int = 0
-    restarts: int = 0
-    # Times that the engine's HTTP was lost.
-    losses: int = 0
-    heartbeats: int = 0
-    mismatches: int = 0
-    # Ways back to what the engine holds: batches replayed, a snapshot, or everything learned anew.
-    replays: int = 0
-    snapshots: int = 0
-    relearned: int = 0
-    # Blocks that were held when a snapshot of the same life showed that they are not there, and the other way round.
-    ghost_blocks: int = 0
-    lost_blocks: int = 0
-    # Blocks that the worker's own bounds left no room for: they earn no credit.
-    refused: int = 0
-    # Batches that name another data-parallel rank.
-    foreign: int = 0
 
 
 class StoredScheme(msgspec.Struct, frozen=True):

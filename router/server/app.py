@@ -11,13 +11,11 @@ import os
 import random
 import resource
 import secrets
-import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from datetime import datetime
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,17 +26,17 @@ import uvicorn
 import zmq
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
-from kvrouter.router.api.http.asgi import Outer, build_api
+from kvrouter.router.api.http.fastapi_app import build_api
 from kvrouter.router.api.http.hot_protocol import hot_protocol
 from kvrouter.router.api.http.limited_protocol import HttpLimits
+from kvrouter.router.api.http.outer import Outer
 from kvrouter.router.api.ports import CorePort, TokensPort
-from kvrouter.router.common.errors import SettingError, StartError
+from kvrouter.router.common.errors import StartError
 from kvrouter.router.common.jit import progress
-from kvrouter.router.common.shutdown import Shutdown, take_waiting
+from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.common.task_supervisor import TaskSupervisor
-from kvrouter.router.common.version import VERSION
-from kvrouter.router.config.cautions import open_to_all
-from kvrouter.router.config.settings import Config, Origin, without_password
+from kvrouter.router.config.loading import Origin
+from kvrouter.router.config.settings import Config, without_password
 from kvrouter.router.discovery.discovery import Discovery
 from kvrouter.router.discovery.sources import sources_of
 from kvrouter.router.index.store import IndexStore, StoreError
@@ -48,7 +46,7 @@ from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.upstream.pool import KEEP_IDLE_S, Pool
 from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.quality.request_watch import Quality
-from kvrouter.router.redis_client.connection import StoreUnavailable, parse_url
+from kvrouter.router.redis_client.connection import StoreUnavailable
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore, EmbeddedStoreError
 from kvrouter.router.server.sibling_metrics import SiblingMetrics
 from kvrouter.router.server.warm_up import warm
@@ -56,13 +54,14 @@ from kvrouter.router.streams.router_core import Core
 from kvrouter.router.telemetry.log_format import set_up_logs
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.tokens.engine.client import Engine
-from kvrouter.router.tokens.engine.verification import LocalMaker
 from kvrouter.router.tokens.tokenizer import TextTokenizer
 from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.model_names import parse_tokenizers
 
 if TYPE_CHECKING:
-    from kvrouter.router.quality.tracing import Tracing
+    pass
+from kvrouter.router.server.checks import checked_settings, log_cautions, tracing_of
+from kvrouter.router.server.listener import bound_socket, port_taken, start_line
+from kvrouter.router.server.stopping import Server, stopping_on_signals
 
 log = logging.getLogger(__name__)
 
@@ -79,8 +78,6 @@ SPARE_SOCKETS = 64
 WARM_LOOK_S = 2.0
 # A private server that died is noticed by this; questions are answered from memory meanwhile.
 STORE_CHECK_S = 1.0
-# Tells a part that the supervisor had a second signal. Not SIGTERM, which a service manager may send to all processes at once.
-HURRY = signal.SIGINT
 # The data directory's lock admits one router, so its leases need no name of their own, and a restart takes over at once.
 PRIVATE_TOKEN = "private"
 
@@ -143,7 +140,7 @@ async def serve(config: Config, origin: Origin, part: ProcessPart | None = None)
     Raises SettingError and StartError before it serves."""
     set_up_logs(config.log_level, config.log_format, sys.stderr)
     allow_descriptors()
-    with _stopping_on_signals(config.shutdown_delay_s, part is not None) as stopping:
+    with stopping_on_signals(config.shutdown_delay_s, part is not None) as stopping:
         if part is not None:
             asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stopping.on_supervisor_gone)
         async with AsyncExitStack() as stack:
@@ -157,7 +154,7 @@ async def serve(config: Config, origin: Origin, part: ProcessPart | None = None)
                     await server.serve(sockets=[listener])
                 except OSError as error:
                     # Two starting routers can both bind the port; the second to listen finds out here.
-                    raise _port_taken(config.host, config.port, error) from None
+                    raise port_taken(config.host, config.port, error) from None
     log.info("stopped")
 
 
@@ -175,7 +172,7 @@ async def _start(
     listener: socket.socket,
     shutdown: Shutdown,
     stack: AsyncExitStack,
-) -> _Server:
+) -> Server:
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
@@ -309,7 +306,7 @@ async def _start(
         # A supervisor reads the number, and prints the line itself when all its processes serve.
         print(start_line(config, listener, workers) if part is None else workers, flush=True)
 
-    return _Server(settings, started)
+    return Server(settings, started)
 
 
 def count_callbacks(metrics: Metrics) -> None:
@@ -322,23 +319,6 @@ def count_callbacks(metrics: Metrics) -> None:
         loop.default_exception_handler(context)
 
     asyncio.get_running_loop().set_exception_handler(count)
-
-
-async def checked_settings(config: Config) -> dict[str, LocalMaker]:
-    """The tokenizers of the settings, whatever else can be checked without a connection being right. Raises SettingError."""
-    if config.redis is not None:
-        try:
-            parse_url(config.redis)
-        except StoreError as error:
-            raise SettingError(f"redis is {without_password(config.redis)!r}: {error}") from None
-    # In a thread, as a large vocabulary takes a second to load.
-    return await asyncio.to_thread(local_tokenizers, config) if config.tokenizers else {}
-
-
-def log_cautions(config: Config) -> None:
-    """Once for all processes of this router."""
-    if (caution := open_to_all(config)) is not None:
-        log.warning(caution)
 
 
 def _redis_problem(config: Config, error: StoreError) -> str:
@@ -366,38 +346,6 @@ async def warm_up() -> None:
         log.info("kernels compiled", extra={"seconds": round(time.monotonic() - begun, 1)})
 
 
-def tracing_of(config: Config, measures: QualityMetrics) -> Tracing | None:
-    """Where traces go, None where none are wanted. Raises SettingError."""
-    if config.otlp_endpoint is None:
-        return None
-    try:
-        # An extra, and a thread and some megabytes that most routers have no need of.
-        from kvrouter.router.quality.tracing import Tracing
-    except ImportError as error:
-        raise SettingError(
-            f"otlp_endpoint needs a package that is not installed ({error.name}): pip install 'hybrid-kv-router[otel]'"
-        ) from None
-    return Tracing(config.otlp_endpoint, measures.spans)
-
-
-def local_tokenizers(config: Config) -> dict[str, LocalMaker]:
-    """Those of the settings, by model. Raises SettingError."""
-    try:
-        # An extra, of which most routers have no need.
-        from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
-    except ImportError as error:
-        raise SettingError(
-            f"tokenizers need a package that is not installed ({error.name}): pip install 'hybrid-kv-router[tokenizer]'"
-        ) from None
-    found: dict[str, LocalMaker] = {}
-    for model, folder in parse_tokenizers(config.tokenizers).items():
-        try:
-            found[model] = LocalTokenizer(Path(folder), datetime.now)
-        except SettingError as error:
-            raise SettingError(f"--tokenizer {model}: {error.message}") from None
-    return found
-
-
 def _connections_possible(wanted: int) -> int:
     """`wanted`, or what the limit on open files leaves: without files, nothing is accepted and nothing is connected to."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -412,45 +360,6 @@ def _connections_possible(wanted: int) -> int:
             extra={"connections": possible, "open_files": files},
         )
     return possible
-
-
-def start_line(config: Config, listener: socket.socket, workers: int) -> str:
-    """What a user reads when the router is up: where it listens, where its data is, and what to do next."""
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    if config.redis is None:
-        data = f"its index is in {Path(config.data_dir).resolve()}"
-    else:
-        data = f"its index is in {without_password(config.redis)}"
-    at = "" if (host, port) == ("127.0.0.1", Config().port) else f" --url http://{shown}:{port}"
-    if workers or config.workers or config.workers_file or config.kubernetes_selector:
-        following = f"`kvrouter workers{at}` shows the workers"
-    else:
-        following = f"no worker yet: POST /register, or start with --worker, --workers-file or --kubernetes-selector; API: http://{shown}:{port}/docs"
-    return f"kvrouter {VERSION} listens on http://{shown}:{port}; {data}; {following}"
-
-
-def bound_socket(host: str, port: int) -> socket.socket:
-    """A TCP socket bound to host and port, not listening yet. Raises SettingError."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as error:
-        raise SettingError(f"host {host!r} is no address of this machine ({error.strerror}); write one") from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as error:
-        listener.close()
-        raise _port_taken(host, port, error) from None
-    return listener
-
-
-def _port_taken(host: str, port: int, error: OSError) -> SettingError:
-    why = error.strerror or error
-    return SettingError(
-        f"cannot listen on {host} port {port} ({why}); stop what listens there, or pass another --host or --port"
-    )
 
 
 @asynccontextmanager
@@ -479,85 +388,3 @@ async def _keep_running(store: EmbeddedStore) -> None:
             if str(error) != told:
                 told = str(error)
                 log.error("private store cannot be started", extra={"error": told})
-
-
-class _Server(uvicorn.Server):
-    """uvicorn that tells when it serves and leaves the signals to us: it would take them over and raise them once more
-    when HTTP is down, in the middle of our own way down."""
-
-    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._tell = started
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self._tell()
-
-    def end(self) -> None:
-        self.should_exit = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await take_waiting(sockets or [], lambda: self.force_exit)
-        await super().shutdown(sockets=sockets)
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-class _Stopping:
-    """What a signal does: before the server serves it cancels the start, after that it ends the server; the second one at once.
-
-    delay_s: for so long it goes on taking connections, of those who do not know yet. part: whether a supervisor sends them."""
-
-    def __init__(self, delay_s: float, *, part: bool) -> None:
-        self.shutdown = Shutdown()
-        self._delay_s = delay_s
-        self._part = part
-        self.server: _Server | None = None
-        self._starting: asyncio.Task[_Server] | None = None
-
-    def on_signal(self, number: int) -> None:
-        server = self.server
-        if self.shutdown.begun:
-            if server is not None and (number == HURRY or not self._part):
-                # Without waiting for open connections.
-                server.should_exit = server.force_exit = True
-            return
-        self.shutdown.begun = True
-        if server is not None:
-            log.info("stopping", extra={"delay_s": self._delay_s, "drain_s": server.config.timeout_graceful_shutdown})
-            asyncio.get_running_loop().call_later(self._delay_s, server.end)
-        elif self._starting is not None:
-            self._starting.cancel()
-
-    def on_supervisor_gone(self) -> None:
-        """Nothing more comes on stdin, so it was closed."""
-        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
-        log.warning("the supervisor is gone")
-        self.on_signal(signal.SIGTERM)
-
-    async def unless_stopped(self, start: Coroutine[Any, Any, _Server]) -> _Server | None:
-        """The started server, or None when a signal came first."""
-        self._starting = asyncio.get_running_loop().create_task(start)
-        try:
-            server = await self._starting
-            return None if self.shutdown.begun else server
-        except asyncio.CancelledError:
-            if self.shutdown.begun:
-                return None
-            raise
-
-
-@contextmanager
-def _stopping_on_signals(delay_s: float, part: bool) -> Iterator[_Stopping]:
-    loop = asyncio.get_running_loop()
-    stopping = _Stopping(delay_s, part=part)
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
-        loop.add_signal_handler(number, stopping.on_signal, number)
-    try:
-        yield stopping
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)

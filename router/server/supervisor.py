@@ -27,22 +27,15 @@ from prometheus_client import CollectorRegistry
 
 from kvrouter.router.common.errors import RouterError, StartError
 from kvrouter.router.common.task_supervisor import TaskSupervisor
-from kvrouter.router.config.settings import Config, Origin
+from kvrouter.router.config.loading import Origin
+from kvrouter.router.config.settings import Config
 from kvrouter.router.discovery.sources import sources_of
 from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStoreError
-from kvrouter.router.server.app import (
-    HURRY,
-    PRIVATE_TOKEN,
-    ProcessPart,
-    bound_socket,
-    checked_settings,
-    log_cautions,
-    private_store,
-    serve,
-    start_line,
-    tracing_of,
-)
+from kvrouter.router.server.app import PRIVATE_TOKEN, ProcessPart, private_store, serve
+from kvrouter.router.server.checks import checked_settings, log_cautions, tracing_of
+from kvrouter.router.server.listener import bound_socket, start_line
+from kvrouter.router.server.stopping import HURRY
 from kvrouter.router.telemetry.log_format import set_up_logs
 from kvrouter.router.telemetry.metrics import Metrics
 

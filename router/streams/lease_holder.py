@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, Lease, StoredValueError, StoreError
-from kvrouter.router.ingest.stock_ingest import PendingCommit
+from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.telemetry.metrics import Metrics
 
 log = logging.getLogger("kvrouter.hold")

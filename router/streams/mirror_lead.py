@@ -13,7 +13,8 @@ from typing import Protocol
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.ingest.commit_backlog import CommitBacklog
 from kvrouter.router.ingest.net_changes import NO_HASHES, ResidencyDelta
-from kvrouter.router.ingest.stock_ingest import PendingCommit, StockIngest
+from kvrouter.router.ingest.pending_commit import PendingCommit
+from kvrouter.router.ingest.stock_ingest import StockIngest
 
 
 class MirrorSource(Protocol):

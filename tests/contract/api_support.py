@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry
 
-from kvrouter.router.api.http.asgi import Outer, build_api
+from kvrouter.router.api.http.fastapi_app import build_api
+from kvrouter.router.api.http.outer import Outer
 from kvrouter.router.common.errors import UnknownModel
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config

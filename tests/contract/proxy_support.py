@@ -24,7 +24,7 @@ from api_support import TinyCore
 from prometheus_client import CollectorRegistry
 from scripted_engine import Script, ScriptedEngine
 
-from kvrouter.router.api.http.asgi import build_api
+from kvrouter.router.api.http.fastapi_app import build_api
 from kvrouter.router.api.http.hot_protocol import hot_protocol
 from kvrouter.router.api.http.limited_protocol import HttpLimits
 from kvrouter.router.common.errors import BadQuestion, NoWorker, UnknownModel, UnknownWorker
@@ -38,7 +38,7 @@ from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.upstream.pool import Pool
 from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.quality.request_watch import Quality
-from kvrouter.router.server.app import tracing_of
+from kvrouter.router.server.checks import tracing_of
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.tokens.prompt_tokens import Prompt
 from kvrouter.router.workers.allow_list import AllowList

@@ -16,7 +16,7 @@ from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import ResidencyDelta
-from kvrouter.router.ingest.stock_ingest import PendingCommit
+from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.streams.lease_holder import HandedOver, LeaseHolder, LeaseLost
 from kvrouter.router.telemetry.metrics import Metrics
 

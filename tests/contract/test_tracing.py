@@ -227,7 +227,7 @@ def test_the_endpoint_is_a_collector_or_its_traces() -> None:
     assert traces_url("http://otel:4318") == traces_url("http://otel:4318/") == "http://otel:4318/v1/traces"
     assert traces_url("http://otel/x/v1/traces") == "http://otel/x/v1/traces"
     with pytest.raises(SettingError, match="a collector's URL"):
-        from kvrouter.router.config.settings import load_config
+        from kvrouter.router.config.loading import load_config
 
         load_config(None, {}, {"otlp_endpoint": "otel:4317"})
     assert Config().otlp_endpoint is None

@@ -19,8 +19,8 @@ from kvrouter.events.vllm.messages import AllBlocksCleared, BlockStored, EventBa
 from kvrouter.events.vllm.stream_items import Batch, GapLost, Proven, ReadAnew, Restarted
 from kvrouter.events.vllm.wire import MAX_SEQ, WireCleared, WireRemoved, WireStored
 from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.ingest.counters import IngestCounters
 from kvrouter.router.ingest.patch_ingest import PatchIngest
-from kvrouter.router.ingest.stock_ingest import IngestCounters
 from kvrouter.router.workers.registration import Registration
 
 # pytest's importlib mode leaves sys.path alone.

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvrouter.router.common.ids import Place
 from kvrouter.router.ingest.commit_backlog import CommitBacklog
 from kvrouter.router.ingest.net_changes import ResidencyDelta
-from kvrouter.router.ingest.stock_ingest import PendingCommit
+from kvrouter.router.ingest.pending_commit import PendingCommit
 
 PLACES = (Place(0, "GPU"), Place(1, "GPU"), Place(None, "CPU", "o"))
 EXAMPLES = 300

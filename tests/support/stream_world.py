@@ -49,7 +49,7 @@ from kvrouter.router.ingest.engine_liveness import (
     Pulse,
 )
 from kvrouter.router.ingest.patch_ingest import PatchIngest
-from kvrouter.router.ingest.stock_ingest import PendingCommit
+from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.kvcache.scheme_verification import SchemeState
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.workers.registration import NO_PATCH, CatalogSpec, Registration

@@ -7,7 +7,7 @@ import pytest
 
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.settings import load_config
+from kvrouter.router.config.loading import load_config
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 from kvrouter.router.workers.worker_spec import endpoint_problem, url_problem

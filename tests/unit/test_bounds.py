@@ -33,7 +33,7 @@ from kvrouter.router.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.ingest.patch_ingest import PatchIngest
 from kvrouter.router.ingest.residency import MAX_PLACES, Residency
 from kvrouter.router.ingest.stock_ingest import MAX_SHAPES
-from kvrouter.router.kvcache.catalog import MAX_BLOCK_SIZES
+from kvrouter.router.kvcache.catalog_learner import MAX_BLOCK_SIZES
 from kvrouter.router.kvcache.gpu_hit import MAX_SPEC_GROUPS
 from kvrouter.router.kvcache.hit_tables import BANK_BITS
 from kvrouter.router.matching import mirror as mirrors

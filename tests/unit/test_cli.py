@@ -21,7 +21,8 @@ from kvrouter.router.cli.commands import run
 from kvrouter.router.cli.tables import workers_table
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.settings import FIELDS, flag_of, load_config, metavar_of
+from kvrouter.router.config.loading import load_config
+from kvrouter.router.config.settings import FIELDS, flag_of, metavar_of
 from kvrouter.router.telemetry.metrics import MAX_WORKER_LABEL_CHARS, OTHER_WORKER, Metrics
 
 WORKER = {

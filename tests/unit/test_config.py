@@ -12,7 +12,8 @@ import pytest
 
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.settings import FIELDS, Config, describe, flag_of, load_config, without_password
+from kvrouter.router.config.loading import load_config
+from kvrouter.router.config.settings import FIELDS, Config, describe, flag_of, without_password
 from kvrouter.router.telemetry.log_format import Formatter
 from kvrouter.router.workers.registration import CatalogSpec, Registration
 from kvrouter.router.workers.role import HandoverWay, Role

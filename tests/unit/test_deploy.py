@@ -13,7 +13,8 @@ import msgspec
 import pytest
 import yaml
 
-from kvrouter.router.config.settings import Config, load_config
+from kvrouter.router.config.loading import load_config
+from kvrouter.router.config.settings import Config
 from kvrouter.router.discovery.files.workers_file import parse_workers
 from kvrouter.router.discovery.kubernetes.api import access_from
 from kvrouter.router.discovery.kubernetes.pods import Pod, candidates_of

@@ -10,7 +10,7 @@ import pytest
 
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.settings import Origin
+from kvrouter.router.config.loading import Origin
 from kvrouter.router.discovery.files.file_source import FileSource
 from kvrouter.router.discovery.files.settings_file import SettingsFile
 from kvrouter.router.discovery.files.workers_file import parse_workers

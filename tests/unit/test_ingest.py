@@ -31,7 +31,7 @@ from kvrouter.router.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.ingest.engine_liveness import EngineAbsent, EnginePresent
 from kvrouter.router.ingest.stock_ingest import StockIngest
 from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
-from kvrouter.router.kvcache.catalog import UNNAMED_BLOCK_TOKENS
+from kvrouter.router.kvcache.catalog_learner import UNNAMED_BLOCK_TOKENS
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.workers.stream_state import StreamState
 

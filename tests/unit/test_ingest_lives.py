@@ -32,7 +32,7 @@ from kvrouter.router.ingest.engine_liveness import EngineLost, EngineRestarted, 
 from kvrouter.router.ingest.patch_ingest import PatchIngest
 from kvrouter.router.ingest.stock_ingest import META_LEARNED, META_SCHEME, SAME_PROCESS_WAIT_S
 from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
-from kvrouter.router.kvcache.catalog import ODD_EVENTS_FORGOTTEN_AFTER
+from kvrouter.router.kvcache.catalog_learner import ODD_EVENTS_FORGOTTEN_AFTER
 from kvrouter.router.kvcache.scheme_verification import SchemeState
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.workers.stream_state import StreamState

@@ -25,7 +25,7 @@ ALLOWED = {
         "api/http/hot_protocol.py",
         "on_message_complete",
     ): "one answer; its errors are answers, and uvicorn awaits it when it stops",
-    ("server/app.py", "unless_stopped"): "the start, awaited at once; its failure ends the process",
+    ("server/stopping.py", "unless_stopped"): "the start, awaited at once; its failure ends the process",
     ("streams/worker_stream.py", "_take_lease"): "awaited by the function that starts it",
     ("streams/worker_stream.py", "_run_group"): "a TaskGroup: what ends one ends the run of a supervised task",
     ("server/supervisor.py", "supervise"): "the process itself: awaited, its failure ends it",

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any
 
-from kvrouter.router.api.http.asgi import Answer, Outer, too_large
 from kvrouter.router.api.http.limited_protocol import HttpLimits, LimitedProtocol
+from kvrouter.router.api.http.outer import Answer, Outer, too_large
 from kvrouter.router.api.http.proxied_cycle import ProxiedCycle
 
 

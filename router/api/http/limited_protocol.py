@@ -2,7 +2,7 @@
 """uvicorn's HTTP protocol with bounds on what one client can hold: bytes of a head, time, unread answers, connections.
 
 uvicorn bounds idle kept connections and its parser nothing else: it takes heads of any size from clients of any slowness. The size
-of bodies is bounded in `asgi.py` and `hot_protocol.py`. Bounds are a connection's; who opens many is stopped by `max_connections`.
+of bodies is bounded in `outer.py` and `hot_protocol.py`. Bounds are a connection's; who opens many is stopped by `max_connections`.
 Uses these parts of uvicorn's HttpToolsProtocol: the parser's callbacks, `cycle`, `pipeline`, `flow`, `connections`,
 `send_400_response`, `server_state.default_headers`.
 """
@@ -18,7 +18,7 @@ import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from kvrouter.router.api.http.asgi import OTHER_PATH, Answer, Outer
+from kvrouter.router.api.http.outer import OTHER_PATH, Answer, Outer
 from kvrouter.router.api.http.request_heads import head_problem, origin_form
 from kvrouter.router.common.errors import BadQuestion, HeadTooLarge, RouterError, TooManyConnections, TooSlow
 from kvrouter.router.common.sockets import poller, untaken_bytes

@@ -12,8 +12,8 @@ import asyncio
 from http import HTTPStatus
 from typing import Any, ClassVar, Protocol
 
-from kvrouter.router.api.http.asgi import Answer, Outer, too_large
 from kvrouter.router.api.http.limited_protocol import CONTINUE, STILL_LOOKS
+from kvrouter.router.api.http.outer import Answer, Outer, too_large
 from kvrouter.router.common.errors import RouterError
 from kvrouter.router.proxy.headers import Headers
 from kvrouter.router.proxy.upstream.connection import NO_CONTENT, AnswerHead, Connection

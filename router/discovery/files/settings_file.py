@@ -10,7 +10,8 @@ from pathlib import Path
 import yaml
 
 from kvrouter.router.common.errors import SettingError
-from kvrouter.router.config.settings import ENV_PREFIX, FIELDS, Config, Origin, load_config
+from kvrouter.router.config.loading import Origin, load_config
+from kvrouter.router.config.settings import ENV_PREFIX, FIELDS, Config
 from kvrouter.router.discovery.candidate import Candidate, candidate_of
 from kvrouter.router.workers.source_precedence import CONFIG
 from kvrouter.router.workers.worker_spec import parse_worker

@@ -14,39 +14,21 @@ from collections.abc import Callable, Container, Coroutine, Iterable, Mapping
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
-from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
-from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
-from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvrouter.router.api.health import watch_routes
-from kvrouter.router.api.models import model_routes
-from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
-from kvrouter.router.api.query import QueryRoutes
-from kvrouter.router.api.reservations import load_routes
 from kvrouter.router.api.responses import encode
-from kvrouter.router.api.select import SelectRoutes
-from kvrouter.router.api.workers import worker_routes
 from kvrouter.router.common.errors import (
     BadQuestion,
     MethodNotAllowed,
-    NotFound,
     RouterError,
-    StoreDown,
     TooLarge,
     Unauthorized,
     internal_error,
 )
-from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.shutdown import Shutdown
-from kvrouter.router.common.version import PACKAGE, VERSION
 from kvrouter.router.config.settings import Config
-from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.request_reader import PATHS
-from kvrouter.router.redis_client.connection import StoreError
 from kvrouter.router.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -125,14 +107,14 @@ class Outer:
                 await sender.answer(answer if isinstance(answer, tuple) else await answer)
                 return
             await self._cold(scope, _already_read(raw, receive), sender.send)
-            label = _label_of(scope)
+            label = label_of(scope)
         except RouterError as error:
             await sender.answer(self.error_answer(error, label, headers.accept))
             return
         except ClientGone:
             return
         except Exception:
-            answer = self.bug_answer(_label_of(scope), headers.accept)
+            answer = self.bug_answer(label_of(scope), headers.accept)
             if sender.status is None:
                 await sender.answer(answer)
             return
@@ -206,7 +188,7 @@ class Outer:
         """The answer that tells of `error`; counted."""
         content, media_type = encode(error.body(), accept)
         self._metrics.count_request(label, error.status)
-        return _answered(error.status, content, media_type, _headers_of(error))
+        return _answered(error.status, content, media_type, headers_of(error))
 
     def bug_answer(self, label: str, accept: str) -> Answer:
         """The answer to a defect of ours, within its except block."""
@@ -302,7 +284,7 @@ def too_large(limit: int) -> TooLarge:
     return TooLarge(f"the body is over the limit of {limit} bytes; send less, or raise max_body_bytes of the router")
 
 
-def _headers_of(error: RouterError) -> tuple[tuple[bytes, bytes], ...]:
+def headers_of(error: RouterError) -> tuple[tuple[bytes, bytes], ...]:
     if isinstance(error, Unauthorized):
         return ((b"www-authenticate", b"Bearer"),)
     if isinstance(error, MethodNotAllowed):
@@ -316,7 +298,7 @@ def _headers_of(error: RouterError) -> tuple[tuple[bytes, bytes], ...]:
     return ()
 
 
-def _label_of(scope: Scope) -> str:
+def label_of(scope: Scope) -> str:
     return getattr(scope.get("route"), "path_format", OTHER_PATH)
 
 
@@ -332,110 +314,3 @@ def _already_read(raw: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": raw, "more_body": False}
 
     return again
-
-
-def _answer(request: Request, error: RouterError, headers: Mapping[str, str] | None = None) -> Response:
-    content, media_type = encode(error.body(), request.headers.get("accept", ""))
-    return Response(content, error.status, headers, media_type)
-
-
-async def _on_router_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RouterError)
-    return _answer(request, error, {name.decode(): value.decode() for name, value in _headers_of(error)})
-
-
-async def _on_store_error(request: Request, error: Exception) -> Response:
-    log.warning("store error", extra={"path": _label_of(request.scope), "error": str(error)})
-    return _answer(request, StoreDown(f"the store cannot be used now: {error}; try again"))
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        # Starlette names the methods of the first route with this path only.
-        allowed = ", ".join(
-            sorted({method for route in request.app.state.routes for method in _methods(route, request)})
-        )
-        text = f"{printable(request.scope['path'])} takes {allowed or 'another method'}, not {request.method}"
-        return _answer(request, MethodNotAllowed(text), {"allow": allowed})
-    if error.status_code == 404:
-        return _answer(
-            request, NotFound(f"there is no {printable(request.scope['path'])}; GET /docs lists what there is")
-        )
-    return _answer(request, BadQuestion(str(error.detail)))
-
-
-def _methods(route: BaseRoute, request: Request) -> Iterable[str]:
-    """What `route` takes, nothing when it has another path."""
-    if not isinstance(route, APIRoute) or not route.path_regex.match(request.scope["path"]):
-        return ()
-    return route.methods or ()
-
-
-async def _on_bad_parameter(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
-    return _answer(request, BadQuestion(f"parameter {first['loc'][-1]}: {first['msg']}"))
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    # Starlette raises it again behind this answer; `Outer` then logs and counts it.
-    content, media_type = encode(internal_error(), request.headers.get("accept", ""))
-    return Response(content, 500, media_type=media_type)
-
-
-def build_api(
-    core: CorePort,
-    placing: Placer,
-    config: Config,
-    metrics: Metrics,
-    clock: Callable[[], float],
-    tokens: TokensPort | None = None,
-    proxy: Proxy | None = None,
-    tracing: Tracing | None = None,
-    sources: SourcesPort | None = None,
-    shutdown: Shutdown | None = None,
-) -> Outer:
-    """The whole HTTP API on `core` and `placing`. Holds no global state: several live side by side in one process.
-
-    tokens: finds those of texts; without it texts are refused. clock: seconds, monotonic; measures decisions. proxy:
-    without it nothing is passed on. tracing: None where no traces are wanted. sources: say what is wrong with them.
-    shutdown: told by whoever ends the process."""
-    shutdown = shutdown or Shutdown()
-    app = FastAPI(
-        title=PACKAGE,
-        version=VERSION,
-        description="Predicts how many tokens of a prompt each engine replica will reuse, and routes by it.",
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        redirect_slashes=False,
-        exception_handlers={
-            RouterError: _on_router_error,
-            StoreError: _on_store_error,
-            HTTPException: _on_http_error,
-            RequestValidationError: _on_bad_parameter,
-            Exception: _on_bug,
-        },
-    )
-    watching = watch_routes(
-        core, placing, tokens, proxy, sources, metrics, shutdown, app, needs_key=config.api_key is not None
-    )
-    asking = QueryRoutes(core, metrics, clock)
-    selecting = SelectRoutes(core, placing, tokens, asking, metrics, clock)
-    app.state.routes = []
-    for router in (
-        worker_routes(core, tokens, proxy, sources),
-        load_routes(core, placing, selecting),
-        model_routes(core),
-        watching,
-    ):
-        app.include_router(router)
-        app.state.routes += router.routes
-    hot: dict[str, HotHandler] = {
-        "/query": asking.query,
-        "/query_by_hash": asking.query_by_hash,
-        "/select": selecting.select,
-        "/select_and_reserve": selecting.select_and_reserve,
-    }
-    return Outer(hot, app, config, metrics, proxy, tracing, clock, shutdown)

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is checked before anything is compiled or started."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvrouter.router.common.errors import SettingError
+from kvrouter.router.config.cautions import open_to_all
+from kvrouter.router.config.settings import Config, without_password
+from kvrouter.router.index.store import StoreError
+from kvrouter.router.quality.quality_metrics import QualityMetrics
+from kvrouter.router.redis_client.connection import parse_url
+from kvrouter.router.tokens.engine.verification import LocalMaker
+from kvrouter.router.workers.model_names import parse_tokenizers
+
+if TYPE_CHECKING:
+    from kvrouter.router.quality.tracing import Tracing
+
+log = logging.getLogger(__name__)
+
+
+async def checked_settings(config: Config) -> dict[str, LocalMaker]:
+    """The tokenizers of the settings, whatever else can be checked without a connection being right. Raises SettingError."""
+    if config.redis is not None:
+        try:
+            parse_url(config.redis)
+        except StoreError as error:
+            raise SettingError(f"redis is {without_password(config.redis)!r}: {error}") from None
+    # In a thread, as a large vocabulary takes a second to load.
+    return await asyncio.to_thread(local_tokenizers, config) if config.tokenizers else {}
+
+
+def log_cautions(config: Config) -> None:
+    """Once for all processes of this router."""
+    if (caution := open_to_all(config)) is not None:
+        log.warning(caution)
+
+
+def tracing_of(config: Config, measures: QualityMetrics) -> Tracing | None:
+    """Where traces go, None where none are wanted. Raises SettingError."""
+    if config.otlp_endpoint is None:
+        return None
+    try:
+        # An extra, and a thread and some megabytes that most routers have no need of.
+        from kvrouter.router.quality.tracing import Tracing
+    except ImportError as error:
+        raise SettingError(
+            f"otlp_endpoint needs a package that is not installed ({error.name}): pip install 'hybrid-kv-router[otel]'"
+        ) from None
+    return Tracing(config.otlp_endpoint, measures.spans)
+
+
+def local_tokenizers(config: Config) -> dict[str, LocalMaker]:
+    """Those of the settings, by model. Raises SettingError."""
+    try:
+        # An extra, of which most routers have no need.
+        from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
+    except ImportError as error:
+        raise SettingError(
+            f"tokenizers need a package that is not installed ({error.name}): pip install 'hybrid-kv-router[tokenizer]'"
+        ) from None
+    found: dict[str, LocalMaker] = {}
+    for model, folder in parse_tokenizers(config.tokenizers).items():
+        try:
+            found[model] = LocalTokenizer(Path(folder), datetime.now)
+        except SettingError as error:
+            raise SettingError(f"--tokenizer {model}: {error.message}") from None
+    return found

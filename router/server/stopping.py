@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a serving process: its signals, and uvicorn's part of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from kvrouter.router.common.shutdown import Shutdown, take_waiting
+
+if TYPE_CHECKING:
+    pass
+
+log = logging.getLogger(__name__)
+
+
+# Tells a part that the supervisor had a second signal. Not SIGTERM, which a service manager may send to all processes at once.
+HURRY = signal.SIGINT
+
+
+class Server(uvicorn.Server):
+    """uvicorn that tells when it serves and leaves the signals to us: it would take them over and raise them once more
+    when HTTP is down, in the middle of our own way down."""
+
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._tell = started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._tell()
+
+    def end(self) -> None:
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await take_waiting(sockets or [], lambda: self.force_exit)
+        await super().shutdown(sockets=sockets)
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Stopping:
+    """What a signal does: before the server serves it cancels the start, after that it ends the server; the second one at once.
+
+    delay_s: for so long it goes on taking connections, of those who do not know yet. part: whether a supervisor sends them."""
+
+    def __init__(self, delay_s: float, *, part: bool) -> None:
+        self.shutdown = Shutdown()
+        self._delay_s = delay_s
+        self._part = part
+        self.server: Server | None = None
+        self._starting: asyncio.Task[Server] | None = None
+
+    def on_signal(self, number: int) -> None:
+        server = self.server
+        if self.shutdown.begun:
+            if server is not None and (number == HURRY or not self._part):
+                # Without waiting for open connections.
+                server.should_exit = server.force_exit = True
+            return
+        self.shutdown.begun = True
+        if server is not None:
+            log.info("stopping", extra={"delay_s": self._delay_s, "drain_s": server.config.timeout_graceful_shutdown})
+            asyncio.get_running_loop().call_later(self._delay_s, server.end)
+        elif self._starting is not None:
+            self._starting.cancel()
+
+    def on_supervisor_gone(self) -> None:
+        """Nothing more comes on stdin, so it was closed."""
+        asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
+        log.warning("the supervisor is gone")
+        self.on_signal(signal.SIGTERM)
+
+    async def unless_stopped(self, start: Coroutine[Any, Any, Server]) -> Server | None:
+        """The started server, or None when a signal came first."""
+        self._starting = asyncio.get_running_loop().create_task(start)
+        try:
+            server = await self._starting
+            return None if self.shutdown.begun else server
+        except asyncio.CancelledError:
+            if self.shutdown.begun:
+                return None
+            raise
+
+
+@contextmanager
+def stopping_on_signals(delay_s: float, part: bool) -> Iterator[Stopping]:
+    loop = asyncio.get_running_loop()
+    stopping = Stopping(delay_s, part=part)
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, stopping.on_signal, number)
+    try:
+        yield stopping
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
