@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from churn import BLOCK, HASHES, KINDS, Churn
 from router_process import RouterError, RouterProcess
-from store_server import wait_stored
+from store_server import StoreServer, wait_stored
 
 from kvrouter.router.common.ids import WorkerKey
 
@@ -142,3 +144,24 @@ def until_right(wrong: Callable[[], list[str]], patience_s: float = 10.0) -> lis
     while (found := wrong()) and time.monotonic() < deadline:
         time.sleep(0.1)
     return found
+
+
+@contextlib.contextmanager
+def two_routers(
+    folder: Path, server: StoreServer, churn: Churn, engines: int
+) -> Iterator[tuple[RouterProcess, RouterProcess]]:
+    """Two that share the workers and answer right while the engines run; at the end, none may have met a bug of its own."""
+    with (
+        RouterProcess(folder / "a", ["--redis", server.url]) as one,
+        RouterProcess(folder / "b", ["--redis", server.url]) as two,
+    ):
+        register(one, churn)
+        churn.ask("go")
+        wait_shared((one, two), engines)
+        check((one, two), server.client, churn)
+        churn.ask("go")
+        yield one, two
+        for router, name in ((one, "a"), (two, "b")):
+            assert router.metric("kvrouter_internal_errors_total", where="stream") == 0
+            whole = (folder / name / "router.log").read_text(errors="replace")
+            assert "Traceback" not in whole, whole[whole.index("Traceback") :][:3000]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from churn import Churn
-from fleet import check, register, rows, until, wait_shared, wait_well
+from fleet import check, rows, two_routers, until, wait_well
 from router_process import RouterProcess
 from store_server import StoreServer
 
@@ -37,20 +37,8 @@ def churn() -> Iterator[Churn]:
 
 @pytest.fixture
 def pair(tmp_path: Path, server: StoreServer, churn: Churn) -> Iterator[Pair]:
-    """Two routers with half of the workers each, and right answers; the engines run."""
-    with (
-        RouterProcess(tmp_path / "a", ["--redis", server.url]) as one,
-        RouterProcess(tmp_path / "b", ["--redis", server.url]) as two,
-    ):
-        register(one, churn)
-        churn.ask("go")
-        wait_shared((one, two), ENGINES)
-        check((one, two), server.client, churn)
-        churn.ask("go")
-        yield one, two
-        for router in (one, two):
-            assert router.metric("kvrouter_internal_errors_total", where="stream") == 0
-            assert "Traceback" not in router.log_tail()
+    with two_routers(tmp_path, server, churn, ENGINES) as pair:
+        yield pair
 
 
 def said(router: RouterProcess, words: str) -> bool:

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 from churn import Churn
-from fleet import MODEL, check, paused, register, rows, until, wait_seqs, wait_shared, wait_well, wrong_answers
+from fleet import (
+    MODEL,
+    check,
+    paused,
+    register,
+    rows,
+    two_routers,
+    until,
+    wait_seqs,
+    wait_well,
+    wrong_answers,
+)
 from router_process import RouterError, RouterProcess
 from store_server import StoreServer, wait_stored
 
@@ -99,20 +110,8 @@ def churn() -> Iterator[Churn]:
 
 @pytest.fixture
 def pair(tmp_path: Path, server: StoreServer, churn: Churn) -> Iterator[Pair]:
-    """Two routers that share the workers and answer right; the engines run."""
-    with (
-        RouterProcess(tmp_path / "a", ["--redis", server.url]) as one,
-        RouterProcess(tmp_path / "b", ["--redis", server.url]) as two,
-    ):
-        register(one, churn)
-        churn.ask("go")
-        wait_shared((one, two), ENGINES)
-        check((one, two), server.client, churn)
-        churn.ask("go")
-        yield one, two
-        for router in (one, two):
-            whole = (tmp_path / ("a" if router is one else "b") / "router.log").read_text(errors="replace")
-            assert "Traceback" not in whole, whole[whole.index("Traceback") :][:3000]
+    with two_routers(tmp_path, server, churn, ENGINES) as pair:
+        yield pair
 
 
 def others_right(routers: Pair, churn: Churn) -> None:
