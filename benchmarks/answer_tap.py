@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: looking at an answer as it passes takes single microseconds for each piece, and some tens for each request.
 
-Nothing is sent anywhere: the tap between an engine's bytes and a client that takes them and does nothing, for the events of a chat
-as vLLM writes them, those that carry a usage each, and one whole answer; then a request's watch from its begin to its end, without
-traces and with them. CPU time of the process, so that others of the machine do not count. See docs/quality.md.
+Nothing is sent anywhere: the tap between an engine's bytes and a client that takes them and does nothing, for the
+events of a chat as vLLM writes them, those that carry a usage each, and one whole answer; then a request's watch from
+its begin to its end, without traces and with them. CPU time of the process, so that others of the machine do not count.
+See docs/quality.md.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from kvrouter.router.telemetry.metrics import Metrics
 WORKER = WorkerKey("m", "w0", 0)
 PATH = "/v1/chat/completions"
 PROMPT_TOKENS = 1_000
-# Nobody listens there: most spans are dropped, so this is what a request pays itself, and not what the SDK's thread does with them.
+# Nobody listens there: most spans are dropped, so this is what a request pays itself, and not what the SDK's thread
+# does with them.
 NOWHERE = "http://127.0.0.1:9"
 USAGE = {
     "prompt_tokens": PROMPT_TOKENS,

@@ -3,9 +3,9 @@
 
     python benchmarks/choice_time.py [--rounds N]
 
-Hits of every worker are given; timed is what comes after the matching: load, cost, policy, reason (`choose`), and the whole of a
-reservation (`reserve`: names of the prompt's beginnings, pending credit, choice, reservation), each released at once. Half of the
-workers have load, as they would in service. The fastest of some rounds, in us, as
+Hits of every worker are given; timed is what comes after the matching: load, cost, policy, reason (`choose`), and the
+whole of a reservation (`reserve`: names of the prompt's beginnings, pending credit, choice, reservation), each released
+at once. Half of the workers have load, as they would in service. The fastest of some rounds, in us, as
 others use the machine too; beside them the matching of the same prompt of 512 blocks.
 """
 

@@ -27,9 +27,11 @@ ENVIRONMENT = {
 
 
 def enter() -> None:
-    """Goes on where vLLM can be imported, with the helpers of the engine tests; else runs the script again there and exits.
+    """Goes on where vLLM can be imported, with the helpers of the engine tests; else runs the script again there and
+    exits.
 
-    The project is installed beside the venv, into a folder of its own, so that vLLM finds the patch as it does for a user.
+    The project is installed beside the venv, into a folder of its own, so that vLLM finds the patch as it does for a
+    user.
     """
     if importlib.util.find_spec("vllm") is None:
         tests = _engine_tests()

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: on a request trace over hybrid models, the router's cost reuses more and answers sooner than what else is done.
+"""Claim: on a request trace over hybrid models, the router's cost reuses more and answers sooner than what else is
+done.
 
     python benchmarks/fleet_trace.py TRACE [--shape gpt-oss]... [--policy kv]... [--seed 1]... [--cache-tokens 400000]
         [--speedup 1] [--requests N] [--count-from N] [--results FILE]
 
-Simulated replicas in virtual time (simulator/engine/virtual_time.py), whose decisions and events are those of vLLM's scheduler; the
-router's own ingest, mirror, matcher, cost and load (virtual_router.py). TRACE has a JSON object a line: timestamp (ms),
-input_length, output_length, hash_ids (one for each 512 tokens), as the Mooncake project publishes them.
+Simulated replicas in virtual time (simulator/engine/virtual_time.py), whose decisions and events are those of vLLM's
+scheduler; the router's own ingest, mirror, matcher, cost and load (virtual_router.py). TRACE has a JSON object a line:
+timestamp (ms), input_length, output_length, hash_ids (one for each 512 tokens), as the Mooncake project publishes them.
 
-Achievable: over all requests, the hit of the best replica at the moment of choice: it depends on what the run itself has
-placed where. Endless: what a single replica of the shape would reuse whose cache is endless and which serves one request
-after another; nothing that keeps checkpoints as vLLM does can reuse more. Prefill: the share of the replicas' time that
-computing prompts takes. A run that --results already has is not made again. Prints a table, the command and the machine."""
+Achievable: over all requests, the hit of the best replica at the moment of choice: it depends on what the run itself
+has placed where. Endless: what a single replica of the shape would reuse whose cache is endless and which serves one
+request after another; nothing that keeps checkpoints as vLLM does can reuse more. Prefill: the share of the replicas'
+time that computing prompts takes. A run that --results already has is not made again. Prints a table, the command and
+the machine."""
 
 from __future__ import annotations
 
@@ -45,12 +47,14 @@ PIECE_TOKENS = 512
 REPLICAS = 8
 # Longer than any prompt of a trace: none is refused.
 CONTEXT_TOKENS = 2**20
-# A trace tells prompts apart in whole pieces, so a next turn leaves the prompt before it at a piece's end. With smaller blocks the
-# checkpoint at a prompt's end would lie in its last, partial piece, where no trace can show that the next turn goes on.
+# A trace tells prompts apart in whole pieces, so a next turn leaves the prompt before it at a piece's end. With smaller
+# blocks the checkpoint at a prompt's end would lie in its last, partial piece, where no trace can show that the next
+# turn goes on.
 BLOCK_TOKENS = PIECE_TOKENS
 # What a replica's cache holds, in tokens of all layers: an H100's 80 GB less 16 GB of weights, at 128 KiB a token.
 CACHE_TOKENS = 400_000
-# A replica that the conversation trace loads to about a half: 12 k tokens a prompt and 0.43 prompts a second for each of eight.
+# A replica that the conversation trace loads to about a half: 12 k tokens a prompt and 0.43 prompts a second for each
+# of eight.
 TIMING = Timing(prefill_tokens_per_s=10_000.0, step_base_s=0.015, decode_sequence_s=0.0004)
 # Chance decides between equal costs, and a trace's way forks at each: more than one way is needed to tell a difference.
 SEEDS = (1, 2, 3)
@@ -67,7 +71,8 @@ class Request(msgspec.Struct):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """What one run is made with. first, requests: which of the trace; speedup: how many times sooner they come than it says."""
+    """What one run is made with. first, requests: which of the trace; speedup: how many times sooner they come than it
+    says."""
 
     trace: str
     shape: str

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a flooding neighbour costs a quiet worker: time from its batch to the answer that shows it, and of one /query meanwhile.
+"""What a flooding neighbour costs a quiet worker: time from its batch to the answer that shows it, and of one /query
+meanwhile.
 
-The quiet worker publishes two blocks at a time and asks for them until they show; the neighbour, another engine of another model,
-publishes as fast as the router reads. Prints a table; `--json FILE` keeps every sample.
+The quiet worker publishes two blocks at a time and asks for them until they show; the neighbour, another engine of
+another model, publishes as fast as the router reads. Prints a table; `--json FILE` keeps every sample.
 """
 
 from __future__ import annotations

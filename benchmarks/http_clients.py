@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: an exchange over the proxy's own connections takes less than a third of the CPU time that aiohttp's client takes.
+"""Claim: an exchange over the proxy's own connections takes less than a third of the CPU time that aiohttp's client
+takes.
 
-One request of 256 token ids and its small answer, over a kept connection to an engine that answers at once, one after another.
-httpx is there because it is what comes with OpenAI's client. See docs/adr/0013.
+One request of 256 token ids and its small answer, over a kept connection to an engine that answers at once, one after
+another. httpx is there because it is what comes with OpenAI's client. See docs/adr/0013.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: what one router process places is load in the other's eyes well within a tenth of a second, and placing waits for nobody.
+"""Claim: what one router process places is load in the other's eyes well within a tenth of a second, and placing waits
+for nobody.
 
     python benchmarks/load_share.py [--placements 1000] [--per-second 100]
 
-Two processes share a real Valkey. One places prompts (`Placer.reserve`, 8 workers, no hits) at random moments, the other notes
-when it hears how many there are. Both read one clock, so the time from placing to being counted there is seen directly; a burst
-is told in one message, so the first of it waits longest. Beside it, how long the placing itself took."""
+Two processes share a real Valkey. One places prompts (`Placer.reserve`, 8 workers, no hits) at random moments, the
+other notes when it hears how many there are. Both read one clock, so the time from placing to being counted there is
+seen directly; a burst is told in one message, so the first of it waits longest. Beside it, how long the placing itself
+took."""
 
 from __future__ import annotations
 

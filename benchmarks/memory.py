@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claims: an entry takes at most 40 bytes in our process and at most 48 in Redis.
 
-10^6 (worker, block) entries of 16 workers come through their event streams. In process: the growth of the resident set, garbage
-collected and free pages given back, so mirror, copy counts and all else that following 16 workers needs. In Redis: the growth of
-used_memory, so residency, copies, meta and the log. dynamo: the growth of its resident set for the same events.
+10^6 (worker, block) entries of 16 workers come through their event streams. In process: the growth of the resident set,
+garbage collected and free pages given back, so mirror, copy counts and all else that following 16 workers needs. In
+Redis: the growth of used_memory, so residency, copies, meta and the log. dynamo: the growth of its resident set for the
+same events.
 """
 
 from __future__ import annotations

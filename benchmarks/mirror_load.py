@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: a router that starts on an existing store of 10^6 entries has its mirror loaded within a second.
 
-Time of `Core.start` in a fresh core, with 16 workers in a private Valkey that has its data in memory. Not in it: starting
-Python and Valkey, and reading numba's cache.
+Time of `Core.start` in a fresh core, with 16 workers in a private Valkey that has its data in memory. Not in it:
+starting Python and Valkey, and reading numba's cache.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: the CPU tier's copies between scattered blocks and scattered slots run at a good part of the speed of one copy of as many
-bytes in one piece, for small pages and large ones, whole chunks of one block and of four.
+"""Claim: the CPU tier's copies between scattered blocks and scattered slots run at a good part of the speed of one copy
+of as many bytes in one piece, for small pages and large ones, whole chunks of one block and of four.
 
-The side to compare with is torch's copy_ of contiguous tensors. It takes as many threads as torch has, once, and one thread, as
-the tier's copy does, which leaves the others to the engine. All sides take turns, round by round; the table has medians over the
-rounds, and median and quartiles of the ratios of each round. Runs in the venv of the engine tests, which it enters by itself, and
-builds when it is missing. The memory of blocks and slots was written to before; it is much more than the processor's caches hold.
+The side to compare with is torch's copy_ of contiguous tensors. It takes as many threads as torch has, once, and one
+thread, as the tier's copy does, which leaves the others to the engine. All sides take turns, round by round; the table
+has medians over the rounds, and median and quartiles of the ratios of each round. Runs in the venv of the engine tests,
+which it enters by itself, and builds when it is missing. The memory of blocks and slots was written to before; it is
+much more than the processor's caches hold.
 """
 
 from __future__ import annotations

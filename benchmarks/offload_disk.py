@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: the disk tier, with its checksums, its manifest and its threads, reads and writes a good part as fast as plain file I/O of
-the same bytes in records of the same size.
+"""Claim: the disk tier, with its checksums, its manifest and its threads, reads and writes a good part as fast as plain
+file I/O of the same bytes in records of the same size.
 
-Plain is pwrite and pread of one thread, and of as many threads as the tier has, each with its share of the records, from and into
-the same memory and in the same order. What is measured:
+Plain is pwrite and pread of one thread, and of as many threads as the tier has, each with its share of the records,
+from and into the same memory and in the same order. What is measured:
 - new: records that were never written, until the system has taken them (page cache);
 - synced: the same, with an fsync at the end;
 - in place: records that hold others, until the system has taken them; the tier evicts a key for each;
 - warm: read in random order, all of it in the page cache;
 - cold: read in random order after fsync and posix_fadvise(DONTNEED), so from the medium, or from what the machine below caches.
-All sides take turns, round by round, and each write is synced before the next is measured. The table has medians over the rounds,
-and median and quartiles of the ratios of each round.
+All sides take turns, round by round, and each write is synced before the next is measured. The table has medians over
+the rounds, and median and quartiles of the ratios of each round.
 """
 
 from __future__ import annotations

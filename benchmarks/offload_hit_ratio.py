@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of its prompts a CPU tier of so many chunks saves the engine from computing again, with LRU and with ARC.
 
-Request traces are replayed against the tier's own books (CpuTier and its policies; no bytes are moved). Each hash id of a trace is
-one chunk of 512 tokens. A request reuses the longest run of resident chunks from its start; then all its chunks are resident: those
-that are there count as used, the others are stored. A request is done before the next one begins. The hit ratio is chunks reused of
-all chunks asked for; with endless memory nothing is ever evicted, so no policy can do better.
+Request traces are replayed against the tier's own books (CpuTier and its policies; no bytes are moved). Each hash id of
+a trace is one chunk of 512 tokens. A request reuses the longest run of resident chunks from its start; then all its
+chunks are resident: those that are there count as used, the others are stored. A request is done before the next one
+begins. The hit ratio is chunks reused of all chunks asked for; with endless memory nothing is ever evicted, so no
+policy can do better.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class Request(msgspec.Struct):
 
 
 class Trace(NamedTuple):
-    """requests: the chunks of each, in the order of the prompt. chunks: of all requests together. distinct: different ones."""
+    """requests: the chunks of each, in the order of the prompt. chunks: of all requests together. distinct: different
+    ones."""
 
     name: str
     requests: list[list[OffloadKey]]

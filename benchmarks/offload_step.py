@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: a step of vLLM's scheduler costs as much with 100,000 offloaded chunks in our CPU tier as with none.
 
-Three engines get the same requests and take turns, block by block of steps: ours with an empty tier, ours with a full one, where
-each store evicts, and vLLM's own tier, full as well. A step is `add_request`, `schedule` and `update_from_output` in the engine's
-thread. Runs in the venv of the engine tests, which it enters by itself, and builds when it is missing.
+Three engines get the same requests and take turns, block by block of steps: ours with an empty tier, ours with a full
+one, where each store evicts, and vLLM's own tier, full as well. A step is `add_request`, `schedule` and
+`update_from_output` in the engine's thread. Runs in the venv of the engine tests, which it enters by itself, and builds
+when it is missing.
 """
 
 from __future__ import annotations

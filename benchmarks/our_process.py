@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Our router without its HTTP in a process of its own, to look at its memory and its start from inside.
 
-`fill`: follow event streams into a private Valkey, and tell what memory that took. `load`: time the start of a router on what
-is stored there. Answers are lines of JSON on stdout.
+`fill`: follow event streams into a private Valkey, and tell what memory that took. `load`: time the start of a router
+on what is stored there. Answers are lines of JSON on stdout.
 """
 
 from __future__ import annotations

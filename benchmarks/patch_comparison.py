@@ -11,7 +11,8 @@ from report import markdown, number, quartiles
 
 
 class Comparison(msgspec.Struct):
-    """One line: medians, and the quartiles of the ratios. rounds: block by block, in the order in which they were taken."""
+    """One line: medians, and the quartiles of the ratios. rounds: block by block, in the order in which they were
+    taken."""
 
     what: str
     unit: str

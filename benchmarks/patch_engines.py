@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's scheduler without a model, with the engine patch or without, timed step by step.
 
-What is timed is vLLM's part of a step in the engine's thread: `add_request`, `schedule` and `update_from_output`, which publishes
-the step's events. Making prompts and sampling up tokens is left out. Wall time has everything that holds up the engine, also
-waiting for the interpreter while another thread of the process runs; CPU time is what the thread itself does.
+What is timed is vLLM's part of a step in the engine's thread: `add_request`, `schedule` and `update_from_output`, which
+publishes the step's events. Making prompts and sampling up tokens is left out. Wall time has everything that holds up
+the engine, also waiting for the interpreter while another thread of the process runs; CPU time is what the thread
+itself does.
 """
 
 from __future__ import annotations

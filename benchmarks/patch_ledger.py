@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims: the engine patch's reporter costs the engine's thread at most 20 us a step, and its process 25 bytes a resident block.
+"""Claims: the engine patch's reporter costs the engine's thread at most 20 us a step, and its process 25 bytes a
+resident block.
 
-Memory is what Python and numpy allocated (tracemalloc), after as many changes as there are blocks. The engine's thread is timed at
-`publish`, the reporter's thread at everything but sending: ledger and encoding, with the events at hand. The pause is the longest
-that a second thread was kept from running while a snapshot was frozen.
+Memory is what Python and numpy allocated (tracemalloc), after as many changes as there are blocks. The engine's thread
+is timed at `publish`, the reporter's thread at everything but sending: ledger and encoding, with the events at hand.
+The pause is the longest that a second thread was kept from running while a snapshot was frozen.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims: the engine patch costs a step of the scheduler some tens of microseconds and the engine's process some MB; a reader that
-stops reading, a full queue and a snapshot under way cost the engine's step next to nothing more.
+"""Claims: the engine patch costs a step of the scheduler some tens of microseconds and the engine's process some MB; a
+reader that stops reading, a full queue and a snapshot under way cost the engine's step next to nothing more.
 
-Both sides of every comparison take turns in one run, block by block, because the machine's speed changes by the minute. The table
-has medians over the blocks, and median and quartiles of the ratios of neighbours. What a block is, is said with each part.
-Runs in the venv of the engine tests, which it enters by itself, and builds when it is missing.
+Both sides of every comparison take turns in one run, block by block, because the machine's speed changes by the minute.
+The table has medians over the blocks, and median and quartiles of the ratios of neighbours. What a block is, is said
+with each part. Runs in the venv of the engine tests, which it enters by itself, and builds when it is missing.
 """
 
 from __future__ import annotations

@@ -189,7 +189,8 @@ def stuck_reader(settings: Settings) -> Found:
 
 
 def flood(engine: Engine, hashes: bytes, stock: int) -> None:
-    """Messages that change nothing of what is resident at last, until no PUB socket has room for a reader that is stuck."""
+    """Messages that change nothing of what is resident at last, until no PUB socket has room for a reader that is
+    stuck."""
     stored: list[ReportEvent] = [ReportStored(hashes, 0, "FLOOD")]
     for _ in range(FILL_REPORTS):
         engine.reporter.publish(lambda: stored, None)
@@ -199,7 +200,8 @@ def flood(engine: Engine, hashes: bytes, stock: int) -> None:
 
 
 def full_queue(settings: Settings) -> Found:
-    """The reporter's thread is held up, its queue has room for 4 messages: others are read and dropped in the engine's thread."""
+    """The reporter's thread is held up, its queue has room for 4 messages: others are read and dropped in the engine's
+    thread."""
     engine = Engine(CASE, settings.model, True)
     intake = engine.reporter._intake
     room = intake._max_messages
@@ -230,7 +232,8 @@ def full_queue(settings: Settings) -> Found:
 
 
 def snapshots(settings: Settings) -> Found:
-    """The ledger is given 200,000 blocks of a medium that the engine lacks; a reader asks again as soon as it has a snapshot."""
+    """The ledger is given 200,000 blocks of a medium that the engine lacks; a reader asks again as soon as it has a
+    snapshot."""
     rows = []
     engine = Engine(CASE, settings.model, True)
     hashes = np.random.default_rng(1).integers(0, 2**64, settings.pick(SNAPSHOT_BLOCKS, 20_000), dtype=np.uint64)
@@ -265,7 +268,8 @@ def snapshots(settings: Settings) -> Found:
 
 
 def real_engine(settings: Settings) -> Found:
-    """Blocks of 100 requests of 96 tokens, 48 of which are one of 12 beginnings, that generate 16; the other engine is idle."""
+    """Blocks of 100 requests of 96 tokens, 48 of which are one of 12 beginnings, that generate 16; the other engine is
+    idle."""
     rates: tuple[list[float], list[float]] = ([], [])
     cpu: tuple[list[float], list[float]] = ([], [])
     requests = settings.pick(REQUESTS, 400)

@@ -68,7 +68,8 @@ class Reader:
         self._ask({"do": "load", "endpoints": [requests]})
 
     def leave(self) -> dict[str, int]:
-        """Disconnect. Returns what was read of the patch's topic: messages, with events, events, bytes; and snapshots, blocks."""
+        """Disconnect. Returns what was read of the patch's topic: messages, with events, events, bytes; and snapshots,
+        blocks."""
         return dict(self._ask({"do": "leave"}))
 
     def _ask(self, request: dict[str, Any]) -> Any:

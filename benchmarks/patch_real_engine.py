@@ -63,5 +63,6 @@ class RealEngine(EngineProcess):
         return self._memory(self._core)
 
     def core_thread_s(self) -> float:
-        """CPU time of the engine's thread, in which the patch's hooks run. Source: /proc/PID/task/TID/schedstat (ns)."""
+        """CPU time of the engine's thread, in which the patch's hooks run. Source: /proc/PID/task/TID/schedstat
+        (ns)."""
         return int(Path(f"/proc/{self._core}/task/{self._core}/schedstat").read_text().split()[0]) / 1e9

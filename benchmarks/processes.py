@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The programs under test and the publisher as child processes: started on free loopback ports, always ended by their own id."""
+"""The programs under test and the publisher as child processes: started on free loopback ports, always ended by their
+own id."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ def rss_bytes(pid: int) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """CPU time of a process, its threads that still live, and of its children's. Unlike wall time it hardly depends on what else
-    runs on the machine. Source: /proc/PID/task/TID/schedstat (ns), children."""
+    """CPU time of a process, its threads that still live, and of its children's. Unlike wall time it hardly depends on
+    what else runs on the machine. Source: /proc/PID/task/TID/schedstat (ns), children."""
     total = 0.0
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -188,7 +189,8 @@ class Ours(Served):
 
 
 class Dynamo(Served):
-    """`python -m dynamo.indexer`. Its block hashes are its own: it reads the tokens of events, and is asked with i64."""
+    """`python -m dynamo.indexer`. Its block hashes are its own: it reads the tokens of events, and is asked with
+    i64."""
 
     name = "dynamo"
 

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the proxy adds to a request at the median and at the 99th percentile, and how many a core takes, beside vllm-router.
+"""What the proxy adds to a request at the median and at the 99th percentile, and how many a core takes, beside
+vllm-router.
 
-Two stub engines answer at once; the same client asks one of them directly, and through `kvrouter serve` (kv with an engine's
-render endpoint, kv with a tokenizer of its own, round_robin) and vllm-router (cache_aware, and kv_aware with the same events).
-Prompts are 256, 4,096 and 32,768 tokens: ids of a completion, or the text of a chat.
+Two stub engines answer at once; the same client asks one of them directly, and through `kvrouter serve` (kv with an
+engine's render endpoint, kv with a tokenizer of its own, round_robin) and vllm-router (cache_aware, and kv_aware with
+the same events). Prompts are 256, 4,096 and 32,768 tokens: ids of a completion, or the text of a chat.
 
 - One connection, in turns whose order changes from round to round: what is added to the same request sent directly. No prompt comes
   twice.
@@ -47,8 +48,8 @@ SENT_NS = re.compile(rb'"sent_ns":(\d+)')
 
 
 class ProxyRow(msgspec.Struct):
-    """One router, kind and size of prompt: medians of the rounds, which are in `rounds`. added: to the same request sent directly,
-    in us; p50 and p99 at 64 connections are whole, in ms."""
+    """One router, kind and size of prompt: medians of the rounds, which are in `rounds`. added: to the same request
+    sent directly, in us; p50 and p99 at 64 connections are whole, in ms."""
 
     router: str
     kind: str
@@ -63,8 +64,8 @@ class ProxyRow(msgspec.Struct):
 
 
 class StreamRow(msgspec.Struct):
-    """One router: what it adds to a stream, in us. first: until the first chunk; chunk: to each chunk after it, at the median and
-    the 99th percentile; cpu: of the router for a chunk, the request included."""
+    """One router: what it adds to a stream, in us. first: until the first chunk; chunk: to each chunk after it, at the
+    median and the 99th percentile; cpu: of the router for a chunk, the request included."""
 
     router: str
     added_first_p50_us: float

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that answers every POST at once with the same completion: what is left is the cost of whoever stands in front.
+"""An engine that answers every POST at once with the same completion: what is left is the cost of whoever stands in
+front.
 
-A stream has CHUNKS chunks, one every CHUNK_S; each says when it was sent (CLOCK_MONOTONIC, ns). With `--tokenizer FOLDER` it also
-answers `/tokenize` and `/v1/chat/completions/render`, and tells the ids of a prompt to whom asks for them, as vLLM does.
+A stream has CHUNKS chunks, one every CHUNK_S; each says when it was sent (CLOCK_MONOTONIC, ns). With `--tokenizer
+FOLDER` it also answers `/tokenize` and `/v1/chat/completions/render`, and tells the ids of a prompt to whom asks for
+them, as vLLM does.
 """
 
 from __future__ import annotations

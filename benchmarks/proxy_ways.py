@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The routers that `proxy_overhead.py` compares, in front of the same two stub engines and event streams, as child processes."""
+"""The routers that `proxy_overhead.py` compares, in front of the same two stub engines and event streams, as child
+processes."""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 """A process that publishes batches encoded beforehand, one socket a worker, as fast as told; for whoever subscribes.
 
 Commands on stdin, one line each, answered by one line of JSON: `wait` until every socket has a subscriber; `send COUNT
-RATE` the next COUNT batches at RATE blocks/s (0: as fast as it goes); `quit`. Sockets are XPUB, which on the wire is PUB but
-tells of subscriptions, without a high-water mark: nothing is ever dropped, so that what arrives late is the subscriber's doing.
+RATE` the next COUNT batches at RATE blocks/s (0: as fast as it goes); `quit`. Sockets are XPUB, which on the wire is
+PUB but tells of subscriptions, without a high-water mark: nothing is ever dropped, so that what arrives late is the
+subscriber's doing.
 """
 
 from __future__ import annotations

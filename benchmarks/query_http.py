@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claim: `POST /query_by_hash` of 512 blocks over HTTP is faster than dynamo's at the median and at the 99th percentile.
+"""Claim: `POST /query_by_hash` of 512 blocks over HTTP is faster than dynamo's at the median and at the 99th
+percentile.
 
-Both servers follow the same 16 event streams (200,000 entries) and are asked by the same client over one kept connection, in
-turns; once idle, and once while 50,000 blocks/s are published to the one that is asked. Answers are compared first.
+Both servers follow the same 16 event streams (200,000 entries) and are asked by the same client over one kept
+connection, in turns; once idle, and once while 50,000 blocks/s are published to the one that is asked. Answers are
+compared first.
 """
 
 from __future__ import annotations

@@ -114,7 +114,8 @@ def machine() -> dict[str, str]:
 
 
 def machine_cpu_s() -> float:
-    """CPU time of all processes since boot. Source: /proc/stat, proc(5): user, nice, system, idle, iowait, irq, softirq, steal."""
+    """CPU time of all processes since boot. Source: /proc/stat, proc(5): user, nice, system, idle, iowait, irq,
+    softirq, steal."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All benchmarks, one after another, and the table of docs/benchmarks.md.
 
-dynamo runs from an environment of its own outside the clone ($KVROUTER_CACHE, by default ~/.cache/hybrid-kv-router), which is
-built when it is missing. Results with all rounds go to benchmarks/results; --quick ones are printed only.
+dynamo runs from an environment of its own outside the clone ($KVROUTER_CACHE, by default ~/.cache/hybrid-kv-router),
+which is built when it is missing. Results with all rounds go to benchmarks/results; --quick ones are printed only.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def dynamo_python() -> Path:
     if python.exists():
         return python
     progress(f"building {folder}")
-    # Built under another name, so that an interrupted build is never taken for a whole one; venvs work after a rename as
-    # long as they are called by their python.
+    # Built under another name, so that an interrupted build is never taken for a whole one; venvs work after a rename
+    # as long as they are called by their python.
     building = folder.with_name(folder.name + ".building")
     shutil.rmtree(building, ignore_errors=True)
     building.parent.mkdir(parents=True, exist_ok=True)

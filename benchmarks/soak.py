@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: after its warm-up a router's memory is flat and it opens no more files, for as long as it runs.
 
-One router on one Valkey follows eight simulated engines that store and evict 10,000 blocks/s in all, and answers 200 questions a
-second: three in four about prompts that the engines know, by hash; the rest to choose a worker for a prompt of tokens, half of
-them never seen before. Each connection is closed and opened again after a hundred questions. Twice a minute one engine's batches
-go missing and come by replay, one of the workers is unregistered and registered again, and `/workers` and `/metrics` are read.
-Every ten seconds memory and open files of both processes are read. At the end the answers and the sets in Redis are compared
-with what the engines hold, block by block.
+One router on one Valkey follows eight simulated engines that store and evict 10,000 blocks/s in all, and answers 200
+questions a second: three in four about prompts that the engines know, by hash; the rest to choose a worker for a prompt
+of tokens, half of them never seen before. Each connection is closed and opened again after a hundred questions. Twice a
+minute one engine's batches go missing and come by replay, one of the workers is unregistered and registered again, and
+`/workers` and `/metrics` are read. Every ten seconds memory and open files of both processes are read. At the end the
+answers and the sets in Redis are compared with what the engines hold, block by block.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def open_files(pid: int) -> int:
 
 
 def slope_an_hour(points: list[tuple[float, float]]) -> float:
-    """The median of the slopes between all pairs of (seconds, value) (Theil-Sen): what one replay takes for a second moves the line
-    of least squares, and is no growth."""
+    """The median of the slopes between all pairs of (seconds, value) (Theil-Sen): what one replay takes for a second
+    moves the line of least squares, and is no growth."""
     slopes = [(b - a) / (t - s) for i, (s, a) in enumerate(points) for t, b in points[i + 1 :]]
     return statistics.median(slopes) * 3600 if slopes else 0.0
 

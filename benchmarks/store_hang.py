@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: while Redis hangs for 30 s under traffic, no router credits in `live` what the engine does not hold.
 
-Three router processes on one Valkey, simulated engines under load that store and evict all the time and write down what they hold
-after each message (the engines of the chaos harness). SIGSTOP of Valkey for 30 s, then SIGCONT. Each router's answers are judged
-all the time, of the worker's follower and of the other two apart: against what the engine held at the `seq` that the answer shows,
-and against all that it held within the last two seconds.
+Three router processes on one Valkey, simulated engines under load that store and evict all the time and write down what
+they hold after each message (the engines of the chaos harness). SIGSTOP of Valkey for 30 s, then SIGCONT. Each router's
+answers are judged all the time, of the worker's follower and of the other two apart: against what the engine held at
+the `seq` that the answer shows, and against all that it held within the last two seconds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Claim: whichever router of two is killed, the other has its workers within 3 s, and its answers are right.
 
-Two routers on one Valkey follow simulated engines that publish 20,000 blocks/s in all. Each round kills one of them (kill -9), or
-stops it for longer than its leases (SIGSTOP, later SIGCONT), at a random moment. Measured: from the signal until the survivor's
-answers show, for every worker, a batch published after it. Then the engines pause, and the survivor's answers (all workers, all
-groups) and the sets in Redis are compared with what the engines hold, block by block.
+Two routers on one Valkey follow simulated engines that publish 20,000 blocks/s in all. Each round kills one of them
+(kill -9), or stops it for longer than its leases (SIGSTOP, later SIGCONT), at a random moment. Measured: from the
+signal until the survivor's answers show, for every worker, a batch published after it. Then the engines pause, and the
+survivor's answers (all workers, all groups) and the sets in Redis are compared with what the engines hold, block by
+block.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router in virtual time: its own ingest, mirror, matcher and placing, fed by simulated replicas instead of sockets and
-Redis."""
+"""The router in virtual time: its own ingest, mirror, matcher and placing, fed by simulated replicas instead of sockets
+and Redis."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ from kvrouter.simulator.cache.shapes import Geometry
 from kvrouter.simulator.http.event_stream import to_wire
 
 MODEL = "trace"
-# From the end of an engine's step until answers show its events: a flush of 2 ms, the store and the log (docs/benchmarks.md).
+# From the end of an engine's step until answers show its events: a flush of 2 ms, the store and the log
+# (docs/benchmarks.md).
 EVENT_LAG_S = 0.005
 # How often the router asks each engine for its load.
 GAUGE_EVERY_S = 2.0

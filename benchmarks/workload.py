@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the benchmarks are fed: prompts that share beginnings, where they are cached, and the events that say so.
 
-A prompt is 512 blocks of 16 tokens: the first 128 belong to one of 8 families (system prompts), the other 384 are its own.
-Each prompt is cached on two workers. All random, from a fixed seed; hashes are vLLM's own (SHA-256 chain over pickle), and
-beside them the hashes that dynamo computes from the same tokens. Pure but for the file that `write_frames` writes.
+A prompt is 512 blocks of 16 tokens: the first 128 belong to one of 8 families (system prompts), the other 384 are its
+own. Each prompt is cached on two workers. All random, from a fixed seed; hashes are vLLM's own (SHA-256 chain over
+pickle), and beside them the hashes that dynamo computes from the same tokens. Pure but for the file that `write_frames`
+writes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ COPIES = 2
 WORKERS = 16
 # Llama 3's vocabulary: most ids take five bytes in MessagePack, as on a real wire.
 VOCABULARY = 128_256
-# dynamo hashes the tokens of each block alone: xxh3-64 of the ids as uint32, seed 1337 (checked against its own function).
+# dynamo hashes the tokens of each block alone: xxh3-64 of the ids as uint32, seed 1337 (checked against its own
+# function).
 DYNAMO_SEED = 1337
 # Events of one batch, that is of one engine step: many decoding requests, a few prefill chunks, or one long prompt.
 EVENTS_PER_BATCH = {1: 32, 32: 4, 512: 1}
@@ -41,7 +43,8 @@ FRAME = struct.Struct("=HQII")
 
 
 class Chain(NamedTuple):
-    """One prompt. hashes: what the engine announces; dynamo_hashes: what dynamo is asked with. Both uint64, per block."""
+    """One prompt. hashes: what the engine announces; dynamo_hashes: what dynamo is asked with. Both uint64, per
+    block."""
 
     family: int
     tokens: NDArray[np.int64]
@@ -101,7 +104,8 @@ def places(index: int, workers: int = WORKERS) -> tuple[int, ...]:
 
 
 class Publishing:
-    """The events of a fleet in which prompts come one after another: what a worker holds already is not announced again."""
+    """The events of a fleet in which prompts come one after another: what a worker holds already is not announced
+    again."""
 
     def __init__(self, workers: int = WORKERS) -> None:
         self._workers = workers

@@ -189,7 +189,8 @@ def start_reporter(settings: PatchSettings, publisher: Any, features: Features, 
 
 
 def bound_endpoint(publisher: Any, zmq: Any) -> str:
-    """The publisher's endpoint with the port that it got. Before 0.31 vLLM did not look which one "tcp://*:0" became."""
+    """The publisher's endpoint with the port that it got. Before 0.31 vLLM did not look which one "tcp://*:0"
+    became."""
     endpoint = str(publisher._endpoint)
     if endpoint.startswith("tcp://") and endpoint.endswith(":0"):
         host, port = endpoint.rpartition(":")[0], publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]

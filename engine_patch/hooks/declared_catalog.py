@@ -111,7 +111,8 @@ def offload_groups(coordinator: Any) -> dict[int, OffloadGroup]:
 
 
 def spec_classes(coordinator: Any) -> dict[int, int]:
-    """group_idx -> number of the spec group it is looked up with, in the order of the look-up; groups that none asks are absent.
+    """group_idx -> number of the spec group it is looked up with, in the order of the look-up; groups that none asks
+    are absent.
 
     An entry is a SpecGroup, or before 0.23 a plain tuple; its second item is the group ids in both.
     """
@@ -139,7 +140,8 @@ def read_retention(coordinator: Any) -> int | None:
 
 
 def read_hashing(algo: str | None, hash_block_size: int) -> tuple[str | None, HashExample | None]:
-    """(NONE_HASH as hex, an example); (None, None) until the engine has drawn its NONE_HASH, soon after its scheduler is built."""
+    """(NONE_HASH as hex, an example); (None, None) until the engine has drawn its NONE_HASH, soon after its scheduler
+    is built."""
     utils = _vllm("v1.core.kv_cache_utils")
     none_hash = getattr(utils, "NONE_HASH", None)
     if none_hash is None or algo is None:

@@ -60,7 +60,8 @@ class EventTap:
     # What a scheduler's parts say
 
     def attach(self, scheduler: Any) -> None:
-        """Listen to a scheduler that has just been built; each part on its own, so that one of another shape costs only itself."""
+        """Listen to a scheduler that has just been built; each part on its own, so that one of another shape costs only
+        itself."""
         self._scheduler = scheduler
         features = self.features
         features["positions"].install(fits, lambda: self._watch_stores(scheduler))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the OffloadingConnector's manager does, told from its raw events: group, hash form and positions as for the GPU.
 
-The connector's own KV events go to vLLM's topic as they are, and are left out of ours. Events that are taken early, at a
-reset, are held and handed over at the next take, in their order, so that vLLM's topic cannot tell the difference.
-Sources: vLLM 0.20 to 0.32 distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py, events.py; v1/kv_offload/base.py.
+The connector's own KV events go to vLLM's topic as they are, and are left out of ours. Events that are taken early, at
+a reset, are held and handed over at the next take, in their order, so that vLLM's topic cannot tell the difference.
+Sources: vLLM 0.20 to 0.32 distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py, events.py;
+v1/kv_offload/base.py.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ Handed = tuple[list[Any], list[Any]]
 
 
 class Offload:
-    """One OffloadingConnector's scheduler side. Says in the engine's thread what happened: `taken` with the next batch, `told`
-    (raw events) and `cleared` at once."""
+    """One OffloadingConnector's scheduler side. Says in the engine's thread what happened: `taken` with the next batch,
+    `told` (raw events) and `cleared` at once."""
 
     def __init__(
         self,
@@ -144,7 +145,8 @@ class Offload:
         scheduler.reset_cache = reset_cache
 
     def _hold(self) -> None:
-        """The manager emptied its primary tier, and says so or not. What names an owner is another tier's, and is told now."""
+        """The manager emptied its primary tier, and says so or not. What names an owner is another tier's, and is told
+        now."""
         self._owed = self._pending()
         fresh = list(self._take_raw())
         self._held += fresh
@@ -243,8 +245,8 @@ def suffix_partial_hits(connector: Any) -> bool | None:
 
 
 def connector_name(connector: Any) -> str:
-    """The class's name, as vLLM's registry has it. What is neither vLLM's nor ours may look blocks up as it likes, so a connector,
-    or the manager of an OffloadingConnector, from elsewhere is named with its module."""
+    """The class's name, as vLLM's registry has it. What is neither vLLM's nor ours may look blocks up as it likes, so a
+    connector, or the manager of an OffloadingConnector, from elsewhere is named with its module."""
     name = _class_name(connector)
     manager = getattr(getattr(connector, "connector_scheduler", None), "manager", None)
     inner = "" if manager is None else _class_name(manager)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which positions of their prompt stored blocks have: vLLM's events leave that out where a group keeps only some of them.
+"""Which positions of their prompt stored blocks have: vLLM's events leave that out where a group keeps only some of
+them.
 
-Nothing of the pool is changed. A note about each stored event is kept beside it until the reporter's thread takes it; the
-engine's thread only adds, and dict operations are atomic, so there is no lock.
+Nothing of the pool is changed. A note about each stored event is kept beside it until the reporter's thread takes it;
+the engine's thread only adds, and dict operations are atomic, so there is no lock.
 Source: vLLM 0.32.0 v1/core/block_pool.py, cache_full_blocks, cache_partial_block, emit_cached_block_events.
 """
 
@@ -140,7 +141,8 @@ def _watch_partial(pool: Any, notes: Notes, feature: Feature) -> None:
 
 
 def _watch_reuse(pool: Any, notes: Notes, feature: Feature) -> None:
-    """These events repeat blocks that are resident already, some of them null ones: counted, they would never go away."""
+    """These events repeat blocks that are resident already, some of them null ones: counted, they would never go
+    away."""
     original = pool.emit_cached_block_events
 
     def emit_cached_block_events(*given: Any, **named: Any) -> Any:

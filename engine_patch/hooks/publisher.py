@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's ZmqEventPublisher, made to drop instead of block, with our reporter beside it.
 
-The publisher is vLLM's own object and its thread is vLLM's own code: only its queue and its counter are exchanged, before
-anything can be in them. Batches that the full queue did not take use up their seqs where they are missing, so that
-subscribers and the replay see a gap where there is one.
+The publisher is vLLM's own object and its thread is vLLM's own code: only its queue and its counter are exchanged,
+before anything can be in them. Batches that the full queue did not take use up their seqs where they are missing, so
+that subscribers and the replay see a gap where there is one.
 Source: vLLM 0.32.0 distributed/kv_events.py, ZmqEventPublisher.
 """
 
@@ -42,8 +42,8 @@ class Seqs:
 class DroppingQueue(queue.Queue[Any]):
     """A full one drops what is put, counts it, and makes the next item it did take skip as many seqs.
 
-    Only the publisher's thread gets items, and it asks for a seq after each: the two stay in step. The sentinel that ends
-    that thread (None) is always taken.
+    Only the publisher's thread gets items, and it asks for a seq after each: the two stay in step. The sentinel that
+    ends that thread (None) is always taken.
     """
 
     def __init__(self, maxsize: int, seqs: Seqs) -> None:
@@ -71,7 +71,8 @@ class DroppingQueue(queue.Queue[Any]):
 
 
 def unblock(publisher: Any) -> None:
-    """Exchange queue and counter. The thread may still wait for the old queue, which stays empty: it looks again in 0.1 s."""
+    """Exchange queue and counter. The thread may still wait for the old queue, which stays empty: it looks again in 0.1
+    s."""
     seqs = Seqs()
     fresh = DroppingQueue(publisher._event_queue.maxsize, seqs)
     publisher._seq_gen = seqs

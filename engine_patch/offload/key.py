@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an offloaded chunk is named: the hash of its last block and its group, as bytes.
 
-The same bytes as vLLM's (0.32 v1/kv_offload/base.py make_offload_key), so that its connector's keys are ours. Bytes and not a
-tuple: a tier holds a hundred thousand of them, and the garbage collector would walk every tuple.
+The same bytes as vLLM's (0.32 v1/kv_offload/base.py make_offload_key), so that its connector's keys are ours. Bytes and
+not a tuple: a tier holds a hundred thousand of them, and the garbage collector would walk every tuple.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@
         "spec_name": "HybridOffloadingSpec", "spec_module_path": "kvrouter.engine_patch.offload.spec",
         "cpu_bytes_to_use": 10000000000, "disk_path": "/var/cache/kv", "disk_bytes_to_use": 100000000000}}'
 
-One object of it lives in the scheduler's process and one in each worker's. Source: vLLM 0.32 v1/kv_offload/base.py OffloadingSpec.
+One object of it lives in the scheduler's process and one in each worker's. Source: vLLM 0.32 v1/kv_offload/base.py
+OffloadingSpec.
 """
 
 from __future__ import annotations
@@ -150,7 +151,8 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
 
 
 def _files(model: str) -> str:
-    """Tells weights in a folder from those it held before: names, sizes and times of its files. Empty for a model by name."""
+    """Tells weights in a folder from those it held before: names, sizes and times of its files. Empty for a model by
+    name."""
     folder = Path(model)
     if not folder.is_dir():
         return ""

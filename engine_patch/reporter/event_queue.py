@@ -153,7 +153,8 @@ class Intake:
         if backlog.kept_bytes - backlog.taken_bytes <= self._max_dropped_bytes:
             backlog.items.append(item)
             return
-        # All that waits is void with what is lost. A fresh backlog, because to empty this one here would cost the engine's time.
+        # All that waits is void with what is lost. A fresh backlog, because to empty this one here would cost the
+        # engine's time.
         fresh = _Backlog()
         self._lost = EventsLost("the queue was full for too long", 0, backlog.items)
         fresh.items.append(self._lost)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many physical copies of each block hash one place holds.
 
-Nearly all hashes stand in a sorted array that is never written again, with their counts in a second one; those that came since
-the last merge stand in a small dict. That is a fifth of the memory of a set of Python numbers; and a snapshot shares the sorted
-array, where copying a set of a million would keep the interpreter, and with it the engine, for 30 ms. No I/O, clock or lock.
+Nearly all hashes stand in a sorted array that is never written again, with their counts in a second one; those that
+came since the last merge stand in a small dict. That is a fifth of the memory of a set of Python numbers; and a
+snapshot shares the sorted array, where copying a set of a million would keep the interpreter, and with it the engine,
+for 30 ms. No I/O, clock or lock.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from kvrouter.events.vllm.messages import HashArray
 
 CountArray = npt.NDArray[np.int32]
 
-# Hashes that are in the dict, or in the array although gone, before both are merged: this many, or a 32nd of the array. A merge
-# costs some 10 ns a block of the array, so 0.3 us a change; a dict entry of 150 bytes then adds at most 5 bytes a block.
+# Hashes that are in the dict, or in the array although gone, before both are merged: this many, or a 32nd of the array.
+# A merge costs some 10 ns a block of the array, so 0.3 us a change; a dict entry of 150 bytes then adds at most 5 bytes
+# a block.
 MERGE_AT = 4_096
 MERGE_SHIFT = 5
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the publisher has said is resident: the copies of every block hash by place.
 
-Kept beside the engine so that a reader who missed something can have all of it, and so that a heartbeat can sum it up. It equals
-what a reader knows who applied every message: a medium that outgrows the bound is cleared for the readers too, and nothing is said
-of it until the engine clears it. No I/O, clock or lock; one thread.
+Kept beside the engine so that a reader who missed something can have all of it, and so that a heartbeat can sum it up.
+It equals what a reader knows who applied every message: a medium that outgrows the bound is cleared for the readers
+too, and nothing is said of it until the engine clears it. No I/O, clock or lock; one thread.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class Ledger:
                 self._forget_largest()
 
     def told(self, events: Iterable[ReportEvent]) -> list[ReportEvent]:
-        """Applies the events, and returns those that readers are to be told so that they know exactly what the ledger does."""
+        """Applies the events, and returns those that readers are to be told so that they know exactly what the ledger
+        does."""
         told: list[ReportEvent] = []
         for event in events:
             before = frozenset(self._untracked)

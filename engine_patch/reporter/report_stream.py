@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """From changes to the frames of one epoch: numbers them, keeps the ledger in step, encodes.
 
-Invariant: the ledger is what a reader knows who applied every message below `next_seq`. A message that is not sent still uses up
-its seq, so that readers see the gap and load a snapshot. Where the ledger itself misses changes, there is nothing left to prove
-against: a new epoch begins with an empty ledger. Readers then credit too little until blocks are stored again, never too much.
-No sockets, no threads.
+Invariant: the ledger is what a reader knows who applied every message below `next_seq`. A message that is not sent
+still uses up its seq, so that readers see the gap and load a snapshot. Where the ledger itself misses changes, there is
+nothing left to prove against: a new epoch begins with an empty ledger. Readers then credit too little until blocks are
+stored again, never too much. No sockets, no threads.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patch's own publisher: a thread with a PUB socket for what happens and a ROUTER for who asks. `docs/protocol.md` is its wire.
+"""The patch's own publisher: a thread with a PUB socket for what happens and a ROUTER for who asks. `docs/protocol.md`
+is its wire.
 
-The engine's thread only ever appends to a queue (`publish`); translation, the ledger, encoding and sending happen here, and nothing
-that a reader does or leaves undone reaches the engine: PUB drops for a slow reader, which a snapshot heals, and replies go only to
-clients with room for them. A turn is bounded, so that messages, heartbeats, requests and snapshots all go on under any load.
+The engine's thread only ever appends to a queue (`publish`); translation, the ledger, encoding and sending happen here,
+and nothing that a reader does or leaves undone reaches the engine: PUB drops for a slow reader, which a snapshot heals,
+and replies go only to clients with room for them. A turn is bounded, so that messages, heartbeats, requests and
+snapshots all go on under any load.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ TURN_MESSAGES = 64
 TURN_S = 0.020
 TURN_REQUESTS = 16
 
-# From the first message to the turn that sends it: the engine's thread, which has just published it, goes on with its step
-# undisturbed, and what follows is taken in the same turn. Both need the interpreter; a GPU's work on the step takes longer.
+# From the first message to the turn that sends it: the engine's thread, which has just published it, goes on with its
+# step undisturbed, and what follows is taken in the same turn. Both need the interpreter; a GPU's work on the step
+# takes longer.
 GATHER_MS = 1
 
 # While every snapshot client lacks room: a ROUTER cannot say which of them has some again.
@@ -52,7 +55,8 @@ REQUESTS_HWM = 64
 PEER_PING_S = 5.0
 PEER_TIMEOUT_S = 15.0
 
-# An engine that shuts down waits no longer: what is queued is sent within the first, the thread is left behind after the second.
+# An engine that shuts down waits no longer: what is queued is sent within the first, the thread is left behind after
+# the second.
 DRAIN_S = 0.5
 JOIN_S = 2.0
 
@@ -81,9 +85,9 @@ class Reporter:
     ) -> None:
         """Binds both sockets and starts the thread.
 
-        requests must be free, for it is where readers look: zmq.ZMQError otherwise. If the port of `reports` is taken, another of
-        the same host is used, which `Hello` tells. wall_clock: seconds since 1970; clock: seconds, monotonic; new_epoch: 16 random
-        hex digits; features: what `Hello` says of the patch, called in the thread.
+        requests must be free, for it is where readers look: zmq.ZMQError otherwise. If the port of `reports` is taken,
+        another of the same host is used, which `Hello` tells. wall_clock: seconds since 1970; clock: seconds,
+        monotonic; new_epoch: 16 random hex digits; features: what `Hello` says of the patch, called in the thread.
         curve_secret: both sockets speak CURVE with this key, and to nobody else.
         """
         self.counters = Counters()
@@ -131,9 +135,11 @@ class Reporter:
         self._thread.start()
 
     def publish(self, make: Make, batch_seq: int | None) -> None:
-        """Queues one message: the events that `make` returns, called in the reporter's thread or, if the queue is full, here.
+        """Queues one message: the events that `make` returns, called in the reporter's thread or, if the queue is full,
+        here.
 
-        From one thread at a time. Never blocks, never raises. batch_seq: the engine's own seq of what the message repeats.
+        From one thread at a time. Never blocks, never raises. batch_seq: the engine's own seq of what the message
+        repeats.
         """
         if not self._closing and os.getpid() == self._pid:
             self._intake.put(make, batch_seq)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests and their replies: who we are, what is resident, or why not. No sockets: `reply` says what became of a payload."""
+"""Requests and their replies: who we are, what is resident, or why not. No sockets: `reply` says what became of a
+payload."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ from kvrouter.engine_patch.reporter.snapshots import Moment, Sent, SnapshotServi
 from kvrouter.engine_patch.setup.settings import ReporterSettings
 from kvrouter.events.patch.messages import Hello, HelloRequest, Refused, Reply, Request
 
-# What decoding hostile bytes can raise: msgspec's errors and UnicodeDecodeError are ValueErrors, deep nesting is a RecursionError.
+# What decoding hostile bytes can raise: msgspec's errors and UnicodeDecodeError are ValueErrors, deep nesting is a
+# RecursionError.
 _DECODE_ERRORS = (ValueError, RecursionError)
 
-# Replies that wait for clients that have no room, as while a snapshot is on its way to them: some for each of a few clients.
+# Replies that wait for clients that have no room, as while a snapshot is on its way to them: some for each of a few
+# clients.
 MAX_UNSENT = 64
 
 

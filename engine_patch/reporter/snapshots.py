@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serving snapshots: what was resident at one moment, to several clients at once, one part at a time.
 
-Each client has a cursor of its own over a frozen ledger; clients that asked at the same seq share one. A client that does not read
-holds up nobody: its turn passes, and after a while without progress it is abandoned. No sockets here: `send` says what became of
-a payload.
+Each client has a cursor of its own over a frozen ledger; clients that asked at the same seq share one. A client that
+does not read holds up nobody: its turn passes, and after a while without progress it is abandoned. No sockets here:
+`send` says what became of a payload.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's KV events and raw offloading events, of any version, as what our topic says.
 
-Pure, and no vLLM: events are known by their type's name and read by attribute. It runs in the reporter's thread, off the
-engine's path. Side notes about an event (where its blocks stand, or that it must not be told) are found by its identity.
-Sources: vLLM 0.20 to 0.32 distributed/kv_events.py, v1/kv_offload/base.py.
+Pure, and no vLLM: events are known by their type's name and read by attribute. It runs in the reporter's thread, off
+the engine's path. Side notes about an event (where its blocks stand, or that it must not be told) are found by its
+identity. Sources: vLLM 0.20 to 0.32 distributed/kv_events.py, v1/kv_offload/base.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class OffloadGroup(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What was known of an offloaded chunk when its transfer began. Tokens; `parent_hash` is that of the block before its last."""
+    """What was known of an offloaded chunk when its transfer began. Tokens; `parent_hash` is that of the block before
+    its last."""
 
     end_tokens: int
     block_size: int
@@ -75,7 +76,8 @@ def _text(value: Any) -> str | None:
 
 
 def translate(events: Iterable[Any], notes: Notes, left_out: Collection[int] = ()) -> list[ReportEvent]:
-    """One batch, in order. left_out: ids of events that are told from another source; notes that were found are taken out.
+    """One batch, in order. left_out: ids of events that are told from another source; notes that were found are taken
+    out.
 
     Removals between two other events are merged by place: among themselves their order means nothing.
     """
@@ -96,7 +98,8 @@ def translate(events: Iterable[Any], notes: Notes, left_out: Collection[int] = (
         elif name in ("BlockStored", "AllBlocksCleared"):
             _flush(removed, reported)
             if name == "AllBlocksCleared":
-                # One that no hook has told of: it comes from the GPU's pool, the only one that every version empties so.
+                # One that no hook has told of: it comes from the GPU's pool, the only one that every version empties
+                # so.
                 reported.append(ReportCleared(GPU, "prefix cache reset"))
             elif event.block_hashes:
                 reported.append(_stored(event, position))
@@ -123,7 +126,8 @@ def _stored(event: Any, position: Position | None) -> ReportStored:
     group_idx, medium, ownership, locality = _place(event)
     parent = event.parent_block_hash
     if position is None:
-        # The event's own parent is the block before its range, which is before its first block only where none is left out.
+        # The event's own parent is the block before its range, which is before its first block only where none is left
+        # out.
         sparse = len(event.token_ids) != len(event.block_hashes) * event.block_size
         position = Position([], None if parent is None or sparse else short_hash(parent))
     return ReportStored(
@@ -144,7 +148,8 @@ def _stored(event: Any, position: Position | None) -> ReportStored:
 def translate_offloaded(
     events: Iterable[Any], groups: Mapping[int, OffloadGroup], chunk_of: Callable[[bytes], Chunk | None]
 ) -> list[ReportEvent]:
-    """Raw OffloadingEvents: one hash a chunk, that of its last block, whatever the version makes of them on its own topic."""
+    """Raw OffloadingEvents: one hash a chunk, that of its last block, whatever the version makes of them on its own
+    topic."""
     reported: list[ReportEvent] = []
     for event in events:
         medium, locality = medium_name(event.medium), _text(getattr(event, "locality", None))
@@ -180,7 +185,8 @@ def translate_offloaded(
 def _series(
     keys: Iterable[bytes], group: OffloadGroup | None, chunk_of: Callable[[bytes], Chunk | None]
 ) -> Iterable[tuple[int, str | None, list[bytes], Position]]:
-    """Keys of one group as (block_size, lora_name, keys by their ends, position); first those that nothing is known of."""
+    """Keys of one group as (block_size, lora_name, keys by their ends, position); first those that nothing is known
+    of."""
     unknown: list[bytes] = []
     known: dict[tuple[int, str | None], list[tuple[Chunk, bytes]]] = {}
     for key in keys:

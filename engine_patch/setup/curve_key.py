@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The secret key of the patch's sockets, where they speak CURVE (libzmq's encryption). Never shown, not even a wrong one.
+"""The secret key of the patch's sockets, where they speak CURVE (libzmq's encryption). Never shown, not even a wrong
+one.
 
-Who knows the public key that belongs to it may connect: the key proves the engine to routers and keeps others out, and libzmq
-asks for no list of clients.
+Who knows the public key that belongs to it may connect: the key proves the engine to routers and keeps others out, and
+libzmq asks for no list of clients.
 """
 
 from __future__ import annotations

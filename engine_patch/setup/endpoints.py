@@ -22,7 +22,8 @@ def binds(endpoint: str) -> bool:
 
 
 def of_rank(endpoint: str, dp_rank: int) -> str:
-    """The endpoint of one data-parallel rank, as vLLM's offset_endpoint_port has it, and for ipc too; a port of 0 stays."""
+    """The endpoint of one data-parallel rank, as vLLM's offset_endpoint_port has it, and for ipc too; a port of 0
+    stays."""
     if dp_rank == 0:
         return endpoint
     if not endpoint.startswith("tcp://"):
@@ -34,8 +35,8 @@ def of_rank(endpoint: str, dp_rank: int) -> str:
 def choose(configured: str, bound: str, dp_rank: int, requests: str | None, reports: str | None) -> Endpoints | str:
     """Where to listen, or why nowhere.
 
-    configured, bound: the publisher's endpoint as set and as it came out, with the rank's offset. requests, reports: as the
-    user set them, for rank 0, or None.
+    configured, bound: the publisher's endpoint as set and as it came out, with the rank's offset. requests, reports: as
+    the user set them, for rank 0, or None.
     """
     beside = binds(configured)
     asked = of_rank(requests, dp_rank) if requests else requests_endpoint(bound) if beside else None

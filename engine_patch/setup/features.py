@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the patch does to vLLM, one feature a patched place: each is on until its place looks different or our code fails there.
+"""What the patch does to vLLM, one feature a patched place: each is on until its place looks different or our code
+fails there.
 
 Invariant: nothing of ours raises into the engine. A feature that cannot work warns once, names itself, and stays off.
 """
@@ -12,9 +13,11 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-# Below, vLLM turns the hybrid KV cache manager off whenever KV events are on (config/vllm.py), so there are no groups to tell of.
+# Below, vLLM turns the hybrid KV cache manager off whenever KV events are on (config/vllm.py), so there are no groups
+# to tell of.
 OLDEST_VERSION = (0, 20)
-# The newest whose source the patched places were compared with. A newer one is tried: every feature checks its own place.
+# The newest whose source the patched places were compared with. A newer one is tried: every feature checks its own
+# place.
 NEWEST_KNOWN_VERSION = (0, 33)
 
 ON = "on"

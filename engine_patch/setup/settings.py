@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the patch may be told: by `KVROUTER_PATCH*` variables for users, by `ReporterSettings` for code.
 
-A wrong value is never fatal, because the engine must start: the default stands in, and a text for the log says what to write.
+A wrong value is never fatal, because the engine must start: the default stands in, and a text for the log says what to
+write.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import msgspec
 SWITCH = "KVROUTER_PATCH"
 PREFIX = "KVROUTER_PATCH_"
 
-# 12 to 25 bytes a block (benchmarks/patch_ledger.py), so 100 MB at worst; vLLM itself spends several times that on as many blocks.
+# 12 to 25 bytes a block (benchmarks/patch_ledger.py), so 100 MB at worst; vLLM itself spends several times that on as
+# many blocks.
 DEFAULT_MAX_BLOCKS = 4_000_000
 
 DEFAULT_HEARTBEAT_S = 1.0
@@ -42,8 +44,8 @@ class ReporterSettings(msgspec.Struct, frozen=True):
     # What changed in dropped messages, waiting for the ledger: some 8 million hashes, minutes of a fast engine.
     max_dropped_bytes: int = 64 << 20
     max_ledger_blocks: int = DEFAULT_MAX_BLOCKS
-    # Messages that PUB keeps for a reader that lags: some seconds of engine steps, some MB. vLLM keeps 100,000, but one that lags
-    # further loads a snapshot, which is less to send than so old a backlog.
+    # Messages that PUB keeps for a reader that lags: some seconds of engine steps, some MB. vLLM keeps 100,000, but one
+    # that lags further loads a snapshot, which is less to send than so old a backlog.
     report_hwm: int = 1_000
     # Snapshots under way at once: a frozen million blocks takes 12 MB, unless others have it too.
     max_snapshots: int = 4
@@ -51,7 +53,8 @@ class ReporterSettings(msgspec.Struct, frozen=True):
     snapshot_timeout_s: float = 10.0
     # When a client that was refused should ask again.
     retry_s: float = 1.0
-    # Parts and replies that wait in ZMQ for one client: 1 MiB of snapshot, which keeps a fast client busy between two turns.
+    # Parts and replies that wait in ZMQ for one client: 1 MiB of snapshot, which keeps a fast client busy between two
+    # turns.
     reply_hwm: int = 16
 
 

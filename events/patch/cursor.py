@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every decision about the order of a publisher's reports: what is next, missing or of another life; when to take a snapshot. Pure.
+"""Every decision about the order of a publisher's reports: what is next, missing or of another life; when to take a
+snapshot. Pure.
 
-The shell feeds decoded messages, answers and connection changes in, takes `items` out, asks for exactly the snapshot that `request`
-numbers, and says so with `asked`. There is no I/O and no clock here; the shell paces requests and says when an answer is overdue.
+The shell feeds decoded messages, answers and connection changes in, takes `items` out, asks for exactly the snapshot
+that `request` numbers, and says so with `asked`. There is no I/O and no clock here; the shell paces requests and says
+when an answer is overdue.
 
-Two facts carry it. One thread of the publisher numbers messages, sends them and freezes snapshots: what was received before a
-snapshot was asked for is in it, so messages are held only while one is on its way. And an answer is of the life that is there now,
-so one asked for after the last change of life decides which life that is.
+Two facts carry it. One thread of the publisher numbers messages, sends them and freezes snapshots: what was received
+before a snapshot was asked for is in it, so messages are held only while one is on its way. And an answer is of the
+life that is there now, so one asked for after the last change of life decides which life that is.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class ReportCursor:
         self.request: int | None = None
         # Snapshots that failed since the last that did not.
         self.failures = 0
-        # Who the publisher is must be asked (again); answers to earlier greetings no longer count. The shell clears it on asking.
+        # Who the publisher is must be asked (again); answers to earlier greetings no longer count. The shell clears it
+        # on asking.
         self.greeting_wanted = True
         # Messages of the publisher's life so far; the shell watches it grow.
         self.heard = 0
@@ -179,7 +182,8 @@ class ReportCursor:
             self._want_snapshot()
 
     def expire(self) -> None:
-        """Known from elsewhere: what was handed out may be of a life that has ended. Who is there, and with what, is asked anew."""
+        """Known from elsewhere: what was handed out may be of a life that has ended. Who is there, and with what, is
+        asked anew."""
         self.items.append(Expired())
         self._declared, self._catalog_asked = -1, 0
         self.greeting_wanted = True

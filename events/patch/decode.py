@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Payloads of the engine patch's sockets to checked messages. Pure; never raises, whatever the bytes.
 
-Checked is what every reader relies on: hashes are whole, numbers are seqs, an epoch is short. What the numbers add up to is the
-readers' own matter.
+Checked is what every reader relies on: hashes are whole, numbers are seqs, an epoch is short. What the numbers add up
+to is the readers' own matter.
 """
 
 from __future__ import annotations

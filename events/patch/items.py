@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report subscriber hands out: residency in order, what the publisher says of itself, and what is missing. Values only.
+"""What a report subscriber hands out: residency in order, what the publisher says of itself, and what is missing.
+Values only.
 
-For the consumer: it knows the publisher's ledger from `Loaded` on (or from where it resumed) and as long as every `ReportBatch` is
-applied. `ReportGap` says that it no longer does, `NewEpoch` that all it knew is void; no batch follows either before a `Loaded`.
+For the consumer: it knows the publisher's ledger from `Loaded` on (or from where it resumed) and as long as every
+`ReportBatch` is applied. `ReportGap` says that it no longer does, `NewEpoch` that all it knew is void; no batch follows
+either before a `Loaded`.
 """
 
 from __future__ import annotations
@@ -88,7 +90,8 @@ class ReportBatch(msgspec.Struct, frozen=True):
 
 
 class ReportGap(msgspec.Struct, frozen=True):
-    """Messages first_seq up to next_seq - 1 cannot be had; a snapshot is being asked for. Equal: what was kept is contradicted.
+    """Messages first_seq up to next_seq - 1 cannot be had; a snapshot is being asked for. Equal: what was kept is
+    contradicted.
 
     dropped: how many of them the publisher itself says that it dropped.
     """
@@ -100,7 +103,8 @@ class ReportGap(msgspec.Struct, frozen=True):
 
 
 class NewEpoch(msgspec.Struct, frozen=True):
-    """Another life of the publisher: what was known is void; a snapshot is being asked for. Not said of the first life seen."""
+    """Another life of the publisher: what was known is void; a snapshot is being asked for. Not said of the first life
+    seen."""
 
     epoch: str
     started_s: float
@@ -108,8 +112,8 @@ class NewEpoch(msgspec.Struct, frozen=True):
 
 
 class Expired(msgspec.Struct, frozen=True):
-    """What was handed out may be of a life that has ended; what follows was asked for after that was known: first the catalog and a
-    snapshot."""
+    """What was handed out may be of a life that has ended; what follows was asked for after that was known: first the
+    catalog and a snapshot."""
 
 
 class Loaded(msgspec.Struct, frozen=True):

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine patch says on its own sockets, in both directions: `docs/protocol.md` as structs.
 
-One definition for the side that writes (`kvrouter.engine_patch`) and the side that reads (`kvrouter.router`, tests). Every payload
-is one MessagePack map with a `type`; fields at their default are left out, unknown ones are skipped, new ones are only ever added
-with a default. A block hash is 64 bits (the last 8 bytes of the engine's hash); many travel as one big-endian binary.
+One definition for the side that writes (`kvrouter.engine_patch`) and the side that reads (`kvrouter.router`, tests).
+Every payload is one MessagePack map with a `type`; fields at their default are left out, unknown ones are skipped, new
+ones are only ever added with a default. A block hash is 64 bits (the last 8 bytes of the engine's hash); many travel as
+one big-endian binary.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from kvrouter.events.vllm.messages import HashArray
 REPORT_TOPIC = b"kvrouter.v1"
 PROTOCOL = 1
 
-# From the port of the engine's own KV events to ours, so that a router finds them knowing only the former. Far above vLLM's usual
-# ports and their data-parallel offsets; where the sum is no port, the offset is subtracted.
+# From the port of the engine's own KV events to ours, so that a router finds them knowing only the former. Far above
+# vLLM's usual ports and their data-parallel offsets; where the sum is no port, the offset is subtracted.
 REQUESTS_PORT_OFFSET = 10_000
 REPORTS_PORT_OFFSET = 11_000
 MAX_PORT = 65_535
@@ -29,7 +30,8 @@ MAX_PORT = 65_535
 # Hashes in one part of a snapshot: 64 KiB, so that live messages wait no longer than for one of these.
 SNAPSHOT_PART_BLOCKS = 8_192
 
-# A set's digest is the sum of its hashes modulo 2**64: hashes are uniform, so two sets that differ agree with a chance of 2**-64.
+# A set's digest is the sum of its hashes modulo 2**64: hashes are uniform, so two sets that differ agree with a chance
+# of 2**-64.
 DIGEST_MASK = (1 << 64) - 1
 
 
@@ -41,8 +43,8 @@ class ReportStored(msgspec.Struct, frozen=True, tag="stored", omit_defaults=True
     medium: str
     # Tokens a block; of a partial entry, the hash block size.
     block_size: int = 0
-    # [[end, count], ...]: the next `count` hashes stand for the first end, end + block_size, ... tokens of their prompt.
-    # Empty: not known.
+    # [[end, count], ...]: the next `count` hashes stand for the first end, end + block_size, ... tokens of their
+    # prompt. Empty: not known.
     runs: list[tuple[int, int]] = []
     # Hash of the block before the first run, None at the start of a prompt or when not known.
     parent_hash: int | None = None
@@ -271,7 +273,8 @@ def unpack_hashes(packed: bytes) -> HashArray:
 
 
 def derived_endpoint(endpoint: str, offset: int, suffix: str) -> str | None:
-    """Where the patch listens next to the engine's own event endpoint (as bound or as registered). None: no port to go from.
+    """Where the patch listens next to the engine's own event endpoint (as bound or as registered). None: no port to go
+    from.
 
     tcp: the port plus `offset`, or minus it where the sum is no port. ipc and inproc: `suffix` is appended.
     """

@@ -24,8 +24,8 @@ class ReportSettings(msgspec.Struct, frozen=True):
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
     # Without progress, the answer to a request is given up.
     answer_timeout_s: float = 5.0
-    # After a connection: PUB learns of a subscription some milliseconds after the handshake, and what it sends before that is
-    # missing after the snapshot, which then has to come again. A first message ends the wait.
+    # After a connection: PUB learns of a subscription some milliseconds after the handshake, and what it sends before
+    # that is missing after the snapshot, which then has to come again. A first message ends the wait.
     settle_s: float = 0.2
     # Between two greetings at least, and between two snapshots; the latter doubles with every failure.
     greeting_pause_s: float = 0.1

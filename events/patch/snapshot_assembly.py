@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a snapshot put together, and checked against what they say that they add up to. Pure.
 
-A part that is lost, doubled, out of order or of another moment, or sums that do not come out, are a `SnapshotError`: nothing is
-guessed. Memory is bounded, whatever the parts claim.
+A part that is lost, doubled, out of order or of another moment, or sums that do not come out, are a `SnapshotError`:
+nothing is guessed. Memory is bounded, whatever the parts claim.
 """
 
 from __future__ import annotations

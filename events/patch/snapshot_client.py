@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks for the snapshot that a cursor wants, one at a time, each over a socket of its own so that answers cannot mix.
 
-After a failure it waits, twice as long each time, and as long as a refusal says. The time is an argument; the caller comes back at
-the time that `ask` returns.
+After a failure it waits, twice as long each time, and as long as a refusal says. The time is an argument; the caller
+comes back at the time that `ask` returns.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class SnapshotAsker:
         permits: Permits | None,
         wake: Callable[[], None],
     ) -> None:
-        """connect: a new socket to the publisher's requests endpoint; may raise zmq.ZMQError, which is passed on. wake: called
-        when `permits` lets it ask."""
+        """connect: a new socket to the publisher's requests endpoint; may raise zmq.ZMQError, which is passed on. wake:
+        called when `permits` lets it ask."""
         self._cursor = cursor
         self._connect = connect
         self._settings = settings

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine patch's sockets to an ordered, typed stream: requests and reports of one publisher, read in an asyncio loop.
+"""The engine patch's sockets to an ordered, typed stream: requests and reports of one publisher, read in an asyncio
+loop.
 
-Decides nothing about order (`cursor.py` does). It greets on the requests socket, connects to the reports that the answer
-names, has snapshots asked for (`snapshot_client.py`), and judges who is silent.
+Decides nothing about order (`cursor.py` does). It greets on the requests socket, connects to the reports that the
+answer names, has snapshots asked for (`snapshot_client.py`), and judges who is silent.
 
-A turn reads first and judges afterwards, so a stall of ours never looks like a publisher's silence. Turns are bounded, so that
-other work on the loop gets its time. Nothing that comes over the wire is raised.
+A turn reads first and judges afterwards, so a stall of ours never looks like a publisher's silence. Turns are bounded,
+so that other work on the loop gets its time. Nothing that comes over the wire is raised.
 """
 
 from __future__ import annotations
@@ -210,7 +211,8 @@ class ReportSubscriber:
         more, failure = False, None
         try:
             if self._outbox.full:
-                # `on_room` schedules the turn that goes on. Looking calms the descriptors, which would call again and again.
+                # `on_room` schedules the turn that goes on. Looking calms the descriptors, which would call again and
+                # again.
                 self._readable()
             else:
                 more = self._read_and_act()

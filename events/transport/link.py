@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One connected ZMQ socket, read in an asyncio loop through its file descriptor.
 
-That descriptor is edge-triggered and may be consumed by any call on the socket: whoever reads must end with `readable`, and come
-back unasked if it is.
+That descriptor is edge-triggered and may be consumed by any call on the socket: whoever reads must end with `readable`,
+and come back unasked if it is.
 """
 
 from __future__ import annotations

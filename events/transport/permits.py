@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many replays and snapshots one process has under way at once, so that a fleet that is lost and back is no storm.
 
-Who waits is not served in the order of asking but at random: no worker is always the last, and several routers that lost the same
-fleet do not ask its engines in step. Belongs to one asyncio loop; sends and receives nothing.
+Who waits is not served in the order of asking but at random: no worker is always the last, and several routers that
+lost the same fleet do not ask its engines in step. Belongs to one asyncio loop; sends and receives nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import asyncio
 from collections.abc import Callable
 from random import Random
 
-# A ring of 10,000 batches or a snapshot of 200,000 blocks is some 20 MB and a tenth of a second of this process; with more at once
-# each of them only waits longer, and what is held back meanwhile piles up.
+# A ring of 10,000 batches or a snapshot of 200,000 blocks is some 20 MB and a tenth of a second of this process; with
+# more at once each of them only waits longer, and what is held back meanwhile piles up.
 DEFAULT_AT_ONCE = 4
-# Whoever is not done by then is slow at the other end and costs little here: an endpoint that never answers must not keep others
-# waiting.
+# Whoever is not done by then is slow at the other end and costs little here: an endpoint that never answers must not
+# keep others waiting.
 DEFAULT_LONGEST_S = 1.0
 
 

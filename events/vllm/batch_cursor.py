@@ -66,8 +66,8 @@ DEFAULT_MAX_HELD_BYTES = 256 << 20
 # Batches handed out whose fingerprints are kept, to tell a duplicate from another life.
 REMEMBERED_BATCHES = 4096
 
-# Answered requests between two times that all is read anew: an endpoint that answers little and never all must not void the index
-# at every check.
+# Answered requests between two times that all is read anew: an endpoint that answers little and never all must not void
+# the index at every check.
 ANSWERS_BETWEEN_READINGS = 3
 
 
@@ -254,7 +254,8 @@ class Cursor:
             self._begin(Purpose.START if self._last_seq is None else Purpose.PROVE, silent=True)
 
     def expire(self, reason: str) -> None:
-        """Known from elsewhere: what was handed out may be of a life that has ended. All is replayed, where that can be."""
+        """Known from elsewhere: what was handed out may be of a life that has ended. All is replayed, where that can
+        be."""
         # Where nobody is there to be asked, the next connection is.
         self._restart(self._expected or 0, reason, ask=self._connected)
         self._to_prove = not self._connected
@@ -314,8 +315,8 @@ class Cursor:
         expected = self._expected
         if expected is None or seq < expected:
             return True
-        # Without the batch that we know there is no proof of the same life, whatever seq comes; nor is there of what is held from
-        # the connection before.
+        # Without the batch that we know there is no proof of the same life, whatever seq comes; nor is there of what is
+        # held from the connection before.
         self._drop_old()
         self._lose(expected, seq, f"the replay begins at seq {seq}, after what was known")
         return True

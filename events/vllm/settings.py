@@ -31,11 +31,13 @@ class SubscriberSettings(msgspec.Struct, frozen=True):
     # One turn of the loop: some 3 ms.
     turn_batches: int = 256
     turn_bytes: int = 1 << 20
-    # Messages that ZMQ holds unread. Beyond, TCP holds the publisher back, and its own queue (vLLM's: 100,000) is the buffer.
+    # Messages that ZMQ holds unread. Beyond, TCP holds the publisher back, and its own queue (vLLM's: 100,000) is the
+    # buffer.
     receive_hwm: int = 2_048
     # Of an answer to a replay: a whole ring and more, because the publisher's socket drops what finds no room.
     replay_receive_hwm: int = 20_000
-    # A larger message is damage; ZMQ drops the connection. 7 million hashes of one step, or token ids of a prompt of 12 M tokens.
+    # A larger message is damage; ZMQ drops the connection. 7 million hashes of one step, or token ids of a prompt of 12
+    # M tokens.
     max_message_bytes: int = 64 << 20
     # ZMQ's own ping, so that a peer that vanished without a word is noticed.
     heartbeat_s: float = 5.0

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a subscriber hands out: batches in order, and every fact about what is missing or proven. Values only.
 
-For the consumer: `GapLost`, `ReadAnew` and `Restarted` void what it knows; whatever is missing is announced by one of them
-before the next `Batch`. All seqs are of the life that the surrounding items speak of.
+For the consumer: `GapLost`, `ReadAnew` and `Restarted` void what it knows; whatever is missing is announced by one of
+them before the next `Batch`. All seqs are of the life that the surrounding items speak of.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-# Both ends of a payload: a batch begins with its time to the microsecond and its first events, and ends with its last ones.
-# All of a large payload would cost a tenth of decoding it.
+# Both ends of a payload: a batch begins with its time to the microsecond and its first events, and ends with its last
+# ones. All of a large payload would cost a tenth of decoding it.
 FINGERPRINTED_BYTES = 512
 
 
@@ -76,16 +76,18 @@ class GapLost(msgspec.Struct, frozen=True):
 
 
 class Incomplete(msgspec.Struct, frozen=True):
-    """What came before was given up only because the replay endpoint did not answer; all will be read anew when it does."""
+    """What came before was given up only because the replay endpoint did not answer; all will be read anew when it
+    does."""
 
 
 class ReadAnew(msgspec.Struct, frozen=True):
-    """A replay endpoint that did not answer when something was lost answers now: all that it still has follows, from its start."""
+    """A replay endpoint that did not answer when something was lost answers now: all that it still has follows, from
+    its start."""
 
 
 class Restarted(msgspec.Struct, frozen=True):
-    """Another life of the publisher, as far as anybody can tell. last_seq is the last of the old life, seq the first seen of the
-    new one, or the next expected where that is not known."""
+    """Another life of the publisher, as far as anybody can tell. last_seq is the last of the old life, seq the first
+    seen of the new one, or the next expected where that is not known."""
 
     last_seq: int
     seq: int
@@ -97,7 +99,8 @@ class Restarted(msgspec.Struct, frozen=True):
 class Proven(msgspec.Struct, frozen=True):
     """After a resume or a reconnect: it is the same life, and nothing up to seq was missed.
 
-    how: `next_seq`, only where there is no replay endpoint: the next seq came, which another life can reach by chance."""
+    how: `next_seq`, only where there is no replay endpoint: the next seq came, which another life can reach by
+    chance."""
 
     seq: int
     how: Literal["replay", "next_seq"]

@@ -48,8 +48,8 @@ class Subscriber:
         settings: SubscriberSettings | None = None,
         permits: Permits | None = None,
     ) -> None:
-        """Opens nothing yet. topic: prefix, as ZMQ matches it. resume: go on from there, if it can be proven. permits: shared
-        with others, to have few replays under way at once."""
+        """Opens nothing yet. topic: prefix, as ZMQ matches it. resume: go on from there, if it can be proven. permits:
+        shared with others, to have few replays under way at once."""
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._context = context
@@ -135,7 +135,8 @@ class Subscriber:
         return items
 
     def expire(self, reason: str) -> None:
-        """Known from elsewhere: this may be another life of the publisher than the one that was read so far. It is read anew."""
+        """Known from elsewhere: this may be another life of the publisher than the one that was read so far. It is read
+        anew."""
         self._cursor.expire(reason)
         self._schedule()
 

@@ -30,7 +30,8 @@ UNSCHEDULABLE = "unschedulable"
 
 
 def check_group(routing_group: str | None) -> None:
-    """Raises BadQuestion for any group but the one there is: its workers would not be kept apart from those of others."""
+    """Raises BadQuestion for any group but the one there is: its workers would not be kept apart from those of
+    others."""
     if routing_group not in (None, "", ROUTING_GROUP):
         raise BadQuestion(
             "routing_group is not supported: all workers of a model are one group; register the group's workers under a "
@@ -44,7 +45,8 @@ def speaks_http(endpoint: object) -> bool:
 
 
 def registrations_in(body: RegisterBody) -> list[RegisterBody]:
-    """The same in our words, one for each rank; the body itself where it is in our words already. Raises BadQuestion."""
+    """The same in our words, one for each rank; the body itself where it is in our words already. Raises
+    BadQuestion."""
     check_group(body.routing_group)
     if not _is_dynamo(body):
         return [body]

@@ -39,7 +39,8 @@ SCHEMAS = (
     replies.ErrorReply,
 )
 
-# What can be wrong, by status. No operation says `default`: a client, and the fuzzing, must be able to tell what it may get.
+# What can be wrong, by status. No operation says `default`: a client, and the fuzzing, must be able to tell what it may
+# get.
 PROBLEMS = {
     400: "The body or a parameter cannot be read as what is asked for",
     401: "The API key is missing or wrong",
@@ -83,8 +84,8 @@ def takes(kind: type) -> dict[str, Any]:
 
 
 def gives(kind: type, *problems: int, status: int = 200, many: bool = False) -> dict[int | str, dict[str, Any]]:
-    """The answers of an operation, as FastAPI's `responses`. problems: statuses of PROBLEMS; 401 is added where there is a key.
-    many: a list of them."""
+    """The answers of an operation, as FastAPI's `responses`. problems: statuses of PROBLEMS; 401 is added where there
+    is a key. many: a list of them."""
     answers: dict[int | str, dict[str, Any]] = {status: {"description": "Done", "content": _content(kind, many=many)}}
     return answers | {status: _problem(status) for status in problems}
 

@@ -85,9 +85,10 @@ class SessionBody(msgspec.Struct, kw_only=True):
 class SelectBody(_Asked, kw_only=True):
     """`POST /select` and `/select_and_reserve`: one of token_ids, block_hashes, prompt and messages.
 
-    prompt and messages are those of OpenAI's completions and chats; what stands beside them (tools, chat_template_kwargs, ...)
-    counts as it would there. allowed_worker_ids, isl_tokens, expected_output_tokens, session_context and pinned_worker are Dynamo's
-    names of workers, num_tokens, max_tokens, session_id and of a worker and no other."""
+    prompt and messages are those of OpenAI's completions and chats; what stands beside them (tools,
+    chat_template_kwargs, ...) counts as it would there. allowed_worker_ids, isl_tokens, expected_output_tokens,
+    session_context and pinned_worker are Dynamo's names of workers, num_tokens, max_tokens, session_id and of a worker
+    and no other."""
 
     token_ids: TokenIds | None = None
     block_hashes: BlockHashes | None = None
@@ -108,11 +109,12 @@ class SelectBody(_Asked, kw_only=True):
 
 
 class ReservationBody(SelectBody, kw_only=True):
-    """`POST /reservations`: the client has chosen the worker; its load is to count there. isl_tokens alone is enough to know a
-    prompt's load; with its tokens or hashes, what the worker has of it is taken off. Without worker_id: what an earlier
-    `/select` chose under this selection_id.
+    """`POST /reservations`: the client has chosen the worker; its load is to count there. isl_tokens alone is enough to
+    know a prompt's load; with its tokens or hashes, what the worker has of it is taken off. Without worker_id: what an
+    earlier `/select` chose under this selection_id.
 
-    effective_prefill_tokens: what is to be computed, where the client knows better. track_prefill_tokens: whether that counts."""
+    effective_prefill_tokens: what is to be computed, where the client knows better. track_prefill_tokens: whether that
+    counts."""
 
     worker_id: str | int | None = None
     effective_prefill_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_NUM_TOKENS)] | None = None

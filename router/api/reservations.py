@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reservations that outlive their request, and the load of all workers. Shapes are those of Dynamo's selection service."""
+"""Reservations that outlive their request, and the load of all workers. Shapes are those of Dynamo's selection
+service."""
 
 from __future__ import annotations
 

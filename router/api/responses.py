@@ -37,8 +37,8 @@ class InstanceReply(msgspec.Struct, kw_only=True):
 
 
 class QueryReply(msgspec.Struct):
-    """Of `/query` and `/query_by_hash`: every worker of the model, also those without a hit. frequencies: always empty, as in
-    `dynamo.indexer`, whose clients want it there."""
+    """Of `/query` and `/query_by_hash`: every worker of the model, also those without a hit. frequencies: always empty,
+    as in `dynamo.indexer`, whose clients want it there."""
 
     instances: dict[str, InstanceReply]
     scores: dict[str, dict[str, int]]
@@ -46,7 +46,8 @@ class QueryReply(msgspec.Struct):
 
 
 class Overlap(msgspec.Struct):
-    """Tokens that would not be computed again; cumulative, and longest_matched equals disk. dp: the same for the rank."""
+    """Tokens that would not be computed again; cumulative, and longest_matched equals disk. dp: the same for the
+    rank."""
 
     longest_matched: int
     gpu: int
@@ -75,8 +76,8 @@ class CandidateReply(msgspec.Struct, kw_only=True):
 
 
 class TokensReply(msgspec.Struct):
-    """Where the tokens of a text came from (`given`, `render`, `tokenize`, `local`, `none`), how many of them are known, and why
-    not all are."""
+    """Where the tokens of a text came from (`given`, `render`, `tokenize`, `local`, `none`), how many of them are
+    known, and why not all are."""
 
     source: str
     num_tokens: int
@@ -98,9 +99,10 @@ class PrefillReply(msgspec.Struct, kw_only=True):
 
 
 class SelectReply(msgspec.Struct, kw_only=True):
-    """Of `/select` and `/select_and_reserve`. `endpoint` is the engine's URL, null for a worker that was registered without
-    one; effective_prefill_tokens: what it does not reuse. worker_id: a number where it was registered as one. model_name,
-    routing_group, isl_tokens, block_size and potential_decode_blocks (what the worker decodes then) are for Dynamo's clients."""
+    """Of `/select` and `/select_and_reserve`. `endpoint` is the engine's URL, null for a worker that was registered
+    without one; effective_prefill_tokens: what it does not reuse. worker_id: a number where it was registered as one.
+    model_name, routing_group, isl_tokens, block_size and potential_decode_blocks (what the worker decodes then) are for
+    Dynamo's clients."""
 
     selection_id: str
     model: str
@@ -133,8 +135,8 @@ class EngineReply(msgspec.Struct):
 
 
 class WorkerLoadReply(msgspec.Struct):
-    """One worker's load, of all routers and of what came by other ways. The first five are Dynamo's; saturated: it takes no more
-    prompts; rates in tokens/s, null until they are measured."""
+    """One worker's load, of all routers and of what came by other ways. The first five are Dynamo's; saturated: it
+    takes no more prompts; rates in tokens/s, null until they are measured."""
 
     worker_id: str | int
     dp_rank: int
@@ -149,7 +151,8 @@ class WorkerLoadReply(msgspec.Struct):
 
 
 class ModelLoadReply(msgspec.Struct):
-    """One entry of `GET /loads`: pending are the prompts that wait in this process because all workers are saturated."""
+    """One entry of `GET /loads`: pending are the prompts that wait in this process because all workers are
+    saturated."""
 
     model_name: str
     routing_group: str
@@ -198,8 +201,9 @@ class ModelsReply(msgspec.Struct):
 
 
 class RegisteredReply(msgspec.Struct):
-    """Of all that register, change or drop a worker; `dropped` counts the ranks that were. What follows it is for Dynamo's clients,
-    where they use its paths. lifecycle: schedulable; incomplete, without an address for requests; unschedulable, once dropped."""
+    """Of all that register, change or drop a worker; `dropped` counts the ranks that were. What follows it is for
+    Dynamo's clients, where they use its paths. lifecycle: schedulable; incomplete, without an address for requests;
+    unschedulable, once dropped."""
 
     status: str
     worker_id: str | int

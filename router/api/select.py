@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hot endpoints that choose a worker: `/select`, `/select_and_reserve`; and `/reservations`, for a client that has chosen one.
+"""The hot endpoints that choose a worker: `/select`, `/select_and_reserve`; and `/reservations`, for a client that has
+chosen one.
 
 Synchronous, no I/O, outside FastAPI like those of `query.py`; but for a text, whose tokens have to be found first.
 """
@@ -44,8 +45,8 @@ USUAL_BLOCK_TOKENS = 16
 class SelectRoutes:
     """Turns bodies into asks to `placing` and its choices into replies.
 
-    tokens: finds those of texts; None: texts are refused. clock: seconds, for `kvrouter_decide_seconds`, which covers `placing`
-    alone."""
+    tokens: finds those of texts; None: texts are refused. clock: seconds, for `kvrouter_decide_seconds`, which covers
+    `placing` alone."""
 
     def __init__(
         self,

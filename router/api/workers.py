@@ -65,8 +65,8 @@ def respond(request: Request, reply: Any) -> Response:
 def worker_routes(
     core: CorePort, tokens: TokensPort | None, proxy: Proxy | None, sources: SourcesPort | None
 ) -> APIRouter:
-    """The routes, bound to `core`; `tokens` says how those of texts are found, `proxy` why a worker takes no new request, `sources`
-    what engines say of themselves."""
+    """The routes, bound to `core`; `tokens` says how those of texts are found, `proxy` why a worker takes no new
+    request, `sources` what engines say of themselves."""
     router = APIRouter(tags=["workers"])
     register_reader = BodyReader(RegisterBody)
     unregister_reader = BodyReader(UnregisterBody)
@@ -114,13 +114,14 @@ def worker_routes(
         return registrations[0], learned
 
     async def register(request: Request) -> Response:
-        """The same again is a no-op; a different one for the same id and rank replaces it. An engine with a url is asked
-        for its model and its event endpoints where the body lacks them, and the answer says what was learned."""
+        """The same again is a no-op; a different one for the same id and rank replaces it. An engine with a url is
+        asked for its model and its event endpoints where the body lacks them, and the answer says what was learned."""
         registration, learned = await add(request)
         return respond(request, _described(registration) if learned else RegisteredReply("ok", registration.given_id))
 
     async def add_worker(request: Request) -> Response:
-        """As /register, and the answer says what is registered, as Dynamo's does; with data_parallel_size, each of its ranks."""
+        """As /register, and the answer says what is registered, as Dynamo's does; with data_parallel_size, each of its
+        ranks."""
         return respond(request, _described((await add(request))[0]))
 
     for path, name, handler in (("/register", "register", register), ("/workers", "add_worker", add_worker)):

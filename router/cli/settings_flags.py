@@ -14,8 +14,8 @@ from kvrouter.router.config.settings import FIELDS, LISTS, describe, flag_of, me
 
 
 def with_settings(run: Callable[[Path | None, dict[str, Any]], None]) -> Callable[..., None]:
-    """A command with `--config` and a flag for each setting, which calls `run(config, flags)`. Values are checked with those of the
-    file and the environment, so all are text here, and None where they were not given."""
+    """A command with `--config` and a flag for each setting, which calls `run(config, flags)`. Values are checked with
+    those of the file and the environment, so all are text here, and None where they were not given."""
 
     def command(config: Path | None, **flags: Any) -> None:
         run(config, flags)

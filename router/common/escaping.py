@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text from elsewhere as it may be shown: in a line of a log, on a terminal. Pure.
 
-What is not printable (`str.isprintable`: control characters, all line ends, marks that change the direction of writing) could forge
-a line, move the cursor or swap what is read; it is shown as an escape sequence.
+What is not printable (`str.isprintable`: control characters, all line ends, marks that change the direction of writing)
+could forge a line, move the cursor or swap what is read; it is shown as an escape sequence.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who and where: the names of a worker and of a place in which it holds blocks.
 
-Pure values. Their text forms are used in Redis keys, in `/workers` and in logs; see `index/keys.py` for the quoting that
-makes hostile names harmless there.
+Pure values. Their text forms are used in Redis keys, in `/workers` and in logs; see `index/keys.py` for the quoting
+that makes hostile names harmless there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ GPU = "GPU"
 CPU = "CPU"
 STORAGE = "STORAGE"
 
-# The media that earn credit, in the order in which the engine asks them. Others (FS, OBJ, ...) are counted and shown only.
+# The media that earn credit, in the order in which the engine asks them. Others (FS, OBJ, ...) are counted and shown
+# only.
 TIERS = (GPU, CPU, STORAGE)
 
 

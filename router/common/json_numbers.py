@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A JSON array of plain integers, straight from the body's bytes to numpy.
 
-What a question brings is nearly all numbers: 512 hashes are 10 kB of digits. Through Python integers they cost 35 us (125 us
-as i64), here 10 us. Anything else than integers of 64 bits is left to msgspec, whose errors say what and where.
+What a question brings is nearly all numbers: 512 hashes are 10 kB of digits. Through Python integers they cost 35 us
+(125 us as i64), here 10 us. Anything else than integers of 64 bits is left to msgspec, whose errors say what and where.
 """
 
 from __future__ import annotations

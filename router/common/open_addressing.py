@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a 64-bit block hash belongs in an open-addressing table. Linear probing; capacities need not be powers of two."""
+"""Where a 64-bit block hash belongs in an open-addressing table. Linear probing; capacities need not be powers of
+two."""
 
 from __future__ import annotations
 

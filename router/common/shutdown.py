@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of a process that serves: what it says of itself, and how its listener closes without a connection lost.
 
-A connection is made by the kernel before anybody accepts it, and one that waits when its listener closes is reset. So the kernel is
-first kept from making new ones; then those that wait are taken, and only then is the listener closed.
+A connection is made by the kernel before anybody accepts it, and one that waits when its listener closes is reset. So
+the kernel is first kept from making new ones; then those that wait are taken, and only then is the listener closed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ async def take_waiting(listeners: Sequence[socket.socket], given_up: Callable[[]
 
 
 def _make_no_more(listener: socket.socket) -> None:
-    """Clients try again, and find nobody when the listener is closed. Where the system cannot do it, one in some ten thousand
-    that connect at that moment is reset."""
+    """Clients try again, and find nobody when the listener is closed. Where the system cannot do it, one in some ten
+    thousand that connect at that moment is reset."""
     if sys.platform != "linux":
         return
     program = b"".join(struct.pack("=HBBI", *step) for step in NO_SYN)

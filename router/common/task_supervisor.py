@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Long-lived tasks, kept running: one that ends by itself is logged, counted, named in /health and started again.
 
-Each task belongs to whoever started it, who ends it by cancelling it. A restart calls the coroutine function again and repairs
-nothing: what a failure left half done, the task mends at its own start. Not for tasks that their caller awaits.
+Each task belongs to whoever started it, who ends it by cancelling it. A restart calls the coroutine function again and
+repairs nothing: what a failure left half done, the task mends at its own start. Not for tasks that their caller awaits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvrouter.router.common.escaping import printable
 
 log = logging.getLogger(__name__)
 
-# Pause before a restart: doubled from the first to the last and spread by half, so that a task that fails at once neither takes the
-# loop nor fills the log; begun again by a run of STEADY_S.
+# Pause before a restart: doubled from the first to the last and spread by half, so that a task that fails at once
+# neither takes the loop nor fills the log; begun again by a run of STEADY_S.
 RESTART_FIRST_S = 0.1
 RESTART_LAST_S = 5.0
 STEADY_S = 30.0
@@ -117,6 +117,7 @@ class TaskSupervisor:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody cancels this task. In place, the frame would hold its own task, and both all that it worked for."""
+    """Whether somebody cancels this task. In place, the frame would hold its own task, and both all that it worked
+    for."""
     current = asyncio.current_task()
     return current is None or current.cancelling() > 0

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings from a file, the environment and flags. Later sources win; what is wrong is named in one line with its fix."""
+"""The settings from a file, the environment and flags. Later sources win; what is wrong is named in one line with its
+fix."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ PAIRS = {"tokenizers": parse_tokenizers, "model_aliases": parse_aliases}
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where the settings of a process came from, to read them again: the settings file, and the flags that were given."""
+    """Where the settings of a process came from, to read them again: the settings file, and the flags that were
+    given."""
 
     file: str | None = None
     flags: dict[str, str | list[str]] = {}

@@ -24,7 +24,8 @@ HIDDEN = "***"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The settings of one router process. Their `description` is also the help of their flag and what errors say to write."""
+    """The settings of one router process. Their `description` is also the help of their flag and what errors say to
+    write."""
 
     # Loopback: a router without an API key must not be open to the network unless someone says so.
     host: Annotated[
@@ -61,7 +62,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             extra={"metavar": "FILE"}, description="a YAML or JSON file that lists workers, watched for changes"
         ),
     ] = None
-    # With none, Kubernetes is not asked. The others say where it is, for a router that does not run in the cluster itself.
+    # With none, Kubernetes is not asked. The others say where it is, for a router that does not run in the cluster
+    # itself.
     kubernetes_selector: Annotated[
         Annotated[str, msgspec.Meta(min_length=1)] | None,
         msgspec.Meta(
@@ -93,8 +95,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="the certificates that the API is known by; without it, the cluster's in a pod",
         ),
     ] = None
-    # Empty allows all: engines come and go under addresses that only the operator knows, and who may register is bounded by the
-    # API key and the loopback default already. Where clients with the key are not all trusted, list the engines' networks.
+    # Empty allows all: engines come and go under addresses that only the operator knows, and who may register is
+    # bounded by the API key and the loopback default already. Where clients with the key are not all trusted, list the
+    # engines' networks.
     allow_hosts: Annotated[
         tuple[str, ...],
         msgspec.Meta(
@@ -144,15 +147,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_body_bytes: Annotated[
         int, msgspec.Meta(ge=1024, description="bytes, at least 1024: the largest request body")
     ] = 32 * 1024**2
-    # How long a dead router's workers stay without ingest: others see it gone, and its leases free, after this and two looks
-    # (a tenth of it each). 2 s left takeovers on a busy machine too near to 3 s (2.6 to 3.5 s measured). Renewed every quarter,
-    # so that a router must stand still for over a second to lose a worker; then it changes hands, and nothing is lost.
+    # How long a dead router's workers stay without ingest: others see it gone, and its leases free, after this and two
+    # looks (a tenth of it each). 2 s left takeovers on a busy machine too near to 3 s (2.6 to 3.5 s measured). Renewed
+    # every quarter, so that a router must stand still for over a second to lose a worker; then it changes hands, and
+    # nothing is lost.
     lease_ttl_s: Annotated[
         float,
         msgspec.Meta(ge=0.5, le=300.0, description="seconds, 0.5 to 300: how long a dead router keeps its workers"),
     ] = 1.5
-    # A connection that was cut is back within a second or two, a patched engine heard again within three; an engine that was
-    # restarted needs longer than this to load its weights. Until then the last known residency is most likely still true.
+    # A connection that was cut is back within a second or two, a patched engine heard again within three; an engine
+    # that was restarted needs longer than this to load its weights. Until then the last known residency is most likely
+    # still true.
     suspect_credit_s: Annotated[
         float,
         msgspec.Meta(
@@ -177,8 +182,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ge=0.0, le=3600.0, description="seconds, 0 to 3600: how often an engine is asked whether it lives; 0: never"
         ),
     ] = 1.0
-    # What OpenAI's own client waits. The first byte of an answer that is not streamed comes with its last token; an engine that
-    # hangs is noticed by its health checks in seconds.
+    # What OpenAI's own client waits. The first byte of an answer that is not streamed comes with its last token; an
+    # engine that hangs is noticed by its health checks in seconds.
     answer_timeout_s: Annotated[
         float,
         msgspec.Meta(
@@ -194,8 +199,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ge=0, le=86_400, description="whole seconds, 0 to 86400: how long running requests may go on when it stops"
         ),
     ] = 25
-    # Off: who stops it at a terminal does not wait. Behind a load balancer, as long as that takes to notice: Kubernetes' endpoints
-    # some seconds.
+    # Off: who stops it at a terminal does not wait. Behind a load balancer, as long as that takes to notice:
+    # Kubernetes' endpoints some seconds.
     shutdown_delay_s: Annotated[
         float,
         msgspec.Meta(
@@ -226,16 +231,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="0 to 10: sampling temperature of policy kv; 0 randomises ties only",
         ),
     ] = 0.0
-    # Some seconds of an engine's work: enough that it never runs dry, and a new prompt is not better off in its queue than in ours,
-    # from where it can still go to whoever is free first.
+    # Some seconds of an engine's work: enough that it never runs dry, and a new prompt is not better off in its queue
+    # than in ours, from where it can still go to whoever is free first.
     saturation_tokens: Annotated[
         int,
         msgspec.Meta(
             ge=1, le=2**40, description="tokens, at least 1: a worker with more to prefill takes no more prompts"
         ),
     ] = 131_072
-    # Below it a hand-over takes longer than the computing (`disaggregation.HANDOVER_TOKENS`), however idle the prefill worker
-    # is; it pays only where prompts queue at the decode worker, and short ones are not what such a queue consists of.
+    # Below it a hand-over takes longer than the computing (`disaggregation.HANDOVER_TOKENS`), however idle the prefill
+    # worker is; it pays only where prompts queue at the decode worker, and short ones are not what such a queue
+    # consists of.
     remote_prefill_min_tokens: Annotated[
         int,
         msgspec.Meta(
@@ -244,8 +250,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="tokens, 0 or more: prompts with fewer uncached ones are computed where they are decoded",
         ),
     ] = 1_024
-    # An 8 B model's 128 KiB a token over 200 Gb/s (RDMA, 25 GB/s) are 190,000 tokens/s, where an H100 computes some 30,000 to
-    # 40,000. Over 25 Gb/s Ethernet it is more than 1.
+    # An 8 B model's 128 KiB a token over 200 Gb/s (RDMA, 25 GB/s) are 190,000 tokens/s, where an H100 computes some
+    # 30,000 to 40,000. Over 25 Gb/s Ethernet it is more than 1.
     handover_token_cost: Annotated[
         float,
         msgspec.Meta(
@@ -266,8 +272,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     queue_deadline_s: Annotated[
         float, msgspec.Meta(ge=0.0, le=3600.0, description="seconds, 0 to 3600: how long a prompt waits for a worker")
     ] = 30.0
-    # Each has sockets, a task and tables of its own; fleets have tens to hundreds. Without a limit a client that registers in a
-    # loop would take all of the process's descriptors.
+    # Each has sockets, a task and tables of its own; fleets have tens to hundreds. Without a limit a client that
+    # registers in a loop would take all of the process's descriptors.
     max_workers: Annotated[
         int, msgspec.Meta(ge=1, le=6_000, description="1 to 6000: how many workers (ranks) this router follows")
     ] = 1_024
@@ -279,8 +285,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="a list of MODEL=FOLDER with its tokenizer.json; without one, the model's engines are asked for tokens",
         ),
     ] = ()
-    # A request waits for its tokens at most this long, as it then can only be placed by load. An engine renders a chat in some
-    # milliseconds, and some tens of thousands of tokens in some tens; beyond a second it is overloaded itself.
+    # A request waits for its tokens at most this long, as it then can only be placed by load. An engine renders a chat
+    # in some milliseconds, and some tens of thousands of tokens in some tens; beyond a second it is overloaded itself.
     tokenize_timeout_s: Annotated[
         float,
         msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: how long to look for the tokens of a text"),
@@ -292,8 +298,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="a list of NAME=MODEL: other names for models and LoRA adapters",
         ),
     ] = ()
-    # Off: a trace costs a request some 150 us of CPU, and needs a collector. The SDK's own variables (OTEL_*) say how; this one,
-    # that and where.
+    # Off: a trace costs a request some 150 us of CPU, and needs a collector. The SDK's own variables (OTEL_*) say how;
+    # this one, that and where.
     otlp_endpoint: Annotated[
         Annotated[str, msgspec.Meta(pattern=r"^https?://[\x21-\x7e]+$(?!\n)")] | None,
         msgspec.Meta(
@@ -324,7 +330,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
 
 
-# Settings that are lists, one value a flag. In the environment the values stand apart by white space: none of theirs has any.
+# Settings that are lists, one value a flag. In the environment the values stand apart by white space: none of theirs
+# has any.
 LISTS = frozenset(name for name, field in FIELDS.items() if field.default == ())
 
 
@@ -372,5 +379,6 @@ def markdown() -> str:
 
 
 def without_password(url: str) -> str:
-    """The URL with its user part hidden: `redis://***@host`. Up to the last `@`: a password may hold any of `/@?#` unescaped."""
+    """The URL with its user part hidden: `redis://***@host`. Up to the last `@`: a password may hold any of `/@?#`
+    unescaped."""
     return re.sub(r"(//).*@", rf"\1{HIDDEN}@", url, flags=re.DOTALL)

@@ -16,9 +16,9 @@ from kvrouter.router.workers.worker_spec import MAX_DP_RANK, WorkerSpec
 class Candidate(msgspec.Struct, frozen=True):
     """registration: as far as it is known; its model may be UNKNOWN_MODEL.
 
-    any_rank: no rank was named, so it stands for all that its engine tells. fallback: where its events are if its engine cannot
-    tell that. only_known: it takes no request now, and is only of interest if it is registered already. problem: why it
-    cannot be registered as it is described; what is registered of it stays."""
+    any_rank: no rank was named, so it stands for all that its engine tells. fallback: where its events are if its
+    engine cannot tell that. only_known: it takes no request now, and is only of interest if it is registered already.
+    problem: why it cannot be registered as it is described; what is registered of it stays."""
 
     registration: Registration
     any_rank: bool = False
@@ -32,7 +32,8 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def asks_events(self) -> bool:
-        """Whether the engine is to say where its events are: nobody else did, and no patch is named that would have them."""
+        """Whether the engine is to say where its events are: nobody else did, and no patch is named that would have
+        them."""
         registration = self.registration
         return registration.url is not None and registration.events is None and registration.patch in (None, NO_PATCH)
 
@@ -46,8 +47,8 @@ def candidate_of(spec: WorkerSpec, source: str) -> Candidate:
 def completed(candidate: Candidate, told: EngineAnswers, known: Sequence[Registration]) -> list[Registration]:
     """The workers that the candidate is. Empty while its model is not known.
 
-    known: what is registered under its id by its source. While the engine does not answer, that stays as it is: a router that
-    begins anew while an engine is away must not forget where its events are."""
+    known: what is registered under its id by its source. While the engine does not answer, that stays as it is: a
+    router that begins anew while an engine is away must not forget where its events are."""
     given = candidate.registration
     known = [one for one in known if one.url == given.url]
     model = given.worker.model
@@ -76,7 +77,8 @@ def completed(candidate: Candidate, told: EngineAnswers, known: Sequence[Registr
             return [msgspec.structs.replace(given, events=candidate.fallback.events, replay=candidate.fallback.replay)]
         return [_noted(given, told.problem)]
     if len(streams) == 1:
-        # One core behind this address, whatever rank it has among its peers: requests name none, or that which was given.
+        # One core behind this address, whatever rank it has among its peers: requests name none, or that which was
+        # given.
         return [_with(given, next(iter(streams.values())))]
     if candidate.any_rank:
         return [_with(_as_worker(given, model, rank), stream) for rank, stream in sorted(streams.items())]
@@ -87,7 +89,8 @@ def completed(candidate: Candidate, told: EngineAnswers, known: Sequence[Registr
 
 
 def ranked(candidate: Candidate, ranks: int) -> list[Candidate]:
-    """One for each of so many ranks, their ports counted up as vLLM does (distributed/kv_events.py, offset_endpoint_port)."""
+    """One for each of so many ranks, their ports counted up as vLLM does (distributed/kv_events.py,
+    offset_endpoint_port)."""
     given = candidate.registration
 
     def of(rank: int) -> Candidate:

@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 # What nobody told of (a registry that lost something, a router that is gone) is seen after this.
 LOOK_S = 1.0
-# So long a start waits for what engines tell of themselves: those that run answer at once, and what is not known comes later.
+# So long a start waits for what engines tell of themselves: those that run answer at once, and what is not known comes
+# later.
 FIRST_ASK_S = 2.5
 # Claims are written again now and then, for a store that lost them.
 CLAIM_S = 5.0
@@ -112,7 +113,8 @@ class Discovery:
         try:
             await source.run(self._news.set)
         except Exception:
-            # Until it runs again, what it shows is not compared: workers would be withdrawn by a list that nobody keeps true.
+            # Until it runs again, what it shows is not compared: workers would be withdrawn by a list that nobody keeps
+            # true.
             source.problem = "internal error, a bug in the router: its log has the details"
             self._news.set()
             raise
@@ -170,7 +172,8 @@ class Discovery:
         self._asker.want(wanted)
 
     def _completed(self, source: str, shown: Sequence[Candidate]) -> tuple[list[Registration], set[Name]]:
-        """The registrations that the source stands for, and the names of those that only count if they are registered."""
+        """The registrations that the source stands for, and the names of those that only count if they are
+        registered."""
         kept = self._kept[source]
         kept.waiting = {}
         known: dict[str, list[Registration]] = {}
@@ -204,9 +207,9 @@ class Discovery:
         return found, only_known
 
     async def complete(self, registration: Registration, *, any_rank: bool) -> list[Registration]:
-        """The workers that a client's registration stands for, with what their engine says of itself where the client does not.
-        any_rank: no rank was named. Raises WorkerUnreachable where the model is to be had from an engine that does not tell it,
-        HostNotAllowed."""
+        """The workers that a client's registration stands for, with what their engine says of itself where the client
+        does not. any_rank: no rank was named. Raises WorkerUnreachable where the model is to be had from an engine that
+        does not tell it, HostNotAllowed."""
         candidate = Candidate(registration, any_rank=any_rank)
         url = registration.url
         if url is None or not (candidate.asks_model or candidate.asks_events):

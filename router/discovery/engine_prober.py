@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks engines for what nobody wrote down: their model, and where their events are. The async shell around `engine_answers.py`.
+"""Asks engines for what nobody wrote down: their model, and where their events are. The async shell around
+`engine_answers.py`.
 
 They are asked again and again: an engine that was started anew may have other ports, ranks or another model.
 """
@@ -27,7 +28,8 @@ from kvrouter.router.workers.engine_answers import (
 
 log = logging.getLogger(__name__)
 
-# An answer costs an engine some microseconds; what an engine that was started anew says otherwise is known here after this.
+# An answer costs an engine some microseconds; what an engine that was started anew says otherwise is known here after
+# this.
 AGAIN_S = 5.0
 # An engine takes minutes to load its weights; a shorter interval would only fill its log.
 RETRY_S = 2.0

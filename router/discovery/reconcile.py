@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is to be registered and what is to go, for one source at a time. Pure, and the same in every router process.
 
-It compares what the source shows with what is registered, so it heals whatever happened in between, and doing it twice changes
-nothing. A source only ever takes away what is registered as its own, and only what no other living router sees in a source of
-that name: routers may be given different lists, and one of them may be behind.
+It compares what the source shows with what is registered, so it heals whatever happened in between, and doing it twice
+changes nothing. A source only ever takes away what is registered as its own, and only what no other living router sees
+in a source of that name: routers may be given different lists, and one of them may be behind.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ Name: TypeAlias = tuple[str, int]
 
 
 class ReconcilePlan(msgspec.Struct, frozen=True):
-    """What is to be done. agreed: of whom the registry says what the source does. contested: of whom a source that wins, or another
-    router, says something else, and why."""
+    """What is to be done. agreed: of whom the registry says what the source does. contested: of whom a source that
+    wins, or another router, says something else, and why."""
 
     register: list[Registration] = []
     withdraw: list[WorkerKey] = []
@@ -49,9 +49,9 @@ def plan(
     asserted: Mapping[Name, Registration],
     claimed: Collection[Name],
 ) -> ReconcilePlan:
-    """shown: all that the source shows now; of two with one name the first counts. only_known: those of them that are of
-    interest only if they are registered. asserted: what of this source this process last registered, or saw registered. claimed:
-    what other living routers see in a source of this name."""
+    """shown: all that the source shows now; of two with one name the first counts. only_known: those of them that are
+    of interest only if they are registered. asserted: what of this source this process last registered, or saw
+    registered. claimed: what other living routers see in a source of this name."""
     known = {name_of(one): one for one in registered}
     found = ReconcilePlan()
     seen: set[Name] = set()

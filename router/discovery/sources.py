@@ -31,8 +31,8 @@ def sources_of(
     session: aiohttp.ClientSession,
     rng: random.Random,
 ) -> list[Source]:
-    """All of them, files read once. alone: no other host's router is on this store. session: for Kubernetes' API alone, as it
-    must be shown no engine's key. Raises SettingError for a file that is wrong."""
+    """All of them, files read once. alone: no other host's router is on this store. session: for Kubernetes' API alone,
+    as it must be shown no engine's key. Raises SettingError for a file that is wrong."""
     found: list[Source] = []
     named = origin.file is None or overridden(origin, environ)
     specs = config.workers if named else ()

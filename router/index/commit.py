@@ -98,7 +98,8 @@ class Head(msgspec.Struct, frozen=True):
     commits: int
     places: tuple[str, ...]
     lease: int
-    # The first field that cannot be read, here as if it were absent; None: all can. Nothing but a new epoch may be written over it.
+    # The first field that cannot be read, here as if it were absent; None: all can. Nothing but a new epoch may be
+    # written over it.
     problem: StoredValueError | None = None
 
     @classmethod

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One entry of a worker's log: what one commit changed, so that a mirror can do the same. Pure.
 
-Fields of the stream entry: `kind` (commit, epoch, note), `commit` (its number, rising by one with each entry of the worker),
-`epoch`, `first`, `last` (seq range; of a commit only), `changes` and `meta` (msgpack; absent when empty). `changes` is a
-list of [place text, added hashes, removed hashes], hashes packed as 8 bytes big-endian each.
+Fields of the stream entry: `kind` (commit, epoch, note), `commit` (its number, rising by one with each entry of the
+worker), `epoch`, `first`, `last` (seq range; of a commit only), `changes` and `meta` (msgpack; absent when empty).
+`changes` is a list of [place text, added hashes, removed hashes], hashes packed as 8 bytes big-endian each.
 """
 
 from __future__ import annotations

@@ -30,13 +30,15 @@ from kvrouter.router.redis_client.resp import command
 
 # How long one XREAD waits for news. Only a bound on how long a dead connection can look idle; news arrives at once.
 BLOCK_S = 1.0
-# So much later there is no store to be heard: what other routers learned meanwhile is not known here, and must be said within
-# seconds. A command that is under way for longer than this, with all others waiting behind it, is as good as silence.
+# So much later there is no store to be heard: what other routers learned meanwhile is not known here, and must be said
+# within seconds. A command that is under way for longer than this, with all others waiting behind it, is as good as
+# silence.
 SILENT_S = 1.5
-# Entries of one log a read: bounds the memory of one reply (2,048 transitions are 16 KiB, 65,536 are 512 KiB), not the rate.
+# Entries of one log a read: bounds the memory of one reply (2,048 transitions are 16 KiB, 65,536 are 512 KiB), not the
+# rate.
 ENTRIES_PER_READ = 16
-# Replies read ahead of the consumer; then the follower waits, and the log is the queue. A reply is no larger than the logs that it
-# reads (LOG_BYTES each in index/store.py), and usually far smaller.
+# Replies read ahead of the consumer; then the follower waits, and the log is the queue. A reply is no larger than the
+# logs that it reads (LOG_BYTES each in index/store.py), and usually far smaller.
 READ_AHEAD = 4
 # Pause before reconnecting: doubled from the first to the last, spread by half so that routers do not return in step.
 RETRY_FIRST_S = 0.05

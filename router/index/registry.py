@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A registration as the registry in Redis holds it: decoded and checked, as other programs may have written there. Pure."""
+"""A registration as the registry in Redis holds it: decoded and checked, as other programs may have written there.
+Pure."""
 
 from __future__ import annotations
 

@@ -4,12 +4,14 @@
 Invariants:
 - A commit is one MULTI/EXEC of native commands on one worker's keys. It applies only if its lease is the one that the
   worker has now, its epoch is the current one and its seqs continue the committed ones; else it changes nothing. The
-  lease is watched, so it cannot end between check and EXEC. (Redis 6.0.9 and later abort for a watched key that expired.)
+  lease is watched, so it cannot end between check and EXEC. (Redis 6.0.9 and later abort for a watched key that
+  expired.)
 - Residency of an epoch that ended leaves no key behind: the epoch's places are kept in `meta`, so voiding is UNLINK
   of a few keys, never a scan.
 - Each commit, note and new epoch writes exactly one log entry, numbered without holes per worker.
 
-Not here: counting copies (ingest), deciding who should own a worker (router.shares), following the log (log_follower.py).
+Not here: counting copies (ingest), deciding who should own a worker (router.shares), following the log
+(log_follower.py).
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ HASH_BYTES = 8
 # seconds behind before it must load anew, which takes a fraction of a second; at 2,048 transitions a commit a full
 # log is 16 MiB.
 LOG_ENTRIES = 1_024
-# About how many bytes of each worker's log are kept where commits are larger than that (a flood, a snapshot): some of its entries
-# then go earlier, and a follower that was behind loads anew. One entry is kept however large.
+# About how many bytes of each worker's log are kept where commits are larger than that (a flood, a snapshot): some of
+# its entries then go earlier, and a follower that was behind loads anew. One entry is kept however large.
 LOG_BYTES = 64 * 1024**2
 # A lease renewal or a take-over may touch the watched keys between check and EXEC; either happens once in seconds.
 CONFLICTS_MAX = 8
@@ -140,8 +142,8 @@ class IndexStore:
         await self.servers.run(keys.REGISTRATIONS, command("INCR", keys.REGISTRATIONS))
 
     async def registry_version(self) -> int:
-        """Rises with each change of the registry. Lower than it was: the store lost what was written meanwhile, or it is no
-        number, which counts as lost."""
+        """Rises with each change of the registry. Lower than it was: the store lost what was written meanwhile, or it
+        is no number, which counts as lost."""
         key = keys.REGISTRATIONS
         try:
             (version,) = await self._read(key, command("GET", key))
@@ -221,8 +223,8 @@ class IndexStore:
         return bool(dropped)
 
     async def forget(self, worker: WorkerKey, token: str) -> bool:
-        """Unlinks all that the index holds of `worker`, unless another token has its lease: for every process that learns
-        that its registration is gone, as any of them may have taken the lease meanwhile."""
+        """Unlinks all that the index holds of `worker`, unless another token has its lease: for every process that
+        learns that its registration is gone, as any of them may have taken the lease meanwhile."""
 
         def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
             free = holder is None or Lease.token_of(holder) in (None, token)
@@ -277,8 +279,8 @@ class IndexStore:
     async def take_lease(self, worker: WorkerKey, token: str, ttl_s: float, *, above: int = 0) -> Lease | None:
         """A new lease for ttl_s from now, in place of an older one of the same token. None: another token has one.
 
-        above: the highest number that this process had. A number of above + 1 says that nobody else had the lease since,
-        or that the store lost who had."""
+        above: the highest number that this process had. A number of above + 1 says that nobody else had the lease
+        since, or that the store lost who had."""
         taken: Lease | None = None
 
         def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
@@ -294,7 +296,8 @@ class IndexStore:
         return taken if await self._transact(worker, write) is None else None
 
     async def renew_lease(self, worker: WorkerKey, lease: Lease, ttl_s: float) -> Head | None:
-        """What the store holds of the worker, and the lease now ends in ttl_s. None: it was lost, and nothing changed."""
+        """What the store holds of the worker, and the lease now ends in ttl_s. None: it was lost, and nothing
+        changed."""
         return await self._if_leased(
             worker, lease, lambda head: command("PEXPIRE", keys.lease(worker), _milliseconds(ttl_s))
         )
@@ -445,7 +448,8 @@ class IndexStore:
         raise StoreError(f"{meta} kept changing while it was written; more than one router writes it: see their leases")
 
     async def _drop_foreign(self, connection: Connection, worker: WorkerKey) -> None:
-        """Drops keys of the worker that are of another type than we write: they hold nothing, and refuse every command of ours."""
+        """Drops keys of the worker that are of another type than we write: they hold nothing, and refuse every command
+        of ours."""
         wanted = {keys.lease(worker): b"string", keys.meta(worker): b"hash", keys.log(worker): b"stream"}
         _, *types = await connection.run(
             b"".join((_UNWATCH, *(command("TYPE", key) for key in wanted))), 1 + len(wanted)
@@ -460,8 +464,8 @@ class IndexStore:
             await self._unlink_epochs(connection, worker, None)
 
     async def _unlink_epochs(self, connection: Connection, worker: WorkerKey, kept: str | None) -> None:
-        """Unlinks what the worker has of all epochs but `kept`. It looks at the names of all keys of the server, ten a worker:
-        only for when `meta` does not tell them."""
+        """Unlinks what the worker has of all epochs but `kept`. It looks at the names of all keys of the server, ten a
+        worker: only for when `meta` does not tell them."""
         cursor = b"0"
         while True:
             order = command("SCAN", cursor, "MATCH", keys.of_epochs(worker), "COUNT", SCAN_KEYS)
@@ -474,7 +478,8 @@ class IndexStore:
                 return
 
     async def report_unreadable(self, worker: WorkerKey, reason: str) -> None:
-        """Lets whoever follows the worker know that what is stored of it cannot be read, so that it opens a new epoch."""
+        """Lets whoever follows the worker know that what is stored of it cannot be read, so that it opens a new
+        epoch."""
         order = hset(keys.meta(worker), {keys.META_UNREADABLE: encode_text(reason)})
         # Nobody follows it: then the next who does loads it.
         await self._transact(worker, lambda holder, head: False if holder is None else [order])

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one worker's stream brought and the store does not have yet, merged into one commit. Pure.
 
-Invariant: committing what `take` returns has the same effect as committing every flush since the last `take`, one by one. A
-backlog that overflowed holds nothing; only a flush that opens an epoch can fill it again, as that one needs nothing before it.
+Invariant: committing what `take` returns has the same effect as committing every flush since the last `take`, one by
+one. A backlog that overflowed holds nothing; only a flush that opens an epoch can fill it again, as that one needs
+nothing before it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How many physical copies of each block one worker holds in one place.
 
-vLLM announces one Stored and one Removed for every copy, so a block is resident until its last copy is gone (a plain set was wrong
-on 82 of 824 probes, docs/wire.md). Invariant: a hash is in the table exactly when its count is at least 1. No I/O.
+vLLM announces one Stored and one Removed for every copy, so a block is resident until its last copy is gone (a plain
+set was wrong on 82 of 824 probes, docs/wire.md). Invariant: a hash is in the table exactly when its count is at least
+1. No I/O.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class CopyTable:
         return now
 
     def remove_copies(self, hashes: NDArray[np.uint64]) -> NDArray[np.uint16]:
-        """One copy less of each hash, in order; returns the old counts: 1 means that it is gone, 0 that it never was here."""
+        """One copy less of each hash, in order; returns the old counts: 1 means that it is gone, 0 that it never was
+        here."""
         was = np.empty(len(hashes), np.uint16)
         self._used -= kernels.count_down(self._keys, self._counts, hashes, was)
         return was

@@ -30,7 +30,8 @@ def place_of(keys: U64, counts: U16, key: np.uint64) -> int:
 
 @kernel
 def count_up(keys: U64, counts: U16, hashes: U64, now: U16) -> int:
-    """One copy more of every hash; now[i] becomes its new count. Returns how many hashes are new. Room must be there."""
+    """One copy more of every hash; now[i] becomes its new count. Returns how many hashes are new. Room must be
+    there."""
     fresh = 0
     for h in range(hashes.shape[0]):
         key = hashes[h]

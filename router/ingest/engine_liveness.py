@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether an engine lives, and whether it is still the same process, judged by what its HTTP answers. Pure.
 
-Its event stream tells less: ZMQ connects again to whoever listens there next, whose seq may by chance go on from the old one.
+Its event stream tells less: ZMQ connects again to whoever listens there next, whose seq may by chance go on from the
+old one.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ LOST_AFTER = 3
 
 
 class Pulse(msgspec.Struct, frozen=True):
-    """It answered. start_s: when its process started, seconds since 1970 (`process_start_time_seconds` in its /metrics); None: it
-    did not say, or was not asked."""
+    """It answered. start_s: when its process started, seconds since 1970 (`process_start_time_seconds` in its
+    /metrics); None: it did not say, or was not asked."""
 
     start_s: float | None = None
 
@@ -55,8 +56,8 @@ class EngineRestarted(msgspec.Struct, frozen=True):
 
 
 class EngineSame(msgspec.Struct, frozen=True):
-    """It is the same process as before. asked_s: when it was asked, on the clock of the stream. start_s: when its process
-    started, on its own clock."""
+    """It is the same process as before. asked_s: when it was asked, on the clock of the stream. start_s: when its
+    process started, on its own clock."""
 
     asked_s: float
     start_s: float
@@ -66,8 +67,8 @@ VitalSign: TypeAlias = EngineAbsent | EnginePresent | EngineLost | EngineBack | 
 
 
 class EngineLiveness:
-    """One engine's. Silence before the first answer says nothing: where there never was one, there may be none to be had. A refused
-    connection does: nobody is there."""
+    """One engine's. Silence before the first answer says nothing: where there never was one, there may be none to be
+    had. A refused connection does: nobody is there."""
 
     def __init__(self, start_s: float | None = None) -> None:
         """start_s: when its process started, as whoever asked before was told."""

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An Ingest that also takes the engine patch's reports: declared catalog, snapshots, and heartbeats that prove the index. Pure.
+"""An Ingest that also takes the engine patch's reports: declared catalog, snapshots, and heartbeats that prove the
+index. Pure.
 
-Invariant: after a heartbeat that agrees, what is held is what the engine holds, block for block. One that does not agree ends all
-credit until a snapshot is loaded.
+Invariant: after a heartbeat that agrees, what is held is what the engine holds, block for block. One that does not
+agree ends all credit until a snapshot is loaded.
 """
 
 from __future__ import annotations
@@ -246,7 +247,8 @@ class PatchIngest(StockIngest):
                 self.blocks.clear(place)
 
     def _load(self, snapshot: Snapshot) -> None:
-        """Make the residency what the snapshot says: in the same epoch where its seqs and places allow, else in a new one."""
+        """Make the residency what the snapshot says: in the same epoch where its seqs and places allow, else in a new
+        one."""
         self.tally.snapshots += 1
         last = snapshot.next_seq - 1
         places = _places_of(snapshot)

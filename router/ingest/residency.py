@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one worker holds, place by place, counted in copies; and the net changes since the last flush.
 
-Invariant: what `take_changes` returned so far, applied in order to nothing, is the set of blocks with at least one copy. No I/O, no
-clock; knows no stream and no epoch.
+Invariant: what `take_changes` returned so far, applied in order to nothing, is the set of blocks with at least one
+copy. No I/O, no clock; knows no stream and no epoch.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ Hashes = NDArray[np.uint64]
 
 MASK_64 = (1 << 64) - 1
 
-# An engine has some ten groups and a handful of media and owners; each place costs a table, a Redis key and a bit. As many as a
-# snapshot may have (events/patch/snapshot_assembly.py), so that one that was taken in always fits.
+# An engine has some ten groups and a handful of media and owners; each place costs a table, a Redis key and a bit. As
+# many as a snapshot may have (events/patch/snapshot_assembly.py), so that one that was taken in always fits.
 MAX_PLACES = 1_024
 
-# As many as a snapshot may have. 0.3 GB here and 0.8 GB in Redis; an offload tier of 2 TB with blocks of 128 KB has 16 million.
+# As many as a snapshot may have. 0.3 GB here and 0.8 GB in Redis; an offload tier of 2 TB with blocks of 128 KB has 16
+# million.
 MAX_BLOCKS = 20_000_000
 
 
@@ -52,7 +53,8 @@ class _Held:
         self.digest = 0
 
     def take(self, hashes: Hashes, copied: Mapping[int, int]) -> None:
-        """Fill what is empty: distinct hashes, and the copies (at most MAX_COPIES) of those of them with two or more."""
+        """Fill what is empty: distinct hashes, and the copies (at most MAX_COPIES) of those of them with two or
+        more."""
         self.table.set(hashes, np.ones(len(hashes), np.uint16))
         self.copies, self.digest = len(hashes), _sum(hashes)
         if copied:
@@ -67,7 +69,8 @@ class Residency:
     def __init__(self, *, max_places: int = MAX_PLACES, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_places = max_places
         self._max_blocks = max_blocks
-        # Copies that found no room: a place or a block too many. They earn no credit, and their removal later changes nothing.
+        # Copies that found no room: a place or a block too many. They earn no credit, and their removal later changes
+        # nothing.
         self.refused_blocks = 0
         self._held: dict[Place, _Held] = {}
         self._pending: dict[Place, NetChanges] = {}
@@ -210,7 +213,8 @@ class Residency:
                     self._multiple[place, block_hash] = count
 
     def take_copies(self) -> list[tuple[Place, int, int]]:
-        """(place, hash, copies) of all whose count of two or more changed; 1 or 0: it no longer is one. After `take_changes`."""
+        """(place, hash, copies) of all whose count of two or more changed; 1 or 0: it no longer is one. After
+        `take_changes`."""
         copies = [(place, block_hash, count) for (place, block_hash), count in self._multiple.items()]
         self._multiple.clear()
         return copies

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker's stream, from typed items to net changes of its residency. Pure: no sockets, no Redis, no clock of its own.
+"""One worker's stream, from typed items to net changes of its residency. Pure: no sockets, no Redis, no clock of its
+own.
 
-Invariant: what `take` returned so far, applied in order, is what the stream said, and nothing is credited that a removal might have
-been lost for: a gap, a restart or an unreadable removal begins a new epoch, empty. Where another life of the engine may have begun,
-what was learned of its catalog and hash scheme is void too.
+Invariant: what `take` returned so far, applied in order, is what the stream said, and nothing is credited that a
+removal might have been lost for: a gap, a restart or an unreadable removal begins a new epoch, empty. Where another
+life of the engine may have begun, what was learned of its catalog and hash scheme is void too.
 """
 
 from __future__ import annotations
@@ -64,8 +65,8 @@ SILENT = "it was registered without an event endpoint, so what it holds is not k
 # Combinations of group, medium, size, kind and window that the learner need not see again; an engine has some ten.
 MAX_SHAPES = 1_024
 
-# How long the engine's HTTP may take to say that its process is the same, where the next seq is the only other proof: several
-# times the interval at which it is asked.
+# How long the engine's HTTP may take to say that its process is the same, where the next seq is the only other proof:
+# several times the interval at which it is asked.
 SAME_PROCESS_WAIT_S = 10.0
 
 UINT64_MAX = (1 << 64) - 1
@@ -223,7 +224,8 @@ class StockIngest:
         copies: dict[tuple[Place, int], int],
         meta: dict[str, bytes],
     ) -> None:
-        """Go on from what Redis holds. Credited as it stands, but suspect until the stream proves that nothing was missed.
+        """Go on from what Redis holds. Credited as it stands, but suspect until the stream proves that nothing was
+        missed.
 
         Raises ValueError or msgspec's errors on what no router writes; begin with a new object then."""
         self.epoch, self.seq, self._opens_epoch = epoch, seq, False
@@ -280,7 +282,8 @@ class StockIngest:
         self._incident = f"what Redis holds of it cannot be read ({problem}): it is learned anew"
 
     def rewrite_epoch(self) -> None:
-        """Let the next flush bring all that is held, as a new epoch: what Redis has of it is lost, or too old to go on from."""
+        """Let the next flush bring all that is held, as a new epoch: what Redis has of it is lost, or too old to go on
+        from."""
         self.epoch = self._new_epoch()
         self._opens_epoch = True
         self._first_seq = self.seq
@@ -355,7 +358,8 @@ class StockIngest:
             self.tally.malformed += 1
 
     def on_liveness(self, sign: VitalSign) -> None:
-        """What the engine's HTTP says of its life. The caller has the stream read anew where another life may have begun."""
+        """What the engine's HTTP says of its life. The caller has the stream read anew where another life may have
+        begun."""
         if isinstance(sign, EngineAbsent):
             self._absent = sign.reason
         elif isinstance(sign, EnginePresent):
@@ -386,7 +390,8 @@ class StockIngest:
                 self._void_unproven(self.seq or 0, "the engine's process is another, or was not known before")
 
     def _follow_next_seq(self, seq: int, now: float) -> None:
-        """Batch `seq` follows after a new connection, and there is no replay to ask: another life may have come to it by chance."""
+        """Batch `seq` follows after a new connection, and there is no replay to ask: another life may have come to it
+        by chance."""
         if self.registration.url is None:
             self._void_unproven(seq, "there is neither a replay endpoint nor a url to ask")
         else:
@@ -443,7 +448,8 @@ class StockIngest:
         self._set(StreamState.LIVE if self._linked else StreamState.CONNECTING, incident)
 
     def _void_life(self, incident: str) -> None:
-        """The same, where another life of the engine may have begun: what was learned of the old one is void with it."""
+        """The same, where another life of the engine may have begun: what was learned of the old one is void with
+        it."""
         self._void(incident)
         self._process_start_s = self._told_start_s = None
         self._forget_learned()
@@ -485,8 +491,8 @@ class StockIngest:
         self._advance(item.seq)
 
     def allow_ranks(self, allowed: frozenset[int] | None) -> bool:
-        """What more is known of the ranks that its events may name. True: batches were left out that are its own, so that the
-        caller has the stream read anew."""
+        """What more is known of the ranks that its events may name. True: batches were left out that are its own, so
+        that the caller has the stream read anew."""
         self._allowed_ranks = allowed
         return self._is_own(None) and self._skips
 
@@ -546,7 +552,8 @@ class StockIngest:
             )
 
     def _places_of_stray(self, medium: str, runs: Runs) -> list[Place]:
-        """Where a removal without a group may take blocks from, on a medium that has named groups alone: anywhere there."""
+        """Where a removal without a group may take blocks from, on a medium that has named groups alone: anywhere
+        there."""
         runs.end()
         places = [place for place in self.blocks.places if place.medium == medium]
         return [] if any(place.group_idx is None for place in places) else places

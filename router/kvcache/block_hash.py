@@ -2,8 +2,8 @@
 """vLLM's block hashes, recomputed: schemes, extra keys, chains, and which scheme explains a block seen on the wire.
 
 A block's hash covers its parent's full digest, its token ids and its extra keys, so equal hashes mean equal prefixes.
-All of this is pure; nothing is remembered here (`prompt_hasher.py` does). Multi-modal and prompt-embeds keys are known only
-from an event, never for a question.
+All of this is pure; nothing is remembered here (`prompt_hasher.py` does). Multi-modal and prompt-embeds keys are known
+only from an event, never for a question.
 Source: vLLM 0.32.0 utils/hashing.py and v1/core/kv_cache_utils.py:131-172, 578-725, 941-1003.
 """
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The KV cache groups of a worker, and the geometry that vLLM derives from them.
 
-A catalog is stated by the user or the engine patch, learned from events, or both: what is stated overrides what is learned.
-It does not know blocks, hits or Redis. A catalog that is not whole says why in `problem`, and then earns no credit.
+A catalog is stated by the user or the engine patch, learned from events, or both: what is stated overrides what is
+learned. It does not know blocks, hits or Redis. A catalog that is not whole says why in `problem`, and then earns no
+credit.
 
-Sources: vLLM 0.32.0 v1/core/kv_cache_utils.py:750 (partial hits), :804 (block sizes), v1/core/kv_cache_coordinator.py:708 (spec
-groups), v1/kv_cache_interface.py:146 (kinds).
+Sources: vLLM 0.32.0 v1/core/kv_cache_utils.py:750 (partial hits), :804 (block sizes),
+v1/core/kv_cache_coordinator.py:708 (spec groups), v1/kv_cache_interface.py:146 (kinds).
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class GroupRule(Enum):
     MAMBA = 3
 
 
-# KVCacheSpecKind of vLLM 0.32.0; cross_attention, encoder_only_attention and unknown have no rule: prefix caching is off there.
+# KVCacheSpecKind of vLLM 0.32.0; cross_attention, encoder_only_attention and unknown have no rule: prefix caching is
+# off there.
 RULE_OF_KIND = {
     "full_attention": GroupRule.FULL,
     "mla_attention": GroupRule.FULL,
@@ -47,7 +49,8 @@ NO_EVIDENCE = TierEvidence()
 
 
 class Group(GroupSpec, frozen=True):
-    """One KV cache group as the hit rule sees it: what was stated or learned, and the rule that follows from its kind."""
+    """One KV cache group as the hit rule sees it: what was stated or learned, and the rule that follows from its
+    kind."""
 
     @property
     def rule(self) -> GroupRule | None:
@@ -94,7 +97,8 @@ class Catalog(msgspec.Struct, frozen=True):
 
     @property
     def suffix_align(self) -> int:
-        """What the hits of a SimpleCPUOffloadConnector are a multiple of; also the coarser one never promises too much."""
+        """What the hits of a SimpleCPUOffloadConnector are a multiple of; also the coarser one never promises too
+        much."""
         return self.align if self.offload.finer_suffix else self.scheduler_block_size
 
     @property

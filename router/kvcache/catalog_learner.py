@@ -11,24 +11,28 @@ from kvrouter.router.kvcache.catalog import FULL_KINDS, NO_EVIDENCE, Catalog, Gr
 from kvrouter.router.kvcache.offload_connectors import TierEvidence
 from kvrouter.router.workers.registration import MAX_GROUPS, CatalogSpec
 
-# Prompts whose first block is remembered while the chunk size is unknown; offloading follows the store within a step or two.
+# Prompts whose first block is remembered while the chunk size is unknown; offloading follows the store within a step or
+# two.
 MAX_ROOTS = 4_096
 
-# Events of a worker after which an odd one no longer counts: a removal of a group that nothing else speaks of, or what contradicts
-# all that came since. An engine under load publishes so many in seconds.
+# Events of a worker after which an odd one no longer counts: a removal of a group that nothing else speaks of, or what
+# contradicts all that came since. An engine under load publishes so many in seconds.
 ODD_EVENTS_FORGOTTEN_AFTER = 1_024
 
-# Stores of a group whose blocks came one at a time so far that are remembered: some prompts, of which one shows the group's size.
+# Stores of a group whose blocks came one at a time so far that are remembered: some prompts, of which one shows the
+# group's size.
 MAX_SINGLE_STORES = 4_096
 
-# Stands for the block size of a group that is known from partial entries alone: more than any engine's, so that no whole block is
-# looked for, and within what vLLM's rule looks at inside one block. The first whole block names the size.
+# Stands for the block size of a group that is known from partial entries alone: more than any engine's, so that no
+# whole block is looked for, and within what vLLM's rule looks at inside one block. The first whole block names the
+# size.
 UNNAMED_BLOCK_TOKENS = 65_536
 
 # Block sizes of one group that are remembered: its own, that of partial entries, and some to show a contradiction by.
 MAX_BLOCK_SIZES = 8
 
-# vLLM <= 0.19 names no groups and turns hybrid caching off when events are on, so its one group behaves as full attention.
+# vLLM <= 0.19 names no groups and turns hybrid caching off when events are on, so its one group behaves as full
+# attention.
 UNNAMED_GROUP_KIND = "full_attention"
 
 
@@ -90,9 +94,10 @@ class _Seen:
 class CatalogLearner:
     """Learns a worker's catalog from its events.
 
-    Groups seen so far are taken for all there are; one that shows up later counts at once. A group known only from placeholders
-    or removals, or one that contradicts itself, makes the catalog incomplete, until so many events came without another sign of it
-    (ODD_EVENTS_FORGOTTEN_AFTER) that it was one odd event. `version` changes whenever the catalog does.
+    Groups seen so far are taken for all there are; one that shows up later counts at once. A group known only from
+    placeholders or removals, or one that contradicts itself, makes the catalog incomplete, until so many events came
+    without another sign of it (ODD_EVENTS_FORGOTTEN_AFTER) that it was one odd event. `version` changes whenever the
+    catalog does.
     """
 
     def __init__(self, spec: CatalogSpec | None = None) -> None:
@@ -109,7 +114,8 @@ class CatalogLearner:
         self._judged_at: dict[int | None, int] = {}
         self._blocks_per_chunk: int | None = None
         self._tier = NO_EVIDENCE
-        # First blocks of prompts and their sizes, newest last: one alone on an offload tier shows that chunks are single blocks.
+        # First blocks of prompts and their sizes, newest last: one alone on an offload tier shows that chunks are
+        # single blocks.
         self._roots: dict[int, int] = {}
 
     def _state(self, spec: CatalogSpec) -> None:
@@ -136,9 +142,9 @@ class CatalogLearner:
         return self._life_is_whole and bool(self._unsized)
 
     def parent(self, event: BlockStored) -> None:
-        """Learn from a GPU store of full attention, after `stored`, if it is a whole block or an entry inside one, as both come
-        in the hash block size (vLLM 0.32 block_pool.py: cache_full_blocks, cache_partial_block). Whole blocks come several at a
-        time, and each after its parent; the parent of an entry inside a block is stored by nobody."""
+        """Learn from a GPU store of full attention, after `stored`, if it is a whole block or an entry inside one, as
+        both come in the hash block size (vLLM 0.32 block_pool.py: cache_full_blocks, cache_partial_block). Whole blocks
+        come several at a time, and each after its parent; the parent of an entry inside a block is stored by nobody."""
         seen = self._seen.get(event.group_idx)
         if seen is None or event.group_idx not in self._unsized or not len(event.block_hashes):
             return
@@ -172,7 +178,8 @@ class CatalogLearner:
             self._seen[group_idx].recent_sizes.clear()
 
     def _judge(self, group_idx: int | None) -> None:
-        """Nothing odd was said of a group for long enough: what was said since holds, and a group of which nothing was is none."""
+        """Nothing odd was said of a group for long enough: what was said since holds, and a group of which nothing was
+        is none."""
         seen = self._seen[group_idx]
         if seen.problem is not None and not seen.recent_sizes:
             self._doubt(group_idx)
@@ -269,8 +276,9 @@ class CatalogLearner:
         return seen
 
     def _learn_chunk(self, event: BlockStored, seen: _Seen) -> None:
-        # A self-describing store names all blocks of its chunk; a partial tail has a smaller block size and no say here.
-        # What a SimpleCPUOffloadConnector announces looks like chunks of one block, which its rule does not ask for.
+        # A self-describing store names all blocks of its chunk; a partial tail has a smaller block size and no say
+        # here. What a SimpleCPUOffloadConnector announces looks like chunks of one block, which its rule does not ask
+        # for.
         count = len(event.block_hashes)
         if seen.block_sizes and event.block_size == max(seen.block_sizes) and count > (self._blocks_per_chunk or 0):
             self._blocks_per_chunk = count
@@ -289,7 +297,8 @@ class CatalogLearner:
                 del self._roots[next(iter(self._roots))]
 
     def _judge_placeholder(self, event: BlockStored, seen: _Seen | None) -> None:
-        # A chunk is known by its last block, so a chunk that ends with the first block of its group is that block alone.
+        # A chunk is known by its last block, so a chunk that ends with the first block of its group is that block
+        # alone.
         if self._blocks_per_chunk is not None or seen is None or not seen.block_sizes:
             return
         size = max(seen.block_sizes)

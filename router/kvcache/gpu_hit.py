@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's hit rule as pure kernels: how many tokens of a prompt a worker reuses, given which blocks are resident.
 
-Each spec group is a floor function; the hit is their greatest common fixpoint below num_tokens - 1. What the CPU and disk
-tiers add on top is in `offload_hit.py`. No I/O, no names: residency comes as rows of place bits (`index/mirror.py`), the
-catalog as the integer tables of `hit_tables.py`. Lengths are in tokens; a block is looked up by the hash at its last hash
-boundary. shift: hashes before the prompt's part that is judged, as vLLM looks a suffix up in a tier's own block pool.
+Each spec group is a floor function; the hit is their greatest common fixpoint below num_tokens - 1. What the CPU and
+disk tiers add on top is in `offload_hit.py`. No I/O, no names: residency comes as rows of place bits
+(`index/mirror.py`), the catalog as the integer tables of `hit_tables.py`. Lengths are in tokens; a block is looked up
+by the hash at its last hash boundary. shift: hashes before the prompt's part that is judged, as vLLM looks a suffix up
+in a tier's own block pool.
 
 Source: vLLM 0.32.0 v1/core/kv_cache_coordinator.py:796, v1/core/single_type_kv_cache_manager.py:733 :956 :1269 :1454.
 """
@@ -62,7 +63,8 @@ def resident(rows: Rows, row: int, index: int, members: Table, start: int, end: 
 def run_from_zero(
     rows: Rows, row: int, shift: int, members: Table, start: int, end: int, scale: int, limit: int
 ) -> int:
-    """Blocks of the unbroken run from block 0, at most `limit`. The one loop that walks whole prompts, so it is kept bare."""
+    """Blocks of the unbroken run from block 0, at most `limit`. The one loop that walks whole prompts, so it is kept
+    bare."""
     run = max(0, min(limit, (rows.shape[1] - shift) // scale))
     for m in range(start, end):
         line = rows[row + members[m, MEMBER_BANK], shift:]
@@ -96,7 +98,8 @@ def floor_full(
     drop: bool,
     align: int,
 ) -> int:
-    """Full attention, MLA, sink: the unbroken run from 0, extended into the next block where hits may end inside one."""
+    """Full attention, MLA, sink: the unbroken run from 0, extended into the next block where hits may end inside
+    one."""
     block = spec[SPEC_BLOCK]
     scale = block // hash_block
     start, end = spec[SPEC_MEMBER_START], spec[SPEC_MEMBER_END]
@@ -255,8 +258,8 @@ def coordinator_hit(
     align: int,
     num_tokens: int,
 ) -> tuple[int, int]:
-    """(hit, limiter): what the spec groups `first` to `last` allow of `num_tokens` tokens, and which of them was the last to
-    shrink it (-1: none). Source: kv_cache_coordinator.py:796 (hybrid), :497 (one group)."""
+    """(hit, limiter): what the spec groups `first` to `last` allow of `num_tokens` tokens, and which of them was the
+    last to shrink it (-1: none). Source: kv_cache_coordinator.py:796 (hybrid), :497 (one group)."""
     hash_block = geo[GEO_HASH_BLOCK]
     num_hashes = num_tokens // hash_block
     hit = num_tokens - 1
@@ -303,7 +306,8 @@ def coordinator_hit(
 
 @kernel
 def gpu_hit(rows: Rows, row: int, geo: Table, specs: Table, members: Table, num_tokens: int) -> tuple[int, int]:
-    """(hit, limiter): tokens the GPU cache gives, and the spec group whose floor was the last to shrink it (-1: none)."""
+    """(hit, limiter): tokens the GPU cache gives, and the spec group whose floor was the last to shrink it (-1:
+    none)."""
     first, last = geo[GEO_SPEC_START], geo[GEO_SPEC_END]
     return coordinator_hit(rows, row, 0, geo, specs, members, first, last, geo[GEO_ALIGN], num_tokens)
 

@@ -16,7 +16,8 @@ MAX_ITEMS = 4_096
 
 
 class MultimodalItem(NamedTuple):
-    """identifier: vLLM's mm_hash. Its placeholders are the tokens from offset_tokens on, length_tokens of them, at least one.
+    """identifier: vLLM's mm_hash. Its placeholders are the tokens from offset_tokens on, length_tokens of them, at
+    least one.
 
     Source: vLLM 0.32.0 multimodal/inputs.py (MultiModalFeatureSpec)."""
 
@@ -30,7 +31,8 @@ Items: TypeAlias = tuple[MultimodalItem, ...]
 
 
 def in_order(items: Sequence[MultimodalItem]) -> Items:
-    """The items by offset. Raises ValueError where they overlap or are too many, or one is empty or before the prompt."""
+    """The items by offset. Raises ValueError where they overlap or are too many, or one is empty or before the
+    prompt."""
     if len(items) > MAX_ITEMS:
         raise ValueError(f"{len(items)} items; at most {MAX_ITEMS} are read")
     found = tuple(sorted(items, key=lambda item: item.offset_tokens))
@@ -45,7 +47,8 @@ def in_order(items: Sequence[MultimodalItem]) -> Items:
 
 
 def within(items: Items, start_tokens: int, end_tokens: int) -> Items:
-    """Those with a token from start_tokens to before end_tokens, their offsets counted from there; negative for one begun before.
+    """Those with a token from start_tokens to before end_tokens, their offsets counted from there; negative for one
+    begun before.
 
     Source: vLLM 0.32.0 v1/core/kv_cache_utils.py:510 (_gen_mm_extra_hash_keys).
     """
@@ -57,7 +60,8 @@ def within(items: Items, start_tokens: int, end_tokens: int) -> Items:
 
 
 def named(name: int, items: Items, start_tokens: int, end_tokens: int) -> int:
-    """A name of some tokens that tells their items, too: another for another picture; `name` itself where there are none."""
+    """A name of some tokens that tells their items, too: another for another picture; `name` itself where there are
+    none."""
     for item in within(items, start_tokens, end_tokens):
         name = xxh3_64_intdigest(f"{item.offset_tokens}\0{item.identifier}".encode("utf-8", "surrogatepass"), seed=name)
     return name

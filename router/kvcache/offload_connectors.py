@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's KV connectors: which rule decides what a worker reuses from the tiers beside its GPU, and which connector its events show.
+"""vLLM's KV connectors: which rule decides what a worker reuses from the tiers beside its GPU, and which connector its
+events show.
 
-A tier earns credit only where its connector is known and has a rule. It is declared by the engine patch, stated by the user, or
-learned from the shape of the tier's events (`docs/wire.md` lists them); events that another connector could have sent teach
-nothing, and events of two connectors end the credit. Pure.
+A tier earns credit only where its connector is known and has a rule. It is declared by the engine patch, stated by the
+user, or learned from the shape of the tier's events (`docs/wire.md` lists them); events that another connector could
+have sent teach nothing, and events of two connectors end the credit. Pure.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from kvrouter.router.common.ids import CPU, STORAGE, Place
 OFFLOADING = "OffloadingConnector"
 SIMPLE_CPU = "SimpleCPUOffloadConnector"
 
-# Owner of this project's disk tier (engine_patch/offload), the one tier of an OffloadingConnector on disk whose removals are told.
+# Owner of this project's disk tier (engine_patch/offload), the one tier of an OffloadingConnector on disk whose
+# removals are told.
 DISK_OWNER = "kvrouter"
 
 # They bring what another engine computed for the same request, and nothing to any other request.
@@ -85,8 +87,8 @@ UNKNOWN = OffloadTier(
 def effective_connector(names: Sequence[str]) -> str | None:
     """The connector whose rule holds for an engine with these connectors, outermost first; None where it has none.
 
-    A MultiConnector takes what the first of its connectors offers, however little, so one that keeps a tier has its own rule only
-    where the others offer nothing of their own.
+    A MultiConnector takes what the first of its connectors offers, however little, so one that keeps a tier has its own
+    rule only where the others offer nothing of their own.
     """
     inner = [name for name in names if name != "MultiConnector"]
     tiers = [name for name in inner if name not in HAND_OVER_ONLY]
@@ -138,7 +140,8 @@ def shown_connector(event: BlockStored, gpu_block_sizes: Collection[int]) -> str
     """The connector that sends such an event: a name of RULES, a sentence about others, None where it cannot be told.
 
     Sources: vLLM 0.24 to 0.33 kv_connector/v1/offloading/events.py, v1/simple_kv_offload/manager.py (since 0.30),
-    mooncake/store/worker.py, umbp/scheduler.py, lmcache_connector.py; v1/core/single_type_kv_cache_manager.py (HiSparse).
+    mooncake/store/worker.py, umbp/scheduler.py, lmcache_connector.py; v1/core/single_type_kv_cache_manager.py
+    (HiSparse).
     """
     if event.ownership == DISK_OWNER:
         return OFFLOADING

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tiers beside the GPU add to its hit, as pure kernels: one rule for each connector of vLLM.
 
-OffloadingConnector looks whole chunks up, group by group, in an order of its own. SimpleCPUOffloadConnector keeps a block pool
-like the GPU's, and has vLLM's coordinator judge the part of the prompt behind the local hit. Which rule holds is in the tables
-of `hit_tables.py`; a worker whose connector has no rule has neither range. Lengths are in tokens.
+OffloadingConnector looks whole chunks up, group by group, in an order of its own. SimpleCPUOffloadConnector keeps a
+block pool like the GPU's, and has vLLM's coordinator judge the part of the prompt behind the local hit. Which rule
+holds is in the tables of `hit_tables.py`; a worker whose connector has no rule has neither range. Lengths are in
+tokens.
 
-Source: vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py:752 :966, v1/simple_kv_offload/manager.py:338,
-v1/core/sched/scheduler.py:975.
+Source: vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py:752 :966,
+v1/simple_kv_offload/manager.py:338, v1/core/sched/scheduler.py:975.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ from kvrouter.router.kvcache.hit_tables import (
 
 @kernel
 def offloaded(rows: Rows, row: int, index: int, ext: Table, storage: bool) -> bool:
-    """Whether the chunk that ends at hash `index` can be loaded from the CPU tier, or with `storage` from the disk tier too."""
+    """Whether the chunk that ends at hash `index` can be loaded from the CPU tier, or with `storage` from the disk tier
+    too."""
     if index < 0 or index >= rows.shape[1]:
         return False
     if np.int64(rows[row + ext[EXT_CPU_BANK], index]) & ext[EXT_CPU_MASK] != 0:
@@ -67,7 +69,8 @@ def offload_prefix(rows: Rows, row: int, ext: Table, storage: bool, scale: int, 
 def offload_window(
     rows: Rows, row: int, ext: Table, storage: bool, scale: int, first: int, last: int, window: int, initial: int
 ) -> int:
-    """End, from chunk `first`, of the last run of `window` loadable chunks; the rightmost run must have `initial` of them."""
+    """End, from chunk `first`, of the last run of `window` loadable chunks; the rightmost run must have `initial` of
+    them."""
     run = 0
     need = initial
     if last > rows.shape[1] // scale:
@@ -154,7 +157,8 @@ def complete_chunks(rows: Rows, row: int, geo: Table, exts: Table, num_tokens: i
 def single_block_chunks(rows: Rows, row: int, geo: Table, exts: Table, num_tokens: int) -> bool:
     """Whether this prompt's own chunks show that a chunk is one block.
 
-    A chunk of k blocks ends at a multiple of k blocks, so k divides every such end; ends without a common divisor leave k = 1.
+    A chunk of k blocks ends at a multiple of k blocks, so k divides every such end; ends without a common divisor leave
+    k = 1.
     """
     divisor = 0
     for g in range(geo[GEO_EXT_START], geo[GEO_EXT_END]):
@@ -201,9 +205,11 @@ def chunks_hit(rows: Rows, row: int, geo: Table, exts: Table, num_tokens: int, l
 def suffix_hit(
     rows: Rows, row: int, geo: Table, specs: Table, members: Table, first: int, last: int, num_tokens: int, local: int
 ) -> int:
-    """Tokens beyond `local` that a SimpleCPUOffloadConnector gives: what its spec groups allow of the rest of the prompt."""
+    """Tokens beyond `local` that a SimpleCPUOffloadConnector gives: what its spec groups allow of the rest of the
+    prompt."""
     for s in range(first, last):
-        # vLLM 0.33 offers nothing where a chunk would not begin at its own boundary; 0.32 offers other chunks than it needs.
+        # vLLM 0.33 offers nothing where a chunk would not begin at its own boundary; 0.32 offers other chunks than it
+        # needs.
         if specs[s, SPEC_RULE] == RULE_CHUNKED_LOCAL and local % specs[s, SPEC_CHUNK] != 0:
             return 0
     shift = local // geo[GEO_HASH_BLOCK]
@@ -226,7 +232,8 @@ def tier_hit(
 ) -> int:
     """Tokens the engine reuses with its CPU tier, or with `storage` with its disk tier too; at least `gpu`.
 
-    The tiers are asked behind the last whole scheduler block. A sub-block tail of the GPU hit is given up only for a longer hit.
+    The tiers are asked behind the last whole scheduler block. A sub-block tail of the GPU hit is given up only for a
+    longer hit.
     """
     tail = gpu % geo[GEO_SCHEDULER_BLOCK]
     local = gpu - tail

@@ -34,8 +34,8 @@ ENTRY_OVERHEAD_BYTES = 640
 # One multimodal item of an entry: its tuple, two numbers and the header of its name.
 ITEM_OVERHEAD_BYTES = 220
 
-# (space, parent's full digest or None at the root, blocks, raw token bytes, items with offsets from the segment's start); the
-# block count tells the ids' width.
+# (space, parent's full digest or None at the root, blocks, raw token bytes, items with offsets from the segment's
+# start); the block count tells the ids' width.
 _Key = tuple[HashSpace, bytes | None, int, bytes, Items]
 _Value = tuple[NDArray[np.uint64], bytes]
 
@@ -62,8 +62,8 @@ class SegmentMemory:
     def get(
         self, space: HashSpace, parent: bytes | None, blocks: int, tokens: bytes, items: Items = ()
     ) -> _Value | None:
-        """(hashes, last digest) of a segment, or None. tokens: the raw ids of its `blocks` blocks, at one width. items: with
-        offsets from its start."""
+        """(hashes, last digest) of a segment, or None. tokens: the raw ids of its `blocks` blocks, at one width. items:
+        with offsets from its start."""
         key = (space, parent, blocks, tokens, items)
         found = self._entries.get(key)
         if found is None:
@@ -118,8 +118,8 @@ def _entry_bytes(key: _Key, value: _Value) -> int:
 class PromptHasher:
     """The block hashes of one prompt in one space, as far as `extend` was asked.
 
-    token_ids: shape (num_tokens,); do not change them meanwhile. items: the prompt's. Raises ValueError on ids outside 0..2**63-1.
-    total_blocks: num_tokens // block_size; tokens after the last full block have no hash.
+    token_ids: shape (num_tokens,); do not change them meanwhile. items: the prompt's. Raises ValueError on ids outside
+    0..2**63-1. total_blocks: num_tokens // block_size; tokens after the last full block have no hash.
     """
 
     def __init__(

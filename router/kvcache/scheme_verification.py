@@ -21,8 +21,8 @@ from kvrouter.router.kvcache.block_hash import (
 )
 from kvrouter.router.workers.registration import CatalogSpec
 
-# Root blocks judged before an unexplained worker is left alone: a judgement costs up to 20 ms, and an engine whose first
-# hundreds of prompts all fail will not verify later.
+# Root blocks judged before an unexplained worker is left alone: a judgement costs up to 20 ms, and an engine whose
+# first hundreds of prompts all fail will not verify later.
 MAX_JUDGEMENTS = 256
 
 
@@ -52,7 +52,8 @@ class HashIdentity:
     """The hash scheme of one worker and how it is known."""
 
     def __init__(self, spec: CatalogSpec, seed: str | None) -> None:
-        """seed: the engines' PYTHONHASHSEED as configured for the whole router. Raises ValueError on a bad none_hash."""
+        """seed: the engines' PYTHONHASHSEED as configured for the whole router. Raises ValueError on a bad
+        none_hash."""
         self._spec = spec
         self._candidates = _candidates(spec, seed)
         self.scheme = self._candidates[0]
@@ -106,7 +107,8 @@ class HashIdentity:
         return self.standing is not before
 
     def prove(self, token_ids: Sequence[int], block_hash: int) -> None:
-        """Take an example that the engine computed for this purpose: a root block of one hash block, without extra keys."""
+        """Take an example that the engine computed for this purpose: a root block of one hash block, without extra
+        keys."""
         self._take(
             verify_scheme(
                 self._candidates,

@@ -36,7 +36,8 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
 def parse_engine_load(page: bytes, dp_rank: int) -> EngineLoad | None:
     """Of the core with this rank; None where the page has no such numbers.
 
-    An engine with several cores tells them apart by the label `engine`; where none is that rank's, the one that there is speaks."""
+    An engine with several cores tells them apart by the label `engine`; where none is that rank's, the one that there
+    is speaks."""
     found: dict[int | None, dict[bytes, float]] = {}
     for name, labels, value in _LINE.findall(page):
         engine = _ENGINE.search(labels)

@@ -65,8 +65,8 @@ class ReservationEnd(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LoadMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """whole: `totals` are all that the sender has. answers: to endings of others, (process, number, whether it was the sender's to
-    end). leaves: it ends."""
+    """whole: `totals` are all that the sender has. answers: to endings of others, (process, number, whether it was the
+    sender's to end). leaves: it ends."""
 
     process: str
     whole: bool

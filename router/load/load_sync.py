@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes all router processes see one load: tells the others what this one has in flight, and hears what they have. The async shell.
+"""Makes all router processes see one load: tells the others what this one has in flight, and hears what they have. The
+async shell.
 
-Nothing that chooses waits for it: changes are collected for a moment and written behind. A process that is not heard for
-SILENT_S is gone, and its load with it, however it ended.
+Nothing that chooses waits for it: changes are collected for a moment and written behind. A process that is not heard
+for SILENT_S is gone, and its load with it, however it ended.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from kvrouter.router.redis_client.resp import command
 
 log = logging.getLogger("kvrouter.load")
 
-# How long changes are collected. With it, a round trip and a busy loop, others see them well within a tenth of a second; at 50
-# messages a second and process, 64 processes still cost the server little.
+# How long changes are collected. With it, a round trip and a busy loop, others see them well within a tenth of a
+# second; at 50 messages a second and process, 64 processes still cost the server little.
 BATCH_S = 0.02
 # All is told so often even if nothing changed: it mends what was lost, and says that this process lives.
 WHOLE_EVERY_S = 0.5
@@ -49,8 +50,8 @@ MAX_ENDINGS = 10_000
 
 
 class LoadShare:
-    """One process's part in it. `end_here` ends a reservation if it is this process's; `changed` is called when load may have
-    fallen."""
+    """One process's part in it. `end_here` ends a reservation if it is this process's; `changed` is called when load
+    may have fallen."""
 
     def __init__(
         self,

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The load of every worker: what this process has reserved there, and what other processes said that they have. Pure.
 
-A reservation counts from the choice until its release or expiry: its prefill tokens until the first token at the latest, its
-decode tokens to the end. Others say totals, never differences, so a lost message is mended by the next one.
-Invariants: no total is ever negative; all are 0 once all reservations have ended and all other processes are silent or have none.
+A reservation counts from the choice until its release or expiry: its prefill tokens until the first token at the
+latest, its decode tokens to the end. Others say totals, never differences, so a lost message is mended by the next one.
+Invariants: no total is ever negative; all are 0 once all reservations have ended and all other processes are silent or
+have none.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import msgspec
 from kvrouter.router.common.errors import Conflict
 from kvrouter.router.common.ids import WorkerKey
 
-# A client that reserved and was never heard again: longer than nearly all answers take, and the engine's own numbers take the load
-# away earlier where the engine turns out to be idle.
+# A client that reserved and was never heard again: longer than nearly all answers take, and the engine's own numbers
+# take the load away earlier where the engine turns out to be idle.
 RESERVATION_TTL_S = 600.0
 # A prefill of which nobody says that it is over; a gateway that only knows `DELETE` never does.
 PREFILL_TTL_S = 60.0
@@ -65,7 +66,8 @@ class WorkerLoad:
 
 
 class Reservation(msgspec.Struct):
-    """One request's load. What of it has been released is 0; it stays known until its end, so that a release is found."""
+    """One request's load. What of it has been released is 0; it stays known until its end, so that a release is
+    found."""
 
     worker: WorkerKey
     prefill_tokens: int
@@ -114,7 +116,8 @@ class LoadTable:
     def reserve(
         self, selection_id: str, worker: WorkerKey, prefill_tokens: int, decode_tokens: int, now: float
     ) -> list[str]:
-        """Counts from now on; returns which of the oldest had to go for want of room. Raises Conflict for an id in use."""
+        """Counts from now on; returns which of the oldest had to go for want of room. Raises Conflict for an id in
+        use."""
         if selection_id in self._reservations:
             raise Conflict(f"selection {selection_id!r} is reserved already: release it first, or name another")
         dropped = []
@@ -139,8 +142,8 @@ class LoadTable:
         return True
 
     def renew(self, selection_id: str, now: float, prefill_tokens: int | None = None) -> None:
-        """It begins only now: its time runs anew, and it counts although its engine said before that it is idle. prefill_tokens: in
-        place of what it was reserved with. One that ended stays ended."""
+        """It begins only now: its time runs anew, and it counts although its engine said before that it is idle.
+        prefill_tokens: in place of what it was reserved with. One that ended stays ended."""
         found = self._reservations.pop(selection_id, None)
         if found is None:
             return

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes that a worker is just having computed: credit for the choice alone, until the engine's events say what it holds. Pure.
+"""Prefixes that a worker is just having computed: credit for the choice alone, until the engine's events say what it
+holds. Pure.
 
-Siblings that come in a burst go together, though no event has told of the first one yet. It is never shown as a hit. It ends by
-itself: soon after the first token (the events are here by then), else after a short life. A prefix is named by a hash chained over
-pieces of PIECE_TOKENS tokens; where only block hashes are known, they are names already.
+Siblings that come in a burst go together, though no event has told of the first one yet. It is never shown as a hit. It
+ends by itself: soon after the first token (the events are here by then), else after a short life. A prefix is named by
+a hash chained over pieces of PIECE_TOKENS tokens; where only block hashes are known, they are names already.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class PendingPrefixes:
                 known[worker] = min(known[worker], ends_s)
 
     def tokens(self, names: Sequence[int], step_tokens: int, num_tokens: int, now: float) -> dict[WorkerKey, int]:
-        """How far the prompt's beginning is on its way into each worker's cache, in tokens; one is always to be computed."""
+        """How far the prompt's beginning is on its way into each worker's cache, in tokens; one is always to be
+        computed."""
         found: dict[WorkerKey, int] = {}
         reached = 0
         for name in names:

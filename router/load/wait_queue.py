@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts that wait because every worker that may take them is saturated: who is next, and who may wait at all. Pure.
 
-First come, first served within a model. One that waits for fewer workers than the others (pinned, or some left out) does not keep
-them waiting: a few behind it are tried too. Bounded in number; who is tired of waiting leaves by itself.
+First come, first served within a model. One that waits for fewer workers than the others (pinned, or some left out)
+does not keep them waiting: a few behind it are tried too. Bounded in number; who is tired of waiting leaves by itself.
 """
 
 from __future__ import annotations

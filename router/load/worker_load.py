@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load as the cost takes it: what the routers count, corrected by what the engines say, with each worker's measured speed.
-Pure.
+"""The load as the cost takes it: what the routers count, corrected by what the engines say, with each worker's measured
+speed. Pure.
 
 Belongs to one process; what others have in flight and what they heard from the engines comes in by `LoadTable` and
 `engine_said`."""
@@ -19,12 +19,13 @@ from kvrouter.router.load.worker_speed import DISK_TOKEN_COST, TierCosts, Worker
 
 # What an engine said of itself counts for some of its polls; then nobody asks it any more.
 GAUGE_TTL_S = 10.0
-# A request that was just reserved is on its way to the engine; one older than this and not seen by an engine that says that it is
-# idle has ended, or never came.
+# A request that was just reserved is on its way to the engine; one older than this and not seen by an engine that says
+# that it is idle has ended, or never came.
 IDLE_GRACE_S = 3.0
 # A full cache and prompts that wait: what runs is about to be preempted, and a new prompt makes it worse.
 KV_USAGE_FULL = 0.95
-# Of the prompt that a worker is at, at most so much counts as computed: one that takes longer than it should is not done yet.
+# Of the prompt that a worker is at, at most so much counts as computed: one that takes longer than it should is not
+# done yet.
 PROGRESS_MAX = 0.9
 # Requests whose share of a running mean counts like the rest together; and the mean before the first one.
 TYPICAL_REQUESTS = 64
@@ -98,8 +99,8 @@ class LoadModel:
         return self._prefill_tokens
 
     def progress_tokens(self, worker: WorkerKey, load: WorkerLoad, now: float) -> float:
-        """Of what is queued there, what the worker has computed since its last first token, at its measured speed: of the prompt
-        that it is at, never of those behind it. 0 while its speed is not known."""
+        """Of what is queued there, what the worker has computed since its last first token, at its measured speed: of
+        the prompt that it is at, never of those behind it. 0 while its speed is not known."""
         rates = self.rates.get(worker)
         if rates is None or rates.prefill_rate is None:
             return 0.0
@@ -120,8 +121,8 @@ class LoadModel:
         return WorkerBacklog(queued, decode, requests, self.is_saturated(queued, correction))
 
     def is_saturated(self, queued_tokens: int, correction: Correction | None) -> bool:
-        """Too much is queued there, unless the engine says that nothing waits and it is not twice as much; or its cache is full and
-        prompts wait."""
+        """Too much is queued there, unless the engine says that nothing waits and it is not twice as much; or its cache
+        is full and prompts wait."""
         if correction is not None and correction.said.waiting and correction.said.kv_usage >= KV_USAGE_FULL:
             return True
         if queued_tokens <= self.saturation_tokens:

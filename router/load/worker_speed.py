@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast one worker computes prompts and loads them back, measured by what was sent there. Pure.
 
-Time to the first token is what was queued and what the prompt itself needed, divided by the rate, and some overhead. The rate
-is the weighted median over the last samples: half of all measured tokens went faster. A stall, a restart or a wrong prediction
-are a few samples of many, so they do not move it."""
+Time to the first token is what was queued and what the prompt itself needed, divided by the rate, and some overhead.
+The rate is the weighted median over the last samples: half of all measured tokens went faster. A stall, a restart or a
+wrong prediction are a few samples of many, so they do not move it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ DECODE_TOKENS_MIN = 16
 # What may be learned of loading back: between nothing and dearer than computing, which no engine would do.
 TOKEN_COST_MAX = 1.0
 
-# What a token costs that is loaded back instead of computed, in computed tokens, until it was measured. An 8 B model has 128 KB
-# of KV cache a token: over PCIe 4 (20 GB/s usable) 150,000 tokens/s come back from the CPU tier, from one NVMe disk (5 GB/s)
-# 40,000; an H100 computes about 30,000 to 40,000 of them in a second, an A100 half of that.
+# What a token costs that is loaded back instead of computed, in computed tokens, until it was measured. An 8 B model
+# has 128 KB of KV cache a token: over PCIe 4 (20 GB/s usable) 150,000 tokens/s come back from the CPU tier, from one
+# NVMe disk (5 GB/s) 40,000; an H100 computes about 30,000 to 40,000 of them in a second, an A100 half of that.
 CPU_TOKEN_COST = 0.2
 DISK_TOKEN_COST = 0.7
 
-# How much slower or faster than the others a worker may count: a measured rate that is further off is a fault of measuring.
-# Within a quarter it is chance: equal replicas must have equal costs.
+# How much slower or faster than the others a worker may count: a measured rate that is further off is a fault of
+# measuring. Within a quarter it is chance: equal replicas must have equal costs.
 SLOWNESS_MAX = 4.0
 SLOWNESS_MIN = 1.25
-# How much slower or faster than the others a worker may count: a measured rate that is further off is a fault of measuring.
-# Within a quarter it is chance: equal replicas must have equal costs.
+# How much slower or faster than the others a worker may count: a measured rate that is further off is a fault of
+# measuring. Within a quarter it is chance: equal replicas must have equal costs.
 SLOWNESS_MAX = 4.0
 SLOWNESS_MIN = 1.25
 
@@ -66,8 +66,8 @@ class WorkerSpeed:
         self.cpu_token_cost: float | None = None
 
     def first_token(self, computed_tokens: int, loaded_tokens: int, queued_tokens: int, seconds: float) -> None:
-        """computed, loaded (from the CPU tier): of the prompt itself, as predicted; queued: before it there; seconds: from
-        dispatch to the first token."""
+        """computed, loaded (from the CPU tier): of the prompt itself, as predicted; queued: before it there; seconds:
+        from dispatch to the first token."""
         tokens = computed_tokens + queued_tokens
         if seconds <= 0:
             return

@@ -91,7 +91,8 @@ def match_workers(
 
 
 class HashPlan(msgspec.Struct, frozen=True, eq=False):
-    """Workers that are asked together, as the arrays that the kernels want. Valid for one version of the mirror's places."""
+    """Workers that are asked together, as the arrays that the kernels want. Valid for one version of the mirror's
+    places."""
 
     views: tuple[WorkerView, ...]
     # Of each worker: its spec groups, and why some of its tiers earn nothing.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index in memory: which worker holds which block in which place.
 
-`mirror_sync.py` alone writes it: a worker that this process follows from its stream, any other from its log in Redis. It judges no
-hits and knows no catalog.
+`mirror_sync.py` alone writes it: a worker that this process follows from its stream, any other from its log in Redis.
+It judges no hits and knows no catalog.
 Invariant: a block that a worker holds in several groups or media is one record with several place bits.
 """
 
@@ -16,8 +16,8 @@ from kvrouter.router.common.ids import TIERS, Place, WorkerKey
 from kvrouter.router.kvcache.hit_tables import BANK_BITS
 from kvrouter.router.matching import mirror_kernels as kernels
 
-# Table entries: load between MAX_LOAD / KEY_GROWTH and MAX_LOAD. Linear probing stays short below 0.8, and growing by half
-# keeps the bytes of an entry near their minimum at every size.
+# Table entries: load between MAX_LOAD / KEY_GROWTH and MAX_LOAD. Linear probing stays short below 0.8, and growing by
+# half keeps the bytes of an entry near their minimum at every size.
 MAX_LOAD = 0.8
 KEY_GROWTH = 1.5
 RECORD_GROWTH = 1.25

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The loops of the mirror: open addressing on 64-bit block hashes, linear probing, no tombstones.
 
-Table: keys (uint64) and heads (int32, EMPTY or the first record). A record is one uint64, so that visiting it is one memory access:
-next record (upper 32 bits), worker slot (16), place bits (16). Callers make room first: no kernel allocates.
+Table: keys (uint64) and heads (int32, EMPTY or the first record). A record is one uint64, so that visiting it is one
+memory access: next record (upper 32 bits), worker slot (16), place bits (16). Callers make room first: no kernel
+allocates.
 """
 
 from __future__ import annotations
@@ -182,7 +183,8 @@ def sweep(
     start: int,
     end: int,
 ) -> None:
-    """Drop the records of dead slots in table entries [start, end). An entry shifted out of the range is met in a later pass."""
+    """Drop the records of dead slots in table entries [start, end). An entry shifted out of the range is met in a later
+    pass."""
     i = start
     while i < end:
         before = EMPTY
@@ -251,7 +253,8 @@ def any_resident(keys: U64, heads: I32, records: U64, hashes: U64, row_of_slot: 
 
 @kernel
 def members(keys: U64, heads: I32, records: U64, slot: int, bit: int, out: U64) -> int:
-    """Write the hashes that worker `slot` holds at place `bit` into `out`, as many as fit; returns how many there are."""
+    """Write the hashes that worker `slot` holds at place `bit` into `out`, as many as fit; returns how many there
+    are."""
     mask = np.uint64(1) << np.uint64(bit)
     count = 0
     for i in range(keys.shape[0]):

@@ -18,9 +18,9 @@ from kvrouter.router.kvcache.multimodal import Items
 class Question(msgspec.Struct, frozen=True):
     """How many tokens of this prompt would each worker of `model` reuse?
 
-    Exactly one of `token_ids` (int64, from the first on) and `block_hashes` (uint64, at the hash block size, from block 0) is
-    given. num_tokens is the prompt's length, also when only its hashes or its first tokens are known. items: the images and the
-    like among the token_ids.
+    Exactly one of `token_ids` (int64, from the first on) and `block_hashes` (uint64, at the hash block size, from block
+    0) is given. num_tokens is the prompt's length, also when only its hashes or its first tokens are known. items: the
+    images and the like among the token_ids.
     """
 
     model: str
@@ -58,7 +58,8 @@ class HitLimit(msgspec.Struct, frozen=True):
 class Hit(msgspec.Struct, frozen=True):
     """Tokens of the prompt that one worker would not compute again; cumulative, so gpu <= cpu <= disk.
 
-    `reason` says why credit is withheld or reduced, and is empty when nothing is. approximate: a guess from what was sent there.
+    `reason` says why credit is withheld or reduced, and is empty when nothing is. approximate: a guess from what was
+    sent there.
     """
 
     worker: WorkerKey
@@ -70,14 +71,14 @@ class Hit(msgspec.Struct, frozen=True):
     groups: tuple[GroupCover, ...] = ()
     limited_by: HitLimit | None = None
     approximate: bool = False
-    # How far full attention's blocks on the GPU alone would reach: breaks ties, and is what a router believes that knows no
-    # other group.
+    # How far full attention's blocks on the GPU alone would reach: breaks ties, and is what a router believes that
+    # knows no other group.
     full_attention: int = 0
 
 
 def filter_hits(hits: Sequence[Hit], question: Question) -> Sequence[Hit]:
-    """Those of the workers that the question does not leave out. Raises UnknownWorker for one that it names and that is not
-    there."""
+    """Those of the workers that the question does not leave out. Raises UnknownWorker for one that it names and that is
+    not there."""
     only, without, rank = question.worker_ids, question.exclude_worker_ids, question.dp_rank
     if only is not None:
         missing = only - {hit.worker.worker_id for hit in hits}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines that tell nothing may hold: the prompts that this router sent them a short while ago. A guess, and marked as one.
+"""What engines that tell nothing may hold: the prompts that this router sent them a short while ago. A guess, and
+marked as one.
 
-Nothing is known of evictions, groups, tiers, nor of what others sent there; so what is remembered expires. Pieces of PIECE_TOKENS
-tokens are named by a hash chained from the prompt's start. Pure: the clock's value is passed in.
+Nothing is known of evictions, groups, tiers, nor of what others sent there; so what is remembered expires. Pieces of
+PIECE_TOKENS tokens are named by a hash chained from the prompt's start. Pure: the clock's value is passed in.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ Life: TypeAlias = tuple[WorkerKey, int]
 
 
 class RoutingHistory:
-    """Pieces by the life of a worker (`WorkerStream.life`), the least lately sent first. ttl_s: how long a piece is believed in."""
+    """Pieces by the life of a worker (`WorkerStream.life`), the least lately sent first. ttl_s: how long a piece is
+    believed in."""
 
     def __init__(self, ttl_s: float, max_pieces: int = MAX_PIECES) -> None:
         self._ttl_s = ttl_s

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes prompts wait while every worker that may take them is saturated, and places them when there is room. The async shell.
+"""Makes prompts wait while every worker that may take them is saturated, and places them when there is room. The async
+shell.
 
 Belongs to one asyncio loop. Who is next and who may wait at all is decided in `load/waiting.py`.
 """
@@ -60,7 +61,8 @@ class AdmissionQueue:
         return self._waiting.of(model)
 
     async def place(self, ask: PlacementRequest) -> Placement:
-        """A placement, when there is room. Raises what `reserve` raises, QueueFull, and Saturated when the time is over."""
+        """A placement, when there is room. Raises what `reserve` raises, QueueFull, and Saturated when the time is
+        over."""
         began_s, model = self._clock(), ask.question.model
         retry_after_s = RETRY_AFTER_S
         if not self._waiting.waits_for(model):

@@ -52,7 +52,8 @@ def candidates(
 def no_worker_error(
     model: str, found: Candidates, retry_after_s: float, prefillers: Iterable[WorkerKey] = ()
 ) -> NoWorker:
-    """The error where `found` has no hits. prefillers: of those, the workers that would compute a prompt and not decode it."""
+    """The error where `found` has no hits. prefillers: of those, the workers that would compute a prompt and not decode
+    it."""
     reasons = "; ".join(found.refusals[:REFUSALS_SHOWN])
     only = ", ".join(sorted(printable(worker.route_name) for worker in prefillers)[:REFUSALS_SHOWN])
     if only:
@@ -74,7 +75,8 @@ def split_by_role(hits: Sequence[Hit], prefillers: Collection[WorkerKey]) -> tup
 
 
 def _pinned(hits: Sequence[Hit], pin: Pin | str, model: str) -> Sequence[Hit]:
-    """The workers that are meant. A text is a worker's id, or one with a rank: `w0`, `w0@1`, and `w0@0` for rank 0 alone."""
+    """The workers that are meant. A text is a worker's id, or one with a rank: `w0`, `w0@1`, and `w0@0` for rank 0
+    alone."""
     if isinstance(pin, Pin):
         found = [
             hit for hit in hits if hit.worker.worker_id == pin.worker_id and pin.dp_rank in (None, hit.worker.dp_rank)

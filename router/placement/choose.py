@@ -42,8 +42,8 @@ _NO_LOAD = WorkerLoad()
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One worker in a choice. cost: the sum of `parts`; load: what of it is others' work; pending: tokens of the prompt that
-    are just being computed there."""
+    """One worker in a choice. cost: the sum of `parts`; load: what of it is others' work; pending: tokens of the prompt
+    that are just being computed there."""
 
     hit: Hit
     cost: int
@@ -54,8 +54,8 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 class ChoiceContext(msgspec.Struct, frozen=True):
-    """What counts besides the hits. now: by the clock of the load; turn: prompts of this model that were placed before; blind: the
-    prompt's tokens are not known, so hits say nothing."""
+    """What counts besides the hits. now: by the clock of the load; turn: prompts of this model that were placed before;
+    blind: the prompt's tokens are not known, so hits say nothing."""
 
     num_tokens: int
     weights: LoadModel
@@ -69,10 +69,10 @@ class ChoiceContext(msgspec.Struct, frozen=True):
 
 class Choice(msgspec.Struct, frozen=True):
     """The chosen worker and a sentence why. prefill_tokens: what it must do before the first token, in computed tokens.
-    best_hit_tokens: the longest hit among all that were compared; lost: why the chosen one has less, empty when it has not.
-    candidates: what was compared, best first, where it was asked for. all_saturated: no worker should have taken it. prefill: the
-    worker that computes the prompt and hands it over, None where the chosen one does that itself; alone_tokens: what
-    prefill_tokens would be then."""
+    best_hit_tokens: the longest hit among all that were compared; lost: why the chosen one has less, empty when it has
+    not. candidates: what was compared, best first, where it was asked for. all_saturated: no worker should have taken
+    it. prefill: the worker that computes the prompt and hands it over, None where the chosen one does that itself;
+    alone_tokens: what prefill_tokens would be then."""
 
     hit: Hit
     url: str | None
@@ -206,7 +206,8 @@ def _candidates(hits: Sequence[Hit], scene: ChoiceContext, longest: int, chosen:
 
 
 def _is_known(hit: Hit, scene: ChoiceContext) -> bool:
-    """Whether the hit says what the worker holds: a worker without credit, or one that is guessed at, may hold anything."""
+    """Whether the hit says what the worker holds: a worker without credit, or one that is guessed at, may hold
+    anything."""
     return not (scene.blind or hit.reason or hit.approximate)
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides where a prompt goes, by all that is known: hits, load, what is on its way, who takes something now.
 
-Synchronous, no I/O, for one asyncio loop. Everything that decides is pure (`candidates.py`, `choose.py`, `prefill_split.py`); this
-joins it with the fleet and remembers what went where. Nothing is reserved here.
+Synchronous, no I/O, for one asyncio loop. Everything that decides is pure (`candidates.py`, `choose.py`,
+`prefill_split.py`); this joins it with the fleet and remembers what went where. Nothing is reserved here.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ class Decider:
         unavailable: Callable[[WorkerKey], str | None],
         prefillers: Callable[[str], frozenset[WorkerKey]],
     ) -> None:
-        """unavailable: why a worker takes nothing now, None when it may. prefillers: those of a model that only compute prompts."""
+        """unavailable: why a worker takes nothing now, None when it may. prefillers: those of a model that only compute
+        prompts."""
         self._fleet = fleet
         self._weights = weights
         self._metrics = metrics
@@ -81,8 +82,8 @@ class Decider:
         self._turns: dict[str, int] = {}
 
     def decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, list[int]]:
-        """The choice, and the names of the prompt's beginnings. anyway: whatever a worker is there for. Raises UnknownModel,
-        UnknownWorker, NoWorker."""
+        """The choice, and the names of the prompt's beginnings. anyway: whatever a worker is there for. Raises
+        UnknownModel, UnknownWorker, NoWorker."""
         question, unavailable = ask.question, self._unavailable
         everybody = self._fleet.hits(question)
         found = candidates(everybody, question, ask.pinned, unavailable)
@@ -112,7 +113,8 @@ class Decider:
         return msgspec.structs.replace(choice, url=self._fleet.url(choice.hit.worker)), names
 
     def takers(self, model: str) -> list[WorkerKey]:
-        """Who may take a prompt of this model now. Raises UnknownModel, and NoWorker with the reasons where nobody may."""
+        """Who may take a prompt of this model now. Raises UnknownModel, and NoWorker with the reasons where nobody
+        may."""
         question = Question(model, 1, block_hashes=np.empty(0, np.uint64))
         found = candidates(self._fleet.hits(question), question, None, self._unavailable)
         hits, others = split_by_role(found.hits, self._prefillers(model))
@@ -145,7 +147,8 @@ class Decider:
         arriving: Mapping[WorkerKey, int],
         wants_any: bool,
     ) -> Choice:
-        """The choice, with one of `others` to compute the prompt where that is worth it; what was decided is counted."""
+        """The choice, with one of `others` to compute the prompt where that is worth it; what was decided is
+        counted."""
         if not ask.may_hand_over or ask.pinned is not None:
             outcome = PrefillOutcome.REQUEST
         elif others:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request to be placed, and the place that it was given: where it is decoded, and where it is computed, if elsewhere."""
+"""One request to be placed, and the place that it was given: where it is decoded, and where it is computed, if
+elsewhere."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from kvrouter.router.placement.choose import Choice
 
 
 class PlacementRequest(msgspec.Struct, frozen=True):
-    """One request. question: a prompt whose tokens are not known has no block hashes and an estimated length; max_tokens: the
-    most that is generated, None: not known; pinned: this worker and no other, as `Pin` or by its name (`w0`, `w0@1`);
-    selection_id: the client's own; may_hand_over: whether another worker may compute the prompt for the one that decodes it."""
+    """One request. question: a prompt whose tokens are not known has no block hashes and an estimated length;
+    max_tokens: the most that is generated, None: not known; pinned: this worker and no other, as `Pin` or by its name
+    (`w0`, `w0@1`); selection_id: the client's own; may_hand_over: whether another worker may compute the prompt for the
+    one that decodes it."""
 
     question: Question
     session_id: str | None = None
@@ -54,8 +56,8 @@ class PrefillPart:
 class Placement:
     """One request's place and its load there. Ends by `done`, or by its expiry.
 
-    prefill: where the prompt is computed, as long as it is to be; prefilled_at: who did. predicted_tokens: what of the prompt
-    nobody computes again, as predicted."""
+    prefill: where the prompt is computed, as long as it is to be; prefilled_at: who did. predicted_tokens: what of the
+    prompt nobody computes again, as predicted."""
 
     __slots__ = (
         "_ends",
@@ -104,8 +106,8 @@ class Placement:
         self._ends.handed_over(self)
 
     def prefill_failed(self, ask: PlacementRequest | None) -> None:
-        """The prefill worker did not compute it. With `ask`, another one is looked for, which `prefill` then is; where there is
-        none, or none is asked for, the decode worker does it alone."""
+        """The prefill worker did not compute it. With `ask`, another one is looked for, which `prefill` then is; where
+        there is none, or none is asked for, the decode worker does it alone."""
         self._ends.prefill_failed(self, ask)
 
     def first_token(self) -> None:

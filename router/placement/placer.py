@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places prompts: chooses the worker, and counts the load there from that moment until it ends.
 
-Belongs to one asyncio loop; `choose` and `reserve` are synchronous and do no I/O. Where a prompt goes is `decider.py`'s, who waits
-while all are saturated `admission_queue.py`'s; this keeps the load, also that of the other processes.
+Belongs to one asyncio loop; `choose` and `reserve` are synchronous and do no I/O. Where a prompt goes is
+`decider.py`'s, who waits while all are saturated `admission_queue.py`'s; this keeps the load, also that of the other
+processes.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ class WorkerLoadView(msgspec.Struct, frozen=True):
 
 
 class Placer:
-    """Where prompts go. `start` shares the load with other processes; without it, everything works for this one alone."""
+    """Where prompts go. `start` shares the load with other processes; without it, everything works for this one
+    alone."""
 
     def __init__(
         self,
@@ -71,8 +73,8 @@ class Placer:
         process: str = "",
         supervisor: TaskSupervisor | None = None,
     ) -> None:
-        """unavailable: why a worker takes nothing now, None when it may. prefillers: a model's workers that only compute prompts.
-        servers, process: where and under which name load is shared."""
+        """unavailable: why a worker takes nothing now, None when it may. prefillers: a model's workers that only
+        compute prompts. servers, process: where and under which name load is shared."""
         self._fleet = fleet
         self._metrics = metrics
         self._clock = clock
@@ -118,7 +120,8 @@ class Placer:
     # -- choosing
 
     def takers(self, models: Iterable[str]) -> list[WorkerKey]:
-        """Who would take a prompt of any of these models now, wherever it is asked for. Raises NoWorker where nobody would."""
+        """Who would take a prompt of any of these models now, wherever it is asked for. Raises NoWorker where nobody
+        would."""
         found: list[WorkerKey] = []
         problems = []
         for model in models:
@@ -146,10 +149,11 @@ class Placer:
         return choice
 
     def reserve(self, ask: PlacementRequest, *, anyway: bool = False, prefill_tokens: int | None = None) -> Placement:
-        """Chooses, and counts the load there from now on. Raises what `choose` raises, Saturated, and Conflict for an id in use.
+        """Chooses, and counts the load there from now on. Raises what `choose` raises, Saturated, and Conflict for an
+        id in use.
 
-        anyway: also where all are saturated, and whatever a worker is there for; the client has decided already. prefill_tokens:
-        what it says is to be computed."""
+        anyway: also where all are saturated, and whatever a worker is there for; the client has decided already.
+        prefill_tokens: what it says is to be computed."""
         now = self._clock()
         choice, names = self._decide(ask, now, anyway=anyway)
         if choice.all_saturated and not anyway:
@@ -167,8 +171,8 @@ class Placer:
         return placement
 
     def claim(self, selection_id: str, model: str | None) -> Placement:
-        """Counts the load of what `choose` chose under this id from now on, once. Raises UnknownSelection, and Conflict for an id
-        in use."""
+        """Counts the load of what `choose` chose under this id from now on, once. Raises UnknownSelection, and Conflict
+        for an id in use."""
         now = self._clock()
         selected = self._selections.find(selection_id, now)
         gone = selected is None or selected.choice.hit.worker not in self._fleet.workers()
@@ -198,7 +202,8 @@ class Placer:
         return placement
 
     async def place(self, ask: PlacementRequest) -> Placement:
-        """As `reserve`, and waits in line while all are saturated. Raises QueueFull, and Saturated when its time is over."""
+        """As `reserve`, and waits in line while all are saturated. Raises QueueFull, and Saturated when its time is
+        over."""
         return await self._line.place(ask)
 
     def _count(self, reservation_id: str, choice: Choice, decode_tokens: int, now: float) -> None:

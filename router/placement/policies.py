@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How a worker is picked from those that may take a prompt. Pure; chance is passed in.
 
-`kv` is the router's own: the least cost. The others are what else is done, to compare with; they see the same workers, and the load
-is counted under all of them.
+`kv` is the router's own: the least cost. The others are what else is done, to compare with; they see the same workers,
+and the load is counted under all of them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def least_cost(contest: PolicyInput, rng: Random) -> int:
 
 
 def softened(temperature: float) -> Pick:
-    """`least_cost` with chance: a cost that is higher by temperature * the prompt's length is chosen e times more seldom."""
+    """`least_cost` with chance: a cost that is higher by temperature * the prompt's length is chosen e times more
+    seldom."""
 
     def pick(contest: PolicyInput, rng: Random) -> int:
         least = min(contest.costs)
@@ -72,7 +73,8 @@ def prefix_only(contest: PolicyInput, rng: Random) -> int:
 
 
 def full_attention_only(contest: PolicyInput, rng: Random) -> int:
-    """The longest run of full attention's blocks, which is what a router sees that knows no other group, and the load."""
+    """The longest run of full attention's blocks, which is what a router sees that knows no other group, and the
+    load."""
     return _best(
         [
             -(contest.num_tokens - hit.full_attention + load)

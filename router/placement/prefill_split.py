@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a prompt is computed by the worker that decodes it, or by a prefill worker that hands it over. Pure.
 
-The worker that decodes is chosen before, by the one cost function, among those that decode. What is decided here is what of its
-work another one does: only where that is over sooner, the hand-over included, and where enough is to be computed at all.
-Invariant: a worker whose role is prefill is never given a prompt to decode, only to compute.
+The worker that decodes is chosen before, by the one cost function, among those that decode. What is decided here is
+what of its work another one does: only where that is over sooner, the hand-over included, and where enough is to be
+computed at all. Invariant: a worker whose role is prefill is never given a prompt to decode, only to compute.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement.choose import Choice, ChoiceContext, choose, weigh
 from kvrouter.router.placement.cost import prefill_tokens
 
-# What a hand-over takes besides the transfer, in tokens that could be computed meanwhile: a second request over HTTP, read and
-# tokenized once more, a step of each engine, the first contact of their connectors. Some 30 ms, at 30,000 tokens a second.
+# What a hand-over takes besides the transfer, in tokens that could be computed meanwhile: a second request over HTTP,
+# read and tokenized once more, a step of each engine, the first contact of their connectors. Some 30 ms, at 30,000
+# tokens a second.
 HANDOVER_TOKENS = 1_000
 
-# A second for which a request that runs at the decode worker stands still, as a prompt is computed between its steps, counts like
-# one for which the prompt waits. Only so many of them: a prompt is not to wait for many times its own length to spare others.
+# A second for which a request that runs at the decode worker stands still, as a prompt is computed between its steps,
+# counts like one for which the prompt waits. Only so many of them: a prompt is not to wait for many times its own
+# length to spare others.
 DISTURBED_MAX = 4
 
 
@@ -42,8 +44,8 @@ class PrefillOutcome(StrEnum):
 
 
 class SplitRules(msgspec.Struct, frozen=True):
-    """min_tokens: uncached tokens at the decode worker below which nothing is handed over. token_cost: of a token that is
-    transferred, in tokens computed."""
+    """min_tokens: uncached tokens at the decode worker below which nothing is handed over. token_cost: of a token that
+    is transferred, in tokens computed."""
 
     min_tokens: int
     token_cost: float
@@ -65,9 +67,9 @@ def with_prefill(
 ) -> tuple[Choice, PrefillOutcome]:
     """`choice` of the worker that decodes, with the one that computes the prompt for it where that is worth it.
 
-    prefillers: the hits of the prefill workers that take something now; there must be one. scene: of the choice, its pending
-    prefixes only those that are computed where they are pending. arriving: prefixes that are on their way to a worker by a
-    hand-over: what is on its way need not be computed nor sent twice, but is not there yet."""
+    prefillers: the hits of the prefill workers that take something now; there must be one. scene: of the choice, its
+    pending prefixes only those that are computed where they are pending. arriving: prefixes that are on their way to a
+    worker by a hand-over: what is on its way need not be computed nor sent twice, but is not there yet."""
     hit, num_tokens = choice.hit, scene.num_tokens
     here = weigh(hit, scene, hit.disk)
     alone_tokens = prefill_tokens(hit, num_tokens, scene.pending.get(hit.worker, 0), scene.weights.tiers)

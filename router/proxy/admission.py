@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which workers take new requests: not those that drain, nor those whose breaker is open.
 
-Also knows the requests that wait for a worker's first byte, as these need not wait on when its health check says that it is gone.
+Also knows the requests that wait for a worker's first byte, as these need not wait on when its health check says that
+it is gone.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether one worker is sent requests now, judged by how the last ones went. Pure: the time is passed in.
 
-Only what the worker is to blame for counts: connections that fail, silence, answers of 5xx. A client's error (4xx) is an answer
-like any other, and a client that hangs up says nothing of the worker.
+Only what the worker is to blame for counts: connections that fail, silence, answers of 5xx. A client's error (4xx) is
+an answer like any other, and a client that hangs up says nothing of the worker.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-# One failure is chance (an engine that restarts its HTTP server, a request that no engine can answer); with five in a row and not
-# one answer between them, the sixth request had better go elsewhere.
+# One failure is chance (an engine that restarts its HTTP server, a request that no engine can answer); with five in a
+# row and not one answer between them, the sixth request had better go elsewhere.
 FAILURES_TO_OPEN = 5
-# An engine that restarts is away for a minute: the first pauses are short for what mends itself, and the last is short enough for
-# one request in half a minute to find it again where no health check does.
+# An engine that restarts is away for a minute: the first pauses are short for what mends itself, and the last is short
+# enough for one request in half a minute to find it again where no health check does.
 PAUSE_FIRST_S = 1.0
 PAUSE_LAST_S = 30.0
 

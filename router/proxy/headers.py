@@ -26,8 +26,8 @@ PREDICTED_HIT = b"x-kvrouter-predicted-hit"
 RETRIED = b"x-kvrouter-retried"
 PREFILL_WORKER = b"x-kvrouter-prefill-worker"
 
-# Tells a decode worker's sidecar where the prompt is to be computed first, as host:port; its other name is the sidecar's older one.
-# Only the router says it: a sidecar goes wherever it is sent.
+# Tells a decode worker's sidecar where the prompt is to be computed first, as host:port; its other name is the
+# sidecar's older one. Only the router says it: a sidecar goes wherever it is sent.
 # Source: llm-d-routing-sidecar internal/proxy/chat_completions.go.
 PREFILLER = b"x-prefiller-host-port"
 PREFILLER_URL = b"x-prefiller-url"
@@ -90,8 +90,8 @@ def request_head(
 ) -> bytes:
     """The head of the request to the engine.
 
-    path: with its query, as it came. authorization: in place of the client's. rank: which of the engine's ranks takes it, in place
-    of what the client says; None: what it says. added: the router's own."""
+    path: with its query, as it came. authorization: in place of the client's. rank: which of the engine's ranks takes
+    it, in place of what the client says; None: what it says. added: the router's own."""
     headers = list(headers)
     dropped = _connection_headers(headers, _REQUEST_HEADERS)
     lines = [b"POST ", target.prefix, path, b" HTTP/1.1\r\nhost: ", target.authority, b"\r\n"]

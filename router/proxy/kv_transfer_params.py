@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bodies of a prompt that one engine computes and another one decodes: vLLM's `kv_transfer_params`. Pure.
 
-The first request has the prompt computed and is answered with where its blocks are; the second one carries that answer. What is
-changed for the first is what would make more of it than a prompt: its length, its stream, and what is only told of the answer.
-Source: vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py:194 (request_finished), and its
-tests/v1/kv_connector/nixl_integration/toy_proxy_server.py.
+The first request has the prompt computed and is answered with where its blocks are; the second one carries that answer.
+What is changed for the first is what would make more of it than a prompt: its length, its stream, and what is only told
+of the answer. Source: vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py:194
+(request_finished), and its tests/v1/kv_connector/nixl_integration/toy_proxy_server.py.
 """
 
 from __future__ import annotations
@@ -68,10 +68,12 @@ _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def can_be_handed_over(path: str, raw: bytes) -> bool:
-    """Whether this is one prompt with one answer of more than a token, of which the engine that decodes it needs the blocks alone.
+    """Whether this is one prompt with one answer of more than a token, of which the engine that decodes it needs the
+    blocks alone.
 
-    Not what echoes the prompt or wants its log probabilities (the engine that decodes would have to compute it), not several
-    answers to one prompt (each would fetch the blocks, which are given once), and not what a client hands over itself."""
+    Not what echoes the prompt or wants its log probabilities (the engine that decodes would have to compute it), not
+    several answers to one prompt (each would fetch the blocks, which are given once), and not what a client hands over
+    itself."""
     if path not in PATHS:
         return False
     try:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the proxy reads of an OpenAI body: who is asked, and how much may come of it. The bytes themselves go on as they came.
+"""What the proxy reads of an OpenAI body: who is asked, and how much may come of it. The bytes themselves go on as they
+came.
 
 All values may be of any type: what is wrong with them is for the engine to say.
 """

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has a prompt computed by the prefill worker that was chosen for it, and makes of its answer what the decode worker is sent.
+"""Has a prompt computed by the prefill worker that was chosen for it, and makes of its answer what the decode worker is
+sent.
 
-Whatever goes wrong there, the decode worker can compute the prompt itself: nothing is lost but time. So a failure here is never the
-client's, as long as the client is there. What an engine may have begun on is not sent to a second prefill worker; what two may have
-begun on is sent to nobody any more.
+Whatever goes wrong there, the decode worker can compute the prompt itself: nothing is lost but time. So a failure here
+is never the client's, as long as the client is there. What an engine may have begun on is not sent to a second prefill
+worker; what two may have begun on is sent to nobody any more.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class PrefillLeg:
     async def hand_over(
         self, request: Request, ask: PlacementRequest, placement: Placement, addresses: Addresses, vain: set[WorkerKey]
     ) -> Given:
-        """For the placement's worker. vain: to whom it was sent in vain; prefill workers that fail come to it. Raises Spent."""
+        """For the placement's worker. vain: to whom it was sent in vain; prefill workers that fail come to it. Raises
+        Spent."""
         while (part := placement.prefill) is not None:
             if part.worker not in addresses.targets:
                 vain.add(part.worker)

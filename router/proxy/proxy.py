@@ -51,7 +51,8 @@ class _Answer:
 class Proxy:
     """Belongs to one loop. `close` when no request is under way any more.
 
-    worker_key: sent to engines in place of the client's Authorization, which goes on where the router has no key of its own."""
+    worker_key: sent to engines in place of the client's Authorization, which goes on where the router has no key of its
+    own."""
 
     def __init__(
         self,
@@ -95,7 +96,8 @@ class Proxy:
         self._known_addresses = Addresses((), allowed)
 
     async def forward(self, client: Client) -> None:
-        """Answers the client; raises nothing but defects and its own cancellation, which means that the client is gone."""
+        """Answers the client; raises nothing but defects and its own cancellation, which means that the client is
+        gone."""
         watch = self._quality.begin(client.path, client.headers)
         request = Request(client, watch)
         outcome = "client_gone"
@@ -181,7 +183,8 @@ class Proxy:
                     if not request.attempts.failed(named(placement.worker), failure):
                         return answer
                     if handed_over and (placement.prefill is not None or not is_gone):
-                        # A sidecar that did not reach the prefill worker, or blocks that it did not get: alone it can do it.
+                        # A sidecar that did not reach the prefill worker, or blocks that it did not get: alone it can
+                        # do it.
                         ask = msgspec.structs.replace(ask, may_hand_over=False)
                     else:
                         vain |= self._addresses().sharing(placement.worker)
@@ -231,7 +234,8 @@ class Proxy:
         return _Answer(placement, sent)
 
     async def _relay(self, request: Request, answer: _Answer, *, predicted: bool) -> str:
-        """Passes the answer on, until its end; how it ended. predicted: whether the hit of the choice is a prediction."""
+        """Passes the answer on, until its end; how it ended. predicted: whether the hit of the choice is a
+        prediction."""
         placement, connection, head, client = answer.placement, answer.connection, answer.head, request.client
         added = [
             (h.WORKER, named(placement.worker).encode()),

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a client sent to what is to be placed: the model, the prompt's tokens, whose it is, and how much may come."""
+"""From what a client sent to what is to be placed: the model, the prompt's tokens, whose it is, and how much may
+come."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Request:
 
 
 class RequestReader:
-    """resolve: what a request's `model` means. models: what is registered. authorization: what engines get for such headers."""
+    """resolve: what a request's `model` means. models: what is registered. authorization: what engines get for such
+    headers."""
 
     def __init__(
         self,

@@ -13,11 +13,12 @@ from kvrouter.router.workers.role import HandoverWay, Role
 
 
 class Addresses:
-    """targets: of the workers that may be sent requests. ranks: what an engine has to be told, where several of its ranks are
-    registered under one URL; one with a URL of its own has no other rank, and refuses to be asked for one.
+    """targets: of the workers that may be sent requests. ranks: what an engine has to be told, where several of its
+    ranks are registered under one URL; one with a URL of its own has no other rank, and refuses to be asked for one.
 
-    unreachable: workers that nothing can be sent to: registered without a URL, or at one that is not allowed. by_header: decode
-    workers whose sidecar is told by a header where a prompt is to be computed. prefillers: models that have prefill workers."""
+    unreachable: workers that nothing can be sent to: registered without a URL, or at one that is not allowed.
+    by_header: decode workers whose sidecar is told by a header where a prompt is to be computed. prefillers: models
+    that have prefill workers."""
 
     def __init__(self, registrations: Sequence[Registration], allowed: AllowList) -> None:
         self.targets: dict[WorkerKey, Target] = {}
@@ -47,6 +48,7 @@ class Addresses:
         self.by_header = frozenset(by_header)
 
     def sharing(self, worker: WorkerKey) -> set[WorkerKey]:
-        """The workers behind the same URL, itself included: where one process listens for several ranks, it is gone for all."""
+        """The workers behind the same URL, itself included: where one process listens for several ranks, it is gone for
+        all."""
         url = self._urls.get(worker)
         return {worker} if url is None else self._at[url]

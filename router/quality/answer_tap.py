@@ -17,14 +17,16 @@ Send = Callable[[list[bytes]], None]
 
 
 class AnswerTap:
-    """One answer's. Times are the clock's, None until there are any. alone: of the flight, when its first bytes came."""
+    """One answer's. Times are the clock's, None until there are any. alone: of the flight, when its first bytes
+    came."""
 
     __slots__ = ("_clock", "_flight", "_reader", "_send", "_streams", "first_s", "last_s", "pause_s", "uncontested")
 
     def __init__(
         self, send: Send, clock: Callable[[], float], flight: Flight, *, streams: bool, readable: bool
     ) -> None:
-        """streams: it has events, and their times say something. readable: what passes is what was said, and not compressed."""
+        """streams: it has events, and their times say something. readable: what passes is what was said, and not
+        compressed."""
         self._send = send
         self._clock = clock
         self._flight = flight

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether what is predicted of one worker comes true, judged by what its engine says afterwards. Pure.
 
-One request proves nothing: between the choice and the moment in which the engine looks into its cache, siblings make a prompt
-reuse more, and what others need evicts some of it. A request that was alone at its worker has neither, so few of these say much;
-of those among others only a majority that loses a good part says anything.
+One request proves nothing: between the choice and the moment in which the engine looks into its cache, siblings make a
+prompt reuse more, and what others need evicts some of it. A request that was alone at its worker has neither, so few of
+these say much; of those among others only a majority that loses a good part says anything.
 """
 
 from __future__ import annotations
@@ -11,16 +11,19 @@ from __future__ import annotations
 from collections import deque
 from enum import StrEnum
 
-# Requests that were alone: of the last 16, at least 8, more than half of them less. One or two in a row may have met the evictions
-# of an answer that had just ended, or the request of another router; a wrong hash seed, tokenizer or rule is wrong each time.
+# Requests that were alone: of the last 16, at least 8, more than half of them less. One or two in a row may have met
+# the evictions of an answer that had just ended, or the request of another router; a wrong hash seed, tokenizer or rule
+# is wrong each time.
 ALONE_WINDOW = 16
 ALONE_MIN = 8
-# Requests among others: of the last 64, at least 32, more than half of them less, and over a quarter of the predicted tokens lost.
-# Of 240 requests of 16 clients to two engines with small caches none got less (tests/engine/test_proxy_engine.py), a third more.
+# Requests among others: of the last 64, at least 32, more than half of them less, and over a quarter of the predicted
+# tokens lost. Of 240 requests of 16 clients to two engines with small caches none got less
+# (tests/engine/test_proxy_engine.py), a third more.
 BUSY_WINDOW = 64
 BUSY_MIN = 32
 BUSY_LOST_SHARE = 0.25
-# Answers in a row that could have told of cached tokens and did not. vLLM before 0.25 leaves a zero out, so a few prove nothing.
+# Answers in a row that could have told of cached tokens and did not. vLLM before 0.25 leaves a zero out, so a few prove
+# nothing.
 SILENT_MIN = 8
 # Prompts whose lengths the engine told: of the last 16, at least 8, more than half of them other than counted here.
 COUNTED_WINDOW = 16
@@ -56,7 +59,8 @@ class PredictionJudge:
         self._silent = 0
 
     def delivered_of(self, cached_tokens: int | None, predicted: int | None) -> int | None:
-        """What an answer that tells its usage says of reuse, None where nobody knows. predicted: as `judge`, None: no prediction.
+        """What an answer that tells its usage says of reuse, None where nobody knows. predicted: as `judge`, None: no
+        prediction.
 
         An engine that has told before and says nothing means zero (vLLM before 0.25), unless it goes on like that."""
         if cached_tokens is not None:
@@ -67,7 +71,8 @@ class PredictionJudge:
         return 0 if self._tells and self._silent < SILENT_MIN else None
 
     def judge(self, predicted: int, delivered: int, *, alone: bool) -> None:
-        """alone: no other request was on its way to this worker, or being answered there, from the choice to the first token."""
+        """alone: no other request was on its way to this worker, or being answered there, from the choice to the first
+        token."""
         if not predicted:
             return
         self._all.append((predicted, delivered))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of quality: how true predictions come, and how long clients wait. What each means is in docs/quality.md."""
+"""The metrics of quality: how true predictions come, and how long clients wait. What each means is in
+docs/quality.md."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from kvrouter.router.telemetry.metrics import Metrics
 
 # From a cached prompt on a small model to a queue of minutes.
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-# A decode step takes some ms (a small model on a fast GPU) to some hundred (a large batch); a pause may be as long as a prefill.
+# A decode step takes some ms (a small model on a fast GPU) to some hundred (a large batch); a pause may be as long as a
+# prefill.
 ITL_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5, 10.0)
 # From an embedding to a long answer with reasoning.
 E2E_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-# Delivered less predicted: a block is 16 tokens at least, an offloaded chunk some hundred, a whole prompt up to a million. 0 has a
-# bucket of its own: what is up to -1 is over-credit, what is over 0 under-credit.
+# Delivered less predicted: a block is 16 tokens at least, an offloaded chunk some hundred, a whole prompt up to a
+# million. 0 has a bucket of its own: what is up to -1 is over-credit, what is over 0 under-credit.
 ERROR_BUCKETS_TOKENS = (-16_384, -4_096, -1_024, -256, -64, -16, -1, 0, 16, 64, 256, 1_024, 4_096, 16_384)
 
 # Why nobody can know whether a prediction came true.

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Watches requests on their way: what was predicted for each, what came of it, and how long it all took.
 
-The proxy tells a `RequestWatch` of each step; nothing here decides anything, waits or fails a request. Belongs to one loop.
+The proxy tells a `RequestWatch` of each step; nothing here decides anything, waits or fails a request. Belongs to one
+loop.
 """
 
 from __future__ import annotations
@@ -135,8 +136,8 @@ class RequestWatch:
             self._trace.placed(placement, self._quality.clock())
 
     def sending(self, worker: WorkerKey, host: str, port: int, headers: Headers) -> Headers:
-        """A request to a worker begins, of which there may be several: one that computes the prompt for another, attempts that
-        fail. The client's headers, as the engine is to get them."""
+        """A request to a worker begins, of which there may be several: one that computes the prompt for another,
+        attempts that fail. The client's headers, as the engine is to get them."""
         self._land()
         self._flight = self._quality.flights.begun(worker)
         if self._trace is None:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenTelemetry traces of requests: one span each for the request, its tokens, its wait, its choice and each attempt at an engine.
+"""OpenTelemetry traces of requests: one span each for the request, its tokens, its wait, its choice and each attempt at
+an engine.
 
-The only module that imports the SDK (extra `otel`); imported where `otlp_endpoint` is set. Spans are made with the times that the
-proxy has anyway, and handed to a thread of the SDK that exports them: when it does not get rid of them, they are dropped and
-counted, and no request waits. W3C context (`traceparent`, `tracestate`) is taken from the client and given on to the engine.
+The only module that imports the SDK (extra `otel`); imported where `otlp_endpoint` is set. Spans are made with the
+times that the proxy has anyway, and handed to a thread of the SDK that exports them: when it does not get rid of them,
+they are dropped and counted, and no request waits. W3C context (`traceparent`, `tracestate`) is taken from the client
+and given on to the engine.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ log = logging.getLogger("kvrouter.quality")
 
 # Where collectors take traces over HTTP, under the address that is usually given. Source: OTLP 1.x specification.
 TRACES_PATH = "/v1/traces"
-# Some seconds of a busy router (1,000 requests/s with six spans), some ten MB; a collector that is away for longer loses spans.
+# Some seconds of a busy router (1,000 requests/s with six spans), some ten MB; a collector that is away for longer
+# loses spans.
 QUEUE_SPANS = 16_384
 # At the end: what a collector that answers needs, and one that does not must not hold up.
 CLOSE_S = 3.0
@@ -125,8 +128,8 @@ class _Processor(SpanProcessor):
 class Tracing:
     """Of one process. `close` at the end.
 
-    spans: counts them by outcome. The SDK's own variables (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_TRACES_SAMPLER,
-    OTEL_EXPORTER_OTLP_HEADERS ...) hold as they do for everybody."""
+    spans: counts them by outcome. The SDK's own variables (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
+    OTEL_TRACES_SAMPLER, OTEL_EXPORTER_OTLP_HEADERS ...) hold as they do for everybody."""
 
     def __init__(self, endpoint: str, spans: Counter) -> None:
         url = traces_url(endpoint)
@@ -224,7 +227,8 @@ class RequestTrace:
         self._step_s = now
 
     def sending(self, worker: WorkerKey, host: str, port: int, headers: Headers, now: float) -> Headers:
-        """A request to an engine begins, and the one before it is over; the headers with its span in the place of the client's."""
+        """A request to an engine begins, and the one before it is over; the headers with its span in the place of the
+        client's."""
         if self._attempt is not None:
             # It computed the prompt and handed it over.
             self._attempt.end(self._ns(now))
@@ -258,7 +262,8 @@ class RequestTrace:
         self._step_s = now
 
     def ended(self, outcome: str, status: int, first_s: float | None, told: ReuseReport | None, now: float) -> None:
-        """outcome: one of metrics.PROXY_OUTCOMES; status: of the engine's answer, 0: none; first_s: of its first bytes or event."""
+        """outcome: one of metrics.PROXY_OUTCOMES; status: of the engine's answer, 0: none; first_s: of its first bytes
+        or event."""
         attributes: Attributes = {"kvrouter.outcome": outcome}
         if status:
             attributes["http.response.status_code"] = status

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine says of its own work, found in its answer as that passes by. Pure: bytes in, numbers out.
 
-No event is decoded: what follows the key `usage` is kept, a few candidates at most, and the last one that is a usage counts (an
-answer may have others: a tool's schema, one in every event). Where the bytes are cut makes no difference. Text within the answer
-cannot be taken for the key, as its quotes are escaped there.
+No event is decoded: what follows the key `usage` is kept, a few candidates at most, and the last one that is a usage
+counts (an answer may have others: a tool's schema, one in every event). Where the bytes are cut makes no difference.
+Text within the answer cannot be taken for the key, as its quotes are escaped there.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ class StoreUnavailable(StoreError):
 
 
 class StoredValueError(StoreError):
-    """A value in the store that no router writes. It says nothing of any other key: only what depends on it is not known."""
+    """A value in the store that no router writes. It says nothing of any other key: only what depends on it is not
+    known."""
 
     def __init__(self, key: str, field: str, value: object) -> None:
         """field: empty where the key itself is meant."""

@@ -70,15 +70,16 @@ log = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75
 # As many open files again as clients have, for Redis, engines (six a worker) and the libraries' own.
 FILES_PER_CONNECTION = 2
-# A worker with the patch has two connections, a snapshot under way, a look for another life, and a monitor's pair for each. ZMQ's
-# own limit of 1,023 would refuse some of a hundred workers.
+# A worker with the patch has two connections, a snapshot under way, a look for another life, and a monitor's pair for
+# each. ZMQ's own limit of 1,023 would refuse some of a hundred workers.
 SOCKETS_PER_WORKER = 10
 SPARE_SOCKETS = 64
 # Compiling takes half a minute on a slow machine: somebody who waits reads a line as often as this.
 WARM_LOOK_S = 2.0
 # A private server that died is noticed by this; questions are answered from memory meanwhile.
 STORE_CHECK_S = 1.0
-# The data directory's lock admits one router, so its leases need no name of their own, and a restart takes over at once.
+# The data directory's lock admits one router, so its leases need no name of their own, and a restart takes over at
+# once.
 PRIVATE_TOKEN = "private"
 
 
@@ -126,8 +127,8 @@ def build_router(
 
 
 class ProcessPart(msgspec.Struct, frozen=True):
-    """Which of several processes behind one port this one is. listener: the descriptor of the listening socket; token: names
-    the process in leases; folder: where the processes' own sockets are."""
+    """Which of several processes behind one port this one is. listener: the descriptor of the listening socket; token:
+    names the process in leases; folder: where the processes' own sockets are."""
 
     number: int
     listener: int
@@ -136,8 +137,8 @@ class ProcessPart(msgspec.Struct, frozen=True):
 
 
 async def serve(config: Config, origin: Origin, part: ProcessPart | None = None) -> None:
-    """Runs a router until SIGTERM or SIGINT; one that is a part also until its supervisor is gone. origin: where config came from.
-    Raises SettingError and StartError before it serves."""
+    """Runs a router until SIGTERM or SIGINT; one that is a part also until its supervisor is gone. origin: where config
+    came from. Raises SettingError and StartError before it serves."""
     set_up_logs(config.log_level, config.log_format, sys.stderr)
     allow_descriptors()
     with stopping_on_signals(config.shutdown_delay_s, part is not None) as stopping:
@@ -347,7 +348,8 @@ async def warm_up() -> None:
 
 
 def _connections_possible(wanted: int) -> int:
-    """`wanted`, or what the limit on open files leaves: without files, nothing is accepted and nothing is connected to."""
+    """`wanted`, or what the limit on open files leaves: without files, nothing is accepted and nothing is connected
+    to."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files < wanted * FILES_PER_CONNECTION and (most == resource.RLIM_INFINITY or most > files):
         target = wanted * FILES_PER_CONNECTION

@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 
 async def checked_settings(config: Config) -> dict[str, LocalMaker]:
-    """The tokenizers of the settings, whatever else can be checked without a connection being right. Raises SettingError."""
+    """The tokenizers of the settings, whatever else can be checked without a connection being right. Raises
+    SettingError."""
     if config.redis is not None:
         try:
             parse_url(config.redis)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metrics of several processes behind one port, on one page.
 
-A scrape reaches any one of them. Each tells its own numbers to whoever connects to its unix socket; the one that is scraped asks
-all and labels every sample with `process`, adding nothing up: sums are the business of whoever reads them. One that does not
-answer is left out, which `kvrouter_processes_answering` shows.
+A scrape reaches any one of them. Each tells its own numbers to whoever connects to its unix socket; the one that is
+scraped asks all and labels every sample with `process`, adding nothing up: sums are the business of whoever reads them.
+One that does not answer is left out, which `kvrouter_processes_answering` shows.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-# Tells a part that the supervisor had a second signal. Not SIGTERM, which a service manager may send to all processes at once.
+# Tells a part that the supervisor had a second signal. Not SIGTERM, which a service manager may send to all processes
+# at once.
 HURRY = signal.SIGINT
 
 
@@ -51,9 +52,11 @@ class Server(uvicorn.Server):
 
 
 class Stopping:
-    """What a signal does: before the server serves it cancels the start, after that it ends the server; the second one at once.
+    """What a signal does: before the server serves it cancels the start, after that it ends the server; the second one
+    at once.
 
-    delay_s: for so long it goes on taking connections, of those who do not know yet. part: whether a supervisor sends them."""
+    delay_s: for so long it goes on taking connections, of those who do not know yet. part: whether a supervisor sends
+    them."""
 
     def __init__(self, delay_s: float, *, part: bool) -> None:
         self.shutdown = Shutdown()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several router processes behind one port on one host: `kvrouter serve --processes N`.
 
-The supervisor binds the port and runs the private store; each process accepts from the same listening socket, so a connection that
-waits is lost with no process. They share the store like routers on several hosts do. One that ends is started again. A process
-ends when the supervisor does, however that comes: it sees its stdin closed.
+The supervisor binds the port and runs the private store; each process accepts from the same listening socket, so a
+connection that waits is lost with no process. They share the store like routers on several hosts do. One that ends is
+started again. A process ends when the supervisor does, however that comes: it sees its stdin closed.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from kvrouter.router.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-# Pause before a process that ended is started again: doubled from the first to the last, so that one that cannot live does not
-# take the machine; forgotten by one that lived for STEADY_S.
+# Pause before a process that ended is started again: doubled from the first to the last, so that one that cannot live
+# does not take the machine; forgotten by one that lived for STEADY_S.
 RESTART_FIRST_S = 0.1
 RESTART_LAST_S = 5.0
 STEADY_S = 30.0
 
-# A process takes connections for a while yet (`shutdown_delay_s`), drains its requests (`drain_s`), then gives its leases back and
-# closes; after this it is killed.
+# A process takes connections for a while yet (`shutdown_delay_s`), drains its requests (`drain_s`), then gives its
+# leases back and closes; after this it is killed.
 CLOSE_TIMEOUT_S = 10.0
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile every kernel before the first question comes.
 
-The first call of a kernel compiles it, for seconds; later processes read numba's cache in milliseconds. Arrays that come from
-buffers are read-only, which to numba is another type, so both kinds are called.
+The first call of a kernel compiles it, for seconds; later processes read numba's cache in milliseconds. Arrays that
+come from buffers are read-only, which to numba is another type, so both kinds are called.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which router process follows which worker: the same answer in every process that sees the same routers and workers. Pure.
+"""Which router process follows which worker: the same answer in every process that sees the same routers and workers.
+Pure.
 
-Rendezvous hashing with room: each worker goes to the router that ranks highest for it and has room left, so that no two routers
-differ by more than one worker, but where routers refuse workers. It depends on nothing that changes when workers change hands, so
-it cannot swing. The leases in Redis make it safe; this only says who should try.
+Rendezvous hashing with room: each worker goes to the router that ranks highest for it and has room left, so that no two
+routers differ by more than one worker, but where routers refuse workers. It depends on nothing that changes when
+workers change hands, so it cannot swing. The leases in Redis make it safe; this only says who should try.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ def _rank(router: str, worker: WorkerKey) -> bytes:
 def assign_workers(
     workers: Iterable[WorkerKey], routers: Collection[str], refused: Mapping[WorkerKey, Collection[str]]
 ) -> dict[WorkerKey, str]:
-    """The router of each worker; `routers` must not be empty. refused: the routers that will not follow a worker: where none is
-    left, nobody should."""
+    """The router of each worker; `routers` must not be empty. refused: the routers that will not follow a worker: where
+    none is left, nobody should."""
     takers = {
         worker: [router for router in routers if router not in refused.get(worker, ())] for worker in set(workers)
     }

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks one engine over HTTP, again and again, whether it lives, since when, and what load it has. The async shell around
-`engine_liveness.py` and `load/gauges.py`."""
+"""Asks one engine over HTTP, again and again, whether it lives, since when, and what load it has. The async shell
+around `engine_liveness.py` and `load/gauges.py`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from kvrouter.router.load.engine_metrics import EngineLoad, parse_engine_load
 from kvrouter.router.streams.disk_watch import DiskSigns, parse_disk
 from kvrouter.router.workers.provenance import engine_ranks
 
-# Every second time /metrics is asked too, which takes an engine some 100 kB to write and says since when it lives and what load
-# it has; only /health says whether its core lives. The load of what the router itself sent is known without asking.
+# Every second time /metrics is asked too, which takes an engine some 100 kB to write and says since when it lives and
+# what load it has; only /health says whether its core lives. The load of what the router itself sent is known without
+# asking.
 METRICS_EVERY = 2
 # A busy engine answers its /health within a second; what takes longer counts as a miss.
 TIMEOUT_S = 2.0
@@ -51,8 +52,8 @@ class EnginePoller:
         dp_rank: int = 0,
         start_s: float | None = None,
     ) -> None:
-        """load: told the engine's numbers of its core with this rank. ranks: called with the ranks of its cores; disk: with
-        what it says of its disk. start_s: when its process started, as another process of the router was told."""
+        """load: told the engine's numbers of its core with this rank. ranks: called with the ranks of its cores; disk:
+        with what it says of its disk. start_s: when its process started, as another process of the router was told."""
         self._url = url.rstrip("/")
         self._session = session
         self._interval_s = interval_s

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which workers there are, the same in all router processes on one store, and a stream for each. The registry is in Redis.
+"""Which workers there are, the same in all router processes on one store, and a stream for each. The registry is in
+Redis.
 
-Who registers and drops is whoever is asked to; who follows a worker's events is in `assignment.py` and `lease_holder.py`.
+Who registers and drops is whoever is asked to; who follows a worker's events is in `assignment.py` and
+`lease_holder.py`.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from kvrouter.router.workers.source_precedence import PLACES, wins
 
 log = logging.getLogger("kvrouter.fleet")
 
-# How soon a worker registered elsewhere is known here: a look is one GET. The whole registry is read again now and then all the
-# same, for a process that died between its change and telling of it.
+# How soon a worker registered elsewhere is known here: a look is one GET. The whole registry is read again now and then
+# all the same, for a process that died between its change and telling of it.
 REGISTRY_LOOK_S = 0.25
 REGISTRY_READ_S = 10.0
 
@@ -61,8 +63,9 @@ class Fleet:
         leaves: Callable[[WorkerKey], None],
         forget: Callable[[WorkerKey], Awaitable[None]],
     ) -> None:
-        """make_stream(registration, mine). take_image: what Redis holds of a new worker; take_unreadable: why that cannot be read.
-        changed: one came, went, or was registered otherwise. leaves: its stream is to end; forget: it has ended."""
+        """make_stream(registration, mine). take_image: what Redis holds of a new worker; take_unreadable: why that
+        cannot be read. changed: one came, went, or was registered otherwise. leaves: its stream is to end; forget: it
+        has ended."""
         self._streams = streams
         self._store = store
         self._config = config
@@ -258,7 +261,8 @@ class Fleet:
         return True
 
     async def _stored_registrations(self) -> tuple[dict[WorkerKey, Registration], dict[WorkerKey, str]]:
-        """Those that can be read, and why others cannot. Of those, what is known here stays: they are registered all the same."""
+        """Those that can be read, and why others cannot. Of those, what is known here stays: they are registered all
+        the same."""
         raws, unreadable = await self._store.registrations()
         stored: dict[WorkerKey, Registration] = {}
         left_out: dict[WorkerKey, str] = {}
@@ -287,8 +291,8 @@ class Fleet:
         return stored, left_out
 
     async def register(self, registration: Registration) -> None:
-        """The same again is a no-op; a different one for the same id and rank replaces it. Raises HostNotAllowed, and Conflict
-        where a source that wins says something else."""
+        """The same again is a no-op; a different one for the same id and rank replaces it. Raises HostNotAllowed, and
+        Conflict where a source that wins says something else."""
         problem = self._allowed.registration_problem(registration)
         if problem:
             raise HostNotAllowed(problem)
@@ -341,8 +345,8 @@ class Fleet:
             )
 
     async def unregister(self, worker_id: str, dp_rank: int | None = None, model: str | None = None) -> int:
-        """Drop the workers that match, and their residency everywhere; returns how many there were. Raises Conflict where a
-        source of a living router would bring one back."""
+        """Drop the workers that match, and their residency everywhere; returns how many there were. Raises Conflict
+        where a source of a living router would bring one back."""
         async with self._lock:
             matching = [
                 worker
@@ -445,7 +449,8 @@ class Fleet:
 
 
 def _says_the_same(known: Registration, new: Registration) -> bool:
-    """Whether `new` changes nothing: it may come from a source whose word does not count beside that of the known one."""
+    """Whether `new` changes nothing: it may come from a source whose word does not count beside that of the known
+    one."""
     if wins(known.source, new.source):
         new = msgspec.structs.replace(new, source=known.source, note=known.note)
     return known == new

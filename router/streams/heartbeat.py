@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each router process says of itself in Redis, several times a second. Pure.
 
-It carries no time: a reader judges by its own clock when it last saw the count change. Whatever is not a heartbeat in full, by
-whoever it was written, is none.
+It carries no time: a reader judges by its own clock when it last saw the count change. Whatever is not a heartbeat in
+full, by whoever it was written, is none.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ Number = Annotated[int, msgspec.Meta(ge=0)]
 class Heartbeat(msgspec.Struct, frozen=True):
     """One router's word. Workers are named as by `keys.worker_tag`.
 
-    count: another one each time. holds: the workers that it follows, with the number of each lease. late: those of them of which
-    the store lacks what it learned more than a second ago. refuses: workers that it will not follow, and why."""
+    count: another one each time. holds: the workers that it follows, with the number of each lease. late: those of them
+    of which the store lacks what it learned more than a second ago. refuses: workers that it will not follow, and
+    why."""
 
     count: Number
     version: Number

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker's lease as this process has it, and the commits made under it.
 
-A commit counts only under the lease that the store has now, so a process that stood still and lost its lease changes nothing when
-it goes on. A lease that ended while Redis was away is taken again in place when nobody had it since and nothing was lost; else
-HoldLost, and whoever follows the worker begins again.
+A commit counts only under the lease that the store has now, so a process that stood still and lost its lease changes
+nothing when it goes on. A lease that ended while Redis was away is taken again in place when nobody had it since and
+nothing was lost; else HoldLost, and whoever follows the worker begins again.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class LeaseHolder:
         self._mine = mine
         self._changed = changed
         self._lease: Lease | None = None
-        # The highest number that this process had; what the store has as far as we wrote it; what it may have instead, because the
-        # connection was lost in the middle.
+        # The highest number that this process had; what the store has as far as we wrote it; what it may have instead,
+        # because the connection was lost in the middle.
         self._number = 0
         # Whether another process had the lease before our last number.
         self._interrupted = False

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router processes on one store, judged by their heartbeats and this process's own clock. Pure.
 
-Two judgements. Who counts as a router, for who follows what: counted in looks that were answered, so that a store that stood still
-sets no worker moving. Who is heard, for what is shown of a worker that another process follows: in seconds, whatever the reason.
+Two judgements. Who counts as a router, for who follows what: counted in looks that were answered, so that a store that
+stood still sets no worker moving. Who is heard, for what is shown of a worker that another process follows: in seconds,
+whatever the reason.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from kvrouter.router.streams.heartbeat import Heartbeat, decode_heartbeat
 
 # One heartbeat and one look at all others.
 INTERVAL_S = 0.25
-# What a worker's follower said last holds for so long. With the age of a heartbeat when it is seen, its workers are in doubt within
-# 2 s of it.
+# What a worker's follower said last holds for so long. With the age of a heartbeat when it is seen, its workers are in
+# doubt within 2 s of it.
 HEARD_S = 1.5
-# Looks for which what the first look showed counts without having been seen to beat: it may live, or be what a dead router left.
-# What comes later counts from its second heartbeat on.
+# Looks for which what the first look showed counts without having been seen to beat: it may live, or be what a dead
+# router left. What comes later counts from its second heartbeat on.
 UNPROVEN_LOOKS = 3
-# Answered looks without its heartbeat until a router counts no longer: after the store was emptied, all write theirs again.
+# Answered looks without its heartbeat until a router counts no longer: after the store was emptied, all write theirs
+# again.
 MISSING_LOOKS = 2
 # Lives of a lease after which what a dead router left is removed.
 FORGOTTEN_TTLS = 20

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one worker holds, as the process that follows it knows: into its own mirror at once, into the store behind that. Pure.
+"""What one worker holds, as the process that follows it knows: into its own mirror at once, into the store behind that.
+Pure.
 
-Invariant: after `draw` the mirror shows exactly what the ingest holds, whatever the store does; and what the store has, with the
-backlog applied, is the same.
+Invariant: after `draw` the mirror shows exactly what the ingest holds, whatever the store does; and what the store has,
+with the backlog applied, is the same.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from kvrouter.router.ingest.stock_ingest import StockIngest
 
 
 class MirrorSource(Protocol):
-    """The mirror, for whoever follows a worker: it is written by its leader, or from its log in the store, never by both."""
+    """The mirror, for whoever follows a worker: it is written by its leader, or from its log in the store, never by
+    both."""
 
     async def lead(self, worker: WorkerKey) -> None:
         """From now on the caller writes what the mirror shows of the worker, and its log is not read."""

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mirror's two writers: the stream of a worker that this process follows (its lead), and the logs of all others in Redis.
+"""The mirror's two writers: the stream of a worker that this process follows (its lead), and the logs of all others in
+Redis.
 
-Invariant: a worker has exactly one of them. `lead` ends the reading of its log before its stream may write; `follow_log` ends the
-lead, loads the worker from Redis, and goes on with its log. Whoever writes without being the one is a defect, and is refused.
+Invariant: a worker has exactly one of them. `lead` ends the reading of its log before its stream may write;
+`follow_log` ends the lead, loads the worker from Redis, and goes on with its log. Whoever writes without being the one
+is a defect, and is refused.
 """
 
 from __future__ import annotations
@@ -29,8 +31,8 @@ from kvrouter.router.telemetry.metrics import Metrics
 
 log = logging.getLogger("kvrouter.following")
 
-# Log entries applied before the loop may answer questions again, and transitions: about a millisecond at 2,048 an entry, and
-# some milliseconds for the largest entry there is (MAX_PENDING_BLOCKS of a stream).
+# Log entries applied before the loop may answer questions again, and transitions: about a millisecond at 2,048 an
+# entry, and some milliseconds for the largest entry there is (MAX_PENDING_BLOCKS of a stream).
 ENTRIES_PER_TURN = 8
 BLOCKS_PER_TURN = 32_768
 

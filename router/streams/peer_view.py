@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What Redis tells of a worker that another router process follows: catalog, hash scheme, state, block counts. Pure.
 
-The follower of a worker writes its state into `meta` with its commits; here it is read back, so that all routers answer alike.
+The follower of a worker writes its state into `meta` with its commits; here it is read back, so that all routers answer
+alike.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def engine_start_s(meta: dict[str, bytes]) -> float | None:
 def state_fields(
     state: StreamState, reason: str, credited: bool, start_s: float | None, disk: str = ""
 ) -> dict[str, bytes]:
-    """The state as it is written into meta. start_s: when the engine's process started. disk: what is wrong with its disk."""
+    """The state as it is written into meta. start_s: when the engine's process started. disk: what is wrong with its
+    disk."""
     return {
         META_ENGINE_START: b"" if start_s is None else repr(start_s).encode(),
         META_STATE: state.value.encode(),

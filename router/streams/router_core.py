@@ -70,8 +70,8 @@ class Core:
         token: str | None = None,
         supervisor: TaskSupervisor | None = None,
     ) -> None:
-        """http: to ask engines whether they live, and what load they have; None: they are not asked. token: names this process
-        in leases; one that outlives the process lets its successor take over at once."""
+        """http: to ask engines whether they live, and what load they have; None: they are not asked. token: names this
+        process in leases; one that outlives the process lets its successor take over at once."""
         self._store = store
         self._config = config
         self._metrics = metrics

@@ -58,10 +58,10 @@ from kvrouter.router.workers.stream_state import CREDITED, SHOWN, StreamState, c
 
 log = logging.getLogger("kvrouter.stream")
 
-# Transitions that may wait for the store. With more, and the store slow, the socket is left unread (ZMQ buffers, and later the
-# publisher drops: a gap) for BACKPRESSURE_S; with the store away they are dropped, and all that is held is written when it is back.
-# They are one commit, so also what every other router applies at once: some milliseconds. With a million, one worker that published
-# as fast as it could held up everybody's answers for a second.
+# Transitions that may wait for the store. With more, and the store slow, the socket is left unread (ZMQ buffers, and
+# later the publisher drops: a gap) for BACKPRESSURE_S; with the store away they are dropped, and all that is held is
+# written when it is back. They are one commit, so also what every other router applies at once: some milliseconds. With
+# a million, one worker that published as fast as it could held up everybody's answers for a second.
 MAX_PENDING_BLOCKS = 65_536
 
 # How long the socket may be left unread, as meanwhile this process answers from what it read before.
@@ -73,13 +73,13 @@ LATE_S = 1.0
 # How long one worker's items are taken in before everything else gets its turn.
 TURN_S = 0.002
 
-# How long a patched engine may take to say hello before its own topic is followed: some round trips. One whose reports are in Redis
-# already is waited for longer, because going on from there saves loading everything.
+# How long a patched engine may take to say hello before its own topic is followed: some round trips. One whose reports
+# are in Redis already is waited for longer, because going on from there saves loading everything.
 GREET_FIRST_S = 0.25
 GREET_KNOWN_S = 3.0
 
-# While the engine's own topic is followed: how long one look for the patch lasts, and the pauses between them, doubled from the
-# first to the last. A new connection begins again: it may be another life of the engine, with the patch.
+# While the engine's own topic is followed: how long one look for the patch lasts, and the pauses between them, doubled
+# from the first to the last. A new connection begins again: it may be another life of the engine, with the patch.
 PROBE_S = 1.0
 PROBE_PAUSE_FIRST_S = 1.0
 PROBE_PAUSE_LAST_S = 30.0
@@ -87,12 +87,13 @@ PROBE_PAUSE_LAST_S = 30.0
 # A worker that is not had within this part of a lease's life is another process's. A first taking is some round trips.
 LOOKS_BEFORE_ELSEWHERE = 10
 
-# A patch silent for so long is given up, and the engine's own topic followed: longer than an engine stalls while it compiles.
+# A patch silent for so long is given up, and the engine's own topic followed: longer than an engine stalls while it
+# compiles.
 REPORTS_LOST_S = 15.0
 
 
-# What the store lacks when a worker is given up is one commit: some milliseconds. A store that hangs is waited for no longer, as
-# whoever stops a router waits too.
+# What the store lacks when a worker is given up is one commit: some milliseconds. A store that hangs is waited for no
+# longer, as whoever stops a router waits too.
 LAST_COMMIT_S = 1.0
 
 PAUSED = "followed again in a moment; the last known residency is shown"
@@ -129,8 +130,8 @@ class WorkerStream:
         changed: Callable[[], None],
         engine_load: Callable[[EngineLoad], None],
     ) -> None:
-        """changed: called when `view` did. engine_load: told what the engine says of its load. token: names this process in
-        leases. mine: whether it should have this one. mirror: led while this process follows the worker."""
+        """changed: called when `view` did. engine_load: told what the engine says of its load. token: names this
+        process in leases. mine: whether it should have this one. mirror: led while this process follows the worker."""
         self.registration = registration
         # Names the worker in heartbeats.
         self.tag = keys.worker_tag(registration.worker)
@@ -152,7 +153,8 @@ class WorkerStream:
         self._lease_problem: str | None = None
         # Stays while it is tried again.
         self._key_problem: str | None = None
-        # Asks the engine whether it lives, while its stream is followed, and what is to be read anew when it is another.
+        # Asks the engine whether it lives, while its stream is followed, and what is to be read anew when it is
+        # another.
         self._poller: EnginePoller | None = None
         self._expire: Callable[[str], None] | None = None
         self._lives = 0
@@ -185,8 +187,8 @@ class WorkerStream:
         self._source_changed = False
         # When the engine's process started, as far as any router knows.
         self._engine_start_s: float | None = None
-        # What else is known of its engine: whether another rank is registered beside it, the ranks of its cores, what says that its
-        # events are another engine's, and what else is wrong with its registration.
+        # What else is known of its engine: whether another rank is registered beside it, the ranks of its cores, what
+        # says that its events are another engine's, and what else is wrong with its registration.
         self._alone = True
         self._engine_ranks: tuple[int, ...] = ()
         self._contradiction = ""
@@ -242,8 +244,8 @@ class WorkerStream:
         return ingest
 
     def judge(self, *, alone: bool, contradiction: str, note: str) -> None:
-        """What the whole fleet shows of this worker. alone: no other rank is registered beside it. contradiction: what says that
-        its events are another engine's. note: what else is wrong with its registration."""
+        """What the whole fleet shows of this worker. alone: no other rank is registered beside it. contradiction: what
+        says that its events are another engine's. note: what else is wrong with its registration."""
         if contradiction != self._contradiction and contradiction:
             log.warning("registration contradicted", extra={"worker": self.worker, "reason": contradiction})
         if note != self.note and note:
@@ -302,7 +304,8 @@ class WorkerStream:
         return told.problem
 
     def image_lost(self, reason: str) -> None:
-        """Why the mirror does not have what Redis holds of the worker, so that nothing of it is credited; empty: it does."""
+        """Why the mirror does not have what Redis holds of the worker, so that nothing of it is credited; empty: it
+        does."""
         self._image_problem = reason
         self._refresh()
 
@@ -516,8 +519,8 @@ class WorkerStream:
         try:
             await self._follow_always()
         except asyncio.CancelledError as error:
-            # A frame of TaskGroup's holds the error and its traceback the frame: all that the worker had would stay until a full
-            # collection, for which a router seldom has reason.
+            # A frame of TaskGroup's holds the error and its traceback the frame: all that the worker had would stay
+            # until a full collection, for which a router seldom has reason.
             raise error.with_traceback(None) from None
 
     async def _follow_always(self) -> None:
@@ -588,7 +591,8 @@ class WorkerStream:
         self._refresh()
 
     async def _take_lead(self, alone: bool) -> None:
-        """Have in `ingest` and in the mirror what the next commit goes on from. alone: nobody else committed since this process."""
+        """Have in `ingest` and in the mirror what the next commit goes on from. alone: nobody else committed since this
+        process."""
         epoch, seq = self._lease.written
         if alone and self._sound and self._lead is not None:
             if not self._lead.continues(self.ingest, epoch, seq):
@@ -659,7 +663,8 @@ class WorkerStream:
             self._key_problem = None
             await self._follow_reports(patch, hello.epoch)
         elif key is not None:
-            # Not the engine's own topic, which anybody could send in its place. libzmq does not say which of these it is.
+            # Not the engine's own topic, which anybody could send in its place. libzmq does not say which of these it
+            # is.
             self._key_problem = (
                 f"no engine patch at {patch} proves the patch_key of this worker: the key is another engine's, the engine "
                 "has no KVROUTER_PATCH_CURVE_KEY, or it does not run"

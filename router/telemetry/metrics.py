@@ -20,15 +20,16 @@ STREAM_STATES = tuple(state.value for state in StreamState)
 # How a worker came back to what its engine holds -> the field of its tally (stock_ingest.py) that counts it.
 RESYNCS = {"replay": "replays", "snapshot": "snapshots", "relearned": "relearned"}
 
-# Why a client's connection was closed: size or time of a head, time of a body, an answer that nobody read, too many connections,
-# no HTTP.
+# Why a client's connection was closed: size or time of a head, time of a body, an answer that nobody read, too many
+# connections, no HTTP.
 CUT_REASONS = ("head_size", "head_time", "body_time", "send_time", "connections", "invalid")
 LEASE_LOSSES = ("taken", "handed_over", "data_lost", "unreadable")
-# Where a value in Redis was met that no router writes: in what is stored of a worker, the registry, the claims of routers.
+# Where a value in Redis was met that no router writes: in what is stored of a worker, the registry, the claims of
+# routers.
 UNREADABLE = ("worker", "registry", "claims")
 
-# How a proxied request ended: ok, an engine's 4xx or 5xx passed on, the router's own refusal (its body, no worker), no engine that
-# answered, an answer that broke off, a client that hung up, a defect of the router.
+# How a proxied request ended: ok, an engine's 4xx or 5xx passed on, the router's own refusal (its body, no worker), no
+# engine that answered, an answer that broke off, a client that hung up, a defect of the router.
 PROXY_OUTCOMES = ("ok", "client_error", "server_error", "refused", "unreachable", "cut", "client_gone", "bug")
 # Of those, what says something of a worker.
 ANSWER_OUTCOMES = ("ok", "client_error", "server_error")
@@ -58,7 +59,8 @@ RESERVATION_ENDS = ("released", "expired", "no_room")
 QUEUE_REFUSALS = ("full", "deadline")
 # `disaggregation.Outcome`; a test holds them equal.
 PREFILL_OUTCOMES = ("remote", "short", "cheaper_here", "saturated", "unavailable", "excluded", "request")
-# Handed over, named to the decode worker's sidecar, no answer of the prefill worker, an error of it, an answer without a hand-over.
+# Handed over, named to the decode worker's sidecar, no answer of the prefill worker, an error of it, an answer without
+# a hand-over.
 HANDOVER_OUTCOMES = ("done", "named", "failed", "refused", "declined")
 
 

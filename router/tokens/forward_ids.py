@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A completion's text replaced by its token ids, so that the engine need not tokenize it again. Pure.
 
-Only where the engine's answer is the same to the last byte; in doubt the client's body goes on as it came. A chat always does: its
-template would have to be rendered for the answer's other parts, and what takes its place (`kv_transfer_params.prompt_token_ids`) is
-for the hand-over between prefill and decode, read by vLLM from 0.28 on and taken for something else before.
+Only where the engine's answer is the same to the last byte; in doubt the client's body goes on as it came. A chat
+always does: its template would have to be rendered for the answer's other parts, and what takes its place
+(`kv_transfer_params.prompt_token_ids`) is for the hand-over between prefill and decode, read by vLLM from 0.28 on and
+taken for something else before.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 """Prompts whose tokens an engine was asked for, remembered by all that decides them.
 
 Whole bodies and no prefixes of conversations: a template may rewrite earlier turns when one is added (many drop their
-reasoning), so the tokens of a shorter conversation say nothing certain of those of a longer one. Exact for any template, for a
-while: a template may write the date.
+reasoning), so the tokens of a shorter conversation say nothing certain of those of a longer one. Exact for any
+template, for a while: a template may write the date.
 """
 
 from __future__ import annotations

@@ -47,10 +47,11 @@ class FoundTokens(NamedTuple):
 class Prompt(msgspec.Struct, frozen=True, eq=False):
     """num_tokens: its length, an estimate where not all ids are known. token_ids: int64, as the engine will have them.
 
-    known_tokens: where only so many ids are known, from the beginning; token_ids then has these alone. problem: why not all are
-    known, with the fix. refused: the engine says that the request itself is wrong, in `problem`. replaces: the ids may be
-    sent in place of the text, as all engines of the model are known to make the same of one. items: the images and the like
-    among the ids. broke_engine: an engine that was asked may have begun on it, and did not answer."""
+    known_tokens: where only so many ids are known, from the beginning; token_ids then has these alone. problem: why not
+    all are known, with the fix. refused: the engine says that the request itself is wrong, in `problem`. replaces: the
+    ids may be sent in place of the text, as all engines of the model are known to make the same of one. items: the
+    images and the like among the ids. broke_engine: an engine that was asked may have begun on it, and did not
+    answer."""
 
     num_tokens: int
     token_ids: NDArray[np.int64] | None
@@ -64,14 +65,16 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     broke_engine: bool = False
 
     def question(self, model: str, **others: Any) -> Question:
-        """What to ask the index: for the tokens that are known, of a prompt of this length. others: further fields of Question."""
+        """What to ask the index: for the tokens that are known, of a prompt of this length. others: further fields of
+        Question."""
         if self.token_ids is None or not len(self.token_ids):
             return Question(model, self.num_tokens, block_hashes=np.empty(0, np.uint64), **others)
         return Question(model, self.num_tokens, token_ids=self.token_ids, items=self.items, **others)
 
 
 class TokensUnknown(Exception):
-    """The tokens cannot be had, at least not this way. broke_engine: as in `Prompt`; nobody else should be asked then."""
+    """The tokens cannot be had, at least not this way. broke_engine: as in `Prompt`; nobody else should be asked
+    then."""
 
     def __init__(self, reason: Reason, problem: str, *, broke_engine: bool = False) -> None:
         super().__init__(problem)

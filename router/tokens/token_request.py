@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of a client's body decides its tokens. Pure; reads the body once and keeps its bytes.
 
-All that is not known to be without influence is kept: an engine that is asked gets it, and two bodies that differ in it are two
-prompts. What is known to be without influence (sampling, streaming, names) is left out.
+All that is not known to be without influence is kept: an engine that is asked gets it, and two bodies that differ in it
+are two prompts. What is known to be without influence (sampling, streaming, names) is left out.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class TokenRequest:
 
     @cached_property
     def key(self) -> bytes:
-        """Equal for two requests that are the same prompt. Not by a fast hash: who finds two bodies with one key would be given
-        tokens of another's prompt."""
+        """Equal for two requests that are the same prompt. Not by a fast hash: who finds two bodies with one key would
+        be given tokens of another's prompt."""
         digest = hashlib.sha256(self.kind.encode())
         for name, value in sorted(self.fields.items()):
             raw = bytes(value)
@@ -149,7 +149,8 @@ class TokenRequest:
 def read(path: str, raw: bytes) -> TokenRequest | NDArray[np.int64]:
     """What is asked, or the ids where the client has given them (int64). Of several prompts, the first decides.
 
-    Raises BadQuestion where the body is no JSON object, and Unknown where it has no tokens or none that could be found out."""
+    Raises BadQuestion where the body is no JSON object, and Unknown where it has no tokens or none that could be found
+    out."""
     try:
         body = _fields.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -181,7 +182,8 @@ def _chat(kept: dict[str, msgspec.Raw], body: dict[str, msgspec.Raw]) -> TokenRe
     if "messages" not in kept:
         raise BadQuestion("messages is missing: a chat completion needs them")
     transfer = bytes(body.get("kv_transfer_params", NULL))
-    # Source: vLLM 0.32.0 renderers/online_renderer.py, _reused_prompt_token_ids: such ids take the place of the messages.
+    # Source: vLLM 0.32.0 renderers/online_renderer.py, _reused_prompt_token_ids: such ids take the place of the
+    # messages.
     if b"prompt_token_ids" in transfer:
         given = _decoded(msgspec.Raw(transfer), "kv_transfer_params").get("prompt_token_ids")
         if isinstance(given, list) and given and bytes(body.get("echo", NULL)) != b"true":

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tokens of what clients send: given, made here, or asked of an engine. The async shell around the pure parts.
 
-Nothing here waits without a deadline, and nothing long runs in the event loop. What cannot be found out in time is a Prompt without
-ids, with its reason: the request is then placed by load.
+Nothing here waits without a deadline, and nothing long runs in the event loop. What cannot be found out in time is a
+Prompt without ids, with its reason: the request is then placed by load.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from kvrouter.router.tokens.token_request import TokenRequest, read
 
 log = logging.getLogger(__name__)
 
-# A body up to this is read, and a prompt up to that tokenized here, within half a millisecond (14 us for 2 kB, 126 us for 32 kB;
-# 0.6 ms for 2 kB); longer ones go to a thread.
+# A body up to this is read, and a prompt up to that tokenized here, within half a millisecond (14 us for 2 kB, 126 us
+# for 32 kB; 0.6 ms for 2 kB); longer ones go to a thread.
 READ_BYTES = 64 * 1024
 MAKE_BYTES = 2 * 1024
 # Tokenizing is work for a core; more threads would take the loop's.
@@ -55,14 +55,16 @@ TOKENS_OF_MEDIA = 1_024
 # Two texts that have no token in common, in place of a message with media.
 STAND_INS = ("A", "7")
 
-# Of the deadline, for an engine's render of a prompt with media: it may fetch a picture first. The rest is for the text before it.
+# Of the deadline, for an engine's render of a prompt with media: it may fetch a picture first. The rest is for the text
+# before it.
 MEDIA_SHARE = 0.6
 
 T = TypeVar("T")
 
 
 class TextTokenizer:
-    """engines: those of a model that may be asked now. session: for those. local: tokenizers here, by model. clock: in seconds."""
+    """engines: those of a model that may be asked now. session: for those. local: tokenizers here, by model. clock: in
+    seconds."""
 
     def __init__(
         self,
@@ -124,7 +126,8 @@ class TextTokenizer:
     async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt:
         """The tokens of a body that a client sent to `path`, for `model` as its workers are registered.
 
-        authorization: the header that the client sent for the engine. Raises BadQuestion where the body cannot be read."""
+        authorization: the header that the client sent for the engine. Raises BadQuestion where the body cannot be
+        read."""
         start_s = self._clock()
         asked: TokenRequest | NDArray[np.int64] | TokensUnknown | None = None
         if len(raw) <= READ_BYTES:
@@ -177,7 +180,8 @@ class TextTokenizer:
             self._waiting -= 1
 
     async def _with_media(self, model: str, asked: TokenRequest, at: int, authorization: str | None) -> Prompt:
-        """All of it where an engine's render tells its items, else what comes before message `at`, the first that has media."""
+        """All of it where an engine's render tells its items, else what comes before message `at`, the first that has
+        media."""
         try:
             async with asyncio.timeout(self._timeout_s * MEDIA_SHARE):
                 ids, source, items = await self._asked_once(model, asked, authorization)
@@ -191,7 +195,8 @@ class TextTokenizer:
         return await self._before_media(model, asked, at, authorization)
 
     async def _before_media(self, model: str, asked: TokenRequest, at: int, authorization: str | None) -> Prompt:
-        """What comes before the first message with more than text: that which two chats have in common that differ in it alone."""
+        """What comes before the first message with more than text: that which two chats have in common that differ in
+        it alone."""
         before = asked.messages[:at]
         role = asked.messages[at].get("role") or "user"
         both = []

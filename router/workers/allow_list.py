@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where the router may connect to on the word of a registration or of an engine. Pure: nothing is resolved.
 
-A name is matched as a name and an address as an address: a name that is listed is trusted wherever its owner's DNS points, and a
-network in the list admits no name, because what the name resolves to now it need not resolve to when we connect.
+A name is matched as a name and an address as an address: a name that is listed is trusted wherever its owner's DNS
+points, and a network in the list admits no name, because what the name resolves to now it need not resolve to when we
+connect.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ def _plain_name(host: str) -> str:
 
 
 def _plain_path(path: str) -> str:
-    """The path without `..` and doubled slashes. A link in a listed folder is followed: who may write there is trusted."""
+    """The path without `..` and doubled slashes. A link in a listed folder is followed: who may write there is
+    trusted."""
     plain = posixpath.normpath(path)
     # POSIX leaves two leading slashes to the system; Linux reads one.
     return plain[1:] if plain.startswith("//") else plain

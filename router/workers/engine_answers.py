@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine says of itself over HTTP: its model, and where its event streams are. Pure: from answers to values.
 
-Source: vLLM 0.32.0 entrypoints/serve/instrumentator/basic.py:59, `GET /kv_event_sources`: one KVEventsConfig (config/kv_events.py)
-for each data-parallel rank, its ports already counted up by the rank. vLLM has it from 0.31 on.
+Source: vLLM 0.32.0 entrypoints/serve/instrumentator/basic.py:59, `GET /kv_event_sources`: one KVEventsConfig
+(config/kv_events.py) for each data-parallel rank, its ports already counted up by the rank. vLLM has it from 0.31 on.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def model_in(answer: bytes) -> str:
 
 
 def streams_in(answer: bytes, url: str) -> EngineAnswers:
-    """What `GET /kv_event_sources` of the engine at `url` says; `streams` is never None. Raises ValueError if it is none."""
+    """What `GET /kv_event_sources` of the engine at `url` says; `streams` is never None. Raises ValueError if it is
+    none."""
     try:
         configs = _sources.decode(answer)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -107,8 +108,9 @@ def streams_in(answer: bytes, url: str) -> EngineAnswers:
 
 
 def _published_at(endpoint: str, host: str) -> str | None:
-    """Where to subscribe. vLLM binds to wildcards, IPC and the node's own address, and connects to all others: a host by its name
-    is somebody else's, and whatever listens on that port of the engine's own host need not be this engine."""
+    """Where to subscribe. vLLM binds to wildcards, IPC and the node's own address, and connects to all others: a host
+    by its name is somebody else's, and whatever listens on that port of the engine's own host need not be this
+    engine."""
     given = _host_of(endpoint)
     if given is None or _is_wildcard(given) or _address(given) is not None:
         return _bound_at(endpoint, host)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks engines now and then which models and LoRA adapters they serve, and where their KV events are. An async shell."""
+"""Asks engines now and then which models and LoRA adapters they serve, and where their KV events are. An async
+shell."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ TIMEOUT_S = 2.0
 # Some hundred adapters and their paths; an answer beyond this is no engine's.
 MAX_ANSWER_BYTES = 1024**2
 ENGINES_AT_ONCE = 16
-# vLLM before 0.31 has no list of event sources, and logs each request for one: it is asked again when it may have been exchanged.
+# vLLM before 0.31 has no list of event sources, and logs each request for one: it is asked again when it may have been
+# exchanged.
 LOOKS_WITHOUT_SOURCES = 60
 
 
@@ -54,7 +56,8 @@ def served_in(answer: bytes) -> ServedModels | None:
         models = _models.decode(answer).data
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
-    # vLLM 0.32.0 entrypoints/openai/models/serving.py: an adapter names its base as parent, and the path that it hashes as root.
+    # vLLM 0.32.0 entrypoints/openai/models/serving.py: an adapter names its base as parent, and the path that it hashes
+    # as root.
     adapters = {model.id: model.root for model in models if model.parent is not None and model.root is not None}
     return ServedModels(tuple(model.id for model in models if model.parent is None), adapters)
 

@@ -18,7 +18,8 @@ MAX_LISTED = 20
 
 
 class ServedModel(NamedTuple):
-    """What a name means. model: as its workers are registered. worker_ids: only these have the adapter; None: all of the model."""
+    """What a name means. model: as its workers are registered. worker_ids: only these have the adapter; None: all of
+    the model."""
 
     model: str
     lora_name: str | None = None

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether a worker's events come from the engine that it is registered with. Pure.
 
-Proofs: the rank in every batch, the ranks and event endpoints that an engine names over HTTP, two registrations of one endpoint,
-and two patched streams of one publisher. What contradicts a registration ends its credit; what proves nothing changes nothing.
+Proofs: the rank in every batch, the ranks and event endpoints that an engine names over HTTP, two registrations of one
+endpoint, and two patched streams of one publisher. What contradicts a registration ends its credit; what proves nothing
+changes nothing.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def origin_problems(
 ) -> dict[WorkerKey, str]:
     """By worker, what says that its events are another engine's.
 
-    sources: by URL, the streams that the engine there names (`GET /kv_event_sources`). lives: by worker, the epoch of the patched
-    publisher that is followed for it.
+    sources: by URL, the streams that the engine there names (`GET /kv_event_sources`). lives: by worker, the epoch of
+    the patched publisher that is followed for it.
     """
     known = list(registrations)
     found: dict[WorkerKey, str] = {}
@@ -95,7 +96,8 @@ def _shared(
     key_of: Callable[[Registration], str | None],
     right: Set[WorkerKey] = frozenset(),
 ) -> Iterable[tuple[WorkerKey, str, str]]:
-    """(worker, key, the others) of workers with one key that are not one engine. right: whom a key belongs to, if it is one's."""
+    """(worker, key, the others) of workers with one key that are not one engine. right: whom a key belongs to, if it is
+    one's."""
     groups: dict[str, list[Registration]] = {}
     for one in known:
         key = key_of(one)

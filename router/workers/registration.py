@@ -12,8 +12,8 @@ from kvrouter.router.workers.source_precedence import REGISTER
 # The largest hybrid models have below ten groups. The hit rule's kernels have room for so many, and do not check.
 MAX_GROUPS = 64
 
-# Far over any engine's block (vLLM: up to some thousand tokens for Mamba) and any window; the product of two still fits the
-# kernels' int64.
+# Far over any engine's block (vLLM: up to some thousand tokens for Mamba) and any window; the product of two still fits
+# the kernels' int64.
 MAX_TOKENS = 2**31 - 1
 
 
@@ -27,7 +27,8 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     attention_chunk_size: int | None = None
     eagle: bool = False
     prefix_cacheable: bool = True
-    # Groups of one class are looked up jointly, as vLLM does for equal specs; None: told from kind, block size and window.
+    # Groups of one class are looked up jointly, as vLLM does for equal specs; None: told from kind, block size and
+    # window.
     spec_class: int | None = None
 
 
@@ -60,10 +61,10 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     """One worker as registered. `events` and `replay` are ZMQ endpoints, `url` the engine's HTTP address.
 
     patch: where the engine patch answers requests; None: beside `events`, if it does; NO_PATCH: not looked for.
-    draining: it gets no new request, and is followed as ever, because a client said so; retiring: because its source did.
-    numbered: see `given_id`.
-    patch_key: the public key (Z85) that the patch must prove; then nothing that is not encrypted with it is listened to.
-    handover: how it is handed a prompt that a prefill worker has computed.
+    draining: it gets no new request, and is followed as ever, because a client said so; retiring: because its source
+    did. numbered: see `given_id`.
+    patch_key: the public key (Z85) that the patch must prove; then nothing that is not encrypted with it is listened
+    to. handover: how it is handed a prompt that a prefill worker has computed.
     source: who says that it is there (source_precedence.py). note: what that source could not find out, for people.
     """
 

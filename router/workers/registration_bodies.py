@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients may say of a worker, as typed structs. The aliases are those of Mooncake's indexer RFC and of Dynamo's services."""
+"""What clients may say of a worker, as typed structs. The aliases are those of Mooncake's indexer RFC and of Dynamo's
+services."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ class CatalogBody(msgspec.Struct, kw_only=True):
 
 
 class DynamoWorker(msgspec.Struct, kw_only=True):
-    """How Dynamo's selection service has a worker's addresses: `endpoint` is HTTP, and these beside it (`dynamo_shapes.py`)."""
+    """How Dynamo's selection service has a worker's addresses: `endpoint` is HTTP, and these beside it
+    (`dynamo_shapes.py`)."""
 
     kv_events_endpoint: str | None = None
     kv_events_endpoints: dict[str, str] | None = None
@@ -62,8 +64,8 @@ class DynamoWorker(msgspec.Struct, kw_only=True):
 
 
 class WorkerPatch(DynamoWorker, kw_only=True):
-    """`PATCH /workers/{id}`: null unsets, absent keeps. `dp_rank` and `model` say which worker is meant. With a field of Dynamo's,
-    null keeps too.
+    """`PATCH /workers/{id}`: null unsets, absent keeps. `dp_rank` and `model` say which worker is meant. With a field
+    of Dynamo's, null keeps too.
 
     state: draining takes no new request and lets running ones finish."""
 

@@ -7,7 +7,8 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """`both` and `decode` answer requests, and may be handed their prompts; `prefill` computes prompts for others, and no more."""
+    """`both` and `decode` answer requests, and may be handed their prompts; `prefill` computes prompts for others, and
+    no more."""
 
     BOTH = "both"
     PREFILL = "prefill"
@@ -17,8 +18,9 @@ class Role(StrEnum):
 class HandoverWay(StrEnum):
     """How a decode worker is told where its prompt was computed.
 
-    kv_transfer_params: the router asks the prefill worker first and puts its answer into the decode worker's body, as vLLM's
-    connectors want it. header: the decode worker's sidecar does that; the router only names the prefill worker to it."""
+    kv_transfer_params: the router asks the prefill worker first and puts its answer into the decode worker's body, as
+    vLLM's connectors want it. header: the decode worker's sidecar does that; the router only names the prefill worker
+    to it."""
 
     KV_TRANSFER_PARAMS = "kv_transfer_params"
     HEADER = "header"

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who says that a worker is there, and whose word counts where two say it of one worker. Pure.
 
-What an operator wrote for this very router wins over what changes by itself, and that over what any client may say: a client with
-the key must not take over the name of a worker that the operator's list or the cluster knows.
+What an operator wrote for this very router wins over what changes by itself, and that over what any client may say: a
+client with the key must not take over the name of a worker that the operator's list or the cluster knows.
 """
 
 from __future__ import annotations
 
-# `--worker` and KVROUTER_WORKERS; `workers:` in the settings file; the file of the setting `workers_file`; pods; clients.
+# `--worker` and KVROUTER_WORKERS; `workers:` in the settings file; the file of the setting `workers_file`; pods;
+# clients.
 STATIC = "static"
 CONFIG = "config"
 FILE = "file"

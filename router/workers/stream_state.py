@@ -20,8 +20,8 @@ class StreamState(StrEnum):
     DOWN = "down"
 
 
-# In these states the residency that is known is credited. `suspect` is, for a while: nothing contradicts it yet, it is marked, and
-# whatever disproves it voids it. `resyncing` is not: batches are known to be missing.
+# In these states the residency that is known is credited. `suspect` is, for a while: nothing contradicts it yet, it is
+# marked, and whatever disproves it voids it. `resyncing` is not: batches are known to be missing.
 CREDITED = frozenset({StreamState.CATCHING_UP, StreamState.LIVE, StreamState.SUSPECT})
 
 # The same, and the one in which questions by block hash are answered: what doubt turns into `suspect`.
@@ -31,5 +31,6 @@ HEARD = frozenset({StreamState.CATCHING_UP, StreamState.LIVE, StreamState.RESYNC
 
 
 def credited(state: StreamState, overdue: bool) -> bool:
-    """Whether a worker gets credit for what is known of it. overdue: it is in this state for longer than doubt is credited."""
+    """Whether a worker gets credit for what is known of it. overdue: it is in this state for longer than doubt is
+    credited."""
     return state in CREDITED and not (state is StreamState.SUSPECT and overdue)

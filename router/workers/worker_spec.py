@@ -45,7 +45,8 @@ KEYS = (
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """One `--worker`. `model` None: the engine at `url` has to be asked for its name; `dp_rank` None: all that it has."""
+    """One `--worker`. `model` None: the engine at `url` has to be asked for its name; `dp_rank` None: all that it
+    has."""
 
     worker_id: str
     url: str
@@ -106,8 +107,8 @@ def endpoint_problem(endpoint: str) -> str | None:
         return wanted
     if endpoint.startswith("ipc://"):
         return None if len(endpoint) > len("ipc://") else wanted
-    # Not `;`, which libzmq takes for the end of a source address, nor a bare IPv6 address: what we read as the host must be
-    # what libzmq connects to.
+    # Not `;`, which libzmq takes for the end of a source address, nor a bare IPv6 address: what we read as the host
+    # must be what libzmq connects to.
     found = re.fullmatch(r"tcp://(\[[0-9A-Fa-f:.]+(?:%\w+)?\]|[^\[\]:;/@\\]+):(\d{1,5})", endpoint)
     if not found or not 0 < int(found[2]) <= 65_535:
         return wanted
@@ -138,8 +139,8 @@ def url_problem(url: str) -> str | None:
         return wanted
     try:
         parts = urlsplit(url)
-        # The address is shown in /workers and given to clients, so it holds no password; and readers of URLs disagree about
-        # `@` and backslashes.
+        # The address is shown in /workers and given to clients, so it holds no password; and readers of URLs disagree
+        # about `@` and backslashes.
         plain = bool(parts.hostname) and "@" not in parts.netloc and "\\" not in url
         good = parts.scheme in ("http", "https") and plain and (parts.port is None or parts.port > 0)
     except ValueError:

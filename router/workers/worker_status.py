@@ -13,7 +13,8 @@ from kvrouter.router.workers.stream_state import StreamState
 
 
 class PatchStatus(msgspec.Struct, frozen=True):
-    """The engine patch behind a worker whose reports are followed. mismatches: heartbeats that disagreed with the index."""
+    """The engine patch behind a worker whose reports are followed. mismatches: heartbeats that disagreed with the
+    index."""
 
     version: str
     epoch: str
@@ -25,8 +26,8 @@ class PatchStatus(msgspec.Struct, frozen=True):
 
 
 class Recovery(msgspec.Struct, frozen=True):
-    """What went missing, how it came back (batches replayed, a snapshot, all learned anew), and by how many blocks a snapshot
-    showed the index to be wrong. Since this process began to follow the worker."""
+    """What went missing, how it came back (batches replayed, a snapshot, all learned anew), and by how many blocks a
+    snapshot showed the index to be wrong. Since this process began to follow the worker."""
 
     missed_batches: int = 0
     replays: int = 0
@@ -46,8 +47,8 @@ class TokensStatus(msgspec.Struct, frozen=True):
 class WorkerStatus(msgspec.Struct, frozen=True):
     """Shapes as in api.md.
 
-    seq: the last batch whose effect this process's answers show. residency: blocks by place (`g0:GPU`), every medium that was
-    seen, also one that earns no credit.
+    seq: the last batch whose effect this process's answers show. residency: blocks by place (`g0:GPU`), every medium
+    that was seen, also one that earns no credit.
     """
 
     worker_id: str
@@ -77,14 +78,15 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     tokens: TokensStatus | None = None
     # Who says that it is there (source_precedence.py).
     source: str = REGISTER
-    # It is to take no new request, by a client's word or its source's; and why it takes none now, for whatever reason: empty when
-    # it does.
+    # It is to take no new request, by a client's word or its source's; and why it takes none now, for whatever reason:
+    # empty when it does.
     draining: bool = False
     closed: str = ""
     # both, prefill or decode; and how it is handed a prompt that was computed elsewhere.
     role: str = "both"
     handover: str = "kv_transfer_params"
-    # Why what is predicted for it is not to be trusted, by what its engine said of answers; empty when nothing speaks against it.
+    # Why what is predicted for it is not to be trusted, by what its engine said of answers; empty when nothing speaks
+    # against it.
     predictions: str = ""
 
     @classmethod

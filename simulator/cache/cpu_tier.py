@@ -2,9 +2,9 @@
 """The CPU tier's books: which chunks it holds, which are on their way in or out, and who is evicted.
 
 A chunk is one block of one group, vLLM's default. A chunk that is being written can be seen and not read; one that is
-being read is not evicted. Who was used last is kept longest: chunks are ordered when they arrive and again when a request
-that used them ends, its first tokens' last. Source: vLLM 0.32.0 kv_offload/cpu/manager.py and policies/lru.py. No I/O or
-clock.
+being read is not evicted. Who was used last is kept longest: chunks are ordered when they arrive and again when a
+request that used them ends, its first tokens' last. Source: vLLM 0.32.0 kv_offload/cpu/manager.py and policies/lru.py.
+No I/O or clock.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class CpuTier:
     def begin_store(self, offered: dict[Key, int], uses: Uses) -> list[Key] | None:
         """Make room for those that are not there, and say which. None: there is no room, and nothing is stored.
 
-        offered: with where each ends in the text; none of them is evicted for the rest. uses: of the request that offers.
+        offered: with where each ends in the text; none of them is evicted for the rest. uses: of the request that
+        offers.
         """
         new = [key for key in offered if key not in self._readers]
         for key, end in offered.items():

@@ -37,11 +37,11 @@ class Handover(enum.Enum):
 class Job:
     """One request. Lengths in tokens.
 
-    computed: tokens whose KV is there, or will be after the step or the load under way. quiet_until: up to this length a
-    step of one token needs nothing from any group, so that most decode steps touch no block. reused: found in the GPU's
-    cache when it was first admitted; loaded: brought from elsewhere then (CPU tier, another replica). junction: see
-    PrefixHit. loading: a load writes into its blocks; committed: what a load has written is findable. given_blocks: by
-    group, what it left to another replica.
+    computed: tokens whose KV is there, or will be after the step or the load under way. quiet_until: up to this length
+    a step of one token needs nothing from any group, so that most decode steps touch no block. reused: found in the
+    GPU's cache when it was first admitted; loaded: brought from elsewhere then (CPU tier, another replica). junction:
+    see PrefixHit. loading: a load writes into its blocks; committed: what a load has written is findable. given_blocks:
+    by group, what it left to another replica.
     """
 
     text: Text

@@ -83,7 +83,8 @@ class KVCache:
             group.drop_skipped(table, job.computed)
 
     def extend(self, job: Job, tokens: int) -> bool:
-        """Slots for a running request's next `tokens` tokens. False when the pool has too few; it may have let some go."""
+        """Slots for a running request's next `tokens` tokens. False when the pool has too few; it may have let some
+        go."""
         self.drop_skipped(job)
         computed = job.computed
         end = computed + tokens

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a replica moves between its GPU and its CPU tier: vLLM's OffloadingConnector, scheduler side.
 
-Prompts are stored as their blocks become full, and loaded where the tier reaches further than the GPU's cache. Chunks of one
-block, prompts only, no EAGLE (vLLM's defaults); a prompt that is aborted during its prefill keeps no shorter tail.
-Source: vLLM 0.32.0 kv_connector/v1/offloading/scheduler.py. No I/O or clock: whoever drives the replica says when a
-transfer has ended.
+Prompts are stored as their blocks become full, and loaded where the tier reaches further than the GPU's cache. Chunks
+of one block, prompts only, no EAGLE (vLLM's defaults); a prompt that is aborted during its prefill keeps no shorter
+tail. Source: vLLM 0.32.0 kv_connector/v1/offloading/scheduler.py. No I/O or clock: whoever drives the replica says when
+a transfer has ended.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Transfer:
 
 @dataclass(slots=True)
 class _Request:
-    """What is known of a request here. blocks: by group, as they were allocated; None: null, or given to another since."""
+    """What is known of a request here. blocks: by group, as they were allocated; None: null, or given to another
+    since."""
 
     blocks: list[list[Block | None]]
     next_stored: list[int]

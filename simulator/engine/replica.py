@@ -2,8 +2,8 @@
 """One engine replica without a model: requests in, steps, tokens and cache events out.
 
 It decides what vLLM's engine core would decide and takes no time for it: whoever drives it says how long a step lasts
-(`virtual_time.py` by a clock of its own, `realtime.py` by the real one). Each step's events go out in one batch when it is
-settled, as in vLLM's update_from_output.
+(`virtual_time.py` by a clock of its own, `realtime.py` by the real one). Each step's events go out in one batch when it
+is settled, as in vLLM's update_from_output.
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ class Scheduler:
             self._end_transfer(number)
 
     def quiet_steps(self) -> int:
-        """How many of the next steps decode one token of each running request and do nothing else: nobody is admitted or ends,
+        """How many of the next steps decode one token of each running request and do nothing else: nobody is admitted
+        or ends,
 
         no block is taken, dropped or committed, no event arises. 0 where that cannot be told."""
         running = self.running
@@ -192,7 +193,8 @@ class Scheduler:
         return True
 
     def _plan_waiting(self, step: Step, budget: int) -> None:
-        """Admit requests while there is room, those that have been loaded first. Nobody overtakes one that does not fit."""
+        """Admit requests while there is room, those that have been loaded first. Nobody overtakes one that does not
+        fit."""
         not_yet: list[Job] = []
         still_loading: list[Job] = []
         while budget > 0 and (self.loading or self.waiting) and len(self.running) < self._max_running:

@@ -4,8 +4,9 @@
 Nothing waits and nothing is concurrent: whoever drives a fleet submits requests at the times at which they arrive and
 asks what happened up to the next of them. The same requests at the same times give the same run.
 
-Steps in which each running request decodes one token and nothing else happens are most of a run; they are taken together,
-with the times that they have one by one. Until the last of them ends, or a request arrives, jobs' lengths are those before them.
+Steps in which each running request decodes one token and nothing else happens are most of a run; they are taken
+together, with the times that they have one by one. Until the last of them ends, or a request arrives, jobs' lengths are
+those before them.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ class ReplicaFleet:
         return self.replicas[replica].submit(text, max_tokens, now_s)
 
     def advance(self, until_s: float = float("inf")) -> Iterator[Moment]:
-        """What happens up to `until_s`, in order. Between two moments more requests may be submitted, at the first's time."""
+        """What happens up to `until_s`, in order. Between two moments more requests may be submitted, at the first's
+        time."""
         while True:
             next_s, number = min(
                 ((replica.next_s, n) for n, replica in enumerate(self.replicas) if replica.next_s is not None),

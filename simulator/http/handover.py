@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Disaggregated prefill over HTTP: the `kv_transfer_params` of vLLM's NixlConnector, read and written.
 
-A prefill replica is asked with `do_remote_decode` and answers with where the prompt's blocks are. A decode replica is asked with
-that answer, which says `do_remote_prefill`, and receives the prompt in place of computing it: at the rate of a load, whole,
-and without the other replica being asked. The giver's blocks are free at once, where vLLM keeps them until they are read.
+A prefill replica is asked with `do_remote_decode` and answers with where the prompt's blocks are. A decode replica is
+asked with that answer, which says `do_remote_prefill`, and receives the prompt in place of computing it: at the rate of
+a load, whole, and without the other replica being asked. The giver's blocks are free at once, where vLLM keeps them
+until they are read.
 """
 
 from __future__ import annotations

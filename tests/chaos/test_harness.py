@@ -68,8 +68,8 @@ def found(fault: str) -> list[Outcome]:
 
 
 GHOSTS = "ghosts, first"
-# A seq that does not continue what is committed may be refused by the store, whatever the ingest thinks of it: then a worker never
-# settles, in place of ghosts.
+# A seq that does not continue what is committed may be refused by the store, whatever the ingest thinks of it: then a
+# worker never settles, in place of ghosts.
 NEVER = "not settled"
 
 

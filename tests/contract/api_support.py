@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A core that knows nothing but the API's Protocol, and an ASGI client without a socket. For HTTP shapes only: what the numbers
-are is proven elsewhere, with the real core."""
+"""A core that knows nothing but the API's Protocol, and an ASGI client without a socket. For HTTP shapes only: what the
+numbers are is proven elsewhere, with the real core."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def status(worker: WorkerKey, url: str | None) -> WorkerStatus:
 
 
 class TinyCore:
-    """Satisfies CorePort. `hits_known` are the answers; `asked` and `registered` are what came in; `fail` is raised by all."""
+    """Satisfies CorePort. `hits_known` are the answers; `asked` and `registered` are what came in; `fail` is raised by
+    all."""
 
     def __init__(self, hits: Sequence[Hit] = ()) -> None:
         self.hits_known = list(hits)
@@ -277,7 +278,8 @@ async def ask_app(
 
 
 def call(app: Outer, method: str, path: str, body: Any = None, **more: Any) -> Answer:
-    """`ask_app` in a loop of its own. Bytes and a tuple of bytes (chunks) go as they are, None is no body, the rest is JSON."""
+    """`ask_app` in a loop of its own. Bytes and a tuple of bytes (chunks) go as they are, None is no body, the rest is
+    JSON."""
     if body is None:
         raw: bytes | list[bytes] = b""
     elif isinstance(body, bytes):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real servers for the contract: the embedded Valkey, Debian's Redis, a cluster of three. Started once, ended by pid."""
+"""Real servers for the contract: the embedded Valkey, Debian's Redis, a cluster of three. Started once, ended by
+pid."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's HTTP and its proxy in a thread, on a core that takes the first worker that it may: so tests know who is asked."""
+"""The router's HTTP and its proxy in a thread, on a core that takes the first worker that it may: so tests know who is
+asked."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ class Placed:
 
 
 class FirstFit:
-    """In place of `Placer`: takes the first registered worker that the question leaves, which reuses all whole blocks of 16."""
+    """In place of `Placer`: takes the first registered worker that the question leaves, which reuses all whole blocks
+    of 16."""
 
     def __init__(self, core: InOrder, unavailable: Callable[[WorkerKey], str | None]) -> None:
         self._core = core

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hot endpoints over a real socket: what the short way in uvicorn's protocol sends equals what the ASGI application sends."""
+"""The hot endpoints over a real socket: what the short way in uvicorn's protocol sends equals what the ASGI application
+sends."""
 
 from __future__ import annotations
 
@@ -106,7 +107,8 @@ CASES = {
 
 
 def canonical(answer: bytes) -> list[bytes]:
-    """Lines of heads and bodies; uvicorn orders its own headers as it likes, and each selection has an id of its own."""
+    """Lines of heads and bodies; uvicorn orders its own headers as it likes, and each selection has an id of its
+    own."""
     answer = re.sub(rb'"selection_id":"[0-9a-f]{32}"', b"", answer)
     return sorted(answer.replace(b"\r\n", b"\n").split(b"\n"))
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads of requests beyond the common case, on every way that a request can take here, as RFC 9112 has them. Raw sockets."""
+"""Heads of requests beyond the common case, on every way that a request can take here, as RFC 9112 has them. Raw
+sockets."""
 
 from __future__ import annotations
 

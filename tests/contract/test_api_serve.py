@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter serve` as a process: the start-up line, a real socket, the whole stack below it, and both ways to stop it."""
+"""`kvrouter serve` as a process: the start-up line, a real socket, the whole stack below it, and both ways to stop
+it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes' API as workers, against a server that answers as one (tests/support/fake_cluster.py); no real one could be had."""
+"""Kubernetes' API as workers, against a server that answers as one (tests/support/fake_cluster.py); no real one could
+be had."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several routers with sources of their own on one real store: who registers, who takes away, what one that is down does."""
+"""Several routers with sources of their own on one real store: who registers, who takes away, what one that is down
+does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who follows a worker leads its mirror: exact without the store, and given up with the lease. Real store, sockets and streams."""
+"""Who follows a worker leads its mirror: exact without the store, and given up with the lease. Real store, sockets and
+streams."""
 
 from __future__ import annotations
 

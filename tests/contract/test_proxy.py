@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What goes through the proxy: bytes as they came, the right headers and no others, the engine's errors. Real sockets."""
+"""What goes through the proxy: bytes as they came, the right headers and no others, the engine's errors. Real
+sockets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clients that hang up, read slowly, pipeline, send in pieces or speak HTTP/1.0: each gets its answer, and frees what it had."""
+"""Clients that hang up, read slowly, pipeline, send in pieces or speak HTTP/1.0: each gets its answer, and frees what
+it had."""
 
 from __future__ import annotations
 

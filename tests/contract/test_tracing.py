@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces: what a collector gets of a request, what the engine is told, and that nobody waits for a collector. Real sockets."""
+"""Traces: what a collector gets of a request, what the engine is told, and that nobody waits for a collector. Real
+sockets."""
 
 from __future__ import annotations
 

@@ -79,7 +79,8 @@ def ask(fleet: Fleet, **body: Any) -> Any:
 
 @contextmanager
 def chat_fleet(folder: Path, model: Path, arguments: Sequence[str] = ()) -> Iterator[Fleet]:
-    """Two servers of this model, live at the router, which knows how to make tokens of a chat. arguments: of `vllm serve`."""
+    """Two servers of this model, live at the router, which knows how to make tokens of a chat. arguments: of `vllm
+    serve`."""
     with ExitStack() as stack:
         engines = {f"w{n}": stack.enter_context(ChatServer(folder, model, arguments)) for n in range(2)}
         flags = ["--tokenize-timeout-s", str(TOKENIZE_TIMEOUT_S)]

@@ -24,7 +24,8 @@ def write_chat_model(folder: Path) -> Path:
 
 
 def write_adapter(folder: Path) -> Path:
-    """A LoRA adapter with random weights for this model's query projections: `--enable-lora --lora-modules NAME=FOLDER`."""
+    """A LoRA adapter with random weights for this model's query projections: `--enable-lora --lora-modules
+    NAME=FOLDER`."""
     import torch
     from safetensors.torch import save_file
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `vllm serve` on the CPU with the tiny model that chats (`chat_model.py`): OpenAI HTTP, real events, random weights."""
+"""A real `vllm serve` on the CPU with the tiny model that chats (`chat_model.py`): OpenAI HTTP, real events, random
+weights."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ class ChatServer:
     """Starts on entry, stops on exit. `url` is its HTTP address, `endpoint` and `replay_endpoint` its events."""
 
     def __init__(self, folder: Path, model: Path, arguments: Sequence[str] = (), name: str = "chat-tiny") -> None:
-        """model: what `write_chat_model` wrote; several servers may share it. arguments: further flags of `vllm serve`."""
+        """model: what `write_chat_model` wrote; several servers may share it. arguments: further flags of `vllm
+        serve`."""
         folder.mkdir(parents=True, exist_ok=True)
         self.name = name
         self.port = free_port()

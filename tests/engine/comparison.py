@@ -32,8 +32,8 @@ class Tally:
     """What one run compared. `early`: questions asked before a learned catalog was whole, where less is allowed.
 
     in_transfer: probes with a chunk on its way, judged by what is held; cut_short: those where the engine does not wait
-    for it and yet takes something else than what is held. misplaced: probes where vLLM 0.32 takes chunks of chunked local attention
-    from the CPU that do not begin where the prompt's do, and the router promises none of them.
+    for it and yet takes something else than what is held. misplaced: probes where vLLM 0.32 takes chunks of chunked
+    local attention from the CPU that do not begin where the prompt's do, and the router promises none of them.
     """
 
     name: str
@@ -116,9 +116,9 @@ class Comparison:
         """Register the engine, let it work, and ask `questions` prompts after each of `rounds` rounds.
 
         never_whole: the wire lacks a fact, so answers may fall short of the engine's for ever, and never exceed them.
-        patch: where the engine patch answers, which declares the catalog; told: seq of its last message, once all are sent.
-        resets: caches are emptied now and then, of the GPU and of the connector, also while requests run; without the
-        patch vLLM does not say which, so answers may fall short."""
+        patch: where the engine patch answers, which declares the catalog; told: seq of its last message, once all are
+        sent. resets: caches are emptied now and then, of the GPU and of the connector, also while requests run; without
+        the patch vLLM does not say which, so answers may fall short."""
         oracle, router = self._oracle, self._router
         self._never_whole = never_whole or (resets and patch is None)
         self._resets = resets

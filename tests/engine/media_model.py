@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny hybrid model that sees: Idefics3 over a Llama of which five layers of six have a sliding window, with random weights.
+"""A tiny hybrid model that sees: Idefics3 over a Llama of which five layers of six have a sliding window, with random
+weights.
 
-Of the families that take any number of images it is one that vLLM serves without torchvision, and its text layers are sliding
-where `layer_types` says so. Each image is one tile, whatever its size, and stands as `IMAGE_LENGTH` tokens in the prompt.
+Of the families that take any number of images it is one that vLLM serves without torchvision, and its text layers are
+sliding where `layer_types` says so. Each image is one tile, whatever its size, and stands as `IMAGE_LENGTH` tokens in
+the prompt.
 """
 
 from __future__ import annotations

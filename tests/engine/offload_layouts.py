@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Synthetic KV caches of every kind of layout, as engines lay them out: small, with odd sizes where a layout allows them.
+"""Synthetic KV caches of every kind of layout, as engines lay them out: small, with odd sizes where a layout allows
+them.
 
-A layout is views over raw storages. What a block holds is said by its `blocks` alone, in torch's own indexing, so that tests need
-no strides, pages or pieces of their own.
+A layout is views over raw storages. What a block holds is said by its `blocks` alone, in torch's own indexing, so that
+tests need no strides, pages or pieces of their own.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class Layout:
         return canonical_caches(self.views(raw), self.groups, NUM_BLOCKS)
 
     def blocks(self, raw: Sequence[torch.Tensor], group: int) -> list[torch.Tensor]:
-        """Views of the group's layers whose first dimension counts blocks, as integers of the elements' size: bytes compare
-        equal."""
+        """Views of the group's layers whose first dimension counts blocks, as integers of the elements' size: bytes
+        compare equal."""
         views = self.views(raw)
         found = []
         for name in self.groups[group]:

@@ -238,7 +238,8 @@ class Oracle:
         return Answer(local, cpu(held), None if external is None else cpu(external), transfer=True)
 
     def _simple_external(self, manager: SimpleCPUOffloadScheduler, request: Request, local: int) -> int:
-        """What the connector offers; a chunk on its way is not in its pool yet. Its blocks are neither pinned nor used by this."""
+        """What the connector offers; a chunk on its way is not in its pool yet. Its blocks are neither pinned nor used
+        by this."""
         pool: Any = manager.cpu_block_pool
         pool.touch = lambda blocks: None
         try:
@@ -278,7 +279,8 @@ class Oracle:
         tracker._pending_event_metadata = payloads
         status = offload._req_status.pop(request.request_id)
         if isinstance(manager, HybridOffloadingManager):
-            # Its only effect: what a question waited for is not kept for it. With vLLM's manager this would count as a use.
+            # Its only effect: what a question waited for is not kept for it. With vLLM's manager this would count as a
+            # use.
             manager.on_request_finished(status.req_context)
         return external, pending
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the engine tests in a venv that holds vLLM's CPU build; build that venv when it is missing.
 
-Standard library only: it runs before anything is installed. The venv is 3 GB and takes about three minutes, so it is kept outside
-the clone, in a folder named after what it holds. This project itself is installed beside the clone, into .engine-site.
+Standard library only: it runs before anything is installed. The venv is 3 GB and takes about three minutes, so it is
+kept outside the clone, in a folder named after what it holds. This project itself is installed beside the clone, into
+.engine-site.
 """
 
 from __future__ import annotations

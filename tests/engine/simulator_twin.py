@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own Scheduler over a simulator's geometry, sampling what the simulator samples, and the requests to give to both."""
+"""vLLM's own Scheduler over a simulator's geometry, sampling what the simulator samples, and the requests to give to
+both."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bodies of a hand-over against vLLM's own: its request classes read them, and its NixlConnector's scheduler takes the one for
-a prompt to be kept, and the other for one to be fetched. No blocks are moved: that needs NIXL and two engines."""
+"""The bodies of a hand-over against vLLM's own: its request classes read them, and its NixlConnector's scheduler takes
+the one for a prompt to be kept, and the other for one to be fetched. No blocks are moved: that needs NIXL and two
+engines."""
 
 from __future__ import annotations
 

@@ -44,7 +44,8 @@ def user(*parts: dict[str, Any]) -> dict[str, Any]:
 
 
 def chats(rng: Random) -> Iterator[list[dict[str, Any]]]:
-    """Conversations that grow and branch, of few images: alone, side by side, twice, under names of their own, or none."""
+    """Conversations that grow and branch, of few images: alone, side by side, twice, under names of their own, or
+    none."""
     images = [image_part(image_png(rng)) for _ in range(IMAGES)]
     images += [{**images[0], "uuid": "mine"}, {**images[1], "uuid": "a"}]
     starts = [[{"role": "system", "content": f"You are helpful in {town}. " * 8}] for town in ("Paris", "Rome", "Oslo")]

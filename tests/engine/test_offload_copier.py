@@ -25,7 +25,8 @@ from kvrouter.engine_patch.offload.memory.region import Region  # noqa: E402
 from kvrouter.engine_patch.offload.memory.slot_layout import GroupPart, Plan, SlotLayout, num_chunks  # noqa: E402
 
 NUM_SLOTS = 20
-# How often a copy of 64 KiB or more is repeated at most, until another thread got to run: half a second, where it never does.
+# How often a copy of 64 KiB or more is repeated at most, until another thread got to run: half a second, where it never
+# does.
 TURNS = 20_000
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 
@@ -87,7 +88,8 @@ def test_what_was_stored_is_loaded_into_other_blocks_and_nothing_else_changes(
 ) -> None:
     stored, loaded = data.draw(transfers(len(layout.groups), blocks_per_chunk))
     with pytest.MonkeyPatch.context() as patch:
-        # Pages of a layout are small: batches of one and of several, pages copied one by one, all of them or the larger.
+        # Pages of a layout are small: batches of one and of several, pages copied one by one, all of them or the
+        # larger.
         patch.setattr(copier_module, "BATCH_BYTES", sizes[0])
         patch.setattr(copier_module, "DIRECT_BYTES", sizes[1])
         check_round_trip(layout, blocks_per_chunk, stored, loaded)

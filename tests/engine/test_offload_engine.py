@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real engine with our CPU and disk tiers: what the router predicts of each tier is reused, and nothing else changes."""
+"""A real engine with our CPU and disk tiers: what the router predicts of each tier is reused, and nothing else
+changes."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ ROUNDING = 0.08
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, bytes of a block over its layers, and the sizes of its tiers in blocks: each far below what the prompts need."""
+    """A model, bytes of a block over its layers, and the sizes of its tiers in blocks: each far below what the prompts
+    need."""
 
     model: str
     block_bytes: int
@@ -141,7 +143,8 @@ def offload(case: Case, disk: Path) -> dict[str, Any]:
 
 
 def settled(router: RouterProcess, engine: OffloadEngine) -> dict[str, Any]:
-    """The worker's row once a heartbeat has proven that the router holds what the ledger says now, and its answers show it."""
+    """The worker's row once a heartbeat has proven that the router holds what the ledger says now, and its answers show
+    it."""
     blocks = {place: count for place, (count, _) in engine.do("ledger").items()}
     last_seq = engine.do("last_seq")
 
@@ -152,7 +155,8 @@ def settled(router: RouterProcess, engine: OffloadEngine) -> dict[str, Any]:
 
 
 def alike(answer: dict[str, Any], truth: dict[str, Any]) -> bool:
-    """The same tokens, and the same logprobs but for rounding: what is cached decides how a prefill is cut into pieces."""
+    """The same tokens, and the same logprobs but for rounding: what is cached decides how a prefill is cut into
+    pieces."""
     if answer["token_ids"] != truth["token_ids"]:
         return False
     for ours, theirs in zip(answer["logprobs"], truth["logprobs"], strict=True):
@@ -268,7 +272,8 @@ def test_after_a_kill_what_is_announced_is_there(
     seed: int,
     table: Callable[..., None],
 ) -> None:
-    """Killed in the middle of its work, three times; the next life on the same folder answers as if nothing had been."""
+    """Killed in the middle of its work, three times; the next life on the same folder answers as if nothing had
+    been."""
     case = Case("windows", FEWER_PROMPTS, {"blocks_per_chunk": blocks_per_chunk})
     shape = SHAPES[case.shape]
     truth, work = plain(case.shape), list(workload(case.shape, seed))[:FEWER_PROMPTS]
@@ -376,8 +381,8 @@ def test_resets_empty_both_tiers_at_once_and_on_the_stock_topic_too(
 
 
 def _catch_up(reader: OffloadEngine, writer: OffloadEngine) -> None:
-    """An engine that rests looks when it steps again, and not too often. The keys alone may be the same while one of them has moved
-    to another record: a read of the old one is a miss."""
+    """An engine that rests looks when it steps again, and not too often. The keys alone may be the same while one of
+    them has moved to another record: a read of the old one is a miss."""
     deadline_s = time.monotonic() + 30.0
     while not reader.do("saw_all") or _on_disk(reader) != _on_disk(writer):
         assert time.monotonic() < deadline_s

@@ -127,7 +127,8 @@ def _lora(name: str, path: str, number: int = 1) -> Any:
 
 
 def test_adapters_are_declared_as_loaded(model: Path, seed: int) -> None:
-    """Loaded over the engine core, or first seen with a request; a name that is loaded from elsewhere has the new path."""
+    """Loaded over the engine core, or first seen with a request; a name that is loaded from elsewhere has the new
+    path."""
     with patched() as records, WatchedOracle(GPU_SETS[0], model, Random(seed)) as oracle:
         before = oracle.peer.hello()
         assert before.catalog_version == 1

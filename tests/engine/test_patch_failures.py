@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Switched off, the patch is not there; a place that looks different, or a failure of ours, costs one feature and no request."""
+"""Switched off, the patch is not there; a place that looks different, or a failure of ours, costs one feature and no
+request."""
 
 from __future__ import annotations
 

@@ -24,7 +24,8 @@ ROUNDS = 40
 
 
 def work_with_resets(oracle: WatchedOracle, rng: Random) -> dict[str, int]:
-    """Random load and random resets, and after each phase everything is compared. Returns how many of the resets cleared."""
+    """Random load and random resets, and after each phase everything is compared. Returns how many of the resets
+    cleared."""
     done = {"gpu": 0, "running": 0, "connector": 0}
     for phase in range(PHASES):
         oracle.work(ROUNDS)
@@ -88,7 +89,8 @@ def test_gpu_and_cpu_blocks(offload_set: OffloadSet, model: Path, seed: int, tab
 
 
 def check_positions(oracle: WatchedOracle) -> int:
-    """Every block that was stored has its position and every event its parent, as a request has them. Returns how many blocks."""
+    """Every block that was stored has its position and every event its parent, as a request has them. Returns how many
+    blocks."""
     ends, parents = oracle.ends(), oracle.parents()
     stored = 0
     for message in oracle.messages:
@@ -121,7 +123,8 @@ def test_batches_carry_the_stock_seq(model: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("name", ["full+window", "full+mamba", "3-way"])
 def test_blocks_announced_again_are_not_counted(name: str, model: Path, seed: int) -> None:
-    """kv_cache_report_mode=full repeats resident blocks on the engine's topic, also null ones; ours counts what there is."""
+    """kv_cache_report_mode=full repeats resident blocks on the engine's topic, also null ones; ours counts what there
+    is."""
     rng = Random(seed)
     group_set = next(group_set for group_set in GPU_SETS if group_set.name == name)
     with (

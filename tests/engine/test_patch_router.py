@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router in front of vLLM with the engine patch: its answers equal the engine's, however late it came and whatever was lost."""
+"""A router in front of vLLM with the engine patch: its answers equal the engine's, however late it came and whatever
+was lost."""
 
 from __future__ import annotations
 

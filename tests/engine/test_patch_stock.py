@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own topic and replay are, byte for byte, those of an engine without the patch; and a full queue no longer blocks."""
+"""vLLM's own topic and replay are, byte for byte, those of an engine without the patch; and a full queue no longer
+blocks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engine patch under one version of vLLM of each generation that it supports, and under one that it refuses.
 
-Each version runs in a process of its own (`version_probe`): vLLM's scheduler, its offloading connector and its publisher, the
-patch, and a reader on its sockets. What is asserted here is that what the patch says is what those objects hold.
+Each version runs in a process of its own (`version_probe`): vLLM's scheduler, its offloading connector and its
+publisher, the patch, and a reader on its sockets. What is asserted here is that what the patch says is what those
+objects hold.
 """
 
 from __future__ import annotations
@@ -134,7 +135,8 @@ def test_blocks_have_the_hashes_positions_and_parents_of_their_prompts(version: 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_events_heartbeats_and_snapshots_say_what_is_resident(version: str, reports: Reports) -> None:
-    """After a load, after a reset of the device's cache while idle, after a load, after the connector's reset, after a load."""
+    """After a load, after a reset of the device's cache while idle, after a load, after the connector's reset, after a
+    load."""
     for name, layout in each(reports(version)):
         loaded, cleared, _, reset, _ = (stage["resident"] for stage in layout["stages"])
         assert any(place.startswith("GPU") for place in loaded), name

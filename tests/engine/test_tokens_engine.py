@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's tokens of a text are those of a real vLLM, asked or made here; and what it predicts from them is what is reused."""
+"""The router's tokens of a text are those of a real vLLM, asked or made here; and what it predicts from them is what is
+reused."""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ def test_tokens_are_the_engines(
     for (path, body), truth, prompt in zip(asked, expected, found, strict=True):
         sources[prompt.source] += 1
         if truth is None:
-            # Where the engine refuses a request, no tokens are claimed; but for its limits, which need not be known here.
+            # Where the engine refuses a request, no tokens are claimed; but for its limits, which need not be known
+            # here.
             continue
         if prompt.token_ids is None or prompt.token_ids.tolist() != truth:
             wrong.append(f"seed {seed}, {path} {body}\n  engine {truth}\n  router {prompt}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's own scheduler, driven without a model, under any version from 0.20 on.
 
-The other tests' oracle is written against one version; this one asks each version's signatures what they accept. It drives,
-and reads what is resident; what is right is said by `version_probe`.
+The other tests' oracle is written against one version; this one asks each version's signatures what they accept. It
+drives, and reads what is resident; what is right is said by `version_probe`.
 """
 
 from __future__ import annotations
@@ -172,7 +172,8 @@ class JobWorker:
 
 
 class RequestWorker:
-    """The same for 0.20, whose transfers are known by their request: stores are reported once the request has finished."""
+    """The same for 0.20, whose transfers are known by their request: stores are reported once the request has
+    finished."""
 
     def __init__(self) -> None:
         self._storing: set[str] = set()

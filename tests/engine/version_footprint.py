@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What loading the patch changes in vLLM, before any scheduler is built; and as a script, `version_footprint.py OUT`, that alone.
+"""What loading the patch changes in vLLM, before any scheduler is built; and as a script, `version_footprint.py OUT`,
+that alone.
 
 The script runs under versions that the patch refuses, so it needs nothing but their modules.
 """

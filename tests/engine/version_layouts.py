@@ -32,7 +32,8 @@ class Group:
 class Layout:
     """What an engine caches. `num_blocks` is small beside the working set, so that blocks are evicted all the time.
 
-    cpu_chunks: size of the CPU tier over all groups; 0: no offloading. int_hashes: as VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES.
+    cpu_chunks: size of the CPU tier over all groups; 0: no offloading. int_hashes: as
+    VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES.
     """
 
     name: str

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the engine patch says under the vLLM version of this process, held against the objects that it speaks of.
 
-A script: `version_probe.py MODEL OUT` writes one JSON object. Each layout runs twice with the same load, first without the patch
-and then with it. Stages of a run: load, a reset of the device's cache, load, a reset of the connector's, load.
+A script: `version_probe.py MODEL OUT` writes one JSON object. Each layout runs twice with the same load, first without
+the patch and then with it. Stages of a run: load, a reset of the device's cache, load, a reset of the connector's,
+load.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ def replayed(engine: Engine, batches: int) -> list[list[bytes]]:
 
 
 def run_stock(layout: Layout, model: Path) -> tuple[list[list[bytes]], list[str]]:
-    """Frames of the unpatched engine, and what is resident at the end of each stage, to see that the runs are the same."""
+    """Frames of the unpatched engine, and what is resident at the end of each stage, to see that the runs are the
+    same."""
     with tempfile.TemporaryDirectory() as folder:
         engine = started(layout, model, folder)
         try:

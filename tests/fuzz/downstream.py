@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What follows an Ingest, for fuzzing: the log's entries, the mirror behind them, an answer; and a recount of what is held."""
+"""What follows an Ingest, for fuzzing: the log's entries, the mirror behind them, an answer; and a recount of what is
+held."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What schemathesis must know of this API (SCHEMATHESIS_HOOKS): MessagePack in both directions, and what its schemas cannot say."""
+"""What schemathesis must know of this API (SCHEMATHESIS_HOOKS): MessagePack in both directions, and what its schemas
+cannot say."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzing of the decoders alone, one payload at a time: stock batches, reports, answers and entries of the log in Redis."""
+"""Fuzzing of the decoders alone, one payload at a time: stock batches, reports, answers and entries of the log in
+Redis."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def golden_reports() -> list[dict[str, Any]]:
 
 
 def read_stock(payload: bytes, with_tokens: bool) -> EventBatch | None:
-    """The batch, None when it is none; whatever layout came before, it is the same, and every event of it is accounted for."""
+    """The batch, None when it is none; whatever layout came before, it is the same, and every event of it is accounted
+    for."""
     try:
         batch = BatchDecoder().decode(payload, with_tokens=with_tokens)
     except CodecError:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzing of the engine patch's sockets: frames through ReportCursor and PatchIngest to the log, the mirror and an answer.
+"""Fuzzing of the engine patch's sockets: frames through ReportCursor and PatchIngest to the log, the mirror and an
+answer.
 
-Nothing may raise, nothing is credited between a loss and the snapshot that mends it, and what is held equals a slow recount.
+Nothing may raise, nothing is credited between a loss and the snapshot that mends it, and what is held equals a slow
+recount.
 """
 
 from __future__ import annotations

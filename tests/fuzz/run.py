@@ -4,8 +4,8 @@
     python tests/fuzz/run.py [--inputs N] [--seed N] [--keep FOLDER]
     python tests/fuzz/run.py replay TARGET FILE
 
-Two processes at most. An input that fails, hangs or takes too much memory is saved, named, and replayed by the second form, which
-needs no atheris. The seed is printed; the same seed and the same code give the same inputs.
+Two processes at most. An input that fails, hangs or takes too much memory is saved, named, and replayed by the second
+form, which needs no atheris. The seed is printed; the same seed and the same code give the same inputs.
 """
 
 from __future__ import annotations

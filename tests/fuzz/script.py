@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A fuzzing input: a short story of one worker's sockets, as bytes, and its mutation at the level of messages and of MessagePack.
+"""A fuzzing input: a short story of one worker's sockets, as bytes, and its mutation at the level of messages and of
+MessagePack.
 
-An input is bytes, so that any fuzzer can keep, shrink and replay it; `unpack` makes steps of whatever bytes, so no input is wasted.
+An input is bytes, so that any fuzzer can keep, shrink and replay it; `unpack` makes steps of whatever bytes, so no
+input is wasted.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzing of the engine's own topic: frames through Cursor, BatchDecoder and Ingest to the log, the mirror and an answer.
+"""Fuzzing of the engine's own topic: frames through Cursor, BatchDecoder and Ingest to the log, the mirror and an
+answer.
 
 Nothing may raise, and what comes out is held against slow recounts that share no code with what is tested.
 """
@@ -117,7 +118,8 @@ def _follow(
 
 
 def corpus() -> list[bytes]:
-    """Real stories: golden messages of vLLM, a life with every kind of event in each layout, a gap with its replay, a restart."""
+    """Real stories: golden messages of vLLM, a life with every kind of event in each layout, a gap with its replay, a
+    restart."""
     found = [
         [Step(CONNECTED), Step(ENDED), *(Step(LIVE, seq, payload) for seq, payload in enumerate(golden_batches()))]
     ]

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """schemathesis on the router's own OpenAPI document, against a running router with simulated replicas behind it.
 
-Positive and negative data, and stateful sequences (register, list, change, drop): no server error, no undeclared status, and every
-answer fits its schema, in JSON and MessagePack. `make fuzz` runs it longer, and its coverage phase too.
+Positive and negative data, and stateful sequences (register, list, change, drop): no server error, no undeclared
+status, and every answer fits its schema, in JSON and MessagePack. `make fuzz` runs it longer, and its coverage phase
+too.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ PHASES = os.environ.get("KVROUTER_TEST_FUZZ_PHASES", "fuzzing,stateful")
 SEED = os.environ.get("KVROUTER_TEST_FUZZ_SEED", "1")
 REPLICAS = 3
 
-# Schema-valid bodies that are refused all the same, and rightly: one of two names must be there, two names must not contradict each
-# other, a replay endpoint needs an endpoint, an address must be one. msgspec's schemas cannot say such things of several fields.
+# Schema-valid bodies that are refused all the same, and rightly: one of two names must be there, two names must not
+# contradict each other, a replay endpoint needs an endpoint, an address must be one. msgspec's schemas cannot say such
+# things of several fields.
 EXCLUDED = "positive_data_acceptance"
 
 HOOKS = Path(__file__).with_name("http_hooks.py")

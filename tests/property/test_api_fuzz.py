@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""No body makes the API fail: random, truncated and mutated ones get an answer or a well-formed error, never a failure."""
+"""No body makes the API fail: random, truncated and mutated ones get an answer or a well-formed error, never a
+failure."""
 
 from __future__ import annotations
 
@@ -97,7 +98,8 @@ def replaced(value: Any, path: tuple[Any, ...], new: Any) -> Any:
 
 def encoded(value: Any, msgpack: bool) -> bytes:
     if msgpack:
-        # What MessagePack cannot say (a number over 64 bits, a lone surrogate) goes as JSON, and is then no MessagePack at all.
+        # What MessagePack cannot say (a number over 64 bits, a lone surrogate) goes as JSON, and is then no MessagePack
+        # at all.
         with contextlib.suppress(OverflowError, ValueError, msgspec.MsgspecError):
             return msgspec.msgpack.encode(value)
     return json.dumps(value).encode("utf-8", "surrogatepass")

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random histories of several routers and sources on one registry: none takes what another owns, and all converge to the union."""
+"""Random histories of several routers and sources on one registry: none takes what another owns, and all converge to
+the union."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Cursor against a small world: a publisher that drops, doubles, skips and restarts, and a replay that loses answers.
+"""The Cursor against a small world: a publisher that drops, doubles, skips and restarts, and a replay that loses
+answers.
 
 What must hold, whatever happens: unless the consumer was told to start from nothing, the next batch is the next seq of
 the same life; no batch twice; what was held stays bounded; and once the world is quiet, the last batch has come.
@@ -121,8 +122,8 @@ class World(RuleBasedStateMachine):
     def publish(self, count: int, sent: bool) -> None:
         for _ in range(count):
             batch = self._make()
-            # A publisher that nobody follows drops, all but the first batch of its life where there is no replay: nothing else
-            # tells a restart then.
+            # A publisher that nobody follows drops, all but the first batch of its life where there is no replay:
+            # nothing else tells a restart then.
             if sent or (batch[0] == 0 and not self.replay):
                 self.live.append(batch)
                 self.sent.append(batch)
@@ -151,7 +152,8 @@ class World(RuleBasedStateMachine):
     @precondition(lambda self: not self.connection_due)
     @rule(restarts=st.booleans(), drained=st.booleans())
     def disconnect(self, restarts: bool, drained: bool) -> None:
-        # What was under way is read or lost, but never comes after the news; without replay a life's first batch is never lost.
+        # What was under way is read or lost, but never comes after the news; without replay a life's first batch is
+        # never lost.
         if drained or (not self.replay and any(seq == 0 for seq, _ in self.live)):
             self.deliver(len(self.live))
         self.live.clear()

@@ -82,7 +82,8 @@ def good(group: Group, boundary: int, held: set[int], hash_block: int) -> bool:
         first = boundary // group.attention_chunk_size * group.attention_chunk_size // block
         return all(has(i) for i in range(first, last))
     assert group.sliding_window is not None
-    # The block before the boundary must be there even when the window is one token wide: vLLM's scan begins at a block it holds.
+    # The block before the boundary must be there even when the window is one token wide: vLLM's scan begins at a block
+    # it holds.
     need = max(1, -(-(group.sliding_window - 1) // block))
     return all(has(i) for i in range(max(0, last - need), last))
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safety and liveness of one worker's credit, through random lives of its engine and every fault of its wire: `stream_world.py`.
+"""Safety and liveness of one worker's credit, through random lives of its engine and every fault of its wire:
+`stream_world.py`.
 
 python tests/property/test_liveness_law.py --worlds 10000 --seed 1
 """

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random writes, reads, clears, restarts, kills and faults against a dict of what was written.
 
-The tier's work is done by hand, in any order, so that every order in which threads may end is possible. What must hold throughout:
-what is told adds up to what the tier holds; what it holds reads back with the bytes last written; nothing else is ever loaded.
+The tier's work is done by hand, in any order, so that every order in which threads may end is possible. What must hold
+throughout: what is told adds up to what the tier holds; what it holds reads back with the bytes last written; nothing
+else is ever loaded.
 """
 
 from __future__ import annotations
@@ -263,7 +264,8 @@ class DiskModel(RuleBasedStateMachine):
         self.relearn()
 
     def relearn(self) -> None:
-        """Reads all that was found: it must be what was written last, or, for a key that came back, something that was."""
+        """Reads all that was found: it must be what was written last, or, for a key that came back, something that
+        was."""
         for name in self.found:
             assert self.tier.read(name, 0)
             self.hands.run_all()

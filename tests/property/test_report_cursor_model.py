@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report cursor against a small world: a publisher that drops, restarts and answers late, over wires that lose and overtake.
+"""The report cursor against a small world: a publisher that drops, restarts and answers late, over wires that lose and
+overtake.
 
-What must hold, whatever happens: a reader that applies what it is handed has exactly the publisher's ledger as it was before the
-next message, or has been told that it does not know; a heartbeat is handed out only where it sums that state up; what is held stays
-bounded; and once the world is quiet, the reader has the ledger as it is now.
+What must hold, whatever happens: a reader that applies what it is handed has exactly the publisher's ledger as it was
+before the next message, or has been told that it does not know; a heartbeat is handed out only where it sums that state
+up; what is held stays bounded; and once the world is quiet, the reader has the ledger as it is now.
 """
 
 from __future__ import annotations
@@ -262,7 +263,8 @@ class World(RuleBasedStateMachine):
         restarts=st.none() | st.integers(0, MAX_HELD),
     )
     def load_under_traffic(self, before: int, fates: list[str], restarts: int | None) -> None:
-        """A whole snapshot while messages come, some published before the request is received; perhaps another life in between."""
+        """A whole snapshot while messages come, some published before the request is received; perhaps another life in
+        between."""
         if self.asked != self.cursor.request:
             self.ask()
         for number, fate in enumerate(fates):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Engines that store and evict at a given rate, in a process of their own, and know exactly what they hold.
 
-Two KV cache groups: full attention, and a sliding window whose blocks go sooner. Blocks get second copies now and then. Commands
-on stdin, answered by one line of JSON: `go`; `drop`: two batches of one engine come by replay only; `pause`, after which nothing
-more is published: the last seq of each engine; `dump` while paused: the true resident sets, and what a set of prompts would reuse,
-by the plain definition. No code is shared with the router but the wire.
+Two KV cache groups: full attention, and a sliding window whose blocks go sooner. Blocks get second copies now and then.
+Commands on stdin, answered by one line of JSON: `go`; `drop`: two batches of one engine come by replay only; `pause`,
+after which nothing more is published: the last seq of each engine; `dump` while paused: the true resident sets, and
+what a set of prompts would reuse, by the plain definition. No code is shared with the router but the wire.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ class Engine:
         return excess
 
     def reuse(self, chain: list[int]) -> int:
-        """Tokens of a prompt with these blocks that this engine would reuse; there is one token more than its blocks."""
+        """Tokens of a prompt with these blocks that this engine would reuse; there is one token more than its
+        blocks."""
         full, sliding = self.held
         best = 0
         for end in range(1, len(chain) + 1):
@@ -126,7 +127,8 @@ class Engine:
 
 
 def publish(engines: list[Engine], rate: float, go: threading.Event, step: threading.Lock) -> None:
-    """Step the engines in turn at `rate` blocks/s in all while `go` is set; `step` is held while one is being stepped."""
+    """Step the engines in turn at `rate` blocks/s in all while `go` is set; `step` is held while one is being
+    stepped."""
     sent, started_s, turn = 0, time.monotonic(), 0
     while True:
         if not go.is_set():

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An OpenTelemetry collector for tests: takes OTLP over HTTP, decodes it with the protocol's own package, keeps the spans."""
+"""An OpenTelemetry collector for tests: takes OTLP over HTTP, decodes it with the protocol's own package, keeps the
+spans."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ class Collector:
                 self._spans += [_seen(span, about) for span in scope.spans]
 
     def trace(self, whole: Callable[[dict[str, Seen]], bool] = lambda spans: True) -> dict[str, Seen]:
-        """The spans of the one trace that came, by name (`choose`, `choose #2`), once its root is there and it is `whole`."""
+        """The spans of the one trace that came, by name (`choose`, `choose #2`), once its root is there and it is
+        `whole`."""
         deadline = time.monotonic() + WAIT_S
         while True:
             spans = sorted(self._spans, key=lambda span: span.start)

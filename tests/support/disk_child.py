@@ -3,9 +3,10 @@
 
     python disk_child.py FOLDER SEED
 
-It opens a tier on FOLDER, writes, reads and sometimes clears, and prints one line for each thing it is told, the moment it is told:
-`+ KEY` stored, `- KEY` removed, in hex; `? KEY` before a write, which may evict; `clear` before and `cleared SALT` after a clear.
-What it writes has a salt that grows with each clear, and is larger in a life with a larger seed. It ends on SIGTERM.
+It opens a tier on FOLDER, writes, reads and sometimes clears, and prints one line for each thing it is told, the moment
+it is told: `+ KEY` stored, `- KEY` removed, in hex; `? KEY` before a write, which may evict; `clear` before and
+`cleared SALT` after a clear. What it writes has a salt that grows with each clear, and is larger in a life with a
+larger seed. It ends on SIGTERM.
 """
 
 from __future__ import annotations
@@ -169,7 +170,8 @@ class FaultyFiles(FileOps):
 
 
 class SlowFiles(FileOps):
-    """A disk that takes little at once and rests, so that a kill nearly always comes within a record, and often within an entry."""
+    """A disk that takes little at once and rests, so that a kill nearly always comes within a record, and often within
+    an entry."""
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:
         count = super().pwrite(fd, data[: SLOW_ENTRY_BYTES if len(data) <= ENTRY_BYTES else SLOW_PAYLOAD_BYTES], offset)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client of Dynamo's selection service and of its indexer, with nothing of this project in it: its words, its types.
 
-Answers are decoded as Dynamo's own structs have them: a field of another type is an error, a field more is not. `drive_selection`
-and `drive_indexer` go through all that such a client does; both run against Dynamo's services and against ours.
-Source: ai-dynamo-runtime 1.6.1.
+Answers are decoded as Dynamo's own structs have them: a field of another type is an error, a field more is not.
+`drive_selection` and `drive_indexer` go through all that such a client does; both run against Dynamo's services and
+against ours. Source: ai-dynamo-runtime 1.6.1.
 """
 
 from __future__ import annotations
@@ -169,7 +169,8 @@ def worker_body(worker_id: int, url: str, events: str, replay: str | None) -> di
 def drive_selection(
     client: Client, streams: Sequence[tuple[str, str]], publish: Callable[[], object], tokens: list[int]
 ) -> None:
-    """streams: (events, replay) of two engines. publish: the first one stores 12 blocks of `tokens`, the second one 3."""
+    """streams: (events, replay) of two engines. publish: the first one stores 12 blocks of `tokens`, the second one
+    3."""
     first, second = 1, LARGEST_ID
     client.ask("not ready", "GET", "/ready")
     for worker_id, url, (events, replay) in zip((first, second), URLS, streams, strict=True):

@@ -126,7 +126,8 @@ class FakeReporter:
         self.mute = False
         # What `Hello` says instead of where we publish.
         self.reports_said: str | None = None
-        # XPUB hears of subscriptions: no snapshot is served before somebody follows, so that nothing is lost unless a test says so.
+        # XPUB hears of subscriptions: no snapshot is served before somebody follows, so that nothing is lost unless a
+        # test says so.
         self._pub = context.socket(zmq.XPUB)
         self._followed = False
         self._later: list[tuple[bytes, SnapshotRequest]] = []

@@ -45,7 +45,8 @@ def wait_well(router: RouterProcess, workers: int) -> None:
 
 def register(router: RouterProcess, churn: Churn) -> None:
     for worker, (events, replay) in zip(churn.workers, churn.endpoints, strict=True):
-        # Without a look for the patch: its port is found by adding to this one, and other tests of this machine may be there.
+        # Without a look for the patch: its port is found by adding to this one, and other tests of this machine may be
+        # there.
         router.register(worker, MODEL, events, replay, patch_endpoint="off")
 
 
@@ -125,7 +126,8 @@ def wrong_index(client: Any, churn: Churn, truth: dict[str, Any]) -> list[str]:
 
 
 def check(routers: Iterable[RouterProcess], client: Any, churn: Churn) -> int:
-    """Pause the engines, wait for the answers, compare everything; returns how many hits were compared that were not zero."""
+    """Pause the engines, wait for the answers, compare everything; returns how many hits were compared that were not
+    zero."""
     seqs = paused(churn)
     truth = churn.ask("dump")
     for router in routers:
@@ -150,7 +152,8 @@ def until_right(wrong: Callable[[], list[str]], patience_s: float = 10.0) -> lis
 def two_routers(
     folder: Path, server: StoreServer, churn: Churn, engines: int
 ) -> Iterator[tuple[RouterProcess, RouterProcess]]:
-    """Two that share the workers and answer right while the engines run; at the end, none may have met a bug of its own."""
+    """Two that share the workers and answer right while the engines run; at the end, none may have met a bug of its
+    own."""
     with (
         RouterProcess(folder / "a", ["--redis", server.url]) as one,
         RouterProcess(folder / "b", ["--redis", server.url]) as two,

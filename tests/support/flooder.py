@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program: an engine's PUB socket that publishes as fast as it can. Prints its port, begins at a line on stdin, ends by a signal.
+"""A program: an engine's PUB socket that publishes as fast as it can. Prints its port, begins at a line on stdin, ends
+by a signal.
 
 python flooder.py BLOCKS: that many block hashes a batch, stored by one batch and removed by the next."""
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that opens a new connection for every request, as fast as it can, until nobody listens; and says how each ended."""
+"""A process that opens a new connection for every request, as fast as it can, until nobody listens; and says how each
+ended."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the real matcher about a made-up residency; shared by the hit rule's tests. Hash i is that of hash boundary i + 1."""
+"""Asks the real matcher about a made-up residency; shared by the hit rule's tests. Hash i is that of hash boundary i +
+1."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def judge(
 ) -> Hit:
     """The hit of one worker that holds the hash indices `resident[place]`.
 
-    hashed_tokens: ask with the hashes of so many tokens only, as when hashing stopped early. catalog: in place of `groups`."""
+    hashed_tokens: ask with the hashes of so many tokens only, as when hashing stopped early. catalog: in place of
+    `groups`."""
     spec = spec or CatalogSpec(offload_connector=OFFLOADING)
     catalog = catalog or build_catalog(groups, "configured", spec, blocks_per_chunk)
     assert catalog.problem is None, catalog.problem

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine as a model: what it holds, counted in copies, and what it says of it, in vLLM's batches and in the patch's reports.
+"""An engine as a model: what it holds, counted in copies, and what it says of it, in vLLM's batches and in the patch's
+reports.
 
-One life has one layout (groups and hash scheme). The truth is the counts; the messages are made from the same steps, and nothing is
-derived back from them. No sockets, no clock; chance is passed in.
+One life has one layout (groups and hash scheme). The truth is the counts; the messages are made from the same steps,
+and nothing is derived back from them. No sockets, no clock; chance is passed in.
 """
 
 from __future__ import annotations
@@ -131,7 +132,8 @@ class Life:
         self.held_after: list[Held] = []
         self.steps: list[list[tuple[str, Place, list[int]]]] = []
         self.ring: deque[tuple[int, bytes]] = deque(maxlen=ring)
-        # The last batch that nobody can read, or that was never sent: what was stored before it may be unknown for good.
+        # The last batch that nobody can read, or that was never sent: what was stored before it may be unknown for
+        # good.
         self.last_hole = -1
         self.declares = patched
         self._last: Held = {}
@@ -232,7 +234,8 @@ class Life:
         return wire, report
 
     def say(self, wire: list[object], report: list[ReportEvent], *, readable: bool = True) -> tuple[bytes, Events]:
-        """The step becomes the next batch and the next report. readable: else the batch is damaged from the beginning."""
+        """The step becomes the next batch and the next report. readable: else the batch is damaged from the
+        beginning."""
         seq = self.next_seq
         self.held_after.append(self._snapshot())
         payload = encode_batch(seq + self.number / 1_000, wire, 0) if readable else b"\xc1%d.%d" % (self.number, seq)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Free TCP ports of 127.0.0.1, below those that the kernel gives to connections, and apart from those of other test processes."""
+"""Free TCP ports of 127.0.0.1, below those that the kernel gives to connections, and apart from those of other test
+processes."""
 
 from __future__ import annotations
 

@@ -50,7 +50,8 @@ class RouterProcess:
     def __init__(
         self, folder: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> None:
-        """arguments: further flags. environment: added to our own. Where either names a Redis there is no embedded store."""
+        """arguments: further flags. environment: added to our own. Where either names a Redis there is no embedded
+        store."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         shared = "--data-dir" in arguments or "--redis" in arguments or "KVROUTER_REDIS" in (environment or {})
@@ -136,7 +137,8 @@ class RouterProcess:
         try:
             return self._exchange(method, path, payload)
         except (OSError, http.client.HTTPException):
-            # A server closes a connection that was idle for some seconds, or was killed; all our requests may be sent twice.
+            # A server closes a connection that was idle for some seconds, or was killed; all our requests may be sent
+            # twice.
             try:
                 return self._exchange(method, path, payload)
             except (OSError, http.client.HTTPException) as error:
@@ -153,7 +155,8 @@ class RouterProcess:
             raise
 
     def metric(self, name: str, **labels: str) -> float:
-        """One sample of `/metrics`, 0 when there is none. The gauges and counters of workers are a second old at most."""
+        """One sample of `/metrics`, 0 when there is none. The gauges and counters of workers are a second old at
+        most."""
         time.sleep(METRICS_AGE_S)
         _, text = self._ask("GET", "/metrics", None)
         wanted = {f'{label}="{value}"' for label, value in labels.items()}

@@ -103,7 +103,8 @@ async def reset(asked: Asked, wire: Wire) -> None:
 
 
 class ScriptedEngine:
-    """Listens in a thread of its own. `script` answers each POST; GET (/health, /metrics) is answered with 200 while `healthy`."""
+    """Listens in a thread of its own. `script` answers each POST; GET (/health, /metrics) is answered with 200 while
+    `healthy`."""
 
     def __init__(self, script: Script) -> None:
         self.script = script

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real Valkey server on a port of its own, for several routers to share: to be killed, stopped, emptied and started again."""
+"""A real Valkey server on a port of its own, for several routers to share: to be killed, stopped, emptied and started
+again."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker from end to end as a model: an engine that holds the truth, a wire with faults, and the router's real parts.
+"""One worker from end to end as a model: an engine that holds the truth, a wire with faults, and the router's real
+parts.
 
 Real are the cursors of both streams, `PatchIngest`, `EngineLiveness` and the `Mirror`; the store is an image that takes
 `PendingCommit`es as Redis takes commits. Everything is drawn from one seed, so a seed is a world. `Misled` says which
 law was broken.
 
-Safety: while a worker is `live` or `catching_up`, what is credited was held at the shown seq, by the engine's life of now or by one
-whose end the router has not heard of; while it is `suspect`, each block was held once by some life.
-Liveness: once faults end, within QUIET_ROUNDS rounds the worker is `live`, its catalog and hash scheme are the engine's, and its
-credit is full: all that is held (with the patch), all that was stored since the replay ring begins or since a batch was lost for
-good (with a replay endpoint), all that is stored from the second round on (else).
+Safety: while a worker is `live` or `catching_up`, what is credited was held at the shown seq, by the engine's life of
+now or by one whose end the router has not heard of; while it is `suspect`, each block was held once by some life.
+Liveness: once faults end, within QUIET_ROUNDS rounds the worker is `live`, its catalog and hash scheme are the
+engine's, and its credit is full: all that is held (with the patch), all that was stored since the replay ring begins or
+since a batch was lost for good (with a replay endpoint), all that is stored from the second round on (else).
 """
 
 from __future__ import annotations
@@ -415,7 +416,8 @@ class World:
             self.life = None
 
     def restart(self) -> None:
-        """Often the next life has said as much as the old one before anybody hears of it: its next seq is the one waited for."""
+        """Often the next life has said as much as the old one before anybody hears of it: its next seq is the one
+        waited for."""
         before = self.life
         unheard = before is not None and before.next_seq <= MOST_UNHEARD and self.rng.random() < UNHEARD_SHARE
         unheard = unheard and self.faulty

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tokenizer and a chat template as models come with them, made here: byte-level BPE of a thousand tokens.
 
-The template is of the awkward kind: it drops the reasoning of earlier turns, so that a conversation that goes on does not begin
-with the text of the shorter one; it writes tools and tool calls as JSON; and it trims what people write.
+The template is of the awkward kind: it drops the reasoning of earlier turns, so that a conversation that goes on does
+not begin with the text of the shorter one; it writes tools and tool calls as JSON; and it trims what people write.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Redis that speaks TLS alone and knows two users: `router`, with the ACL rule of docs/security.md and nothing more, and an
-administrator for the test. Its certificate authority is thrown away with the folder."""
+"""A Redis that speaks TLS alone and knows two users: `router`, with the ACL rule of docs/security.md and nothing more,
+and an administrator for the test. Its certificate authority is thrown away with the folder."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine answers to those who ask for tokens: a real HTTP server with vLLM's shapes that can be slow, wrong, without some
-endpoints, or another from one moment to the next. A token is a byte of the text, after a first one that stands for the endpoint."""
+"""What an engine answers to those who ask for tokens: a real HTTP server with vLLM's shapes that can be slow, wrong,
+without some endpoints, or another from one moment to the next. A token is a byte of the text, after a first one that
+stands for the endpoint."""
 
 from __future__ import annotations
 

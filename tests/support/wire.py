@@ -27,8 +27,9 @@ class _Pair:
 class Wire:
     """Forwards to `target` what comes to `port`. Faults are attributes; `heal` ends them all.
 
-    stalled: nothing moves, nothing is lost. swallowing: bytes are taken and vanish, new connections get no peer. refusing: no
-    connection is accepted. delay_s, rate_bytes_s: of each chunk, both ways. cut_after_bytes: of the answers, once.
+    stalled: nothing moves, nothing is lost. swallowing: bytes are taken and vanish, new connections get no peer.
+    refusing: no connection is accepted. delay_s, rate_bytes_s: of each chunk, both ways. cut_after_bytes: of the
+    answers, once.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CURVE between a router and an engine's patch: the right key works, a wrong one is told, and without one nothing is heard."""
+"""CURVE between a router and an engine's patch: the right key works, a wrong one is told, and without one nothing is
+heard."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_keys(router: RouterProcess, engine: PatchedEngine) -> None:
         engine.report(stores(CHAIN[:4]))
         until(router, lambda row: sum(row["residency"].values()) == 4)
 
-        # Another one: told within seconds, nothing credited, and the engine's plain topic is not listened to in its place.
+        # Another one: told within seconds, nothing credited, and the engine's plain topic is not listened to in its
+        # place.
         router.request("POST", "/register", known | {"patch_key": other.decode()})
         row = until(router, told)
         engine.publish(stored(TOKENS, 0, 8))

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts computed by prefill workers and decoded by others: one router, simulated replicas that speak vLLM's kv_transfer_params,
-and scripted ones that fail. Each test has a model of its own."""
+"""Prompts computed by prefill workers and decoded by others: one router, simulated replicas that speak vLLM's
+kv_transfer_params, and scripted ones that fail. Each test has a model of its own."""
 
 from __future__ import annotations
 
@@ -279,7 +279,8 @@ def test_another_prefill_worker_is_asked_where_the_first_cannot_be_reached(pools
     pools.occupy("d0", "p1")
     for attempt in range(2, 12):
         name = f"p{attempt}"
-        # It goes between two looks at it; once the router has seen that nobody listens, it is down and not tried at all.
+        # It goes between two looks at it; once the router has seen that nobody listens, it is down and not tried at
+        # all.
         with socket.create_server(("127.0.0.1", 0)) as gone:
             gone.settimeout(WAIT_S)
             # With an event endpoint, so that the engine is not asked for one.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that nobody registered, in whole routers: from flags and files alone, with simulated engines that tell the rest."""
+"""Workers that nobody registered, in whole routers: from flags and files alone, with simulated engines that tell the
+rest."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client that knows only Dynamo's or Mooncake's shapes, at Dynamo's own services where they are installed, and at ours."""
+"""A client that knows only Dynamo's or Mooncake's shapes, at Dynamo's own services where they are installed, and at
+ours."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ DYNAMO = (
 GOLDEN = Path(__file__).parents[1] / "golden" / "dynamo_1_6_1.json"
 TOKENS = prompt(1)
 
-# What an answer of theirs has and ours has not: hints of their scheduler, and what it was told of the worker and we do not use.
+# What an answer of theirs has and ours has not: hints of their scheduler, and what it was told of the worker and we do
+# not use.
 NOT_OURS = frozenset(
     (
         *("sequence_hashes", "track_prefill_tokens", "kv_events_endpoints", "data_parallel_start_rank"),
@@ -40,8 +42,9 @@ NOT_OURS = frozenset(
         "workers",
     )
 )
-# Numbers of each one's own: here an answer's load is counted with its prompt, and so is a prompt of which only the length is known;
-# ids are made; of several ranks the chosen one is told. What the client reads of them it checks itself.
+# Numbers of each one's own: here an answer's load is counted with its prompt, and so is a prompt of which only the
+# length is known; ids are made; of several ranks the chosen one is told. What the client reads of them it checks
+# itself.
 OWN_NUMBERS = frozenset({"potential_decode_blocks", "potential_prefill_tokens", "selection_id", "dp"})
 # Done is done: 201 is 200 here where a worker is added. What is not there is 404 here, what is over its bounds 400.
 OWN_STATUSES = {

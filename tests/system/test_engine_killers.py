@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt that engines die of costs two of them at most, one where it is pinned. Engines are processes, and they die."""
+"""A prompt that engines die of costs two of them at most, one where it is pinned. Engines are processes, and they
+die."""
 
 from __future__ import annotations
 

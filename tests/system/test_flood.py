@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker that publishes as fast as it can, and one that holds more than there is room for: the others do not notice."""
+"""One worker that publishes as fast as it can, and one that holds more than there is room for: the others do not
+notice."""
 
 from __future__ import annotations
 

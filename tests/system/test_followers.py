@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router shows of a worker is worth what the router that follows it says: none that refuses it, none that does not exist."""
+"""What a router shows of a worker is worth what the router that follows it says: none that refuses it, none that does
+not exist."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Damaged bodies against a running router with real residency: a clear error or an answer, and the index stays as it was."""
+"""Damaged bodies against a running router with real residency: a clear error or an answer, and the index stays as it
+was."""
 
 from __future__ import annotations
 

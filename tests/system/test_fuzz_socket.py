@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Garbage on the event socket of a running router: it is counted, and costs neither the process nor anybody's answers."""
+"""Garbage on the event socket of a running router: it is counted, and costs neither the process nor anybody's
+answers."""
 
 from __future__ import annotations
 
@@ -121,7 +122,8 @@ def test_garbage_costs_only_itself(
     hashes_of_good = {"model": "fuzz", "block_hashes": hashes(good)}
     instances = router.request("POST", "/query_by_hash", hashes_of_good)["instances"]
     assert instances["bystander"]["gpu"] == 0
-    # Garbage may have said contradictory things of a group, which withholds credit and says so; it may not do so silently.
+    # Garbage may have said contradictory things of a group, which withholds credit and says so; it may not do so
+    # silently.
     assert instances["victim"]["gpu"] == 192 or instances["victim"]["reason"]
     answer = router.request("POST", "/query", {"model": "fuzz", "token_ids": TOKENS})["instances"]["bystander"]
     assert answer["gpu"] == 192 and answer["state"] == "live"

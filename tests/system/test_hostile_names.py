@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names are data: whatever a worker or a model is called, no answer, metric, log line, terminal or key takes it for more."""
+"""Names are data: whatever a worker or a model is called, no answer, metric, log line, terminal or key takes it for
+more."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load that routers count, over HTTP: reserved here, seen and ended there, and gone with the process that reserved it."""
+"""The load that routers count, over HTTP: reserved here, seen and ended there, and gone with the process that reserved
+it."""
 
 from __future__ import annotations
 

@@ -167,7 +167,8 @@ def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
 
 
 def test_a_reader_beside_a_writer_loads_nothing_else(tmp_path: Path) -> None:
-    """Records are given to other keys, torn and cleared while they are read; what is loaded is what was written for that key."""
+    """Records are given to other keys, torn and cleared while they are read; what is loaded is what was written for
+    that key."""
     rng = random.Random(4)
     child = Child(tmp_path, 1)
     child.wait_open()

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router in front of engines with the patch: snapshots, heartbeats, clears, restarts; and the patch coming and going."""
+"""A router in front of engines with the patch: snapshots, heartbeats, clears, restarts; and the patch coming and
+going."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter serve` as a process, in front of engines that fail, asked by OpenAI's own client and by many clients at once."""
+"""`kvrouter serve` as a process, in front of engines that fail, asked by OpenAI's own client and by many clients at
+once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated replicas behind `kvrouter serve`, asked by OpenAI's client: what is predicted is delivered, counted and traced."""
+"""Simulated replicas behind `kvrouter serve`, asked by OpenAI's client: what is predicted is delivered, counted and
+traced."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/ready` says yes only while a request would be placed, as `/select` finds; `kvrouter workers` says of each worker why not."""
+"""`/ready` says yes only while a request would be placed, as `/select` finds; `kvrouter workers` says of each worker
+why not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Redis can do to two routers: they go on answering, say by name what is wrong, and the index is right when it is back."""
+"""What Redis can do to two routers: they go on answering, say by name what is wrong, and the index is right when it is
+back."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values in Redis that no router writes: they cost the worker whose they are its credit, by name, and nobody else anything."""
+"""Values in Redis that no router writes: they cost the worker whose they are its credit, by name, and nobody else
+anything."""
 
 from __future__ import annotations
 

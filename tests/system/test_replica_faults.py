@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated replicas that are killed, hang, slow down, fail and restart under load, and clients that send nonsense meanwhile."""
+"""Simulated replicas that are killed, hang, slow down, fail and restart under load, and clients that send nonsense
+meanwhile."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router that comes back on its data directory: the same workers, the same answers, and honesty about what it missed."""
+"""A router that comes back on its data directory: the same workers, the same answers, and honesty about what it
+missed."""
 
 from __future__ import annotations
 
@@ -95,7 +96,8 @@ def test_same_workers_and_answers_with_the_engine_silent(
         router.wait_connected("w0")
         time.sleep(0.7)
         assert router.worker("w0")["state"] == "suspect"
-        # The next seq follows, which another life can come to by chance. The twelfth block had two copies, and one is left.
+        # The next seq follows, which another life can come to by chance. The twelfth block had two copies, and one is
+        # left.
         row = router.wait_seen("w0", engine.publish(*removed(hashes(TOKENS)[11:])))
         assert row["state"] == "suspect" and "HTTP" in row["reason"] and row["epoch"] == before["epoch"]
         assert ask(router) == {"w0": 192}

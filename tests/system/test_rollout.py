@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router that is told to stop loses nothing: who connects is served or refused, streams end whole, `/ready` says no at once."""
+"""A router that is told to stop loses nothing: who connects is served or refused, streams end whole, `/ready` says no
+at once."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two routers on one Redis: the same answers, even shares, takeovers without loss, and a stopped one that changes nothing."""
+"""Two routers on one Redis: the same answers, even shares, takeovers without loss, and a stopped one that changes
+nothing."""
 
 from __future__ import annotations
 

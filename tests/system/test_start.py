@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user reads when a router starts: wrong settings at once, kernels that are compiled, a Redis that is away, risks."""
+"""What a user reads when a router starts: wrong settings at once, kernels that are compiled, a Redis that is away,
+risks."""
 
 from __future__ import annotations
 

@@ -151,7 +151,8 @@ def test_a_session_is_a_bonus_and_no_rule() -> None:
     for seed in range(10):
         assert name_of(chosen(hit("a", 96), hit("b", 96), session=session, seed=seed)) == "a"
     assert name_of(chosen(hit("a", 0), hit("b", 96), session=session)) == "b"
-    # Where the tokens are not known, hits say nothing, and the session is the best guess; a queue outweighs it all the same.
+    # Where the tokens are not known, hits say nothing, and the session is the best guess; a queue outweighs it all the
+    # same.
     assert name_of(chosen(hit("a", 0), hit("b", 0), session=session, blind=True, weights=weights(a=30))) == "a"
     limit = int(TOKENS * SESSION_SHARE_BLIND)
     assert name_of(chosen(hit("a", 0), hit("b", 0), session=session, blind=True, weights=weights(a=2 * limit))) == "b"

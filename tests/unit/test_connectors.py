@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which KV connector a worker's tier events show, and what it earns: each in the bytes that its connector of vLLM sends."""
+"""Which KV connector a worker's tier events show, and what it earns: each in the bytes that its connector of vLLM
+sends."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ PLACEHOLDER: dict[str, Any] = {
     "kv_cache_spec_kind": None,
 }
 # By connector: medium and what differs from the GPU's event of the same block.
-# Sources: vLLM 0.32 and 0.33, offloading/events.py, simple_kv_offload/manager.py, mooncake/store/worker.py, umbp/scheduler.py,
-# lmcache_connector.py; single_type_kv_cache_manager.py (HiSparse).
+# Sources: vLLM 0.32 and 0.33, offloading/events.py, simple_kv_offload/manager.py, mooncake/store/worker.py,
+# umbp/scheduler.py, lmcache_connector.py; single_type_kv_cache_manager.py (HiSparse).
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "offloading": (CPU, PLACEHOLDER),
     "offloading, self-describing": (CPU, {}),

@@ -72,7 +72,8 @@ def image_health() -> list[str]:
 
 
 class Image:
-    """What the Dockerfile builds, under `root`, as far as it goes without Docker: the commands are run as they stand."""
+    """What the Dockerfile builds, under `root`, as far as it goes without Docker: the commands are run as they
+    stand."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -372,7 +373,8 @@ def test_no_secret_is_written_down() -> None:
 
 
 def sent(path: str) -> bool:
-    """Whether .dockerignore lets a file be sent to the builder: the last pattern decides that fits it or a folder above."""
+    """Whether .dockerignore lets a file be sent to the builder: the last pattern decides that fits it or a folder
+    above."""
     parts = path.split("/")
     above = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
     result = True

@@ -35,7 +35,8 @@ RULES = SplitRules(1_024, 0.2)
 
 
 def stage_of(*hits: Any, busy: str | None = "d", **settings: Any) -> Stage:
-    """Workers whose names begin with p only compute prompts. busy: who runs requests, so that a long prompt would disturb them."""
+    """Workers whose names begin with p only compute prompts. busy: who runs requests, so that a long prompt would
+    disturb them."""
     stage = Stage(*(hits or (hit("d"), hit("p"))), **settings)
     if busy is not None:
         occupy(stage, busy)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and their texts: no name, however hostile, reaches another worker's keys; every text reads back as what it was."""
+"""Keys and their texts: no name, however hostile, reaches another worker's keys; every text reads back as what it
+was."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a new life of an engine leaves of the old one (nothing), what proves that a life goes on, what odd events leave behind."""
+"""What a new life of an engine leaves of the old one (nothing), what proves that a life goes on, what odd events leave
+behind."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports form one line of rooms: data flows events -> ingest -> index -> matching -> placement -> api, imports the other way."""
+"""Imports form one line of rooms: data flows events -> ingest -> index -> matching -> placement -> api, imports the
+other way."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ ALLOWED_PACKAGES = {
     "simulator": {"simulator", "events"},
 }
 
-# The rooms of each package from the bottom up, each with what it is for; a room imports only rooms above its own line here. A room
-# inside another stands with it. "" is the package's root.
+# The rooms of each package from the bottom up, each with what it is for; a room imports only rooms above its own line
+# here. A room inside another stands with it. "" is the package's root.
 ROOMS: dict[str, dict[str, str]] = {
     "events": {
         "transport": "ZMQ sockets with bounds, permits and reconnection.",

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measured rates, engines' own numbers, sessions, pending prefixes and the waiting line: each by itself, on a clock of the test."""
+"""Measured rates, engines' own numbers, sessions, pending prefixes and the waiting line: each by itself, on a clock of
+the test."""
 
 from __future__ import annotations
 

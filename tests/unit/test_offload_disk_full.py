@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that is really full, and a folder that can really not be written any more: the kernel says no, not a stand-in."""
+"""A disk that is really full, and a folder that can really not be written any more: the kernel says no, not a
+stand-in."""
 
 from __future__ import annotations
 
@@ -133,7 +134,8 @@ def test_a_limit_on_the_size_of_files_that_is_raised(desk: Desk, caplog: pytest.
 
 
 def test_a_folder_that_becomes_unwritable_and_writable_again(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    """The tier's own descriptors are exchanged for others that may only read: what the kernel then says of writes is its own."""
+    """The tier's own descriptors are exchanged for others that may only read: what the kernel then says of writes is
+    its own."""
     held = NAMES[:3]
     assert all(desk.write(name) for name in held)
     desk.tier.take_changes()

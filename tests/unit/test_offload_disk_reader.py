@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that reads the folder another one writes: what it tells is what it can read, and nothing else is ever loaded."""
+"""An engine that reads the folder another one writes: what it tells is what it can read, and nothing else is ever
+loaded."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine patch logs can be read in vLLM's log, whose formatter shows the text of a message and nothing else."""
+"""What the engine patch logs can be read in vLLM's log, whose formatter shows the text of a message and nothing
+else."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine patch's reports mean, item by item: snapshots, proofs by heartbeat, the declared catalog. No sockets."""
+"""What the engine patch's reports mean, item by item: snapshots, proofs by heartbeat, the declared catalog. No
+sockets."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine patch's messages on the wire: what is written, what is skipped, what is refused; and where its endpoints are."""
+"""The engine patch's messages on the wire: what is written, what is skipped, what is refused; and where its endpoints
+are."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report subscriber over real sockets, on both event loops. What is judged how is test_report_cursor.py's subject."""
+"""The report subscriber over real sockets, on both event loops. What is judged how is test_report_cursor.py's
+subject."""
 
 from __future__ import annotations
 

@@ -133,7 +133,8 @@ def test_a_chat_streams_deltas_and_goes_on_where_it_ended() -> None:
         more = [*CHAT, {"role": "assistant", "content": said}, {"role": "user", "content": "Go on."}]
         answer = await client.chat(more, max_tokens=3)
         usage = answer["usage"]
-        # The answer went back as text and has the tokens that it was sampled with: all of it but the last block is known.
+        # The answer went back as text and has the tokens that it was sampled with: all of it but the last block is
+        # known.
         first_turn = len(tokenizer.encode(tokenizer.render_chat(CHAT))) + 40
         again = await client.chat(more, max_tokens=3)
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= first_turn // 16 * 16

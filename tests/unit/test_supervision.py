@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A long-lived task that ends is named, counted and started again; and no long-lived task is started by anybody else."""
+"""A long-lived task that ends is named, counted and started again; and no long-lived task is started by anybody
+else."""
 
 from __future__ import annotations
 

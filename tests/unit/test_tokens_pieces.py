@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A text encoded by its pieces has the ids that it has when it is encoded whole, for every kind of tokenizer; memory is bounded."""
+"""A text encoded by its pieces has the ids that it has when it is encoded whole, for every kind of tokenizer; memory is
+bounded."""
 
 from __future__ import annotations
 

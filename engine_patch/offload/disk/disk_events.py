@@ -16,8 +16,8 @@ WRITE = "write"
 class Finished:
     """A read or write that is over, so that its slot may be used again. kind: READ or WRITE.
 
-    ok: the slot (a read) or the disk (a write) holds the chunk now. A write that is not ok left nothing behind; a read that is not
-    ok left anything in its slot."""
+    ok: the slot (a read) or the disk (a write) holds the chunk now. A write that is not ok left nothing behind; a read
+    that is not ok left anything in its slot."""
 
     kind: str
     key: OffloadKey
@@ -42,8 +42,8 @@ class Counters:
     errors: int = 0
     # Writes that found no space.
     full: int = 0
-    # Manifest entries that the start did not believe, and records whose entry or payload was damaged when they were read. Of a
-    # reader: payloads that are not what their entry says.
+    # Manifest entries that the start did not believe, and records whose entry or payload was damaged when they were
+    # read. Of a reader: payloads that are not what their entry says.
     corrupt: int = 0
     # Writes not begun: the queue is full, all records are in use, or the tier takes no writes.
     skipped: int = 0

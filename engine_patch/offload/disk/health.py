@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether the disk may be used: what errors and a full disk lead to, and when it is tried again. Pure but for the clock.
+"""Whether the disk may be used: what errors and a full disk lead to, and when it is tried again. Pure but for the
+clock.
 
-FULL: the records there can be read, and written again in place of others, but no new room is taken; where even that found no
-space, nothing is written. OFF: after errors in a row nothing is read or written, and what the disk holds is withdrawn, because
-nobody can count on it. In both states the disk is tried again after a while, twice as long after each failure.
+FULL: the records there can be read, and written again in place of others, but no new room is taken; where even that
+found no space, nothing is written. OFF: after errors in a row nothing is read or written, and what the disk holds is
+withdrawn, because nobody can count on it. In both states the disk is tried again after a while, twice as long after
+each failure.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the log says of records that are damaged, or that could not be read or written: the first at once, later ones once a minute
-with how many there were. No I/O of its own."""
+"""What the log says of records that are damaged, or that could not be read or written: the first at once, later ones
+once a minute with how many there were. No I/O of its own."""
 
 from __future__ import annotations
 

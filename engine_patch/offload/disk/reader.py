@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk tier of an engine that reads what another one writes: the same folder, nothing of its own in it, REMOTE in its events.
+"""The disk tier of an engine that reads what another one writes: the same folder, nothing of its own in it, REMOTE in
+its events.
 
-What is announced was in the manifest at the last look, and is told removed with the look that no longer finds it, or with the read
-that failed. The writer asks nobody before it gives a record to another key: a read compares entry and checksum, so that nothing
-else is ever loaded, and what was gone is a miss. Looks are made while the engine steps, one each LOOK_S.
+What is announced was in the manifest at the last look, and is told removed with the look that no longer finds it, or
+with the read that failed. The writer asks nobody before it gives a record to another key: a read compares entry and
+checksum, so that nothing else is ever loaded, and what was gone is a miss. Looks are made while the engine steps, one
+each LOOK_S.
 
-A reset means that the model's weights may be others from here on, and the two engines are not reset at the same moment: what the
-folder holds counts while both were reset equally often since the reader opened it, and is withdrawn otherwise.
+A reset means that the model's weights may be others from here on, and the two engines are not reset at the same moment:
+what the folder holds counts while both were reset equally often since the reader opened it, and is withdrawn otherwise.
 
-All methods run in the caller's thread. The bytes of a slot must stay untouched from `read` until `poll` has told that it is done,
-also after `clear`.
+All methods run in the caller's thread. The bytes of a slot must stay untouched from `read` until `poll` has told that
+it is done, also after `clear`.
 """
 
 from __future__ import annotations
@@ -108,7 +110,8 @@ class DiskReader:
         self._finished: list[Finished] = []
 
     def open(self) -> list[OffloadKey]:
-        """What can be read now, oldest first, without changes that say so. A folder that is not there is waited for. Once."""
+        """What can be read now, oldest first, without changes that say so. A folder that is not there is waited for.
+        Once."""
         if self._health.state is not State.NEW:
             raise ValueError(f"the disk tier was opened before and is {self._health.state}: make another one")
         self._executor = self._make_executor()
@@ -128,7 +131,8 @@ class DiskReader:
 
     @property
     def pending(self) -> int:
-        """Reads that `poll` has not told yet, and a look that is under way: an engine rests when it has told what it saw."""
+        """Reads that `poll` has not told yet, and a look that is under way: an engine rests when it has told what it
+        saw."""
         return len(self._jobs) + len(self._finished) + self._looking
 
     @property
@@ -192,7 +196,8 @@ class DiskReader:
         self._show()
 
     def close(self) -> None:
-        """Waits for the read that each thread is in the middle of; what is queued ends as not ok, for `poll` to tell."""
+        """Waits for the read that each thread is in the middle of; what is queued ends as not ok, for `poll` to
+        tell."""
         if self.state in (State.ON, State.OFF):
             self._executor.close()
             for job in self._jobs.values():

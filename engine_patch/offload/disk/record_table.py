@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which record holds which key, which one goes next, and which are in use. Pure: no I/O, no clock, one thread.
 
-Every record is in exactly one of these states: never used; free; being written (given out, no key); held by a key; left by its key
-while it was being read. A record that is being read or written is never given out.
+Every record is in exactly one of these states: never used; free; being written (given out, no key); held by a key; left
+by its key while it was being read. A record that is being read or written is never given out.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from kvrouter.engine_patch.offload.key import OffloadKey
 
 
 class Room(NamedTuple):
-    """A record to be written. grows: it never was before, so it takes space; evicted: the key that had to leave for it."""
+    """A record to be written. grows: it never was before, so it takes space; evicted: the key that had to leave for
+    it."""
 
     record: int
     grows: bool

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk tier: chunks of slots in fixed-size records of one folder, within a byte budget, for one engine.
 
-What is announced is there: a key is told as stored when its payload and its manifest entry are written, and as removed before its
-record is given to another key, or when it can no longer be read. Nothing comes or goes without being told. What an earlier process
-left is found at the start.
+What is announced is there: a key is told as stored when its payload and its manifest entry are written, and as removed
+before its record is given to another key, or when it can no longer be read. Nothing comes or goes without being told.
+What an earlier process left is found at the start.
 
-Limits: one engine a folder writes, others may read it (`reader.py`); the order of use is kept in memory, so that after a restart it
-is the order of writing; reads and writes go through the page cache. No error of the disk reaches the caller: it becomes a removal,
-a count and, when it repeats, the state OFF.
+Limits: one engine a folder writes, others may read it (`reader.py`); the order of use is kept in memory, so that after
+a restart it is the order of writing; reads and writes go through the page cache. No error of the disk reaches the
+caller: it becomes a removal, a count and, when it repeats, the state OFF.
 
-All methods run in the caller's thread. The bytes of a slot must stay as they are from `write`, and untouched from `read`, until
-`poll` has told that it is done, also after `clear`.
+All methods run in the caller's thread. The bytes of a slot must stay as they are from `write`, and untouched from
+`read`, until `poll` has told that it is done, also after `clear`.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class _Chore(NamedTuple):
 
 
 class DiskTier:
-    """See the module. folder: the user's, shared by any number of identities; slot_bytes_of: the bytes of a slot, at least
-    record_bytes, where they lie; max_queued: waiting reads, and waiting writes; retry_s: from a failure to the next trial;
-    option: the user's name for the folder's setting, in errors; executor: for tests, in place of threads.
+    """See the module. folder: the user's, shared by any number of identities; slot_bytes_of: the bytes of a slot, at
+    least record_bytes, where they lie; max_queued: waiting reads, and waiting writes; retry_s: from a failure to the
+    next trial; option: the user's name for the folder's setting, in errors; executor: for tests, in place of threads.
 
     Raises ValueError for a budget without room for one record, and for record_bytes that are not the identity's.
     """
@@ -119,7 +119,8 @@ class DiskTier:
         # Under way, by number.
         self._jobs: dict[int, _Job] = {}
         self._next_job = 0
-        # What threads have done, in the order in which they have; the one thing that they share with the caller's thread.
+        # What threads have done, in the order in which they have; the one thing that they share with the caller's
+        # thread.
         self._done: deque[tuple[int | _Chore, Result]] = deque()
         self._finished: list[Finished] = []
         self._on_trial = False
@@ -130,8 +131,8 @@ class DiskTier:
     def open(self) -> list[OffloadKey]:
         """Claims the folder and returns what is in it, oldest first: stored, without a change that says so.
 
-        Raises FolderInUse, ForeignFolder, DiskFolderError (`folder.py`), each with what to do; ValueError for an identity whose
-        checksum is not there. Once."""
+        Raises FolderInUse, ForeignFolder, DiskFolderError (`folder.py`), each with what to do; ValueError for an
+        identity whose checksum is not there. Once."""
         if self._health.state is not State.NEW:
             raise ValueError(f"the disk tier was opened before and is {self._health.state}: make another one")
         self._folder = claim(self._root, self._identity, self._option, self._log)
@@ -258,7 +259,8 @@ class DiskTier:
             self._health.turn_off(f"{UNCLEARED}: {result.reason}")
 
     def close(self) -> None:
-        """Waits for the read or write that each thread is in the middle of; what is queued ends as not ok, for `poll` to tell.
+        """Waits for the read or write that each thread is in the middle of; what is queued ends as not ok, for `poll`
+        to tell.
 
         What is there stays for the next process."""
         if self.state in _OPEN:

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every layer's KV cache seen as `(num_blocks, page bytes)` int8 over the same storage: what a copier moves.
 
-An engine lays its caches out in many ways: keys and values one after the other or block by block, several layers within one
-block, pages with padding, blocks cut into smaller ones for the kernels, Mamba states as views over one page, one storage for
-several groups. All of them are strides, so nothing is decided by an engine's or a layer's kind: the bytes of a block are found
-from the strides of the tensors, as few *pieces* as they come in, and each piece is a page of a tensor of its own. Pieces that lie
-side by side in each block become one, and pieces at the same place are the same tensor, whichever groups they belong to.
+An engine lays its caches out in many ways: keys and values one after the other or block by block, several layers within
+one block, pages with padding, blocks cut into smaller ones for the kernels, Mamba states as views over one page, one
+storage for several groups. All of them are strides, so nothing is decided by an engine's or a layer's kind: the bytes
+of a block are found from the strides of the tensors, as few *pieces* as they come in, and each piece is a page of a
+tensor of its own. Pieces that lie side by side in each block become one, and pieces at the same place are the same
+tensor, whichever groups they belong to.
 
-Invariant: the order of tensors and refs follows from names and strides alone, never from addresses. It is the order of the bytes
-in a slot, and a slot may have been written to disk by an earlier life of the engine.
+Invariant: the order of tensors and refs follows from names and strides alone, never from addresses. It is the order of
+the bytes in a slot, and a slot may have been written to disk by an earlier life of the engine.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from typing import Any
 
 import torch
 
-# Keys and values of 32 heads, with heads outside of blocks: more than any rank has. Where there are more pieces, it is tokens
-# that lie apart, and copying them one by one would cost more than computing them again.
+# Keys and values of 32 heads, with heads outside of blocks: more than any rank has. Where there are more pieces, it is
+# tokens that lie apart, and copying them one by one would cost more than computing them again.
 MAX_PIECES = 64
 
 # Keys and values, where a cache has them as its first dimension.
@@ -65,8 +66,8 @@ class LayerCache:
     """One layer's cache as the engine has it, where the tensors alone do not say everything.
 
     tensors: one, or several (Mamba: one per kind of state).
-    page_size_bytes: of a block with its padding; None: the bytes that the tensors cover.
-    block_dim: which dimension of the tensors counts blocks; None: the first, or the second behind one of keys and values.
+    page_size_bytes: of a block with its padding; None: the bytes that the tensors cover. block_dim: which dimension of
+    the tensors counts blocks; None: the first, or the second behind one of keys and values.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -107,9 +108,9 @@ def canonical_caches(
 ) -> CanonicalCaches:
     """The caches of all groups as pages.
 
-    layers: each layer's cache by name; groups: the names of each group's layers; num_blocks: of the engine's cache config, since
-    a tensor's shape may count kernel blocks. Raises ValueError for a layout whose blocks are no pages, with the numbers and the
-    setting to change.
+    layers: each layer's cache by name; groups: the names of each group's layers; num_blocks: of the engine's cache
+    config, since a tensor's shape may count kernel blocks. Raises ValueError for a layout whose blocks are no pages,
+    with the numbers and the setting to change.
     """
     if num_blocks < 1:
         raise ValueError(f"a KV cache of {num_blocks} blocks: num_blocks comes from the engine's cache config")
@@ -128,9 +129,9 @@ def canonical_caches(
 def from_vllm(kv_caches: Any, num_blocks: int | None = None) -> CanonicalCaches:
     """vLLM's CanonicalKVCaches as ours. Source: vLLM 0.32 v1/kv_offload/base.py.
 
-    kv_caches: has tensors (tensor, page_size_bytes) and group_data_refs (tensor_idx, page_size_bytes). A tensor that is not 2-D
-    int8 is viewed anew: its first dimension counts blocks, or kernel blocks when they are smaller than the page. num_blocks: of
-    the cache config, when the caller has it. Raises ValueError when pages and blocks do not fit.
+    kv_caches: has tensors (tensor, page_size_bytes) and group_data_refs (tensor_idx, page_size_bytes). A tensor that is
+    not 2-D int8 is viewed anew: its first dimension counts blocks, or kernel blocks when they are smaller than the
+    page. num_blocks: of the cache config, when the caller has it. Raises ValueError when pages and blocks do not fit.
     """
     tensors = []
     for number, canonical in enumerate(kv_caches.tensors):
@@ -232,8 +233,8 @@ def _too_many(name: str, count: int) -> str:
 
 
 def _joined(pieces: Sequence[_Piece]) -> list[_Piece]:
-    """Pieces in the order of their storages and offsets, those side by side in every block as one; a place that comes twice,
-    once."""
+    """Pieces in the order of their storages and offsets, those side by side in every block as one; a place that comes
+    twice, once."""
     joined: list[_Piece] = []
     for piece in sorted(pieces, key=lambda piece: (piece.storage, piece.stride, piece.offset)):
         last = joined[-1] if joined else None
@@ -295,7 +296,8 @@ def _distinct(refs: Sequence[PageRef]) -> list[PageRef]:
 
 
 def _page_view(tensor: torch.Tensor, what: str, offset: int, shape: tuple[int, int], stride: int) -> torch.Tensor:
-    """int8 over the storage of tensor, from byte offset on. Raises ValueError when the storage ends before the last page."""
+    """int8 over the storage of tensor, from byte offset on. Raises ValueError when the storage ends before the last
+    page."""
     storage = tensor.untyped_storage()
     end = offset + (shape[0] - 1) * stride + shape[1]
     if end > storage.nbytes():

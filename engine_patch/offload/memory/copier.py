@@ -16,16 +16,17 @@ from kvrouter.engine_patch.offload.memory.slot_layout import IdArray, Plan, Slot
 # (rows, 1) opaque items of a page each; or (rows, bytes of a page) where pages are copied one by one.
 PageArray = npt.NDArray[Any]
 
-# What is gathered before it is scattered: it stays in a core's own cache, so that memory is read and written once. 64 to 512 KiB
-# were alike; all at once ran at half the speed, torch's index_select and index_copy_ at 0.4 to 0.75 of it.
+# What is gathered before it is scattered: it stays in a core's own cache, so that memory is read and written once. 64
+# to 512 KiB were alike; all at once ran at half the speed, torch's index_select and index_copy_ at 0.4 to 0.75 of it.
 BATCH_BYTES = 256 * 2**10
-# From this size on a page is copied where it lies: a fifth faster, as what Python does for each then weighs little. Half of it:
-# alike.
+# From this size on a page is copied where it lies: a fifth faster, as what Python does for each then weighs little.
+# Half of it: alike.
 DIRECT_BYTES = 64 * 2**10
 
 
 class Copier(Protocol):
-    """store: cache to slots, load: slots to cache. Both return the bytes copied when the copy is done, and raise when it is not."""
+    """store: cache to slots, load: slots to cache. Both return the bytes copied when the copy is done, and raise when
+    it is not."""
 
     # How many copies make sense at a time: one thread each.
     lanes: int
@@ -42,8 +43,9 @@ class Copier(Protocol):
 class CpuCopier:
     """For caches in main memory: numpy alone, one core. torch would take the threads that the engine computes with.
 
-    A copy gathers some pages and scatters them, as many at a time as fit into a core's cache, and large pages one by one: Python
-    counts batches of bytes, not blocks. The interpreter is free while one is copied, so that the engine's thread can go on.
+    A copy gathers some pages and scatters them, as many at a time as fit into a core's cache, and large pages one by
+    one: Python counts batches of bytes, not blocks. The interpreter is free while one is copied, so that the engine's
+    thread can go on.
     """
 
     lanes = 1
@@ -67,8 +69,8 @@ class CpuCopier:
         """Nothing: what the engine computed on the CPU is in memory when it goes on."""
 
     def store(self, plan: Plan, fence: None = None) -> int:
-        """Raises IndexError for a block or a slot that is not there, ValueError for a part that has not one slot for each chunk;
-        both before anything is copied."""
+        """Raises IndexError for a block or a slot that is not there, ValueError for a part that has not one slot for
+        each chunk; both before anything is copied."""
         return sum(_copy(pages, blocks, places, offsets) for pages, places, blocks, offsets in self._pieces(plan))
 
     def load(self, plan: Plan, fence: None = None) -> int:
@@ -103,7 +105,8 @@ def _copy(source: PageArray, chosen: IdArray, target: PageArray, places: IdArray
 
 
 def check_within(numbers: IdArray, count: int, what: str) -> None:
-    """Raises IndexError for a number that is not 0 to count - 1: a negative one would be a place counted from the end."""
+    """Raises IndexError for a number that is not 0 to count - 1: a negative one would be a place counted from the
+    end."""
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < count:
         raise IndexError(f"{what} {int(numbers.min())} to {int(numbers.max())} of {count}")
 
@@ -137,7 +140,7 @@ def _places(memory: npt.NDArray[np.int8], page_bytes: int) -> PageArray:
 
 
 def _items(rows: npt.NDArray[np.int8]) -> PageArray:
-    """rows: (n, bytes of a page). Two dimensions in any case: numpy holds the interpreter while it indexes fewer than 500 items of
-    an array of one."""
+    """rows: (n, bytes of a page). Two dimensions in any case: numpy holds the interpreter while it indexes fewer than
+    500 items of an array of one."""
     page_bytes = rows.shape[1]
     return rows if page_bytes >= DIRECT_BYTES else rows.view(f"V{page_bytes}")

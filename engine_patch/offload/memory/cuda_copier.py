@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies blocks between the engine's KV cache on a CUDA device and slots in pinned memory.
 
-NOT RUN YET: no machine with a CUDA device was at hand when this was written. It is small for that reason: what it shares with the
-CPU, places and plans, is tested there; what is left are streams, events and vLLM's batched copy (_custom_ops.swap_blocks_batch,
-0.32: cuMemcpyBatchAsync, or the copies one by one on a driver that lacks it).
+NOT RUN YET: no machine with a CUDA device was at hand when this was written. It is small for that reason: what it
+shares with the CPU, places and plans, is tested there; what is left are streams, events and vLLM's batched copy
+(_custom_ops.swap_blocks_batch, 0.32: cuMemcpyBatchAsync, or the copies one by one on a driver that lacks it).
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from kvrouter.engine_patch.offload.memory.slot_layout import IdArray, Plan, Slot
 
 
 class CudaCopier:
-    """A stream a direction beside the one that computes; one batched copy a plan. Called by one thread a direction, which waits for
-    the copy: the engine's thread never does."""
+    """A stream a direction beside the one that computes; one batched copy a plan. Called by one thread a direction,
+    which waits for the copy: the engine's thread never does."""
 
     # One a direction: PCIe carries both at full speed.
     lanes = 2
 
     def __init__(self, caches: CanonicalCaches, layout: SlotLayout, slots: torch.Tensor) -> None:
-        """slots: as for CpuCopier; pinned (Region.pin), or copies are slow. Raises ImportError where vLLM has no batched copy."""
+        """slots: as for CpuCopier; pinned (Region.pin), or copies are slow. Raises ImportError where vLLM has no
+        batched copy."""
         # Named here, so that importing this file needs no CUDA build.
         from vllm._custom_ops import swap_blocks_batch
 
@@ -42,8 +43,8 @@ class CudaCopier:
         self._load_stream = torch.cuda.Stream(self._device)
 
     def fence(self) -> Any:
-        """An event after what the engine has computed so far. A load waits for it too: the engine may be about to zero its
-        blocks."""
+        """An event after what the engine has computed so far. A load waits for it too: the engine may be about to zero
+        its blocks."""
         return torch.cuda.current_stream(self._device).record_event()
 
     def store(self, plan: Plan, fence: Any) -> int:
@@ -70,8 +71,8 @@ class CudaCopier:
         return int(sizes.sum())
 
     def _addresses(self, plan: Plan) -> tuple[IdArray, IdArray, IdArray]:
-        """(pages,) where each lies in the cache and in the slots, and its bytes. Raises IndexError for a block or slot not there:
-        the device would write anywhere."""
+        """(pages,) where each lies in the cache and in the slots, and its bytes. Raises IndexError for a block or slot
+        not there: the device would write anywhere."""
         empty = np.empty(0, np.int64)
         cache, slots, sizes = [empty], [empty], [empty]
         for part in plan:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CPU memory of the offload tier: slots of equal size, mapped by every rank of a node and by the scheduler process.
 
-Slot-major: slot i is | rank 0 | rank 1 | ... |, padded to whole pages of memory, so that one slot is one record on disk and
-starts where a device may write to. The memory is a file under /dev/shm, or private to the process where nobody else needs it.
+Slot-major: slot i is | rank 0 | rank 1 | ... |, padded to whole pages of memory, so that one slot is one record on disk
+and starts where a device may write to. The memory is a file under /dev/shm, or private to the process where nobody else
+needs it.
 
-A file is in use as long as somebody holds a lock on it, and the kernel drops a lock with its holder, however that ends. So the
-last one to close a region removes the file, and what a killed engine left behind is removed by the next one that starts. Who
-writes which slot when is not decided here: two users of one slot are a fault of those who gave it to them.
+A file is in use as long as somebody holds a lock on it, and the kernel drops a lock with its holder, however that ends.
+So the last one to close a region removes the file, and what a killed engine left behind is removed by the next one that
+starts. Who writes which slot when is not decided here: two users of one slot are a fault of those who gave it to them.
 """
 
 from __future__ import annotations
@@ -29,11 +30,12 @@ DEFAULT_FOLDER = Path("/dev/shm")
 FILE_PREFIX = "kvrouter-offload-"
 FILE_SUFFIX = ".slots"
 
-# A file that somebody removes between its opening and its locking is opened again; each time it is another process that starts or
-# ends.
+# A file that somebody removes between its opening and its locking is opened again; each time it is another process that
+# starts or ends.
 OPEN_TRIES = 100
 
-# vLLM registers host memory in pieces of this size too (0.32 v1/kv_offload/cpu/gpu_worker.py): drivers refuse more at a time.
+# vLLM registers host memory in pieces of this size too (0.32 v1/kv_offload/cpu/gpu_worker.py): drivers refuse more at a
+# time.
 PIN_BYTES = 64 * 2**30
 
 ADVICE = (
@@ -103,9 +105,9 @@ class Region:
     ) -> Region:
         """The region of a file, made by whoever comes first; or private memory without a path.
 
-        slot_bytes: of one chunk of all ranks, without padding. rank: which part `rank_tensor` gives; None in the scheduler process.
-        Raises ValueError for numbers that do not fit one another or the file that is there, OSError with ENOSPC or ENOMEM when
-        there is too little room: it says how much there is, and what to change.
+        slot_bytes: of one chunk of all ranks, without padding. rank: which part `rank_tensor` gives; None in the
+        scheduler process. Raises ValueError for numbers that do not fit one another or the file that is there, OSError
+        with ENOSPC or ENOMEM when there is too little room: it says how much there is, and what to change.
         """
         if num_slots < 1 or slot_bytes < 1 or num_ranks < 1:
             raise ValueError(
@@ -146,8 +148,8 @@ class Region:
         return self._whole().as_strided(size, stride, self.rank * self.rank_bytes)
 
     def pin(self) -> bool:
-        """Registers the memory with the CUDA driver, so that copies need no staging; whether it is. False, with a warning where
-        the driver refuses: copies work then too, slower. Without CUDA nothing is done."""
+        """Registers the memory with the CUDA driver, so that copies need no staging; whether it is. False, with a
+        warning where the driver refuses: copies work then too, slower. Without CUDA nothing is done."""
         import torch
 
         if self._pinned or not torch.cuda.is_available():
@@ -168,7 +170,8 @@ class Region:
         return True
 
     def close(self) -> None:
-        """Gives the memory back, and removes the file if nobody else uses it. Views that are still held keep their memory alive."""
+        """Gives the memory back, and removes the file if nobody else uses it. Views that are still held keep their
+        memory alive."""
         self._unpin()
         self._view.release()
         self._tensor = self._memory = None
@@ -222,7 +225,8 @@ def _reserve(file: int, path: Path, size: int) -> None:
 
     All of it at once: memory that is missing later would be a bus error, which ends the engine.
     """
-    # One process at a time, so that nobody counts as taken what another is about to share with it. Other locks than flock's.
+    # One process at a time, so that nobody counts as taken what another is about to share with it. Other locks than
+    # flock's.
     fcntl.lockf(file, fcntl.LOCK_EX)
     try:
         status, room = os.fstat(file), os.fstatvfs(file)

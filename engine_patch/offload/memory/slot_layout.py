@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where each group's pages lie within a slot, and what one transfer moves between the engine's blocks and the slots.
 
-A slot holds one chunk, blocks_per_chunk consecutive blocks of one group, whichever group that is. A group's *refs* are the tensors
-that hold a part of its blocks. Within one rank's part of the slot the pages of ref 0 come first, block after block, then those of
-ref 1, and so on, without gaps: consecutive blocks of a chunk lie side by side, as they often do in the engine's cache.
-No I/O, no torch.
+A slot holds one chunk, blocks_per_chunk consecutive blocks of one group, whichever group that is. A group's *refs* are
+the tensors that hold a part of its blocks. Within one rank's part of the slot the pages of ref 0 come first, block
+after block, then those of ref 1, and so on, without gaps: consecutive blocks of a chunk lie side by side, as they often
+do in the engine's cache. No I/O, no torch.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ IdArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class GroupPart:
-    """What one transfer moves of one group. Blocks follow one another in their request; the first and the last chunk may be
-    partial."""
+    """What one transfer moves of one group. Blocks follow one another in their request; the first and the last chunk
+    may be partial."""
 
     group: int
     # (n,) the engine's block numbers, in the order of the request.
@@ -43,10 +43,12 @@ def make_plan(
     slots: Sequence[int] | npt.NDArray[np.integer],
     blocks_per_chunk: int,
 ) -> Plan:
-    """A plan from flat lists, as vLLM's GPULoadStoreSpec has them (0.32 v1/kv_offload/base.py): groups one after the other.
+    """A plan from flat lists, as vLLM's GPULoadStoreSpec has them (0.32 v1/kv_offload/base.py): groups one after the
+    other.
 
-    block_ids: (sum of group_sizes,); group_sizes, block_indices: (groups,) blocks, and index in the request of a group's first
-    block; slots: (chunks of all groups,). A group of no blocks is left out. Raises ValueError where the lists do not fit.
+    block_ids: (sum of group_sizes,); group_sizes, block_indices: (groups,) blocks, and index in the request of a
+    group's first block; slots: (chunks of all groups,). A group of no blocks is left out. Raises ValueError where the
+    lists do not fit.
     """
     if len(group_sizes) != len(block_indices):
         raise ValueError(f"{len(group_sizes)} group sizes, but {len(block_indices)} first block indices")

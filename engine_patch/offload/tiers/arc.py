@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """ARC: evicts from the keys used once or from those used again, and learns which from what it evicted too early.
 
-Source: N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4. T1 holds what was
-used once, T2 what was used again, B1 and B2 (the ghosts) the keys last evicted from each, all from oldest to youngest. The return
-of a ghost of B1 raises the target size p of T1, that of a ghost of B2 lowers it.
+Source: N. Megiddo and D. S. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003, figure 4. T1 holds
+what was used once, T2 what was used again, B1 and B2 (the ghosts) the keys last evicted from each, all from oldest to
+youngest. The return of a ghost of B1 raises the target size p of T1, that of a ghost of B2 lowers it.
 
 What differs from the paper, which knows one request at a time and nothing in use:
 - Several keys may come at once. It is as if they came one after another, but that none of them makes room for the next.
 - A key in use is passed over. Where one list has nothing else, the other gives. Passed-over keys are set aside, out of the order
-  but counted in their list, until they can be evicted again, and then are the youngest of it: each is passed over once, as in
-  lru.py.
+  but counted in their list, until they can be evicted again, and then are the youngest of it: each is passed over once,
+  as in lru.py.
 - Room can be free, where keys were discarded: then nothing is evicted, but a ghost that comes still teaches.
 
 Invariants, at the end of each call, while at most c keys are resident: |T1| + |B1| <= c, all four <= 2c, 0 <= p <= c.
@@ -133,7 +133,8 @@ class ArcPolicy:
         return len(self._t2) + len(self._aside_t2)
 
     def _learn(self, key: OffloadKey) -> int:
-        """Adapts the target where a ghost comes back, and takes it from its list: 1 for B1, 2 for B2, 0 for no ghost."""
+        """Adapts the target where a ghost comes back, and takes it from its list: 1 for B1, 2 for B2, 0 for no
+        ghost."""
         if key in self._b1:
             self._target = min(self._target + max(len(self._b2) / len(self._b1), 1.0), float(self._capacity))
             del self._b1[key]

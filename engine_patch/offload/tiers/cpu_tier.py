@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which chunk lies in which slot of CPU memory, and which slots may be written.
 
-Pure bookkeeping: no bytes, no I/O, no clock, no lock; one thread. Invariants: a slot belongs to one key, or is free, or is
-withheld; free + used + withheld = num_slots; what is WRITING or pinned keeps its slot.
+Pure bookkeeping: no bytes, no I/O, no clock, no lock; one thread. Invariants: a slot belongs to one key, or is free, or
+is withheld; free + used + withheld = num_slots; what is WRITING or pinned keeps its slot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class ChunkState(enum.Enum):
 
 
 class WrongState(ValueError):
-    """A call that the state of a chunk or of a slot forbids: the caller's books differ from the tier's. Nothing was changed."""
+    """A call that the state of a chunk or of a slot forbids: the caller's books differ from the tier's. Nothing was
+    changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +56,8 @@ class Usage:
 class CpuTier:
     """The slots of one CPU tier. policy: empty, and used by this tier alone.
 
-    Lists of keys are in the order of the prompt. They are added and used last first, because the head of a prompt is worth more:
-    without it the tail cannot be loaded."""
+    Lists of keys are in the order of the prompt. They are added and used last first, because the head of a prompt is
+    worth more: without it the tail cannot be loaded."""
 
     def __init__(self, num_slots: int, policy: Policy) -> None:
         if num_slots < 1:
@@ -112,10 +113,11 @@ class CpuTier:
     def allocate(
         self, keys: Sequence[OffloadKey], protected: AbstractSet[OffloadKey] = frozenset()
     ) -> Allocation | None:
-        """Slots for ABSENT keys, which are WRITING then; None and nothing changed where there is no room for all of them.
+        """Slots for ABSENT keys, which are WRITING then; None and nothing changed where there is no room for all of
+        them.
 
-        protected: keys that must not make room, resident or not. Raises WrongState for a key that is not ABSENT or comes twice, and
-        PolicyError where a policy evicts what it must not."""
+        protected: keys that must not make room, resident or not. Raises WrongState for a key that is not ABSENT or
+        comes twice, and PolicyError where a policy evicts what it must not."""
         if len(set(keys)) < len(keys):
             raise WrongState("a key comes twice in one allocation: name each chunk once")
         if not self._slots.keys().isdisjoint(keys):
@@ -144,7 +146,8 @@ class CpuTier:
         self._policy.evictable_again(key)
 
     def abandon(self, key: OffloadKey) -> None:
-        """A WRITING chunk will not be whole, and nothing writes it any more: its slot is free. Raises WrongState for any other."""
+        """A WRITING chunk will not be whole, and nothing writes it any more: its slot is free. Raises WrongState for
+        any other."""
         if key not in self._writing:
             raise self._wrong(key, "cannot be abandoned")
         self._writing.remove(key)
@@ -174,7 +177,8 @@ class CpuTier:
                 self._policy.evictable_again(key)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """READY chunks were used. Others are passed over: that a chunk is asked for while it is stored is no second use."""
+        """READY chunks were used. Others are passed over: that a chunk is asked for while it is stored is no second
+        use."""
         for key in reversed(keys):
             if key in self._slots and key not in self._writing:
                 self._policy.touch(key)
@@ -190,9 +194,9 @@ class CpuTier:
     def clear(self, busy_slots: Iterable[int] | None = None) -> list[OffloadKey]:
         """Makes all keys ABSENT, pinned and WRITING ones too. Returns those that were READY.
 
-        busy_slots: the slots that transfers under way still read or write, a slot once for each of its transfers; by default what
-        `busy_slots()` says. They are withheld until `release` was called for each transfer, and what an earlier call withheld
-        stays so, named again or not. Raises WrongState for a number that is no slot."""
+        busy_slots: the slots that transfers under way still read or write, a slot once for each of its transfers; by
+        default what `busy_slots()` says. They are withheld until `release` was called for each transfer, and what an
+        earlier call withheld stays so, named again or not. Raises WrongState for a number that is no slot."""
         busy = Counter(self.busy_slots() if busy_slots is None else busy_slots)
         for slot in busy:
             if not 0 <= slot < self.num_slots:
@@ -208,7 +212,8 @@ class CpuTier:
         return gone
 
     def release(self, slot: int) -> None:
-        """One transfer that was under way when the tier was cleared has ended. Raises WrongState where none is waited for."""
+        """One transfer that was under way when the tier was cleared has ended. Raises WrongState where none is waited
+        for."""
         count = self._withheld.get(slot, 0)
         if not count:
             raise WrongState(f"slot {slot} is not withheld: release is for transfers that were under way at a clear")
@@ -227,7 +232,8 @@ class CpuTier:
         """Frees `count` slots; None and nothing changed where that cannot be."""
         # Counted beforehand: to find out by asking the policy it would have to look at every key.
         spare = len(self._slots) - len(self._writing) - len(self._pins)
-        # Protected keys are looked up only where they could matter: there can be thousands, at each of many small allocations.
+        # Protected keys are looked up only where they could matter: there can be thousands, at each of many small
+        # allocations.
         if spare - len(protected) < count and spare - sum(map(self._evictable, protected)) < count:
             return None
         writing, pins = self._writing, self._pins

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evicts what was not used for longest.
 
-Each operation is O(1), and a victim is, amortized: a key that is in use when it is passed over is set aside, out of the order,
-until it can be evicted again, and then it is the youngest (it was in use a moment ago). So each add and each return pays for being
-passed over once, however many keys are pinned, and the order of all others is that of their last use.
+Each operation is O(1), and a victim is, amortized: a key that is in use when it is passed over is set aside, out of the
+order, until it can be evicted again, and then it is the youngest (it was in use a moment ago). So each add and each
+return pays for being passed over once, however many keys are pinned, and the order of all others is that of their last
+use.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ class LruPolicy:
 def oldest(
     order: OrderedDict[OffloadKey, None], count: int, may_evict: Callable[[OffloadKey], bool]
 ) -> tuple[list[OffloadKey], list[OffloadKey]]:
-    """(the first keys that may be evicted, at most `count`; the keys passed over before the last of them). Changes nothing."""
+    """(the first keys that may be evicted, at most `count`; the keys passed over before the last of them). Changes
+    nothing."""
     found: list[OffloadKey] = []
     passed: list[OffloadKey] = []
     if count < 1:

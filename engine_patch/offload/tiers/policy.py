@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which chunk of a tier makes room for another: the interface of an eviction policy, and how one is chosen by name.
 
-A policy orders keys and nothing else: it knows no slots, no bytes, no clock. The tier tells it what comes, is used and goes, and
-asks for victims. A third party's policy is a class with these methods that takes the capacity in chunks; users name it as
-"package.module:Class".
+A policy orders keys and nothing else: it knows no slots, no bytes, no clock. The tier tells it what comes, is used and
+goes, and asks for victims. A third party's policy is a class with these methods that takes the capacity in chunks;
+users name it as "package.module:Class".
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ class PolicyError(ValueError):
 class Policy(Protocol):
     """An order of eviction among the keys of one tier. Used by one thread; no method may raise for a key of the tier.
 
-    Keys may be in use: then `may_evict` is false for them and victims passes them over. A policy may set aside what it passed
-    over, to meet it once and not at each call: for each such key that can be evicted again `evictable_again` is called."""
+    Keys may be in use: then `may_evict` is false for them and victims passes them over. A policy may set aside what it
+    passed over, to meet it once and not at each call: for each such key that can be evicted again `evictable_again` is
+    called."""
 
     def add(self, key: OffloadKey) -> None:
-        """A key that was absent is resident now, and the youngest. `may_evict` is false for it until `evictable_again`."""
+        """A key that was absent is resident now, and the youngest. `may_evict` is false for it until
+        `evictable_again`."""
 
     def touch(self, key: OffloadKey) -> None:
         """A resident key was used."""
@@ -39,10 +41,11 @@ class Policy(Protocol):
     def victims(
         self, count: int, may_evict: Callable[[OffloadKey], bool], incoming: Sequence[OffloadKey] = ()
     ) -> list[OffloadKey] | None:
-        """Exactly `count` keys that may be evicted, no longer resident; None and nothing changed where there are not so many.
+        """Exactly `count` keys that may be evicted, no longer resident; None and nothing changed where there are not so
+        many.
 
-        incoming: what the room is for, in the order in which each is added next, so that a policy that remembers what it evicted
-        can learn from their return before it chooses."""
+        incoming: what the room is for, in the order in which each is added next, so that a policy that remembers what
+        it evicted can learn from their return before it chooses."""
 
     def evictable_again(self, key: OffloadKey) -> None:
         """A resident key for which `may_evict` may have been false can be evicted from now on."""

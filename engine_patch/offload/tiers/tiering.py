@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is where in both tiers, and what moves: GPU to CPU, CPU to disk and back, for any number of groups. Pure but for the disk.
+"""What is where in both tiers, and what moves: GPU to CPU, CPU to disk and back, for any number of groups. Pure but for
+the disk.
 
-Way of a chunk: the engine stores it into a CPU slot; when it is there it is also written to disk, as far as the disk keeps up. When
-a request asks for a chunk that only the disk holds, it is read into a slot first, and the request waits for that.
+Way of a chunk: the engine stores it into a CPU slot; when it is there it is also written to disk, as far as the disk
+keeps up. When a request asks for a chunk that only the disk holds, it is read into a slot first, and the request waits
+for that.
 
-Invariants: a chunk is announced as stored in a tier when it can be read there, and as removed before its room is given to another.
-Nothing leaves a tier without that. What one waiting request needs is not evicted for another.
+Invariants: a chunk is announced as stored in a tier when it can be read there, and as removed before its room is given
+to another. Nothing leaves a tier without that. What one waiting request needs is not evicted for another.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from typing import NamedTuple, Protocol
 from kvrouter.engine_patch.offload.key import OffloadKey
 from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
 
-# A request that waits for the disk is asked for in each step that has room for one more. After so many without, others may have
-# what it needs.
+# A request that waits for the disk is asked for in each step that has room for one more. After so many without, others
+# may have what it needs.
 PATIENCE_STEPS = 256
 
 
@@ -124,7 +126,8 @@ class Tiering:
     # Questions
 
     def look_up(self, key: OffloadKey, wish: PromotionRequest, disk: bool = True) -> LookupAnswer:
-        """Whether a chunk can be loaded into the GPU, for the request of this wish. disk: whether it may come from there."""
+        """Whether a chunk can be loaded into the GPU, for the request of this wish. disk: whether it may come from
+        there."""
         if wish.step != self._step:
             wish.step, wish.waits = self._step, False
             wish.needed.clear()
@@ -210,7 +213,8 @@ class Tiering:
         return changes
 
     def reset(self) -> None:
-        """Forget everything: the model's weights may be others from here on. Slots that the disk uses are free when it is done."""
+        """Forget everything: the model's weights may be others from here on. Slots that the disk uses are free when it
+        is done."""
         self.counts.resets += 1
         self._collect()
         self._outdated |= self._reads.keys() | self._writes.keys()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """uvicorn's HTTP protocol with bounds on what one client can hold: bytes of a head, time, unread answers, connections.
 
-uvicorn bounds idle kept connections and its parser nothing else: it takes heads of any size from clients of any slowness. The size
-of bodies is bounded in `outer.py` and `hot_protocol.py`. Bounds are a connection's; who opens many is stopped by `max_connections`.
-Uses these parts of uvicorn's HttpToolsProtocol: the parser's callbacks, `cycle`, `pipeline`, `flow`, `connections`,
-`send_400_response`, `server_state.default_headers`.
+uvicorn bounds idle kept connections and its parser nothing else: it takes heads of any size from clients of any
+slowness. The size of bodies is bounded in `outer.py` and `hot_protocol.py`. Bounds are a connection's; who opens many
+is stopped by `max_connections`. Uses these parts of uvicorn's HttpToolsProtocol: the parser's callbacks, `cycle`,
+`pipeline`, `flow`, `connections`, `send_400_response`, `server_state.default_headers`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ NO_UPGRADE = (
 )
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-# Of a client that sends no more: how often it is looked whether it still reads. A request of its that runs for nobody takes an
-# engine's time; a look is one system call.
+# Of a client that sends no more: how often it is looked whether it still reads. A request of its that runs for nobody
+# takes an engine's time; a look is one system call.
 READER_LOOK_S = 0.1
-# And how many looks in a row an answer that has begun may stand still: with nothing to send, only patience tells who reads on from
-# who hung up. Tokens come some times a second; an engine that pauses for 5 s does so under a stall.
+# And how many looks in a row an answer that has begun may stand still: with nothing to send, only patience tells who
+# reads on from who hung up. Tokens come some times a second; an engine that pauses for 5 s does so under a stall.
 STILL_LOOKS = 50
 
-# When the server stops: how long an idle connection is kept for a request that is on its way. Who has just connected sends it a
-# round trip later.
+# When the server stops: how long an idle connection is kept for a request that is on its way. Who has just connected
+# sends it a round trip later.
 LAST_REQUEST_S = 0.5
 
 
@@ -63,7 +63,8 @@ class HttpLimits(msgspec.Struct, frozen=True):
 
 
 class LimitedProtocol(HttpToolsProtocol):
-    """A protocol that closes connections over the limits: with an answer that says why, where the client waits for one."""
+    """A protocol that closes connections over the limits: with an answer that says why, where the client waits for
+    one."""
 
     outer: ClassVar[Outer]
     limits: ClassVar[HttpLimits]
@@ -97,8 +98,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._await((0, False))
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more: it hung up, or closed its half behind its last request (RFC 9112, 9.6) and still reads.
-        True: there are answers to give, so our half stays open."""
+        """The client sends no more: it hung up, or closed its half behind its last request (RFC 9112, 9.6) and still
+        reads. True: there are answers to give, so our half stays open."""
         if self._in_message or not self._answering:
             return False
         self.cycle.keep_alive = False
@@ -168,7 +169,8 @@ class LimitedProtocol(HttpToolsProtocol):
 
     @property
     def is_last_message(self) -> bool:
-        """Whether nothing is taken behind this one: the server stops, or what follows is another protocol's to the parser."""
+        """Whether nothing is taken behind this one: the server stops, or what follows is another protocol's to the
+        parser."""
         return self._stops or self.outer.shutdown.begun or self.parser.should_upgrade()
 
     def shutdown(self) -> None:

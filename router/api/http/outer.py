@@ -59,8 +59,8 @@ class ClientGone(Exception):
 class Outer:
     """The ASGI application. `hot` maps POST paths to handlers of (raw body, content type).
 
-    proxy: answers its paths inside the HTTP protocol (`proxied_cycle.py`); here they come only when they are not as they should be.
-    tracing: None where no traces are wanted. clock: seconds, for those."""
+    proxy: answers its paths inside the HTTP protocol (`proxied_cycle.py`); here they come only when they are not as
+    they should be. tracing: None where no traces are wanted. clock: seconds, for those."""
 
     def __init__(
         self,
@@ -128,8 +128,8 @@ class Outer:
     def hot_answer(
         self, path: str, method: str, given: Iterable[tuple[bytes, bytes]], raw: bytes
     ) -> Answer | Coroutine[Any, Any, Answer]:
-        """The answer of a hot path to a whole body of an admitted client, errors included; counted. To be awaited where the
-        handler has to wait for something."""
+        """The answer of a hot path to a whole body of an admitted client, errors included; counted. To be awaited where
+        the handler has to wait for something."""
         headers = _Headers(given)
         trace: RequestTrace | None = None
         if self._tracing is not None and path in TRACED_PATHS:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A proxied request on uvicorn's connection: the client's side of `router.proxy`.
 
-uvicorn's parser, limits and pipelining stay. What ASGI costs for each piece of a stream (a wake-up, an event) does not occur:
-bytes go from the engine's socket to the client's in one callback. It stands in the place of uvicorn's RequestResponseCycle and has
-its `disconnected`, `keep_alive`, `message_event`, `more_body`, `response_started`, `response_complete` and `run_asgi`.
+uvicorn's parser, limits and pipelining stay. What ASGI costs for each piece of a stream (a wake-up, an event) does not
+occur: bytes go from the engine's socket to the client's in one callback. It stands in the place of uvicorn's
+RequestResponseCycle and has its `disconnected`, `keep_alive`, `message_event`, `more_body`, `response_started`,
+`response_complete` and `run_asgi`.
 """
 
 from __future__ import annotations
@@ -147,8 +148,8 @@ class ProxiedCycle:
             self._source.resume()
 
     def probe_reader(self) -> None:
-        """To a client that sends no more, a word that every one of HTTP/1.1 skips: nobody who hung up takes it. Ends an answer that
-        has begun and stands still."""
+        """To a client that sends no more, a word that every one of HTTP/1.1 skips: nobody who hung up takes it. Ends an
+        answer that has begun and stands still."""
         if self.response_started:
             self._still_looks += 1
             if self._still_looks > STILL_LOOKS:

@@ -17,7 +17,8 @@ SCHEMES = frozenset({b"http", b"https"})
 
 
 def head_problem(method: bytes, version: str, headers: Iterable[tuple[bytes, bytes]]) -> RouterError | None:
-    """Why a request with this head is refused, whatever its path; None where it is not. headers: names in lower case."""
+    """Why a request with this head is refused, whatever its path; None where it is not. headers: names in lower
+    case."""
     if version not in VERSIONS:
         return WrongVersion("only HTTP/1.1 and HTTP/1.0 are spoken here; send one of these")
     if method == b"CONNECT":
@@ -39,8 +40,8 @@ def head_problem(method: bytes, version: str, headers: Iterable[tuple[bytes, byt
 
 
 def origin_form(target: bytes) -> bytes:
-    """A request's target as path and query: `http://router/v1/models?x` is `/v1/models?x`. What has neither stays as it is.
-    Raises BadQuestion."""
+    """A request's target as path and query: `http://router/v1/models?x` is `/v1/models?x`. What has neither stays as it
+    is. Raises BadQuestion."""
     if target.startswith(b"/") or target == b"*":
         return target
     try:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers from a file that is watched: the file of `workers_file`, or the settings file. The async shell around `file_watch.py`."""
+"""Workers from a file that is watched: the file of `workers_file`, or the settings file. The async shell around
+`file_watch.py`."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ from kvrouter.router.common.errors import SettingError
 from kvrouter.router.discovery.candidate import Candidate
 from kvrouter.router.discovery.files.file_watch import FileWatch
 
-# A change counts when it has been there for one of these, so it is registered within a second and a half. A look is one stat.
+# A change counts when it has been there for one of these, so it is registered within a second and a half. A look is one
+# stat.
 POLL_S = 0.5
 # Thousands of workers with catalogs; what is larger is no list of workers.
 MAX_FILE_BYTES = 16 * 1024**2

@@ -8,12 +8,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypeAlias
 
-# Device, inode, size and time of change: in-place writes, renames and exchanged links (a ConfigMap's) all change one of them.
+# Device, inode, size and time of change: in-place writes, renames and exchanged links (a ConfigMap's) all change one of
+# them.
 _Stamp: TypeAlias = tuple[int, int, int, int]
 
 
 class FileWatch:
-    """A change counts once it was the same at two looks: what is written in place is not read while it is half there."""
+    """A change counts once it was the same at two looks: what is written in place is not read while it is half
+    there."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed in the settings file while the router runs: its workers are taken over, everything else needs a new start."""
+"""What changed in the settings file while the router runs: its workers are taken over, everything else needs a new
+start."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file that lists workers, as YAML or JSON (which is YAML): its text to candidates. Pure; SettingError names the line.
+"""A file that lists workers, as YAML or JSON (which is YAML): its text to candidates. Pure; SettingError names the
+line.
 
 An entry is a SPEC as for `--worker`, or a mapping with the fields of `POST /register` and `state`.
 """

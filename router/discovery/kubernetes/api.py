@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kubernetes' API as far as it is needed: list pods, and watch them. Two GETs, as every API server since 1.16 has them (ADR 18).
+"""Kubernetes' API as far as it is needed: list pods, and watch them. Two GETs, as every API server since 1.16 has them
+(ADR 18).
 
 Source: Kubernetes documentation, API concepts: resource versions, watches, bookmarks, "410 Gone".
 """
@@ -28,7 +29,8 @@ ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 PAGE_PODS = 250
 LIST_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
-# A watch is ended by the server after this, and begun again from where it was: a connection that died unseen is noticed by then.
+# A watch is ended by the server after this, and begun again from where it was: a connection that died unseen is noticed
+# by then.
 WATCH_S = (60, 90)
 WATCH_GRACE_S = 15.0
 # etcd holds objects up to 1.5 MB.
@@ -159,8 +161,8 @@ class ClusterApi:
         )
 
     async def watch(self, version: str) -> AsyncIterator[PodEvent]:
-        """What changes after `version`, after an empty BOOKMARK as soon as the server agrees; ends when the server ends it. Raises
-        Gone and ClusterError."""
+        """What changes after `version`, after an empty BOOKMARK as soon as the server agrees; ends when the server ends
+        it. Raises Gone and ClusterError."""
         watch_s = self._rng.randint(*WATCH_S)
         params = {
             "labelSelector": self._selector,

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Kubernetes' pods as workers. Pure. Source of the fields: Kubernetes API v1, Pod and PodStatus.
 
-worker_id: the pod's name. url: its IP, and the port of annotation `kvrouter/port`, else of the container port named `http`, else
+worker_id: the pod's name. url: its IP, and the port of annotation `kvrouter/port`, else of the container port named
+`http`, else
 8000. events and replay: annotations `kvrouter/events-port` and `kvrouter/replay-port`, else the container ports named `kv-events`
 and `kv-replay`; without the first, the engine is asked, and if it has no way to tell, 5557 and 5558. Ranks: annotation
-`kvrouter/dp-ranks`, so many, the ports counted up; else those that the engine tells. model, role, handover: annotation, else label
-`kvrouter/model`, `kvrouter/role`, `kvrouter/handover`; without a model, the engine is asked.
+`kvrouter/dp-ranks`, so many, the ports counted up; else those that the engine tells. model, role, handover: annotation,
+else label `kvrouter/model`, `kvrouter/role`, `kvrouter/handover`; without a model, the engine is asked.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from kvrouter.router.discovery.kubernetes.api import ClusterApi, ClusterError, W
 from kvrouter.router.discovery.kubernetes.pods import Pod, candidates_of
 from kvrouter.router.workers.source_precedence import KUBERNETES
 
-# Pauses before it is tried again, doubled from the first to the last and each taken by chance from half of it on: all routers of
-# a fleet lose an API server at once, and must not come back at once.
+# Pauses before it is tried again, doubled from the first to the last and each taken by chance from half of it on: all
+# routers of a fleet lose an API server at once, and must not come back at once.
 RETRY_FIRST_S = 0.5
 RETRY_LAST_S = 30.0
 

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One kept HTTP/1.1 connection to an engine, with one exchange at a time, on the parser that uvicorn uses (docs/adr/0013).
+"""One kept HTTP/1.1 connection to an engine, with one exchange at a time, on the parser that uvicorn uses
+(docs/adr/0013).
 
-The body of an answer is handed on as it comes, without a task in between; whoever takes it says when it has enough for now, and
-then the socket is left unread. Nothing here retries, follows a redirect or decodes content.
+The body of an answer is handed on as it comes, without a task in between; whoever takes it says when it has enough for
+now, and then the socket is left unread. Nothing here retries, follows a redirect or decodes content.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from kvrouter.router.common.sockets import poller, untaken_bytes
 from kvrouter.router.proxy.headers import Headers
 from kvrouter.router.proxy.upstream.failure import Failure, Kind
 
-# Of the head of an answer with the interim ones before it, of a chunk's extensions or of trailers: engines send some hundred bytes.
+# Of the head of an answer with the interim ones before it, of a chunk's extensions or of trailers: engines send some
+# hundred bytes.
 MAX_HEAD_BYTES = 64 * 1024
 # Interim answers (1xx) before one answer: there is no use for more than one of each kind.
 MAX_INTERIM_ANSWERS = 8
@@ -151,7 +153,8 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Of an idle one: whether the next request may go over it. The kernel may know of its end before the loop does."""
+        """Of an idle one: whether the next request may go over it. The kernel may know of its end before the loop
+        does."""
         transport, readable = self._transport, self._readable
         return transport is not None and readable is not None and not transport.is_closing() and not readable.poll(0)
 

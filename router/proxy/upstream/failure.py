@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How an attempt at a worker can fail, and whether another worker may be asked then. Pure.
 
-Never after the first byte of an answer went to the client, and never for a client's error. A request that an engine may have begun
-on is sent once more at most, whoever it was and whatever the age of the connection: one that kills engines must not go through the
-fleet.
+Never after the first byte of an answer went to the client, and never for a client's error. A request that an engine may
+have begun on is sent once more at most, whoever it was and whatever the age of the connection: one that kills engines
+must not go through the fleet.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Kind(StrEnum):
 
 # The request cannot have reached the engine.
 _BEFORE_ARRIVAL = frozenset({Kind.REFUSED, Kind.CONNECT_TIMEOUT})
-# Whoever waited so long has given up, and the next engine would need as long; what is no HTTP is no engine's; of a cut answer the
-# client has a part.
+# Whoever waited so long has given up, and the next engine would need as long; what is no HTTP is no engine's; of a cut
+# answer the client has a part.
 _FINAL = frozenset({Kind.SILENT, Kind.MALFORMED, Kind.CUT})
 
 
@@ -75,8 +75,8 @@ class Attempts:
 
     @property
     def reuses_connections(self) -> bool:
-        """Whether a kept connection may be used: the engine may close it in the moment in which the request comes there, and that
-        looks as if it had begun on it."""
+        """Whether a kept connection may be used: the engine may close it in the moment in which the request comes
+        there, and that looks as if it had begun on it."""
         return self._repeatable
 
     @property
@@ -92,8 +92,8 @@ class Attempts:
         self.trail.append(f"{worker} {Kind.STALE.value}")
 
     def prefill_failed(self, worker: str, failure: Failure) -> bool:
-        """A prefill worker did not compute the prompt; whether another one may be asked. Where not, the decode worker may be.
-        Raises Spent."""
+        """A prefill worker did not compute the prompt; whether another one may be asked. Where not, the decode worker
+        may be. Raises Spent."""
         self.trail.append(f"{worker} {failure.kind.value}")
         self._prefills += 1
         if failure.kind in _BEFORE_ARRIVAL:

@@ -11,7 +11,8 @@ DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class Target(msgspec.Struct, frozen=True):
-    """host: as it is connected to. authority: what the Host header says. prefix: the URL's own path, without a last slash."""
+    """host: as it is connected to. authority: what the Host header says. prefix: the URL's own path, without a last
+    slash."""
 
     host: str
     port: int

@@ -18,7 +18,8 @@ from kvrouter.router.proxy.upstream.origin import Target
 KEEP_IDLE_S = 4.0
 # A burst's connections are kept up to as many as an engine runs requests at once (vLLM's max_num_seqs).
 MAX_IDLE = 256
-# Within a data centre a connection takes a millisecond; a SYN that was lost is sent again after one second and after three.
+# Within a data centre a connection takes a millisecond; a SYN that was lost is sent again after one second and after
+# three.
 CONNECT_TIMEOUT_S = 4.0
 
 

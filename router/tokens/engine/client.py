@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks engines over HTTP for the tokens of a prompt: bounded in time, in answers' size, and in how many ask one engine at once."""
+"""Asks engines over HTTP for the tokens of a prompt: bounded in time, in answers' size, and in how many ask one engine
+at once."""
 
 from __future__ import annotations
 

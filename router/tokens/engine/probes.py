@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Small prompts with which a way to tokens is held against the engine itself. Pure.
 
-Each has what tokenizers and templates are known to differ in: other scripts, spaces at either end, several parts in one message,
-a call of a tool and its result, a message that is to be continued. A way is trusted with a feature where it makes of that feature's
-probe exactly what the engine makes of it.
+Each has what tokenizers and templates are known to differ in: other scripts, spaces at either end, several parts in one
+message, a call of a tool and its result, a message that is to be continued. A way is trusted with a feature where it
+makes of that feature's probe exactly what the engine makes of it.
 """
 
 from __future__ import annotations

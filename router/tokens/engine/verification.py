@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds the ways to tokens against one engine, by probes: what the engine makes of each, and whether a way makes the same.
+"""Holds the ways to tokens against one engine, by probes: what the engine makes of each, and whether a way makes the
+same.
 
-Where the engine has a render endpoint that is the truth, as it is the code by which the engine reads requests. Else the engine runs
-each probe for one token and tells its prompt: /tokenize is another code, and differs for some models (gpt-oss) and flags.
+Where the engine has a render endpoint that is the truth, as it is the code by which the engine reads requests. Else the
+engine runs each probe for one token and tells its prompt: /tokenize is another code, and differs for some models
+(gpt-oss) and flags.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ class LocalMaker(Protocol):
 
 
 class Verdict(msgspec.Struct, frozen=True, eq=False):
-    """What is known of one engine. renders: it has a render endpoint. tokenizes, local: for each feature EQUAL where that way makes
-    what the engine makes, else why not. truths: what the engine made of the probes."""
+    """What is known of one engine. renders: it has a render endpoint. tokenizes, local: for each feature EQUAL where
+    that way makes what the engine makes, else why not. truths: what the engine made of the probes."""
 
     renders: bool
     tokenizes: dict[Feature, str] = {}

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines that may be asked for tokens, and what is known of each: judged when it is needed, and anew in each of its lives.
+"""The engines that may be asked for tokens, and what is known of each: judged when it is needed, and anew in each of
+its lives.
 
-With a tokenizer here engines are judged when they are registered; else when the first text of their model comes, so that no engine
-is bothered whose clients send ids.
+With a tokenizer here engines are judged when they are registered; else when the first text of their model comes, so
+that no engine is bothered whose clients send ids.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class _Judged:
 
 
 class VerifiedEngines:
-    """engines: those of a model that may be asked now. local: tokenizers here, by model. changed: told of a model when an engine of
-    it was judged anew. clock: in seconds."""
+    """engines: those of a model that may be asked now. local: tokenizers here, by model. changed: told of a model when
+    an engine of it was judged anew. clock: in seconds."""
 
     def __init__(
         self,

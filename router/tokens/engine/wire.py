@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine is asked for tokens with, and what it answers. Pure.
 
-Source: vLLM 0.32.0 entrypoints/scale_out/render, entrypoints/serve/tokenize, renderers/online_renderer.py. A model's name is never
-sent: vLLM takes none for its own, whatever it serves it as.
+Source: vLLM 0.32.0 entrypoints/scale_out/render, entrypoints/serve/tokenize, renderers/online_renderer.py. A model's
+name is never sent: vLLM takes none for its own, whatever it serves it as.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ UNSET = (None, "auto")
 class RenderQuirks(msgspec.Struct, frozen=True):
     """What an engine does with chats and does not say; found by trying (`probes.py`).
 
-    keeps_unused_tools: tools are written into the prompt also with tool_choice "none"; False where vLLM was started with
-    --exclude-tools-when-tool-choice-none. content_parts: the template is given a message's content as parts, not as one text.
+    keeps_unused_tools: tools are written into the prompt also with tool_choice "none"; False where vLLM was started
+    with --exclude-tools-when-tool-choice-none. content_parts: the template is given a message's content as parts, not
+    as one text.
     """
 
     keeps_unused_tools: bool = True
@@ -213,7 +214,8 @@ def _ids(raw: msgspec.Raw) -> NDArray[np.int64]:
 
 
 def real_ids(answer: bytes) -> NDArray[np.int64] | int:
-    """What the engine made of a prompt that it ran: the ids, or how many where it does not tell them. Raises Unknown."""
+    """What the engine made of a prompt that it ran: the ids, or how many where it does not tell them. Raises
+    Unknown."""
     try:
         found = _real.decode(answer)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A chat's messages and tools as vLLM hands them to the chat template. Pure.
 
-Source: vLLM 0.32.0 renderers/chat_utils.py (parse_chat_messages), entrypoints/openai/chat_completion/protocol.py; the order of
-a tool call's keys is that of OpenAI's types, by which vLLM reads it. What is not surely read as there is left to the engine.
+Source: vLLM 0.32.0 renderers/chat_utils.py (parse_chat_messages), entrypoints/openai/chat_completion/protocol.py; the
+order of a tool call's keys is that of OpenAI's types, by which vLLM reads it. What is not surely read as there is left
+to the engine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's chat template, rendered as transformers renders it for the engine.
 
-Source: transformers 5 utils/chat_template_utils.py: the environment's options, its filters and functions, and how the end of a
-message that is to be continued is found. In Jinja's sandbox: a template comes with a model and is no code of the operator's.
+Source: transformers 5 utils/chat_template_utils.py: the environment's options, its filters and functions, and how the
+end of a message that is to be continued is found. In Jinja's sandbox: a template comes with a model and is no code of
+the operator's.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.tokens.prompt_tokens import TokensUnknown
 
-# Stands behind the text that is to be continued while the template runs. The space at its end shows whether the template trims.
+# Stands behind the text that is to be continued while the template runs. The space at its end shows whether the
+# template trims.
 MARK = "CONTINUED-HERE "
 
 # Set by the template's caller; as an argument of a client they would be given twice.

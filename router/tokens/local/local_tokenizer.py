@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's tokenizer and chat template from a folder as models come in: tokenizer.json, tokenizer_config.json, a template.
+"""A model's tokenizer and chat template from a folder as models come in: tokenizer.json, tokenizer_config.json, a
+template.
 
-Synchronous; long texts belong in a thread. Nothing is downloaded. Whether what comes out is what the engine makes is judged
-elsewhere, by probes.
+Synchronous; long texts belong in a thread. Nothing is downloaded. Whether what comes out is what the engine makes is
+judged elsewhere, by probes.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class LocalTokenizer:
         return template.render(messages, continued=continued, arguments=whole)
 
     def likely_habits(self) -> tuple[RenderQuirks, ...]:
-        """What an engine with this template may do, the likeliest first. A loop over a message's content reads parts."""
+        """What an engine with this template may do, the likeliest first. A loop over a message's content reads
+        parts."""
         default = self._templates.get("default")
         loops = default is not None and LOOPS_OVER_CONTENT.search(default.text) is not None
         return tuple(

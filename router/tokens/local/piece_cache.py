@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Text to token ids, with a memory for the pieces between special tokens.
 
-A conversation that goes on repeats what was said, and what a template makes of it is cut by special tokens at every message. A
-tokenizer cuts text at those first and treats each piece alone, so a piece has the same ids wherever it stands and however it came
-there. That is a fact of the tokenizer and not of the template (which may rewrite earlier turns at will), and is checked when it is
-loaded: a token for which it does not hold is no cut, and without any cut every text is encoded whole.
+A conversation that goes on repeats what was said, and what a template makes of it is cut by special tokens at every
+message. A tokenizer cuts text at those first and treats each piece alone, so a piece has the same ids wherever it
+stands and however it came there. That is a fact of the tokenizer and not of the template (which may rewrite earlier
+turns at will), and is checked when it is loaded: a token for which it does not hold is no cut, and without any cut
+every text is encoded whole.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _TRIAL = (" a b", "b a ", "\n\nGröße", "x", "  ", "日本 go", "1.5")
 
 
 class PieceCache:
-    """May be used by several threads. templates: where texts come from; only tokens that they write are worth cutting at."""
+    """May be used by several threads. templates: where texts come from; only tokens that they write are worth cutting
+    at."""
 
     def __init__(self, tokenizer: Tokenizer, templates: str, memory_bytes: int = MEMORY_BYTES) -> None:
         self._tokenizer = tokenizer
@@ -120,7 +122,8 @@ def _size_bytes(piece: str, ids: NDArray[np.int64]) -> int:
 def _cuts(tokenizer: Tokenizer, templates: str) -> dict[str, int]:
     """Tokens at which this tokenizer cuts a text before all else and whatever is beside them, with their ids."""
     added = list(tokenizer.get_added_tokens_decoder().items())
-    # One that must be a word of its own looks at its neighbours. And some pre-tokenizers treat a text's first piece otherwise.
+    # One that must be a word of its own looks at its neighbours. And some pre-tokenizers treat a text's first piece
+    # otherwise.
     if any(token.single_word for _, token in added):
         return {}
     if _names_first(json.loads(tokenizer.to_str()).get("pre_tokenizer")):
@@ -139,7 +142,8 @@ def _cuts(tokenizer: Tokenizer, templates: str) -> dict[str, int]:
 
 
 def _overlapped(cut: str, contents: list[str], ends: set[str]) -> bool:
-    """Whether another token may be found in place of this one: one that has it within, or that ends with its beginning."""
+    """Whether another token may be found in place of this one: one that has it within, or that ends with its
+    beginning."""
     within = any(cut in text for text in contents if text != cut)
     return within or any(cut[:length] in ends for length in range(1, len(cut)))
 

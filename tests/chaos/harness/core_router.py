@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router under test without its HTTP: the real Core over real sockets and a real store, looked into between two turns."""
+"""The router under test without its HTTP: the real Core over real sockets and a real store, looked into between two
+turns."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from .engines import MODEL, Engine, Kind
 from .history import Place
 
 LEASE_S = 2.0
-# Shorter than the default, so that a replay that does not come costs a schedule little; longer than our own loop ever stalls.
+# Shorter than the default, so that a replay that does not come costs a schedule little; longer than our own loop ever
+# stalls.
 REPLAY_TIMEOUT_S = 2.0
 MIRROR_BYTES = 16 << 20
 # More often than by default: a schedule lasts seconds.
@@ -44,7 +46,8 @@ class JumpingClock:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What a router says of one worker at one moment. credited: what earns credit, by place; proofs: heartbeats heard."""
+    """What a router says of one worker at one moment. credited: what earns credit, by place; proofs: heartbeats
+    heard."""
 
     worker: str
     state: str

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated engine under load, behind proxies: the simulator's block pool, tiers below it, and one or both event streams.
+"""A simulated engine under load, behind proxies: the simulator's block pool, tiers below it, and one or both event
+streams.
 
-Three kinds: STOCK has vLLM's topic and a replay endpoint, PLAIN the topic alone, PATCHED the engine patch's real reporter too.
+Three kinds: STOCK has vLLM's topic and a replay endpoint, PLAIN the topic alone, PATCHED the engine patch's real
+reporter too.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ OnScene: TypeAlias = Callable[[Scene], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """kinds: the engines that it can hit; empty: it hits what all share. shape: sizes that the engines must have for it."""
+    """kinds: the engines that it can hit; empty: it hits what all share. shape: sizes that the engines must have for
+    it."""
 
     name: str
     act: Any

@@ -28,7 +28,8 @@ def schedule(seed: int, kind: str | None = None) -> Stage:
 async def run_all(
     schedules: Iterable[Stage], *, at_once: int, done: Callable[[Outcome], None] = lambda outcome: None
 ) -> list[Outcome]:
-    """Runs them all, `at_once` of them side by side; what one raises is its failure. Cancelled, it ends all of them in order."""
+    """Runs them all, `at_once` of them side by side; what one raises is its failure. Cancelled, it ends all of them in
+    order."""
     waiting = list(reversed(list(schedules)))
     outcomes: list[Outcome] = []
     warm()

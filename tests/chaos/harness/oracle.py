@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges a sample: which blocks are credited that the engine did not hold at the seq that the router says it shows. Pure.
+"""Judges a sample: which blocks are credited that the engine did not hold at the seq that the router says it shows.
+Pure.
 
 A life of the engine counts for as long as the news of its end may be under way; after that only the present one does.
 """
@@ -17,7 +18,8 @@ NEWS_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """ghosts: credited and not held; lost: held and not credited. life: the one it was judged by, None when none fits."""
+    """ghosts: credited and not held; lost: held and not credited. life: the one it was judged by, None when none
+    fits."""
 
     ghosts: list[tuple[Place, int]]
     lost: int
@@ -55,7 +57,8 @@ def _compare(sample: Sample, held: Held, life: Life | None) -> Verdict:
         (place, block)
         for place, blocks in sample.credited.items()
         for block in sorted(blocks - held.get(place, frozenset()))
-        # Read from the store while the worker's owner commits, sets may be ahead of the seq for a moment (`IndexStore.load`).
+        # Read from the store while the worker's owner commits, sets may be ahead of the seq for a moment
+        # (`IndexStore.load`).
         if life is None or not life.held_later(sample.seq, place, block)
     ]
     lost = sum(len(blocks - sample.credited.get(place, frozenset())) for place, blocks in held.items())

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router under test as users run it: a `kvrouter serve` process on a shared store, killed and stopped by signals."""
+"""The router under test as users run it: a `kvrouter serve` process on a shared store, killed and stopped by
+signals."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One schedule with routers as processes: killed and started again; or one of two stopped, or cut off from the store.
 
-A process is seen through its API only: the answers are judged in tokens, and after the last fault the sets in the store block by
-block.
+A process is seen through its API only: the answers are judged in tokens, and after the last fault the sets in the store
+block by block.
 """
 
 from __future__ import annotations
@@ -190,7 +190,8 @@ class ProcessSchedule(Stage):
         self._say(f"{router.name} goes on")
 
     async def _cut_off(self, scene: Scene, routers: list[ProcessRouter]) -> None:
-        """Between one router and the store all bytes vanish; both go on reading the engines, and the other takes over."""
+        """Between one router and the store all bytes vanish; both go on reading the engines, and the other takes
+        over."""
         self.outcome.faults += 1
         number = self._rng.randrange(len(routers))
         self._say(f"fault {ROUTER_CUT_OFF}: {routers[number].name}")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's publisher with every fault on order: batches lost, doubled, swapped; a replay that is short, silent or lies.
 
-Sends in the caller's thread, so that what was said at which seq is certain. `serve` answers replay requests and must be called
-often, as vLLM's publisher does between two batches.
+Sends in the caller's thread, so that what was said at which seq is certain. `serve` answers replay requests and must be
+called often, as vLLM's publisher does between two batches.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class ChaosPublisher:
     ) -> None:
         self.next_seq = first_seq
         self.replay = Replay.HONEST
-        # Of the next batches, so many: are kept but not sent; are neither; are sent twice; change places with their successor.
+        # Of the next batches, so many: are kept but not sent; are neither; are sent twice; change places with their
+        # successor.
         self.unsent = self.lost = self.doubled = self.swapped = 0
         self._held_back: tuple[int, bytes] | None = None
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=ring)

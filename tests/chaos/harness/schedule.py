@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One schedule with the router in this process: every credited block is judged, many times a second, during and after faults."""
+"""One schedule with the router in this process: every credited block is judged, many times a second, during and after
+faults."""
 
 from __future__ import annotations
 

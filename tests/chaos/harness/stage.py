@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What every schedule has: a seed, a store, engines behind proxies, a trace, and what came of it.
 
-Everything is drawn from the seed; what is not is the timing of real sockets. So a seed repeats a schedule, not each interleaving.
+Everything is drawn from the seed; what is not is the timing of real sockets. So a seed repeats a schedule, not each
+interleaving.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ LIVE = frozenset({StreamState.LIVE.value, StreamState.UNHASHABLE.value})
 class Outcome:
     """What came of one schedule.
 
-    Blocks are counted once for each sample that showed them. behind: samples that were live and showed an index that stood still,
-    although the engine's next word had long come. lost_after: by kind of engine.
+    Blocks are counted once for each sample that showed them. behind: samples that were live and showed an index that
+    stood still, although the engine's next word had long come. lost_after: by kind of engine.
     """
 
     seed: int

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CPU memory and a disk below it, as an offloading engine has them: each evicts by itself, what was stored first. Pure."""
+"""CPU memory and a disk below it, as an offloading engine has them: each evicts by itself, what was stored first.
+Pure."""
 
 from __future__ import annotations
 

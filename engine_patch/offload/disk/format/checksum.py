@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How payloads are checked: XXH3 (64 bits) where the xxhash package is there, as it is beside vLLM, else CRC-32 of zlib.
+"""How payloads are checked: XXH3 (64 bits) where the xxhash package is there, as it is beside vLLM, else CRC-32 of
+zlib.
 
-Both let other threads run meanwhile. XXH3 costs a fraction of what copying the bytes costs, CRC-32 as much and more (30 and 3 to
-6 GB/s measured), and it misses one damage in 2**64 where CRC-32 misses one in 2**32. The name stands in the identity of a folder:
-records are never checked by another algorithm than the one they were written with, and a machine without xxhash has a folder of its
-own.
+Both let other threads run meanwhile. XXH3 costs a fraction of what copying the bytes costs, CRC-32 as much and more (30
+and 3 to 6 GB/s measured), and it misses one damage in 2**64 where CRC-32 misses one in 2**32. The name stands in the
+identity of a folder: records are never checked by another algorithm than the one they were written with, and a machine
+without xxhash has a folder of its own.
 """
 
 from __future__ import annotations

@@ -125,7 +125,8 @@ def _describe(path: Path, identity: DiskIdentity, option: str, log: logging.Logg
         return
     if _is_an_identity(found):
         raise foreign(path, f"{IDENTITY_FILE} is of another identity", option)
-    # The manifest first: a kill in between leaves a folder without records and a damaged description, which is made up for later.
+    # The manifest first: a kill in between leaves a folder without records and a damaged description, which is made up
+    # for later.
     for name in (MANIFEST_FILE, IDENTITY_FILE):
         _set_aside(path / name)
     _write_whole(file, text)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What must agree before a record of an earlier process may be loaded.
 
-A record is bytes without a description: the same bytes mean something else for another model, dtype, page layout, chunk size or
-number of ranks. All of it is written in one canonical form, and the digest of that form names the folder the records lie in, so
-that records of another identity are never found, not even looked at. Pure: no I/O.
+A record is bytes without a description: the same bytes mean something else for another model, dtype, page layout, chunk
+size or number of ranks. All of it is written in one canonical form, and the digest of that form names the folder the
+records lie in, so that records of another identity are never found, not even looked at. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ FOLDER_NAME_CHARS = 32
 
 @dataclass(frozen=True)
 class GroupIdentity:
-    """One KV cache group. spec: its kind, or the text of its spec; page_bytes: of every layer of one rank, in canonical order."""
+    """One KV cache group. spec: its kind, or the text of its spec; page_bytes: of every layer of one rank, in canonical
+    order."""
 
     spec: str
     page_bytes: tuple[int, ...]
@@ -35,10 +36,11 @@ class GroupIdentity:
 class DiskIdentity:
     """What a record's bytes depend on.
 
-    blocks_per_chunk: blocks under one key; hash_algorithm, hash_root: how the engine names blocks, and its first parent hash in
-    hex, because keys of another scheme are never asked for; record_bytes: of a chunk, all ranks; num_ranks: ranks whose bytes
-    stand in a record; parallel: how they divide the model ("tp=2 pp=1"), and which part of it this node has; extra: what else the
-    caller knows to matter, such as the revision of the weights; checksum: of payloads, see `checksum.py`.
+    blocks_per_chunk: blocks under one key; hash_algorithm, hash_root: how the engine names blocks, and its first parent
+    hash in hex, because keys of another scheme are never asked for; record_bytes: of a chunk, all ranks; num_ranks:
+    ranks whose bytes stand in a record; parallel: how they divide the model ("tp=2 pp=1"), and which part of it this
+    node has; extra: what else the caller knows to matter, such as the revision of the weights; checksum: of payloads,
+    see `checksum.py`.
     """
 
     model: str

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few threads that do I/O, behind queues that never grow beyond a bound: whoever submits is told when there is no room.
+"""A few threads that do I/O, behind queues that never grow beyond a bound: whoever submits is told when there is no
+room.
 
-Reads, which a request waits for, go before writes, which nobody does. A thread that is in the middle of a read or write uses memory
-that its owner will free: `close` waits for it, and so does the end of the process, or of this object, without a `close`.
+Reads, which a request waits for, go before writes, which nobody does. A thread that is in the middle of a read or write
+uses memory that its owner will free: `close` waits for it, and so does the end of the process, or of this object,
+without a `close`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ class Executor(Protocol):
     """Where the disk tier's work is done."""
 
     def has_room(self, urgent: bool) -> bool:
-        """Whether `submit` would take work of that kind now. Only one thread submits, so that this stays true until it does."""
+        """Whether `submit` would take work of that kind now. Only one thread submits, so that this stays true until it
+        does."""
 
     def submit(self, work: Work, urgent: bool) -> bool:
         """Queues work, before all that is not urgent if it is. False: no room, or closed; it will not run."""

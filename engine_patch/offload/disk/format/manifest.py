@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manifest: which key each record of the folder holds, in fixed-size entries that survive a kill at any moment.
 
-A write of a record first voids its entry, then writes the payload, then the entry: at every moment an entry that is there
-describes a payload that is whole, as far as a process can be killed. What a machine lost with its power is found by checksums: the
-entry's here, the payload's (which the entry holds) at every read. All numbers are little-endian.
+A write of a record first voids its entry, then writes the payload, then the entry: at every moment an entry that is
+there describes a payload that is whole, as far as a process can be killed. What a machine lost with its power is found
+by checksums: the entry's here, the payload's (which the entry holds) at every read. All numbers are little-endian.
 
 Header, at byte 0, HEADER_BYTES long, zeros behind its fields:
 
@@ -32,8 +32,8 @@ Entry of record i, at HEADER_BYTES + 128 * i; all zeros: void:
 | 12 | | zeros |
 | 4 | check | CRC-32 of the 124 bytes before |
 
-A header that does not check makes every entry void. Nothing is synced except after a clear: a kill loses nothing that the system
-has taken, and a power cut is told by checksums.
+A header that does not check makes every entry void. Nothing is synced except after a clear: a kill loses nothing that
+the system has taken, and a power cut is told by checksums.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ def decode_entry(data: bytes, index: int) -> Entry | None:
 
 
 class Manifest:
-    """The open file. `scan` and `truncate` in one thread, before all else; of one record only one entry is written at a time."""
+    """The open file. `scan` and `truncate` in one thread, before all else; of one record only one entry is written at a
+    time."""
 
     def __init__(self, files: FileOps, fd: int, digest: bytes, record_bytes: int) -> None:
         self._files = files
@@ -144,7 +145,8 @@ class Manifest:
         return Scan(entries, corrupt, newest + 1)
 
     def set_generation(self, generation: int) -> None:
-        """Makes entries of every other generation void. Raises OSError: a later start may then find what was to be void."""
+        """Makes entries of every other generation void. Raises OSError: a later start may then find what was to be
+        void."""
         with self._header_lock:
             self.generation = generation
             self._write_header()

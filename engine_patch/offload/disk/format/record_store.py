@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Manifest and records together: what is done for one record, in the order that a kill at any moment cannot harm.
 
-`write`, `read`, `sync` and `trial` run in the I/O threads and never raise: what went wrong is their result. A record is used by one
-of them at a time, but for reads, of which there may be several.
+`write`, `read`, `sync` and `trial` run in the I/O threads and never raise: what went wrong is their result. A record is
+used by one of them at a time, but for reads, of which there may be several.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Store:
     def recover(self, max_records: int) -> Found:
         """What earlier processes left, within `max_records`. Raises OSError, ForeignManifest.
 
-        Where there is more, the oldest go; survivors that lie behind the new end of the file are moved, which takes as long as to
-        read and write them."""
+        Where there is more, the oldest go; survivors that lie behind the new end of the file are moved, which takes as
+        long as to read and write them."""
         scan = self._manifest.scan()
         count = self._records.count()
         useless = list(scan.corrupt)

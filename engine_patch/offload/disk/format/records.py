@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The payloads: one large file of records of one size, read and written where the slots lie, checked at every read.
 
-Record i begins at i times the record's size rounded up to a page. The file grows with the highest record that was ever written; no
-room is taken before. What lies in which record stands in the manifest. Different records may be read and written by different
-threads at once.
+Record i begins at i times the record's size rounded up to a page. The file grows with the highest record that was ever
+written; no room is taken before. What lies in which record stands in the manifest. Different records may be read and
+written by different threads at once.
 """
 
 from __future__ import annotations
