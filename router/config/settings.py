@@ -68,7 +68,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[str, msgspec.Meta(min_length=1)] | None,
         msgspec.Meta(
             extra={"metavar": "SELECTOR"},
-            description="a label selector like app=vllm: pods that it selects are workers",
+            description="a label selector like app=vllm; the selected pods are workers",
         ),
     ] = None
     kubernetes_namespace: Annotated[
@@ -120,7 +120,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[str, msgspec.Meta(pattern=r"^[\x21-\x7e]+$(?!\n)")] | None,
         msgspec.Meta(
             extra={"metavar": "KEY"},
-            description="the engines' own API key, of printable ASCII without spaces; sent with what is proxied",
+            description="the engines' API key (printable ASCII, no spaces), sent with proxied requests",
         ),
     ] = None
     log_level: Annotated[
@@ -137,11 +137,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 0.002
     # 2 GiB holds some tens of millions of (worker, block) entries: a fleet of 100 engines with 256 k blocks each.
     mirror_budget_bytes: Annotated[
-        int, msgspec.Meta(ge=16 * 1024**2, description="bytes, at least 16777216: the most memory the index may take")
+        int, msgspec.Meta(ge=16 * 1024**2, description="bytes, at least 16777216: memory limit of the index")
     ] = 2 * 1024**3
     # A remembered segment saves its hashing (1 ms for 8 k tokens); 256 MiB remembers tens of millions of tokens.
     segment_memory_bytes: Annotated[
-        int, msgspec.Meta(ge=0, description="bytes, 0 or more: memory for the hashes of prompts seen before")
+        int, msgspec.Meta(ge=0, description="bytes, 0 or more: size of the cache of prompt hashes")
     ] = 256 * 1024**2
     # A prompt of 1 M tokens is 7 MB of JSON; 32 MiB leaves room and bounds what one client can make us hold.
     max_body_bytes: Annotated[
@@ -153,7 +153,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # nothing is lost.
     lease_ttl_s: Annotated[
         float,
-        msgspec.Meta(ge=0.5, le=300.0, description="seconds, 0.5 to 300: how long a dead router keeps its workers"),
+        msgspec.Meta(
+            ge=0.5,
+            le=300.0,
+            description="seconds, 0.5 to 300: lease of a worker; a dead router's workers move after it",
+        ),
     ] = 1.5
     # A connection that was cut is back within a second or two, a patched engine heard again within three; an engine
     # that was restarted needs longer than this to load its weights. Until then the last known residency is most likely
@@ -163,7 +167,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         msgspec.Meta(
             ge=0.0,
             le=3600.0,
-            description="seconds, 0 to 3600: how long a worker in doubt is credited with what was last known",
+            description="seconds, 0 to 3600: how long a suspect worker keeps its credit",
         ),
     ] = 10.0
     # A busy engine's cache turns over in some minutes; what other routers of this kind take.
@@ -172,14 +176,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         msgspec.Meta(
             ge=0.0,
             le=86_400.0,
-            description="seconds, 0 to 86400: how long a worker without usable events counts as having what was sent there",
+            description="seconds, 0 to 86400: how long a prompt counts as cached at a worker without usable events",
         ),
     ] = 120.0
     # A fleet notices a dead replica within a second; an engine answers /health in under a millisecond.
     health_interval_s: Annotated[
         float,
         msgspec.Meta(
-            ge=0.0, le=3600.0, description="seconds, 0 to 3600: how often an engine is asked whether it lives; 0: never"
+            ge=0.0, le=3600.0, description="seconds, 0 to 3600: interval of engine health checks; 0 turns them off"
         ),
     ] = 1.0
     # What OpenAI's own client waits. The first byte of an answer that is not streamed comes with its last token; an
@@ -189,14 +193,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         msgspec.Meta(
             gt=0.0,
             le=86_400.0,
-            description="seconds, over 0 to 86400: how long an engine may be silent, before its answer and within it",
+            description="seconds, over 0 to 86400: how long an engine may send nothing, before or within an answer",
         ),
     ] = 600.0
     # Kubernetes sends SIGKILL after 30 s by default: a little less, so that what is cut is cut in order.
     drain_s: Annotated[
         int,
         msgspec.Meta(
-            ge=0, le=86_400, description="whole seconds, 0 to 86400: how long running requests may go on when it stops"
+            ge=0,
+            le=86_400,
+            description="whole seconds, 0 to 86400: how long running requests may take to finish after SIGTERM",
         ),
     ] = 25
     # Off: who stops it at a terminal does not wait. Behind a load balancer, as long as that takes to notice:
@@ -206,7 +212,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         msgspec.Meta(
             ge=0.0,
             le=3600.0,
-            description="seconds, 0 to 3600: how long it still takes new connections when it stops, while /ready says no",
+            description="seconds, 0 to 3600: how long new connections are accepted after SIGTERM, while /ready answers 503",
         ),
     ] = 0.0
     # vLLM answers a full ring (10,000 batches) in well under a second; a lost answer must not hold a worker for long.
@@ -218,7 +224,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["kv", "round_robin", "least_load", "random", "prefix_only", "full_attention_only"],
         msgspec.Meta(
             extra={"metavar": "NAME"},
-            description="kv (least cost), or to compare: round_robin, least_load, random, prefix_only, full_attention_only",
+            description="kv (least cost), or for comparison: round_robin, least_load, random, prefix_only, full_attention_only",
         ),
     ] = "kv"
     # Chance costs reuse; it spreads load where the costs are known to be wrong.
@@ -236,7 +242,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     saturation_tokens: Annotated[
         int,
         msgspec.Meta(
-            ge=1, le=2**40, description="tokens, at least 1: a worker with more to prefill takes no more prompts"
+            ge=1, le=2**40, description="tokens, at least 1: queued prefill above which a worker gets no more prompts"
         ),
     ] = 131_072
     # Below it a hand-over takes longer than the computing (`disaggregation.HANDOVER_TOKENS`), however idle the prefill
@@ -247,7 +253,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         msgspec.Meta(
             ge=0,
             le=2**40,
-            description="tokens, 0 or more: prompts with fewer uncached ones are computed where they are decoded",
+            description="tokens, 0 or more: prompts with fewer uncached tokens are prefilled by their decode worker",
         ),
     ] = 1_024
     # An 8 B model's 128 KiB a token over 200 Gb/s (RDMA, 25 GB/s) are 190,000 tokens/s, where an H100 computes some
@@ -258,14 +264,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             ge=0.0,
             le=100.0,
             extra={"metavar": "COST"},
-            description="0 to 100: what a token costs to hand over, in tokens computed",
+            description="0 to 100: cost of transferring a token to the decode worker, in computed tokens",
         ),
     ] = 0.2
     # Each holds its connection and its body.
     queue_size: Annotated[
         int,
         msgspec.Meta(
-            ge=0, le=100_000, description="0 to 100000: how many prompts may wait while all workers are saturated"
+            ge=0, le=100_000, description="0 to 100000: prompts that may wait while all workers are saturated"
         ),
     ] = 1_024
     # Clients and load balancers give up after a minute.
@@ -282,14 +288,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         tuple[str, ...],
         msgspec.Meta(
             extra={"metavar": "MODEL=FOLDER", "flag": "--tokenizer"},
-            description="a list of MODEL=FOLDER with its tokenizer.json; without one, the model's engines are asked for tokens",
+            description="a list of MODEL=FOLDER with its tokenizer.json; without one, the model's engines tokenize",
         ),
     ] = ()
     # A request waits for its tokens at most this long, as it then can only be placed by load. An engine renders a chat
     # in some milliseconds, and some tens of thousands of tokens in some tens; beyond a second it is overloaded itself.
     tokenize_timeout_s: Annotated[
         float,
-        msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: how long to look for the tokens of a text"),
+        msgspec.Meta(gt=0.0, le=60.0, description="seconds, over 0 to 60: time limit for tokenizing a prompt"),
     ] = 1.0
     model_aliases: Annotated[
         tuple[str, ...],
@@ -310,9 +316,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # None: the engines run without PYTHONHASHSEED, as they do by default.
     none_hash_seed: Annotated[
         str | None,
-        msgspec.Meta(
-            extra={"metavar": "SEED"}, description="the engines' PYTHONHASHSEED; leave it out where they have none"
-        ),
+        msgspec.Meta(extra={"metavar": "SEED"}, description="the engines' PYTHONHASHSEED; omit it if they have none"),
     ] = None
 
     def shown(self) -> dict[str, Any]:
