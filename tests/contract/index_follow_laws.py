@@ -75,7 +75,6 @@ class FollowLaws:
     # Three classes run this one test, each on its own store: that is meant.
     @settings(
         max_examples=40,
-        deadline=None,
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
     )
     def test_store_and_log_equal_a_brute_force_model(self, world: World, steps: list[Any]):

@@ -151,7 +151,7 @@ def test_no_body_makes_the_api_fail(method: str, path: str) -> None:
     # Bodies that claim to be huge are no reason to refuse the next one.
     app, _ = build(core, saturation_tokens=2**40)
 
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, database=None, suppress_health_check=list(HealthCheck))
     @given(case=bodies(ENDPOINTS[method, path]), accept=st.sampled_from(["", "application/msgpack"]))
     def probe(case: tuple[bytes, bool], accept: str) -> None:
         body, msgpack = case

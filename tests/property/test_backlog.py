@@ -86,7 +86,7 @@ def flushes(draw: st.DrawFn) -> list[PendingCommit]:
     return found
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(flushes=flushes(), data=st.data())
 def test_one_commit_does_what_the_flushes_would_have_done(flushes: list[PendingCommit], data: st.DataObject) -> None:
     one_by_one, merged, backlog = Stored(), Stored(), CommitBacklog(1_000_000)
@@ -106,7 +106,7 @@ def test_one_commit_does_what_the_flushes_would_have_done(flushes: list[PendingC
     assert merged.seen() == one_by_one.seen()
 
 
-@settings(max_examples=EXAMPLES, deadline=None)
+@settings(max_examples=EXAMPLES)
 @given(flushes=flushes(), lost=st.integers(0, 11))
 def test_after_an_overflow_only_a_new_epoch_is_committed(flushes: list[PendingCommit], lost: int) -> None:
     backlog, stored = CommitBacklog(1_000_000), Stored()

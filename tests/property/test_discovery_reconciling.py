@@ -145,7 +145,7 @@ class Machine(RuleBasedStateMachine):
             router.asserted = asserted[name]
 
 
-Machine.TestCase.settings = settings(max_examples=120, stateful_step_count=25, deadline=None)
+Machine.TestCase.settings = settings(max_examples=120, stateful_step_count=25)
 TestReconciling = Machine.TestCase
 
 

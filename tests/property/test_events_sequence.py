@@ -253,4 +253,4 @@ class World(RuleBasedStateMachine):
 
 
 TestCursor = World.TestCase
-TestCursor.settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
+TestCursor.settings = settings(max_examples=500, stateful_step_count=40)

@@ -158,4 +158,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestTable = Machine.TestCase
-TestTable.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestTable.settings = settings(max_examples=80, stateful_step_count=40)

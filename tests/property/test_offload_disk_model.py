@@ -359,7 +359,7 @@ class FailingDiskModel(DiskModel):
         super().open(records)
 
 
-run = settings(max_examples=100, stateful_step_count=40, deadline=None)
+run = settings(max_examples=100, stateful_step_count=40)
 TestDisk = DiskModel.TestCase
 TestDisk.settings = run
 TestFailingDisk = FailingDiskModel.TestCase

@@ -356,4 +356,4 @@ class World(RuleBasedStateMachine):
 
 
 TestReportCursor = World.TestCase
-TestReportCursor.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestReportCursor.settings = settings(max_examples=300, stateful_step_count=40)

@@ -35,7 +35,7 @@ def test_no_body_harms_a_running_router(
     router.wait_seen("w0", engine.publish(stored(TOKENS, 0, 12)))
     connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=10)
 
-    @settings(max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES, database=None, suppress_health_check=list(HealthCheck))
     @given(case=bodies(GOOD[path]))
     def probe(case: tuple[bytes, bool]) -> None:
         body, msgpack = case
