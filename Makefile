@@ -38,9 +38,8 @@ $(VENV)/installed: pyproject.toml $(SOURCES)
 demo: $(VENV)/installed
 	$(BIN)/kvrouter demo
 
-# A file's tests stay in one process: they share its routers and stores.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest --ignore=tests/engine -m "not slow" --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --ignore=tests/engine -m "not slow"
 
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest --ignore=tests/engine -m slow
