@@ -212,7 +212,7 @@ def test_reports_that_fail_end(model: Path, seed: int, monkeypatch: pytest.Monke
 
 
 def test_a_failing_tap_leaves_a_publisher(model: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin, "Tap", fail)
+    monkeypatch.setattr(plugin, "EventTap", fail)
     rng = Random(seed)
     with patched() as records:
         oracle = Oracle(OFFLOAD.group_set, model, rng, OFFLOAD.connector_config())

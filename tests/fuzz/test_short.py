@@ -69,7 +69,7 @@ def test_nothing_that_comes_over_the_wire_raises_or_miscounts(name: str) -> None
 
 def test_a_miscount_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the recount would be a decoration."""
-    monkeypatch.setattr(Residency, "down", lambda *_: None)
+    monkeypatch.setattr(Residency, "remove_copies", lambda *_: None)
     with pytest.raises(AssertionError, match="differ from a recount"):
         fuzz("stock_target", 0)
 
