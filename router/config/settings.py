@@ -341,9 +341,7 @@ LISTS = frozenset(name for name, field in FIELDS.items() if field.default == ())
 
 def describe(name: str) -> str:
     """What setting `name` is: the text of its help and of its errors."""
-    info = msgspec.inspect.type_info(FIELDS[name].type)
-    extra = info.extra_json_schema if isinstance(info, msgspec.inspect.Metadata) else None
-    return str((extra or {}).get("description", ""))
+    return str((_metadata(name).extra_json_schema or {}).get("description", ""))
 
 
 def flag_of(name: str) -> str:
@@ -357,8 +355,13 @@ def metavar_of(name: str) -> str:
 
 
 def _extra(name: str) -> dict[str, Any]:
+    return _metadata(name).extra or {}
+
+
+def _metadata(name: str) -> msgspec.inspect.Metadata:
     info = msgspec.inspect.type_info(FIELDS[name].type)
-    return (info.extra if isinstance(info, msgspec.inspect.Metadata) else None) or {}
+    assert isinstance(info, msgspec.inspect.Metadata), f"setting {name} has no description"
+    return info
 
 
 def variable_of(name: str) -> str:

@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -48,7 +48,10 @@ from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.redis_client.connection import StoreUnavailable
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore, EmbeddedStoreError
+from kvrouter.router.server.checks import checked_settings, log_cautions, tracing_of
+from kvrouter.router.server.listener import bound_socket, port_taken, start_line
 from kvrouter.router.server.sibling_metrics import SiblingMetrics
+from kvrouter.router.server.stopping import Server, stopping_on_signals
 from kvrouter.router.server.warm_up import warm
 from kvrouter.router.streams.router_core import Core
 from kvrouter.router.telemetry.log_format import set_up_logs
@@ -56,12 +59,6 @@ from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.tokens.engine.client import Engine
 from kvrouter.router.tokens.tokenizer import TextTokenizer
 from kvrouter.router.workers.allow_list import AllowList
-
-if TYPE_CHECKING:
-    pass
-from kvrouter.router.server.checks import checked_settings, log_cautions, tracing_of
-from kvrouter.router.server.listener import bound_socket, port_taken, start_line
-from kvrouter.router.server.stopping import Server, stopping_on_signals
 
 log = logging.getLogger(__name__)
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.version import VERSION
 from kvrouter.router.config.settings import Config, without_password
-
-if TYPE_CHECKING:
-    pass
 
 
 def start_line(config: Config, listener: socket.socket, workers: int) -> str:

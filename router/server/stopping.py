@@ -10,14 +10,11 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
 
 from kvrouter.router.common.shutdown import Shutdown, take_waiting
-
-if TYPE_CHECKING:
-    pass
 
 log = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
 from kvrouter.router.api.health import watch_routes
+from kvrouter.router.api.http.outer import HotHandler, Outer, headers_of, label_of
 from kvrouter.router.api.models import model_routes
 from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
 from kvrouter.router.api.query import QueryRoutes
@@ -40,7 +41,6 @@ from kvrouter.router.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from kvrouter.router.quality.tracing import Tracing
-from kvrouter.router.api.http.outer import HotHandler, Outer, headers_of, label_of
 
 log = logging.getLogger(__name__)
 
