@@ -27,9 +27,9 @@ import zmq
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
 from kvrouter.router.api.http.fastapi_app import build_api
-from kvrouter.router.api.http.hot_protocol import hot_protocol
-from kvrouter.router.api.http.limited_protocol import HttpLimits
-from kvrouter.router.api.http.outer import Outer
+from kvrouter.router.api.http.deadlines import HttpLimits
+from kvrouter.router.api.http.http_api import HttpApi
+from kvrouter.router.api.http.http_connection import connection_factory
 from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.common.errors import StartError
 from kvrouter.router.common.jit import progress
@@ -62,9 +62,6 @@ from kvrouter.router.workers.allow_list import AllowList
 
 log = logging.getLogger(__name__)
 
-# Longer than the usual keep-alive of clients and load balancers (60 s), so that they close first and no request meets
-# a closed connection.
-KEEP_ALIVE_S = 75
 # As many open files again as clients have, for Redis, engines (six a worker) and the libraries' own.
 FILES_PER_CONNECTION = 2
 # A worker with the patch has two connections, a snapshot under way, a look for another life, and a monitor's pair for
@@ -82,7 +79,7 @@ PRIVATE_TOKEN = "private"
 
 def build_app(
     core: CorePort, placing: Placer, config: Config, metrics: Metrics, tokens: TokensPort | None = None
-) -> Outer:
+) -> HttpApi:
     """The HTTP API on any object with the core's interface; nothing is proxied."""
     return build_api(core, placing, config, metrics, time.perf_counter, tokens)
 
@@ -102,7 +99,7 @@ def build_router(
     metrics: Metrics,
     quality: Quality,
     shutdown: Shutdown,
-) -> Outer:
+) -> HttpApi:
     """The HTTP API and the proxy, on the running loop. `close` its proxy at the end."""
     proxy = Proxy(
         placing=placing,
@@ -279,20 +276,21 @@ async def _start(
     tokens.start()
     quality = Quality(metrics, measures, time.monotonic, tracing)
     core.listen(quality.on_view)
-    outer = build_router(core, placing, admission, tokens, discovery, config, metrics, quality, shutdown)
-    assert outer.proxy is not None
-    stack.callback(outer.proxy.close)
+    api = build_router(core, placing, admission, tokens, discovery, config, metrics, quality, shutdown)
+    assert api.proxy is not None
+    stack.callback(api.proxy.close)
+    limits = HttpLimits(max_connections=_connections_possible(HttpLimits().max_connections))
     settings = uvicorn.Config(
-        outer,
+        api.cold,
         loop="none",
-        http=hot_protocol(outer, HttpLimits(max_connections=_connections_possible(HttpLimits().max_connections))),
+        # Any callable that returns a protocol does.
+        http=connection_factory(api, limits),  # type: ignore[arg-type]
         proxy_headers=False,
         ws="none",
         lifespan="off",
         log_config=None,
         access_log=False,
         server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=config.drain_s,
     )
     # What lives now lives for long: the collector need not walk it again and again between requests.

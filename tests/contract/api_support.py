@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A core that knows nothing but the API's Protocol, and an ASGI client without a socket. For HTTP shapes only: what the
+"""A core that knows nothing but the API's Protocol, and a client on a socket pair. For HTTP shapes only: what the
 numbers are is proven elsewhere, with the real core."""
 
 from __future__ import annotations
@@ -8,15 +8,19 @@ import asyncio
 import itertools
 import json
 import random
+import socket
 from collections.abc import Callable, Sequence
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 import numpy as np
 from prometheus_client import CollectorRegistry
+from uvicorn.server import ServerState
 
 from kvrouter.router.api.http.fastapi_app import build_api
-from kvrouter.router.api.http.outer import Outer
+from kvrouter.router.api.http.http_api import HttpApi
+from kvrouter.router.api.http.http_connection import connection_factory
 from kvrouter.router.common.errors import UnknownModel
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
@@ -211,7 +215,7 @@ class Answer(msgspec.Struct):
 
 def build(
     core: TinyCore, clock: Callable[[], float] = lambda: 0.0, tokens: TinyTokens | None = None, **settings: Any
-) -> tuple[Outer, Metrics]:
+) -> tuple[HttpApi, Metrics]:
     metrics, config = Metrics(CollectorRegistry()), Config(**settings)
     ids = (f"s{number}" for number in itertools.count())
     placing = Placer(
@@ -226,8 +230,23 @@ def build(
     return build_api(core, placing, config, metrics, clock, tokens), metrics
 
 
+async def exchange(app: HttpApi, sent: bytes, *, hang_up: bool = False) -> bytes:
+    """What a connection of `app` sends for these bytes, until it closes."""
+    ours, theirs = socket.socketpair()
+    state = ServerState()
+    factory = connection_factory(app)
+    await asyncio.get_running_loop().connect_accepted_socket(lambda: factory(server_state=state), ours)
+    reader, writer = await asyncio.open_connection(sock=theirs)
+    writer.write(sent)
+    if hang_up:
+        writer.write_eof()
+    received = await reader.read()
+    writer.close()
+    return received
+
+
 async def ask_app(
-    app: Outer,
+    app: HttpApi,
     method: str,
     path: str,
     body: bytes | list[bytes] = b"",
@@ -235,49 +254,27 @@ async def ask_app(
     query: str = "",
     with_length: bool = True,
 ) -> Answer:
-    """One request through ASGI; a list of bytes is a chunked body, which has no content-length."""
-    chunks = body if isinstance(body, list) else [body]
-    raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in (headers or {}).items()]
-    if with_length and not isinstance(body, list):
-        raw.append((b"content-length", str(len(body)).encode()))
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": method,
-        "scheme": "http",
-        "path": path,
-        "raw_path": path.encode("utf-8", "replace"),
-        "query_string": query.encode(),
-        "root_path": "",
-        "headers": raw,
-        "server": ("test", 80),
-        "client": ("test", 1),
-    }
-    pending = [
-        {"type": "http.request", "body": chunk, "more_body": index < len(chunks) - 1}
-        for index, chunk in enumerate(chunks)
-    ]
-    sent: list[dict[str, Any]] = []
-
-    async def receive() -> dict[str, Any]:
-        return pending.pop(0) if pending else {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await app(scope, receive, send)
-    starts = [message for message in sent if message["type"] == "http.response.start"]
-    assert len(starts) == 1, f"{len(starts)} answers"
-    assert not sent[-1].get("more_body")
-    return Answer(
-        starts[0]["status"],
-        {name.decode().lower(): value.decode("latin-1") for name, value in starts[0]["headers"]},
-        b"".join(message.get("body", b"") for message in sent[1:]),
-    )
+    """One request on a connection of its own; a list of bytes is a chunked body, which has no content-length."""
+    target = quote(path) + (f"?{query}" if query else "")
+    lines = [f"{method} {target} HTTP/1.1".encode(), b"host: test", b"connection: close"]
+    lines += [f"{name}: {value}".encode("latin-1") for name, value in (headers or {}).items()]
+    if isinstance(body, list):
+        lines.append(b"transfer-encoding: chunked")
+        content = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in body if chunk) + b"0\r\n\r\n"
+    else:
+        content = body
+        if with_length:
+            lines.append(b"content-length: %d" % len(body))
+    received = await exchange(app, b"\r\n".join([*lines, b"", content]))
+    head, _, answered = received.partition(b"\r\n\r\n")
+    status, *fields = head.split(b"\r\n")
+    given = (field.decode("latin-1").partition(": ") for field in fields)
+    answer = Answer(int(status.split()[1]), {name.lower(): value for name, _, value in given}, answered)
+    assert method == "HEAD" or int(answer.headers["content-length"]) == len(answered)
+    return answer
 
 
-def call(app: Outer, method: str, path: str, body: Any = None, **more: Any) -> Answer:
+def call(app: HttpApi, method: str, path: str, body: Any = None, **more: Any) -> Answer:
     """`ask_app` in a loop of its own. Bytes and a tuple of bytes (chunks) go as they are, None is no body, the rest is
     JSON."""
     if body is None:

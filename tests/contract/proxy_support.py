@@ -26,8 +26,8 @@ from prometheus_client import CollectorRegistry
 from scripted_engine import Script, ScriptedEngine
 
 from kvrouter.router.api.http.fastapi_app import build_api
-from kvrouter.router.api.http.hot_protocol import hot_protocol
-from kvrouter.router.api.http.limited_protocol import HttpLimits
+from kvrouter.router.api.http.deadlines import HttpLimits
+from kvrouter.router.api.http.http_connection import connection_factory
 from kvrouter.router.common.errors import BadQuestion, NoWorker, UnknownModel, UnknownWorker
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
@@ -198,8 +198,8 @@ class ProxyServer:
         app = build_api(self.core, real, config, self.metrics, time.perf_counter, None, proxy, self.quality.tracing)
         self._server = uvicorn.Server(
             uvicorn.Config(
-                app,
-                http=hot_protocol(app, self._limits),
+                app.cold,
+                http=connection_factory(app, self._limits),
                 ws="none",
                 lifespan="off",
                 log_config=None,

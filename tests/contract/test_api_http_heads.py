@@ -17,7 +17,7 @@ import pytest
 from proxy_support import CHAT, ProxyServer, fleet, raw_request, received, until
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, hang, plain
 
-from kvrouter.router.api.http.request_heads import origin_form
+from kvrouter.router.api.http.request import origin_form
 from kvrouter.router.common.errors import BadQuestion
 
 CHAT_BODY = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()

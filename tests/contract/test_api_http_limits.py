@@ -18,8 +18,8 @@ import uvicorn
 # pytest's importlib mode leaves sys.path alone.
 from api_support import TinyCore, build, hit
 
-from kvrouter.router.api.http.hot_protocol import hot_protocol
-from kvrouter.router.api.http.limited_protocol import HttpLimits
+from kvrouter.router.api.http.deadlines import HttpLimits
+from kvrouter.router.api.http.http_connection import connection_factory
 from kvrouter.router.telemetry.metrics import CUT_REASONS
 
 # Short, so that the tests are; far above what a loopback exchange takes.
@@ -40,7 +40,7 @@ class Server:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            app, http=hot_protocol(app, limits), ws="none", lifespan="off", log_config=None, date_header=False
+            app.cold, http=connection_factory(app, limits), ws="none", lifespan="off", log_config=None, date_header=False
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(sockets=[self._socket])))
@@ -175,6 +175,21 @@ def test_a_kept_connection_may_be_idle_for_longer_than_a_head_may_take(small: Se
             assert client.recv(65_536).startswith(b"HTTP/1.1 200 ")
             time.sleep(2 * SMALL.head_timeout_s)
     assert small.cuts() == {}
+
+
+def test_an_idle_connection_is_closed_and_one_with_requests_is_kept() -> None:
+    limits = HttpLimits(idle_timeout_s=0.6)
+    with running(limits) as server, server.connect() as idle, server.connect() as busy:
+        idle.sendall(request("/query_by_hash", ASKED, close=False))
+        assert idle.recv(65_536).startswith(b"HTTP/1.1 200 ")
+        for _ in range(6):
+            busy.sendall(request("/query_by_hash", ASKED, close=False))
+            assert busy.recv(65_536).startswith(b"HTTP/1.1 200 ")
+            time.sleep(0.2)
+        # Twice its limit has passed.
+        assert select.select([idle], [], [], 0)[0] and idle.recv(1) == b""
+        assert received(busy) == b""
+        assert server.cuts() == {}
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ it had."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 
@@ -13,7 +14,7 @@ import pytest
 from proxy_support import CHAT, fleet, raw_request, received, until
 from scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, hang, plain, stream
 
-from kvrouter.router.api.http.limited_protocol import HttpLimits
+from kvrouter.router.api.http.deadlines import HttpLimits
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.proxy.circuit_breaker import FAILURES_TO_OPEN
 
@@ -112,6 +113,22 @@ def test_pipelined_requests_are_answered_in_their_order() -> None:
         assert places == sorted(places)
         assert places[3] < answers.index(b'"version"') < places[4]
         assert answers.count(b"HTTP/1.1 200 OK") == 6
+
+
+def test_a_body_that_waits_behind_a_slow_answer_is_not_late() -> None:
+    limits = HttpLimits(body_timeout_s=0.5)
+
+    async def slow(asked: Asked, wire: Wire) -> None:
+        await asyncio.sleep(3 * limits.body_timeout_s)
+        await OK(asked, wire)
+
+    with fleet(slow, limits=limits) as (router, _), router.connect() as client:
+        client.sendall(raw_request(CHAT, RAW, close=False))
+        head, body = raw_request(CHAT, RAW).split(b"\r\n\r\n")
+        client.sendall(head + b"\r\n\r\n" + body[:5])
+        time.sleep(limits.body_timeout_s)
+        client.sendall(body[5:])
+        assert received(client).count(b"HTTP/1.1 200 OK") == 2
 
 
 def test_who_hangs_up_with_another_request_in_the_pipeline_ends_the_one_that_runs() -> None:

@@ -22,10 +22,7 @@ ROUTER = Path(__file__).resolve().parents[2] / "router"
 # Places that start a task of their own, by file and function: why each needs no supervisor.
 ALLOWED = {
     ("common/task_supervisor.py", "start"): "the supervisor itself",
-    (
-        "api/http/hot_protocol.py",
-        "on_message_complete",
-    ): "one answer; its errors are answers, and uvicorn awaits it when it stops",
+    ("api/http/http_connection.py", "_run"): "one answer; its errors are answers, and uvicorn awaits it when it stops",
     ("server/stopping.py", "unless_stopped"): "the start, awaited at once; its failure ends the process",
     ("streams/worker_stream.py", "_take_lease"): "awaited by the function that starts it",
     ("streams/worker_stream.py", "_run_group"): "a TaskGroup: what ends one ends the run of a supervised task",

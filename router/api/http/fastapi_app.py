@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
 from kvrouter.router.api.health import watch_routes
-from kvrouter.router.api.http.outer import HotHandler, Outer, headers_of, label_of
+from kvrouter.router.api.http.http_api import HotHandler, HttpApi, headers_of, label_of
 from kvrouter.router.api.models import model_routes
 from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
 from kvrouter.router.api.query import QueryRoutes
@@ -90,7 +90,7 @@ async def _on_bad_parameter(request: Request, error: Exception) -> Response:
 
 
 async def _on_bug(request: Request, error: Exception) -> Response:
-    # Starlette raises it again behind this answer; `Outer` then logs and counts it.
+    # Starlette raises it again behind this answer; `HttpApi` then logs and counts it.
     content, media_type = encode(internal_error(), request.headers.get("accept", ""))
     return Response(content, 500, media_type=media_type)
 
@@ -106,7 +106,7 @@ def build_api(
     tracing: Tracing | None = None,
     sources: SourcesPort | None = None,
     shutdown: Shutdown | None = None,
-) -> Outer:
+) -> HttpApi:
     """The whole HTTP API on `core` and `placing`. Holds no global state: several live side by side in one process.
 
     tokens: finds those of texts; without it texts are refused. clock: seconds, monotonic; measures decisions. proxy:
@@ -149,4 +149,4 @@ def build_api(
         "/select": selecting.select,
         "/select_and_reserve": selecting.select_and_reserve,
     }
-    return Outer(hot, app, config, metrics, proxy, tracing, clock, shutdown)
+    return HttpApi(hot, app, config, metrics, proxy, tracing, clock, shutdown)

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-from api_support import TinyCore, ask_app, build, call, hit
+from api_support import TinyCore, ask_app, build, call, exchange, hit
 
 QUERY = {"model": "m", "token_ids": [1]}
 KEY = "s3cret-key"
@@ -76,17 +76,8 @@ def test_a_false_content_length_alone_is_not_read_into_memory(core: TinyCore) ->
 
 def test_a_client_that_hangs_up_gets_no_answer_and_is_no_error(core: TinyCore) -> None:
     app, metrics = build(core)
-    sent: list[Any] = []
-    received = iter([{"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"}])
-
-    async def receive() -> dict[str, Any]:
-        return next(received)
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    asyncio.run(app({"type": "http", "path": "/query", "method": "POST", "headers": []}, receive, send))
-    assert sent == []
+    sent = b"POST /query HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
+    assert asyncio.run(exchange(app, sent, hang_up=True)) == b""
     assert metrics.registry.get_sample_value("kvrouter_internal_errors_total", {"where": "/query"}) is None
 
 
@@ -267,20 +258,6 @@ def test_with_a_key_the_document_says_so(core: TinyCore) -> None:
     ).json()
     assert document["security"] == [{"key": []}]
     assert document["paths"]["/health"]["get"]["security"] == []
-
-
-def test_a_websocket_is_closed(core: TinyCore) -> None:
-    app, _ = build(core)
-    sent: list[Any] = []
-
-    async def receive() -> dict[str, Any]:
-        return {"type": "websocket.connect"}
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    asyncio.run(app({"type": "websocket", "path": "/query", "headers": []}, receive, send))
-    assert [message["type"] for message in sent] == ["websocket.close"]
 
 
 def test_odd_headers_are_no_error(core: TinyCore) -> None:

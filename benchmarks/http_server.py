@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claim: a request costs less CPU time on our own HTTP connection than as an ASGI application under uvicorn.
+
+Both servers run the same handler, which decodes nothing and replies with a small object: what differs is the way from
+the socket to the handler and back. One client asks over one kept connection, in turns. See docs/adr/0006.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+from http_client import HttpClient
+from processes import cpu_s
+from prometheus_client import CollectorRegistry
+from report import machine, markdown
+
+from kvrouter.router.api.http.http_api import HttpApi
+from kvrouter.router.api.http.http_connection import connection_factory
+from kvrouter.router.api.http.request import HttpRequest
+from kvrouter.router.common.shutdown import Shutdown
+from kvrouter.router.config.settings import Config
+from kvrouter.router.telemetry.metrics import Metrics
+
+WAYS = ("own connection", "ASGI under uvicorn")
+# A hot path, and one of the ASGI application behind it.
+HOT, COLD = "/query_by_hash", "/workers"
+# 16 and 512 block hashes as JSON.
+BODY_BYTES = (340, 10_600)
+REPLY = {"instances": {f"w{number}": {"gpu": 8_192, "cpu": 8_192, "disk": 8_192} for number in range(8)}}
+
+
+async def cold(scope: Any, receive: Any, send: Any) -> None:
+    """The least that an application does."""
+    await receive()
+    content = json.dumps(REPLY).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(content))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": content})
+
+
+def asgi(api: HttpApi) -> Any:
+    """`api` as an ASGI application."""
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        request = HttpRequest(
+            scope["method"].encode(), "1.1", scope["raw_path"], scope["headers"], keep_alive=True, upgrades=False
+        )
+        request.refusal = api.refusal(request)
+        while True:
+            message = await receive()
+            request.body += message["body"]
+            if not message["more_body"]:
+                break
+        answer = api.respond(request)
+        status, headers, content = answer if isinstance(answer, tuple) else await answer
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    return application
+
+
+def serve(way: str) -> None:
+    """Prints its port, and serves until it is terminated."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    print(listener.getsockname()[1], flush=True)
+    hot = {HOT: lambda raw, content_type: REPLY}
+    metrics = Metrics(CollectorRegistry())
+    api = HttpApi(hot, cold, Config(), metrics, None, None, time.perf_counter, Shutdown())
+    own = way == WAYS[0]
+    config = uvicorn.Config(
+        cold if own else asgi(api),
+        http=connection_factory(api) if own else "httptools",  # type: ignore[arg-type]
+        loop="none",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+    )
+    uvloop.run(uvicorn.Server(config).serve(sockets=[listener]))
+
+
+def measure(rounds: int, requests: int) -> list[list[str]]:
+    """A row for each kind of request: its name, and for each way the least and the median CPU time in us."""
+    bodies = [("POST", HOT, "x" * size, f"POST {HOT}, {size:,} bytes") for size in BODY_BYTES]
+    rows = []
+    servers = [
+        subprocess.Popen([sys.executable, __file__, "--serve", way], stdout=subprocess.PIPE, text=True) for way in WAYS
+    ]
+    try:
+        ports = [int(server.stdout.readline()) for server in servers if server.stdout]
+        for method, path, body, name in (*bodies, ("GET", COLD, None, f"GET {COLD}")):
+            taken: list[list[float]] = [[] for _ in WAYS]
+            for _ in range(rounds):
+                for server, port, figures in zip(servers, ports, taken, strict=True):
+                    client = HttpClient(port)
+                    question = client.request(method, path, body)
+                    begun_s = cpu_s(server.pid)
+                    for _ in range(requests):
+                        status, _ = client.send(question)
+                        if status != 200:
+                            raise RuntimeError(f"{name} was answered with {status}")
+                    figures.append((cpu_s(server.pid) - begun_s) / requests * 1e6)
+                    client.close()
+            rows.append([name, *(f"{min(one):.0f} ({statistics.median(one):.0f})" for one in taken)])
+    finally:
+        for server in servers:
+            server.terminate()
+            server.wait()
+    return rows
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--requests", type=int, default=5_000)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        serve(given.serve)
+    else:
+        print(f"us of CPU time a request, least (median) of {given.rounds} rounds; {machine()}\n")
+        print(markdown([["request", *WAYS], *measure(given.rounds, given.requests)]))

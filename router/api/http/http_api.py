@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for every request whatever its path: key, body limit, counting, and the last word on errors.
+
+Hot paths go from the raw body straight to their handlers; the other ones to the ASGI application of `fastapi_app.py`.
+Every answer that is not a success has the shape of `errors.ErrorBody`; no traceback leaves the process."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import math
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, MutableMapping
+from types import CoroutineType
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Message, Scope
+
+from kvrouter.router.api.http.request import HttpRequest
+from kvrouter.router.api.responses import encode
+from kvrouter.router.common.errors import (
+    BadQuestion,
+    MethodNotAllowed,
+    RouterError,
+    TooLarge,
+    Unauthorized,
+    internal_error,
+)
+from kvrouter.router.common.shutdown import Shutdown
+from kvrouter.router.config.settings import Config
+from kvrouter.router.proxy.proxy import Proxy
+from kvrouter.router.proxy.request_reader import PATHS
+from kvrouter.router.telemetry.metrics import Metrics
+
+if TYPE_CHECKING:
+    from kvrouter.router.quality.tracing import RequestTrace, Tracing
+
+log = logging.getLogger(__name__)
+
+# Load balancers ask these, and have no key.
+OPEN_PATHS = frozenset({"/health", "/ready"})
+
+# The label of all paths that are not served here: a client must not be able to make series.
+OTHER_PATH = "other"
+
+# Of the hot paths, those that choose; a question changes nothing and comes by the thousand.
+TRACED_PATHS = frozenset({"/select", "/select_and_reserve"})
+
+# Of (raw body, content type): the reply, or a coroutine that returns it.
+HotHandler = Callable[[bytes, str], Any]
+
+# Status, headers, content.
+Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
+
+
+class HttpApi:
+    """Answers requests whose connection is `http_connection.py`. `hot` maps POST paths to handlers of (raw body,
+    content type).
+
+    cold: the ASGI application of all other paths. proxy: has its paths' requests to itself; without it there are none.
+    tracing: None where no traces are wanted. clock: seconds, for those."""
+
+    def __init__(
+        self,
+        hot: Mapping[str, HotHandler],
+        cold: ASGIApp,
+        config: Config,
+        metrics: Metrics,
+        proxy: Proxy | None,
+        tracing: Tracing | None,
+        clock: Callable[[], float],
+        shutdown: Shutdown,
+    ) -> None:
+        self.shutdown = shutdown
+        self._hot = hot
+        self.proxy = proxy
+        self._proxied_paths: Collection[str] = frozenset() if proxy is None else PATHS
+        self.cold = cold
+        self._metrics = metrics
+        self._tracing = tracing
+        self._clock = clock
+        self.max_body_bytes = config.max_body_bytes
+        self._key = None if config.api_key is None else config.api_key.encode()
+
+    def is_proxied(self, request: HttpRequest) -> bool:
+        return request.path in self._proxied_paths
+
+    def refusal(self, request: HttpRequest) -> RouterError | None:
+        """Why a request is refused before its body is read, None where it is not."""
+        if self._key is not None and request.path not in OPEN_PATHS and not self._has_key(request.authorization):
+            return Unauthorized("this router wants its API key: send the header `Authorization: Bearer KEY`")
+        if request.path in self._proxied_paths:
+            if request.method != "POST":
+                return MethodNotAllowed(f"{request.path} takes POST, not {request.method}")
+            if request.url.partition(b"?")[0] != request.path.encode():
+                return BadQuestion(f"write the path as {request.path}, without escapes", code="invalid_path")
+        length = request.content_length
+        if length is not None and length.isdigit() and int(length) > self.max_body_bytes:
+            return self.too_large()
+        return None
+
+    def too_large(self) -> TooLarge:
+        limit = self.max_body_bytes
+        return TooLarge(f"the body is over the limit of {limit} bytes; send less, or raise max_body_bytes of the router")
+
+    def respond(self, request: HttpRequest) -> Answer | Coroutine[Any, Any, Answer]:
+        """The answer to a whole request that is neither refused nor proxied, errors included; counted. A coroutine
+        where the handler has to wait for something."""
+        path = request.path
+        handler = self._hot.get(path)
+        if handler is None:
+            return self._respond_cold(request)
+        trace: RequestTrace | None = None
+        if self._tracing is not None and path in TRACED_PATHS:
+            trace = self._tracing.request(path, list(request.headers), self._clock())
+        try:
+            if request.method != "POST":
+                raise MethodNotAllowed(f"{path} takes POST, not {request.method}")
+            reply = handler(bytes(request.body), request.content_type)
+            if isinstance(reply, CoroutineType):
+                return self._respond_later(reply, request, trace)
+            return self._reply(reply, request, trace)
+        except RouterError as error:
+            answer = self.refuse(request, error)
+        except Exception:
+            answer = self.bug_answer(path, request.accept)
+        return self._trace(trace, None, answer)
+
+    async def _respond_later(
+        self, reply: Coroutine[Any, Any, Any], request: HttpRequest, trace: RequestTrace | None
+    ) -> Answer:
+        try:
+            return self._reply(await reply, request, trace)
+        except RouterError as error:
+            answer = self.refuse(request, error)
+        except Exception:
+            answer = self.bug_answer(request.path, request.accept)
+        return self._trace(trace, None, answer)
+
+    def _reply(self, reply: Any, request: HttpRequest, trace: RequestTrace | None) -> Answer:
+        content, media_type = encode(reply, request.accept)
+        self._metrics.count_request(request.path, 200)
+        return self._trace(trace, reply, _answer(200, content, media_type))
+
+    def _trace(self, trace: RequestTrace | None, reply: Any, answer: Answer) -> Answer:
+        if trace is not None:
+            trace.answered(reply, answer[0], self._clock())
+        return answer
+
+    async def _respond_cold(self, request: HttpRequest) -> Answer:
+        path, _, query = request.url.partition(b"?")
+        scope: Scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1" if request.speaks_1_1 else "1.0",
+            "method": request.method,
+            "scheme": "http",
+            "path": request.path,
+            "raw_path": path,
+            "query_string": query,
+            "root_path": "",
+            "headers": request.headers,
+            "server": None,
+            "client": None,
+        }
+        # The body once; nobody streams an answer, so nobody waits for the client's end.
+        pending: list[Message] = [{"type": "http.request", "body": bytes(request.body), "more_body": False}]
+        status, headers, content = 0, [], bytearray()
+
+        async def receive() -> Message:
+            return pending.pop() if pending else {"type": "http.disconnect"}
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            nonlocal status, headers
+            if message["type"] == "http.response.start":
+                status, headers = message["status"], list(message["headers"])
+            else:
+                content.extend(message.get("body", b""))
+
+        try:
+            await self.cold(scope, receive, send)
+        except Exception:
+            return self.bug_answer(label_of(scope), request.accept)
+        self._metrics.count_request(label_of(scope), status)
+        return status, headers, bytes(content)
+
+    def count_answer(self, path: str, status: int) -> None:
+        """Counts an answer that was not made here."""
+        self._metrics.count_request(path, status)
+
+    def count_cut(self, reason: str) -> None:
+        """Counts a connection that was closed for the client's fault."""
+        self._metrics.connections_cut.labels(reason).inc()
+
+    def refuse(self, request: HttpRequest, error: RouterError) -> Answer:
+        """The answer to a request that gets no other; counted."""
+        known = request.path in self._hot or request.path in self._proxied_paths
+        return self.error_answer(error, request.path if known else OTHER_PATH, request.accept)
+
+    def error_answer(self, error: RouterError, label: str = OTHER_PATH, accept: str = "") -> Answer:
+        """The answer that says `error`; counted."""
+        content, media_type = encode(error.body(), accept)
+        self._metrics.count_request(label, error.status)
+        return _answer(error.status, content, media_type, headers_of(error))
+
+    def bug_answer(self, label: str, accept: str) -> Answer:
+        """The answer to a defect of ours, within its except block."""
+        log.exception("unhandled error", extra={"path": label})
+        self._metrics.internal_errors.labels(label).inc()
+        content, media_type = encode(internal_error(), accept)
+        self._metrics.count_request(label, 500)
+        return _answer(500, content, media_type)
+
+    def _has_key(self, authorization: str) -> bool:
+        assert self._key is not None
+        scheme, _, key = authorization.partition(" ")
+        # Constant time: how long it takes must not tell how much of the key was right.
+        right = hmac.compare_digest(key.strip().encode("utf-8", "surrogatepass"), self._key)
+        return scheme.lower() == "bearer" and right
+
+
+def _answer(status: int, content: bytes, media_type: str, headers: Iterable[tuple[bytes, bytes]] = ()) -> Answer:
+    length = (b"content-length", b"%d" % len(content))
+    return status, [(b"content-type", media_type.encode()), length, *headers], content
+
+
+def headers_of(error: RouterError) -> tuple[tuple[bytes, bytes], ...]:
+    if isinstance(error, Unauthorized):
+        return ((b"www-authenticate", b"Bearer"),)
+    if isinstance(error, MethodNotAllowed):
+        return ((b"allow", b"POST"),)
+    if isinstance(error, TooLarge):
+        # The rest of the body is still under way; nobody will read it.
+        return ((b"connection", b"close"),)
+    if error.retry_after_s is not None:
+        # Whole seconds are all that HTTP knows.
+        return ((b"retry-after", b"%d" % math.ceil(error.retry_after_s)),)
+    return ()
+
+
+def label_of(scope: Scope) -> str:
+    return getattr(scope.get("route"), "path_format", OTHER_PATH)

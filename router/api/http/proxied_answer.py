@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answer to a proxied request on its client's connection: the client's side of `router.proxy`.
+
+Bytes go from the engine's socket to the client's in one callback, without a task or an event for each piece."""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Protocol
+
+from kvrouter.router.api.http.http_api import Answer, HttpApi
+from kvrouter.router.api.http.request import HttpRequest
+from kvrouter.router.common.errors import RouterError
+from kvrouter.router.proxy.headers import Headers
+from kvrouter.router.proxy.upstream.connection import NO_CONTENT, AnswerHead, Connection
+
+LAST_CHUNK = b"0\r\n\r\n"
+PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+# How many looks in a row at a client that sends no more an answer that has begun may stand still: with nothing to send,
+# only patience tells who reads on from who hung up. Tokens come some times a second; an engine that pauses for 5 s does
+# so under a stall.
+STILL_LOOKS = 50
+
+
+class ClientConnection(Protocol):
+    """What the answer uses of its connection."""
+
+    @property
+    def is_write_paused(self) -> bool: ...
+
+    @property
+    def date_headers(self) -> list[tuple[bytes, bytes]]: ...
+
+    def write(self, parts: list[bytes]) -> None: ...
+
+    def write_answer(self, request: HttpRequest, answer: Answer) -> None: ...
+
+    def end(self, request: HttpRequest) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+class ProxiedAnswer:
+    """Satisfies `router.proxy.downstream.Client`; made in the task that forwards the request."""
+
+    def __init__(self, connection: ClientConnection, request: HttpRequest, api: HttpApi) -> None:
+        self._connection = connection
+        self._request = request
+        self._api = api
+        self.path = request.path
+        self.url = request.url
+        self.headers = request.headers
+        self.body = bytes(request.body)
+        request.body.clear()
+        self._task = asyncio.current_task()
+        self._source: Connection | None = None
+        # What was not sent yet of the head, which goes with the first bytes of the body.
+        self._unsent: list[bytes] = []
+        self._is_chunked = False
+        self._is_probed = False
+        # Looks in a row at a client that sends no more in which its answer stood still.
+        self._still_looks = 0
+        self.has_begun = False
+        self.is_cancelled = False
+
+    # The connection's side.
+
+    def cancel(self) -> None:
+        """The client hung up."""
+        if not self._request.answer_ended and self._task is not None:
+            self.is_cancelled = True
+            self._task.cancel()
+
+    def pause(self) -> None:
+        """The client does not read."""
+        if self._source is not None:
+            self._source.pause()
+
+    def resume(self) -> None:
+        if self._source is not None:
+            self._source.resume()
+
+    def probe_reader(self) -> None:
+        """To a client that sends no more, a word that every one of HTTP/1.1 skips: nobody who hung up takes it. Ends an
+        answer that has begun and stands still."""
+        if self.has_begun:
+            self._still_looks += 1
+            if self._still_looks > STILL_LOOKS:
+                self._connection.abort()
+        elif self._request.speaks_1_1 and not self._is_probed:
+            self._is_probed = True
+            self._connection.write([PROBE])
+
+    # The proxy's side.
+
+    def begin(self, head: AnswerHead, headers: Headers, source: Connection) -> None:
+        self._source = source
+        self.has_begun = True
+        self._api.count_answer(self.path, head.status)
+        parts = [b"HTTP/1.1 %d " % head.status, head.reason or _phrase(head.status), b"\r\n"]
+        # The engine's own Date, where it has one.
+        has_date = any(name == b"date" for name, _ in headers)
+        for name, value in headers if has_date else (*headers, *self._connection.date_headers):
+            parts += (name, b": ", value, b"\r\n")
+        if head.status in NO_CONTENT:
+            # A length would announce a body.
+            pass
+        elif head.length is not None:
+            parts.append(b"content-length: %d\r\n" % head.length)
+        elif self._request.speaks_1_1:
+            self._is_chunked = True
+            parts.append(b"transfer-encoding: chunked\r\n")
+        else:
+            self._request.keep_alive = False
+        if not self._request.keep_alive:
+            parts.append(b"connection: close\r\n")
+        parts.append(b"\r\n")
+        self._unsent = parts
+        if self._connection.is_write_paused:
+            source.pause()
+
+    def send(self, parts: list[bytes]) -> None:
+        self._still_looks = 0
+        out, self._unsent = self._unsent, []
+        if self._is_chunked:
+            out += (b"%x\r\n" % sum(map(len, parts)), *parts, b"\r\n")
+        else:
+            out += parts
+        self._connection.write(out)
+
+    def finish(self) -> None:
+        out, self._unsent = self._unsent, []
+        if self._is_chunked:
+            out.append(LAST_CHUNK)
+        if out:
+            self._connection.write(out)
+        self._end()
+
+    def break_off(self) -> None:
+        # Without the last chunk, or with fewer bytes than announced; what was sent before arrives.
+        self._request.keep_alive = False
+        self._end()
+
+    def refuse(self, error: RouterError, headers: Headers) -> None:
+        status, own, content = self._api.error_answer(error, self.path)
+        self.has_begun = True
+        self._connection.write_answer(self._request, (status, [*own, *headers], content))
+
+    def _end(self) -> None:
+        self._source = None
+        self._connection.end(self._request)
+
+
+def _phrase(status: int) -> bytes:
+    try:
+        return HTTPStatus(status).phrase.encode()
+    except ValueError:
+        return b""

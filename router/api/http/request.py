@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One HTTP request as it came, and what of its head this server judges where the parser leaves it open (RFC 9112;
+RFC 9110)."""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote
+
+import httptools
+
+from kvrouter.router.common.errors import BadQuestion, NotSupported, RouterError, WrongVersion
+from kvrouter.router.proxy.headers import Headers
+
+VERSIONS = frozenset({"1.0", "1.1"})
+# uri-host [":" port]; empty where the target has no authority.
+HOST = re.compile(rb"(\[[0-9A-Za-z:.%~_-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?\Z")
+SCHEMES = frozenset({b"http", b"https"})
+NO_UPGRADE = "this server speaks HTTP/1.1 only; send no Upgrade header (in Java: HttpClient.Version.HTTP_1_1)"
+
+
+class HttpRequest:
+    """A request and how far its answer is.
+
+    url: the target in origin form, with its query, as bytes; path: the target without its query, escapes resolved.
+    refusal: why it is answered with an error whatever its body says."""
+
+    __slots__ = (
+        "accept",
+        "answer_begun",
+        "answer_ended",
+        "authorization",
+        "body",
+        "content_length",
+        "content_type",
+        "expects_continue",
+        "headers",
+        "is_whole",
+        "keep_alive",
+        "method",
+        "path",
+        "refusal",
+        "speaks_1_1",
+        "url",
+    )
+
+    def __init__(
+        self, method: bytes, version: str, target: bytes, headers: Headers, *, keep_alive: bool, upgrades: bool
+    ) -> None:
+        """headers: names in lower case. upgrades: whether the parser takes what follows for another protocol. Raises
+        RouterError where a request with this head is refused whatever its path."""
+        if version not in VERSIONS:
+            raise WrongVersion("this server speaks HTTP/1.1 and HTTP/1.0 only; send one of these")
+        if method == b"CONNECT":
+            raise NotSupported("this is no forward proxy: CONNECT is not supported; send requests for this router's paths")
+        self.speaks_1_1 = version == "1.1"
+        self.accept = self.authorization = self.content_type = ""
+        self.content_length: bytes | None = None
+        self.expects_continue = False
+        host = None
+        chunked = False
+        for name, value in headers:
+            if name == b"content-type":
+                self.content_type = value.decode("latin-1")
+            elif name == b"accept":
+                self.accept = value.decode("latin-1")
+            elif name == b"content-length":
+                self.content_length = value
+            elif name == b"authorization":
+                self.authorization = value.decode("latin-1")
+            elif name == b"host":
+                if host is not None:
+                    raise BadQuestion("there is more than one Host header; send one", code="invalid_host")
+                host = value
+            elif name == b"expect":
+                # Clients of HTTP/1.0 know no interim answers.
+                self.expects_continue = self.speaks_1_1 and value.lower() == b"100-continue"
+            elif name == b"transfer-encoding":
+                if value.lower() != b"chunked":
+                    raise NotSupported("the only transfer coding supported is chunked; send the body without another one")
+                chunked = True
+        if host is None:
+            # HTTP/1.0 knows none.
+            if self.speaks_1_1:
+                raise BadQuestion("there is no Host header; send one", code="invalid_host")
+        elif HOST.match(host) is None:
+            raise BadQuestion("the Host header is no host with an optional port; send one", code="invalid_host")
+        if upgrades and (chunked or self.content_length not in (None, b"0")):
+            # The parser takes the body for the other protocol.
+            raise BadQuestion(NO_UPGRADE, code="upgrade_not_supported")
+        self.method = method.decode("ascii")
+        self.headers = headers
+        self.url = origin_form(target)
+        self.path = _path_of(self.url)
+        self.keep_alive = keep_alive and self.speaks_1_1 and not upgrades
+        self.body = bytearray()
+        self.refusal: RouterError | None = None
+        self.is_whole = self.answer_begun = self.answer_ended = False
+
+
+def origin_form(target: bytes) -> bytes:
+    """A request's target as path and query: `http://router/v1/models?x` is `/v1/models?x`. What has neither stays as it
+    is. Raises BadQuestion."""
+    if target.startswith(b"/") or target == b"*":
+        return target
+    try:
+        parts = httptools.parse_url(target)
+    except httptools.HttpParserError:
+        parts = None
+    if parts is None or parts.schema is None or parts.schema.lower() not in SCHEMES:
+        raise BadQuestion("the target is no path and no http URL; send a path like /v1/models", code="invalid_path")
+    path = parts.path or b"/"
+    return path if parts.query is None else path + b"?" + parts.query
+
+
+def _path_of(url: bytes) -> str:
+    try:
+        path = url.partition(b"?")[0].decode("ascii")
+    except UnicodeDecodeError:
+        raise BadQuestion("the path has bytes outside ASCII; escape them", code="invalid_path") from None
+    return unquote(path) if "%" in path else path
