@@ -8,14 +8,12 @@ the socket to the handler and back. One client asks over one kept connection, in
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import socket
 import statistics
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import uvicorn

@@ -26,8 +26,8 @@ import uvicorn
 import zmq
 from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
 
-from kvrouter.router.api.http.fastapi_app import build_api
 from kvrouter.router.api.http.deadlines import HttpLimits
+from kvrouter.router.api.http.fastapi_app import build_api
 from kvrouter.router.api.http.http_api import HttpApi
 from kvrouter.router.api.http.http_connection import connection_factory
 from kvrouter.router.api.ports import CorePort, TokensPort

@@ -25,8 +25,8 @@ from api_support import TinyCore
 from prometheus_client import CollectorRegistry
 from scripted_engine import Script, ScriptedEngine
 
-from kvrouter.router.api.http.fastapi_app import build_api
 from kvrouter.router.api.http.deadlines import HttpLimits
+from kvrouter.router.api.http.fastapi_app import build_api
 from kvrouter.router.api.http.http_connection import connection_factory
 from kvrouter.router.common.errors import BadQuestion, NoWorker, UnknownModel, UnknownWorker
 from kvrouter.router.common.ids import WorkerKey

@@ -40,7 +40,12 @@ class Server:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
-            app.cold, http=connection_factory(app, limits), ws="none", lifespan="off", log_config=None, date_header=False
+            app.cold,
+            http=connection_factory(app, limits),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            date_header=False,
         )
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=lambda: asyncio.run(self._server.serve(sockets=[self._socket])))

@@ -100,7 +100,9 @@ class HttpApi:
 
     def too_large(self) -> TooLarge:
         limit = self.max_body_bytes
-        return TooLarge(f"the body is over the limit of {limit} bytes; send less, or raise max_body_bytes of the router")
+        return TooLarge(
+            f"the body is over the limit of {limit} bytes; send less, or raise max_body_bytes of the router"
+        )
 
     def respond(self, request: HttpRequest) -> Answer | Coroutine[Any, Any, Answer]:
         """The answer to a whole request that is neither refused nor proxied, errors included; counted. A coroutine

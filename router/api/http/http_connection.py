@@ -259,9 +259,7 @@ class HttpConnection(asyncio.Protocol):
                 self._proxied = None
         self._answer_next()
 
-    def _write_answer(
-        self, status: int, headers: list[tuple[bytes, bytes]], content: bytes, keep_alive: bool
-    ) -> None:
+    def _write_answer(self, status: int, headers: list[tuple[bytes, bytes]], content: bytes, keep_alive: bool) -> None:
         parts = [STATUS_LINES[status]]
         for name, value in (*self._server.default_headers, *headers):
             parts += (name, b": ", value, b"\r\n")

@@ -52,7 +52,9 @@ class HttpRequest:
         if version not in VERSIONS:
             raise WrongVersion("this server speaks HTTP/1.1 and HTTP/1.0 only; send one of these")
         if method == b"CONNECT":
-            raise NotSupported("this is no forward proxy: CONNECT is not supported; send requests for this router's paths")
+            raise NotSupported(
+                "this is no forward proxy: CONNECT is not supported; send requests for this router's paths"
+            )
         self.speaks_1_1 = version == "1.1"
         self.accept = self.authorization = self.content_type = ""
         self.content_length: bytes | None = None
@@ -77,7 +79,9 @@ class HttpRequest:
                 self.expects_continue = self.speaks_1_1 and value.lower() == b"100-continue"
             elif name == b"transfer-encoding":
                 if value.lower() != b"chunked":
-                    raise NotSupported("the only transfer coding supported is chunked; send the body without another one")
+                    raise NotSupported(
+                        "the only transfer coding supported is chunked; send the body without another one"
+                    )
                 chunked = True
         if host is None:
             # HTTP/1.0 knows none.
