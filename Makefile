@@ -20,7 +20,7 @@ help:
 	@echo "make takeover     two routers, one killed again and again: how long until the other has its workers, and is it right"
 	@echo "make soak         an hour under load: does its memory stay flat, and are its answers right at the end"
 	@echo "make lint         ruff, mypy and spelling"
-	@echo "make bench        the numbers of docs/benchmarks.md, beside dynamo.indexer"
+	@echo "make bench        the numbers of docs/reference/benchmarks.md, beside dynamo.indexer"
 	@echo "make audit        known vulnerabilities of the installed packages (needs the public database)"
 	@echo "make lock         renew requirements-test.lock"
 	@echo "make clean        remove .venv and caches"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All benchmarks, one after another, and the table of docs/benchmarks.md.
+"""All benchmarks, one after another, and the table of docs/reference/benchmarks.md.
 
 dynamo runs from an environment of its own outside the clone ($KVROUTER_CACHE, by default ~/.cache/hybrid-kv-router),
 which is built when it is missing. Results with all rounds go to benchmarks/results; --quick ones are printed only.
@@ -20,7 +20,7 @@ from report import DYNAMO_VERSION, Result, Row, dynamo_folder, machine, progress
 
 NAMES = ("match_in_process", "query_http", "ingest", "memory", "mirror_load")
 RESULTS = HERE / "results"
-PAGE = HERE.parent / "docs" / "benchmarks.md"
+PAGE = HERE.parent / "docs" / "reference" / "benchmarks.md"
 BEGIN, END = "<!-- table: written by make bench -->", "<!-- end of table -->"
 
 
@@ -52,7 +52,7 @@ def page_part(results: list[Result[Row]], about: dict[str, str]) -> str:
 
 
 def write_page(part: str) -> None:
-    """Replaces what stands between the markers of docs/benchmarks.md."""
+    """Replaces what stands between the markers of docs/reference/benchmarks.md."""
     text = PAGE.read_text()
     head, begin, rest = text.partition(BEGIN)
     _, end, tail = rest.partition(END)

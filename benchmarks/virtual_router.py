@@ -35,7 +35,7 @@ from kvrouter.simulator.http.event_stream import to_wire
 
 MODEL = "trace"
 # From the end of an engine's step until answers show its events: a flush of 2 ms, the store and the log
-# (docs/benchmarks.md).
+# (docs/reference/benchmarks.md).
 EVENT_LAG_S = 0.005
 # How often the router asks each engine for its load.
 GAUGE_EVERY_S = 2.0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patch's own publisher: a thread with a PUB socket for what happens and a ROUTER for who asks. `docs/protocol.md`
-is its wire.
+"""The patch's own publisher: a thread with a PUB socket for what happens and a ROUTER for who asks.
+`docs/reference/protocol.md` is its wire.
 
 The engine's thread only ever appends to a queue (`publish`); translation, the ledger, encoding and sending happen here,
 and nothing that a reader does or leaves undone reaches the engine: PUB drops for a slow reader, which a snapshot heals,

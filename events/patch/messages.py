@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine patch says on its own sockets, in both directions: `docs/protocol.md` as structs.
+"""What the engine patch says on its own sockets, in both directions: `docs/reference/protocol.md` as structs.
 
 One definition for the side that writes (`kvrouter.engine_patch`) and the side that reads (`kvrouter.router`, tests).
 Every payload is one MessagePack map with a `type`; fields at their default are left out, unknown ones are skipped, new

@@ -154,7 +154,7 @@ def config_schema() -> None:
 
 @config_app.command("markdown")
 def config_markdown() -> None:
-    """Show the settings as a table of Markdown: docs/settings.md."""
+    """Show the settings as a table of Markdown: docs/reference/settings.md."""
     print(markdown(), end="")
 
 

@@ -376,7 +376,7 @@ def schema() -> dict[str, Any]:
 
 
 def markdown() -> str:
-    """The table of docs/settings.md."""
+    """The table of docs/reference/settings.md."""
     rows = ["| setting | flag, environment | default | what to write |", "|---|---|---|---|"]
     for name, field in FIELDS.items():
         default = "" if field.default in (None, ()) else f"`{field.default}`"

@@ -2,7 +2,8 @@
 """How many physical copies of each block one worker holds in one place.
 
 vLLM announces one Stored and one Removed for every copy, so a block is resident until its last copy is gone (a plain
-set was wrong on 82 of 824 probes, docs/wire.md). Invariant: a hash is in the table exactly when its count is at least
+set was wrong on 82 of 824 probes, docs/reference/wire.md). Invariant: a hash is in the table exactly when its count is
+at least
 1. No I/O.
 """
 

@@ -3,8 +3,8 @@
 events show.
 
 A tier earns credit only where its connector is known and has a rule. It is declared by the engine patch, stated by the
-user, or learned from the shape of the tier's events (`docs/wire.md` lists them); events that another connector could
-have sent teach nothing, and events of two connectors end the credit. Pure.
+user, or learned from the shape of the tier's events (`docs/reference/wire.md` lists them); events that another
+connector could have sent teach nothing, and events of two connectors end the credit. Pure.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ class RequestRefused(ValueError):
 
 
 class Stuck(RuntimeError):
-    """Requests hold blocks, and none of them can go on: docs/simulator.md says when vLLM comes to that as well."""
+    """Requests hold blocks, and none of them can go on: docs/reference/simulator.md says when vLLM comes to that as
+    well."""
 
     def __init__(self, waiting: int) -> None:
         super().__init__(

@@ -21,7 +21,7 @@ from kvrouter.simulator.cache.shapes import make_geometry
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "docs/discovery.md", "docs/containers.md", "docs/offload.md")
+PAGES = ("README.md", "docs/how-to/discovery.md", "docs/how-to/containers.md", "docs/how-to/offload.md")
 TIMEOUT_S = 30.0
 
 

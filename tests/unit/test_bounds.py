@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one stream may make the router hold, driven over each bound: docs/bounds.md lists them."""
+"""What one stream may make the router hold, driven over each bound: docs/reference/bounds.md lists them."""
 
 from __future__ import annotations
 

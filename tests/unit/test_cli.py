@@ -305,7 +305,7 @@ def test_the_schema_of_the_settings_is_valid_and_refuses_what_a_start_refuses(
 
 def test_the_page_of_settings_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["config", "markdown"]) == 0
-    page = (Path(__file__).resolve().parents[2] / "docs" / "settings.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "settings.md").read_text()
     assert page.endswith(capsys.readouterr().out), "kvrouter config markdown prints what its table should be"
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The container files without Docker: what the Dockerfile runs is run in a virtual environment, what the compose file
-starts is started on free ports of this machine, and the rest is read. What this cannot show is in docs/containers.md.
+starts is started on free ports of this machine, and the rest is read. What this cannot show is in
+docs/how-to/containers.md.
 """
 
 from __future__ import annotations

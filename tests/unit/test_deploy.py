@@ -83,7 +83,7 @@ def test_an_engines_pod_is_a_worker_with_its_event_ports() -> None:
     (candidate,) = candidates_of(msgspec.json.decode(raw.encode(), type=Pod))
     (container,) = template["spec"]["containers"]
     events = json.loads(container["args"][container["args"].index("--kv-events-config") + 1])
-    # docs/quality.md: without it nobody knows what was reused.
+    # docs/explanation/quality.md: without it nobody knows what was reused.
     assert {"--enable-prefix-caching", "--enable-prompt-tokens-details"} <= set(container["args"])
     known = candidate.registration
     assert (known.url, known.events) == ("http://10.0.0.5:8000", events["endpoint"].replace("*", "10.0.0.5"))
@@ -103,7 +103,7 @@ def test_the_role_allows_what_is_asked_and_no_more() -> None:
     assert "deploy/kubernetes/rbac.yaml" in (ROOT / "router/discovery/kubernetes/api.py").read_text()
 
 
-@pytest.mark.parametrize("page", ["docs/discovery.md", "docs/kubernetes.md"])
+@pytest.mark.parametrize("page", ["docs/how-to/discovery.md", "docs/how-to/kubernetes.md"])
 def test_the_pages_examples_are_what_the_router_takes(page: str) -> None:
     text = (ROOT / page).read_text()
     commands = re.findall(r"^kvrouter (serve(?:[^\n]*\\\n)*[^\n]*)", text, re.MULTILINE)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages: every link leads somewhere, the map has every page, and the files that they name exist."""
+"""The pages: every link leads somewhere, the map has every page, and the files and pages that are named exist."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 FILE = re.compile(r"`((?:events|router|engine_patch|simulator|tests|benchmarks|deploy)/[\w./-]+\.\w+)`")
+MENTION = re.compile(r"\bdocs/[\w/-]+\.md\b")
+# One job a page, and the folder says which.
+KINDS = {"tutorials", "how-to", "reference", "explanation", "adr"}
 README_LINES_MAX = 120
 
 
@@ -24,8 +28,24 @@ def test_links_and_file_names_lead_somewhere(page: Path) -> None:
 
 
 def test_the_map_has_every_page() -> None:
-    linked = {link for link, _ in LINK.findall((ROOT / "docs" / "README.md").read_text())}
-    assert {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"} <= linked
+    docs = ROOT / "docs"
+    linked = {(docs / link).resolve() for link, _ in LINK.findall((docs / "README.md").read_text())}
+    pages = {page for page in docs.rglob("*.md") if page.parent.name != "adr"}
+    assert pages - {docs / "README.md"} <= linked
+
+
+def test_every_folder_of_pages_is_a_kind() -> None:
+    assert {path.name for path in (ROOT / "docs").iterdir() if path.is_dir()} <= KINDS
+
+
+def test_pages_that_the_repository_mentions_exist() -> None:
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    missing = set()
+    for name in filter(None, tracked.split("\0")):
+        path = ROOT / name
+        if path.is_file() and path.suffix in {".py", ".md", ".yml", ".yaml", ".toml", ""}:
+            missing |= {(name, page) for page in MENTION.findall(path.read_text()) if not (ROOT / page).exists()}
+    assert not missing
 
 
 def test_the_readme_is_short() -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/protocol.md is true: its examples are what the structs encode, its tables their fields, and its reader reads."""
+"""docs/reference/protocol.md is true: its examples are what the structs encode, its tables their fields, and its reader
+reads."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ TESTS = Path(__file__).resolve().parents[1]
 from make_report_messages import CASES, message, plain  # noqa: E402
 from report_peer import TIMEOUT_MS, eventually, fails, removed, said, start, stored  # noqa: E402
 
-PAGE = (TESTS.parent / "docs" / "protocol.md").read_text()
+PAGE = (TESTS.parent / "docs" / "reference" / "protocol.md").read_text()
 EXAMPLES = {case["name"]: case for case in json.loads(CASES.read_text())}
 
 # Heading of its table on the page -> struct.
@@ -204,7 +205,7 @@ def follow(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Iterator[tuple[int,
     monkeypatch.setitem(sys.modules, "msgpack", played)
     (source,) = blocks("python", "reader")
     names: dict[str, Any] = {}
-    exec(compile(source, "docs/protocol.md", "exec"), names)  # noqa: S102
+    exec(compile(source, "docs/reference/protocol.md", "exec"), names)  # noqa: S102
     made: Callable[..., Iterator[tuple[int, Counter[Any], bool]]] = names["follow"]
     return made
 
