@@ -4,7 +4,7 @@
 Nothing is sent anywhere: the tap between an engine's bytes and a client that takes them and does nothing, for the
 events of a chat as vLLM writes them, those that carry a usage each, and one whole answer; then a request's watch from
 its begin to its end, without traces and with them. CPU time of the process, so that others of the machine do not count.
-See docs/explanation/quality.md.
+See docs/reference/benchmarks.md.
 """
 
 from __future__ import annotations

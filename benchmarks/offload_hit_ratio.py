@@ -24,7 +24,6 @@ from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
 from kvrouter.engine_patch.offload.tiers.policy import PolicyError, make_policy
 
 NAME = "offload_hit_ratio"
-TRACES = Path(__file__).resolve().parents[2] / "shared" / "traces"
 PATTERN = "mooncake_*_trace.jsonl"
 CHUNK_TOKENS = 512
 HASH_BYTES = 32
@@ -141,9 +140,7 @@ def measure(
 
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "traces", nargs="?", type=Path, default=TRACES, help=f"a trace, or a folder of {PATTERN} (default: {TRACES})"
-    )
+    parser.add_argument("traces", type=Path, help=f"a trace, or a folder of {PATTERN}")
     parser.add_argument("--quick", action="store_true", help="few requests and capacities: shows that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
     parser.add_argument("--capacity", type=int, nargs="+", metavar="CHUNKS", help="sizes of the tier, in chunks")

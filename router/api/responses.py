@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the API answers, as typed structs, and their encoding. Shapes as in api.md; all counts are tokens."""
+"""What the API answers, as typed structs, and their encoding. docs/reference/http.md describes them; all counts are
+tokens."""
 
 from __future__ import annotations
 

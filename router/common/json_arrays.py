@@ -20,7 +20,7 @@ MAX_TOKEN_ID = 2**31 - 1
 UINT64_MAX = 2**64 - 1
 INT64_MIN = -(2**63)
 
-# 1 to 16 digits are the 64-bit hash itself; 32 and 64 digits are a 16- or 32-byte hash (design.md section 3).
+# 1 to 16 digits are the 64-bit hash itself; 32 and 64 digits are a 16- or 32-byte hash.
 HEX_HASH = re.compile(r"(?:0[xX])?([0-9a-fA-F]{1,16}|[0-9a-fA-F]{32}|[0-9a-fA-F]{64})")
 
 

@@ -31,7 +31,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host: Annotated[
         str, msgspec.Meta(min_length=1, extra={"metavar": "HOST"}, description="an address to listen on, like 0.0.0.0")
     ] = "127.0.0.1"
-    # The port that users of other routers know (peers.md).
+    # The port that users of other routers know.
     port: Annotated[
         int,
         msgspec.Meta(ge=0, le=65_535, extra={"metavar": "PORT"}, description="a port, 0 to 65535; 0 takes a free one"),
@@ -131,7 +131,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Literal["text", "json"], msgspec.Meta(extra={"metavar": "FORMAT"}, description="text or json")
     ] = "text"
     # How long net changes are collected before a commit. 2 ms makes commits of 256 and more at 100 k blocks/s (0.8 M
-    # transitions/s measured, design.md section 6); over 10 ms the answers would lag visibly behind the engines.
+    # transitions/s measured); over 10 ms the answers would lag visibly behind the engines.
     flush_interval_s: Annotated[
         float, msgspec.Meta(ge=0.0, le=0.010, description="seconds, 0 to 0.010: how long changes wait for a commit")
     ] = 0.002

@@ -20,14 +20,14 @@ from kvrouter.router.matching.question import Hit
 
 # What a token of context that is being decoded costs a new prompt. Its chunks share their steps with the running
 # sequences, and a sequence of some thousand tokens takes 0.2 to 0.4 ms of a step (simulator/engine/timing.py), as much
-# as 4 to 6 tokens of prefill, in each of the one to three steps of a prompt. docs/explanation/choosing.md has what more
+# as 4 to 6 tokens of prefill, in each of the one to three steps of a prompt. docs/reference/benchmarks.md has what more
 # brings: longer queues elsewhere.
 DECODE_TOKEN_COST = 0.001
 
 # A worker may hold full attention's blocks of a hybrid model's prompt further than anybody can resume at, as windows or
 # states there were not kept. Where such a prompt leaves that run, vLLM keeps a checkpoint (a junction), so the next
 # prompt with this beginning does resume there: for that part, computing it there is worth nearly as much as a hit.
-# Below 1, so that of two equal lengths the actual hit wins. docs/explanation/choosing.md has what it brings; with 0.25
+# Below 1, so that of two equal lengths the actual hit wins. docs/reference/benchmarks.md has what it brings; with 0.25
 # a short queue outweighs most of it.
 JUNCTION_SHARE = 0.9
 
@@ -35,7 +35,7 @@ JUNCTION_SHARE = 0.9
 # (one server, first come first served, arrivals by chance, mean work m, load r) work x behind queued work q makes all
 # later ones together wait r / (1 - r) * x * (2 * q + x) / (2 * m) longer: once that at a load of a half. What is
 # evicted by a second copy of a prefix, and computed again for it, costs more than the wait; how much depends on the
-# workload. By a sweep from 0 to 16 (docs/explanation/choosing.md): up to here reuse grows and first tokens come as
+# workload. By a sweep from 0 to 16 (docs/reference/benchmarks.md): up to here reuse grows and first tokens come as
 # soon, or sooner under load; beyond, they come later.
 DELAY_WEIGHT = 8.0
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metrics of quality: how true predictions come, and how long clients wait. What each means is in
-docs/explanation/quality.md."""
+docs/reference/metrics.md."""
 
 from __future__ import annotations
 

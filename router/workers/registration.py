@@ -33,7 +33,8 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CatalogSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A catalog as stated; what is None is learned or derived. Shapes as in api.md, `POST /register`."""
+    """A catalog as stated; what is None is learned or derived. Shapes as in docs/reference/http.md, `POST
+    /register`."""
 
     groups: tuple[GroupSpec, ...] = ()
     hash_block_size: int | None = None

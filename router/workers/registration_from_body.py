@@ -32,7 +32,7 @@ from kvrouter.router.workers.worker_spec import (
     worker_id_problem,
 )
 
-# vLLM 0.32 v1/kv_cache_interface.py:146 (wire.md).
+# vLLM 0.32 v1/kv_cache_interface.py:146.
 GROUP_KINDS = (
     "full_attention",
     "mla_attention",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The states of a worker's stream, and what each means for its credit (design.md section 8)."""
+"""The states of a worker's stream, and what each means for its credit (docs/reference/states.md)."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class TokensStatus(msgspec.Struct, frozen=True):
 
 
 class WorkerStatus(msgspec.Struct, frozen=True):
-    """Shapes as in api.md.
+    """One rank of one worker; docs/reference/http.md describes the fields.
 
     seq: the last batch whose effect this process's answers show. residency: blocks by place (`g0:GPU`), every medium
     that was seen, also one that earns no credit.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`/query`, `/query_by_hash`, `/select`: what goes in, what comes out, what is refused (api.md)."""
+"""`/query`, `/query_by_hash`, `/select`: what goes in, what comes out, what is refused."""
 
 from __future__ import annotations
 

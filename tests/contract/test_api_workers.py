@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registering, changing, dropping and listing workers over HTTP (api.md)."""
+"""Registering, changing, dropping and listing workers over HTTP."""
 
 from __future__ import annotations
 

@@ -480,7 +480,7 @@ class TestRedis(IndexContract):
 
 
 class TestTlsAndAcl(IndexContract):
-    """Over TLS, as a user that may do what docs/explanation/security.md says, and nothing else."""
+    """Over TLS, as a user that may do what docs/how-to/hardening.md says, and nothing else."""
 
     @pytest.fixture
     def url(self, tls_server: TlsRedis) -> str:

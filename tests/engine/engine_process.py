@@ -44,7 +44,7 @@ HYBRID_LAYERS = {
 
 
 def gemma3_config() -> dict[str, Any]:
-    """A model of `HYBRID_LAYERS` (wire.md section 6)."""
+    """A model of `HYBRID_LAYERS`."""
     return {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",

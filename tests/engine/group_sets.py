@@ -86,7 +86,7 @@ class GroupSet:
         return self.eagle and (not self.eagle_groups or group_idx in self.eagle_groups)
 
     def catalog(self, **extra: Any) -> dict[str, Any]:
-        """This layout as `POST /register` takes it (api.md)."""
+        """This layout as `POST /register` takes it."""
         groups = []
         for group_idx, spec in enumerate(self.specs):
             group = {

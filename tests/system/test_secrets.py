@@ -105,7 +105,7 @@ def test_tls_an_acl_user_and_nothing_shown(
             assert any("kvrouter" in line for line in seen)
         seen.append((folder / "router.log").read_text())
         if life == 0:
-            assert admin.acl_log() == [], "the rule of docs/explanation/security.md is too narrow"
+            assert admin.acl_log() == [], "the rule of docs/how-to/hardening.md is too narrow"
     admin.close()
     assert "WRONGPASS" in seen[-1], "the log says nothing of it"
     assert not [text for text in seen if MARK in text]

@@ -83,7 +83,7 @@ def test_an_engines_pod_is_a_worker_with_its_event_ports() -> None:
     (candidate,) = candidates_of(msgspec.json.decode(raw.encode(), type=Pod))
     (container,) = template["spec"]["containers"]
     events = json.loads(container["args"][container["args"].index("--kv-events-config") + 1])
-    # docs/explanation/quality.md: without it nobody knows what was reused.
+    # docs/how-to/monitoring.md: without it nobody knows what was reused.
     assert {"--enable-prefix-caching", "--enable-prompt-tokens-details"} <= set(container["args"])
     known = candidate.registration
     assert (known.url, known.events) == ("http://10.0.0.5:8000", events["endpoint"].replace("*", "10.0.0.5"))

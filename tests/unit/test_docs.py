@@ -11,7 +11,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 FILE = re.compile(r"`((?:events|router|engine_patch|simulator|tests|benchmarks|deploy)/[\w./-]+\.\w+)`")
 MENTION = re.compile(r"\bdocs/[\w/-]+\.md\b")
 # One job a page, and the folder says which.
@@ -19,11 +20,19 @@ KINDS = {"tutorials", "how-to", "reference", "explanation", "adr"}
 README_LINES_MAX = 120
 
 
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in HEADING.findall(page.read_text())}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_and_file_names_lead_somewhere(page: Path) -> None:
     text = page.read_text()
-    missing = [link for link, _ in LINK.findall(text) if "://" not in link and not (page.parent / link).exists()]
-    missing += [name for name in FILE.findall(text) if not (ROOT / name).exists()]
+    missing = [name for name in FILE.findall(text) if not (ROOT / name).exists()]
+    for link, anchor in LINK.findall(text):
+        target = page.parent / link if link else page
+        if "://" not in link and (not target.exists() or (anchor and anchor not in anchors(target))):
+            missing.append(f"{link}#{anchor}")
     assert not missing
 
 

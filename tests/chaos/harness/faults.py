@@ -226,7 +226,7 @@ async def restart_at_the_old_seq(scene: Scene, engine: Engine) -> None:
     """The new life's next batch has just the seq that the old one's would have had.
 
     With HTTP: of a PLAIN engine without it, the next seq is all the proof that there is
-    (docs/explanation/reliability.md).
+    (docs/reference/states.md).
     """
     await _restart_unheard(scene, engine, 0)
 

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The reference pages list what the code has, no less and no more: endpoints, fields, error codes, commands, metrics."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import typer
+from api_support import TinyCore, build
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry
+
+from kvrouter.router.api.http import fastapi_app
+from kvrouter.router.api.openapi import HOT_OPERATIONS, SCHEMAS
+from kvrouter.router.cli.commands import app as cli
+from kvrouter.router.common import errors
+from kvrouter.router.proxy.request_reader import PATHS
+from kvrouter.router.quality.quality_metrics import QualityMetrics
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.simulator.command import app as simulator
+
+ROOT = Path(__file__).resolve().parents[2]
+REFERENCE = ROOT / "docs" / "reference"
+HTTP, CLI, METRICS = ((REFERENCE / name).read_text() for name in ("http.md", "cli.md", "metrics.md"))
+
+FLAG = re.compile(r"--[a-z][a-z-]*")
+# With several processes only, and made where their pages are joined.
+JOINED_METRICS = {("kvrouter_processes_answering", "gauge", ())}
+HELP = {"--help", "-h"}
+
+
+def test_the_page_of_http_has_every_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    apps: list[FastAPI] = []
+
+    class Recorded(FastAPI):
+        def __init__(self, **settings: Any) -> None:
+            super().__init__(**settings)
+            apps.append(self)
+
+    monkeypatch.setattr(fastapi_app, "FastAPI", Recorded)
+    build(TinyCore())
+    (app,) = apps
+    served = {f"{method} {r.path_format}" for r in app.state.routes if isinstance(r, APIRoute) for method in r.methods}
+    served |= {f"POST {path}" for path in (*PATHS, *(operation[0] for operation in HOT_OPERATIONS))}
+    assert set(re.findall(r"^### `([A-Z]+ /\S+)`$", HTTP, re.MULTILINE)) == served
+
+
+def test_the_page_of_http_has_every_field() -> None:
+    _, schemas = msgspec.json.schema_components(SCHEMAS, ref_template="{name}")
+    fields = {name for schema in schemas.values() for name in schema.get("properties", {})}
+    assert not {name for name in fields if f"`{name}`" not in HTTP and f'"{name}"' not in HTTP}
+
+
+def test_the_page_of_http_has_every_error_code() -> None:
+    classes = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, errors.RouterError)]
+    served = {(str(one.status), one.default_code) for one in classes}
+    starts = {one.default_code for one in (errors.SettingError, errors.StartError)}
+    listed = {
+        (status, code)
+        for status, codes in re.findall(r"^\| (\d{3}) \| ([^|]+) \|", HTTP, re.MULTILINE)
+        for code in re.findall(r"`(\w+)`", codes)
+    }
+    assert {(status, code) for status, code in served if code not in starts} <= listed
+    source = "".join(path.read_text() for path in (ROOT / "router").rglob("*.py"))
+    named = set(re.findall(r'code="(\w+)"', source))
+    assert {code for _, code in listed} == {code for _, code in served} - starts | named
+
+
+def commands(command: Any, name: str) -> Iterator[tuple[str, set[str]]]:
+    """Each command below `command`, with its flags."""
+    if hasattr(command, "commands"):
+        for child, found in command.commands.items():
+            yield from commands(found, f"{name} {child}")
+        return
+    yield name, {flag for parameter in command.params for flag in parameter.opts if flag.startswith("-")} - HELP
+
+
+def test_the_page_of_the_command_line_has_every_command_and_flag() -> None:
+    found = dict(commands(typer.main.get_command(cli), "kvrouter"))
+    found["kvrouter sim"] = dict(commands(typer.main.get_command(simulator), "sim"))["sim"]
+    # Its other flags are the settings, whose page is generated.
+    settings = found["kvrouter serve"] - {"--config"}
+    assert all(flag in (REFERENCE / "settings.md").read_text() for flag in settings)
+    sections = dict(re.findall(r"^## `(kvrouter [^`]+)`\n(.*?)(?=^## |\Z)", CLI, re.MULTILINE | re.DOTALL))
+    assert set(sections) == set(found)
+    for name, flags in found.items():
+        listed = set(FLAG.findall(sections[name]))
+        long = {flag for flag in flags if flag.startswith("--")} - (settings if name.endswith("serve") else set())
+        assert long <= listed <= flags, name
+
+
+def test_the_page_of_metrics_has_every_metric_with_its_type_and_labels() -> None:
+    registry = CollectorRegistry()
+    QualityMetrics(Metrics(registry))
+    served = {
+        (one._name + ("_total" if one._type == "counter" else ""), one._type, tuple(one._labelnames))
+        for one in registry._collector_to_names
+    }
+    listed = {
+        (name, kind, tuple(re.findall(r"`(\w+)`", labels)))
+        for name, kind, labels in re.findall(r"^\| `(kvrouter_\w+)` \| (\w+) \| ([^|]*)\|", METRICS, re.MULTILINE)
+    }
+    assert listed == served | JOINED_METRICS
