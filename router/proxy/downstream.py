@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The client's side of a proxied request, as the proxy sees it; `router.api.http.proxied_cycle` has it on uvicorn's
-connection."""
+"""The client's side of a proxied request, as the proxy sees it; `router.api.http.proxied_answer` has it on the
+client's connection."""
 
 from __future__ import annotations
 
