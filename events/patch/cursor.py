@@ -17,14 +17,11 @@ from collections import deque
 from typing import TypeAlias
 
 from kvrouter.events.patch.items import (
-    Connected,
     Declared,
-    Disconnected,
     Expired,
     Greeted,
     HeartbeatSeen,
     Loaded,
-    Malformed,
     NewEpoch,
     PatchHeard,
     PatchSilent,
@@ -37,10 +34,13 @@ from kvrouter.events.patch.items import (
 )
 from kvrouter.events.patch.messages import CatalogMessage, DeclaredCatalog, Events, Heartbeat, Hello, SnapshotPart
 from kvrouter.events.patch.snapshot_assembly import DEFAULT_MAX_SNAPSHOT_BLOCKS, SnapshotAssembly, SnapshotError
+from kvrouter.events.transport.held_queue import HeldQueue
+from kvrouter.events.transport.holding_cursor import HoldingCursor
+from kvrouter.events.transport.settings import DEFAULT_MAX_HELD_BYTES
+from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
 
 # What comes while a snapshot is on its way: a minute of 1,000 messages a second, a batch of a long prefill some 10 KB.
 DEFAULT_MAX_HELD = 65_536
-DEFAULT_MAX_HELD_BYTES = 256 << 20
 
 # Lives left behind, whose last messages may still come.
 REMEMBERED_EPOCHS = 16
@@ -49,7 +49,7 @@ REMEMBERED_EPOCHS = 16
 _Message: TypeAlias = Events | Heartbeat | None
 
 
-class ReportCursor:
+class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
     """Where we are in one publisher's reports. Single-threaded; never raises on what the wire brings."""
 
     def __init__(
@@ -61,7 +61,7 @@ class ReportCursor:
         max_snapshot_blocks: int = DEFAULT_MAX_SNAPSHOT_BLOCKS,
     ) -> None:
         """max_held, max_held_bytes: bounds on messages held while a snapshot is on its way."""
-        self.items: list[ReportItem] = []
+        super().__init__(HeldQueue(max_held, max_held_bytes))
         # The number of the snapshot that is wanted; None: in order, none is.
         self.request: int | None = None
         # Snapshots that failed since the last that did not.
@@ -72,8 +72,6 @@ class ReportCursor:
         # Messages of the publisher's life so far; the shell watches it grow.
         self.heard = 0
         self.malformed_messages = 0
-        self._max_held = max_held
-        self._max_held_bytes = max_held_bytes
         self._max_snapshot_blocks = max_snapshot_blocks
         self._epoch = resume.epoch if resume else None
         self._past: deque[str] = deque(maxlen=REMEMBERED_EPOCHS)
@@ -83,8 +81,6 @@ class ReportCursor:
         self._requests = 0
         # None: the wanted snapshot has not been asked for yet.
         self._assembly: SnapshotAssembly | None = None
-        self._held: deque[tuple[int, _Message, int]] = deque()
-        self._held_bytes = 0
         # All messages below this seq that came since the snapshot was asked for are no longer held.
         self._overflowed_seq = -1
         self._declared = -1
@@ -95,24 +91,9 @@ class ReportCursor:
             self._want_snapshot()
 
     @property
-    def held(self) -> int:
-        """Messages that wait for a snapshot."""
-        return len(self._held)
-
-    @property
-    def held_bytes(self) -> int:
-        """Payload bytes of those."""
-        return self._held_bytes
-
-    @property
     def is_silent(self) -> bool:
         """`PatchSilent` was the last word."""
         return self._silent
-
-    def take(self) -> list[ReportItem]:
-        """The items since the last call, in order."""
-        items, self.items = self.items, []
-        return items
 
     def connected(self) -> None:
         """The live socket has a peer. What it missed meanwhile shows by seq, and another life by epoch."""
@@ -315,7 +296,7 @@ class ReportCursor:
         self.failures = 0
         self._expected = snapshot.next_seq
         self.items.append(Loaded(snapshot))
-        held, self._held = self._held, deque()
+        held = list(self._held)
         self._drop_held()
         for seq, message, size_bytes in held:
             self._accept(seq, message, size_bytes)
@@ -324,15 +305,10 @@ class ReportCursor:
                 return
 
     def _hold(self, seq: int, message: _Message, size_bytes: int) -> None:
-        self._held.append((seq, message, size_bytes))
-        self._held_bytes += size_bytes
-        while len(self._held) > 1 and (len(self._held) > self._max_held or self._held_bytes > self._max_held_bytes):
-            oldest, what, size = self._held.popleft()
-            self._held_bytes -= size
-            if not isinstance(what, Heartbeat):
-                self._overflowed_seq = max(self._overflowed_seq, oldest + 1)
+        for dropped_seq, dropped, _ in self._held.append(seq, message, size_bytes):
+            if not isinstance(dropped, Heartbeat):
+                self._overflowed_seq = max(self._overflowed_seq, dropped_seq + 1)
 
     def _drop_held(self) -> None:
         self._held.clear()
-        self._held_bytes = 0
         self._overflowed_seq = -1

@@ -23,20 +23,14 @@ from kvrouter.events.patch.messages import (
     ReportStored,
     SnapshotPart,
 )
-from kvrouter.events.vllm.messages import MAX_NAME_CHARS
-from kvrouter.events.vllm.wire import MAX_SEQ, SEQ_BYTES
-
-# msgspec's errors and UnicodeDecodeError are ValueErrors, deep nesting is a RecursionError.
-_DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
+from kvrouter.events.vllm.messages import DECODE_ERRORS, MAX_ERROR_CHARS, MAX_NAME_CHARS
+from kvrouter.events.vllm.wire import MAX_SEQ
 
 # A greeting or a catalog, which is kept as long as the worker: some ten groups, and 1,024 LoRAs with long paths.
 MAX_CATALOG_BYTES = 4 << 20
 
 # Epochs are remembered; ours have 16.
 MAX_EPOCH_CHARS = 64
-
-# An error's text is for a log line.
-MAX_ERROR_CHARS = 200
 
 _REPORT_TYPES = frozenset(("events", "heartbeat", "catalog"))
 _REPLY_TYPES = frozenset(("hello", "snapshot", "refused"))
@@ -63,19 +57,11 @@ _replies: msgspec.msgpack.Decoder[Hello | SnapshotPart | Refused] = msgspec.msgp
 _head = msgspec.msgpack.Decoder(_Head)
 
 
-def read_seq(frame: bytes) -> int | None:
-    """The number in a seq frame; None when it is none."""
-    if len(frame) != SEQ_BYTES:
-        return None
-    value = int.from_bytes(frame, "big")
-    return value if value <= MAX_SEQ else None
-
-
 def read_report(payload: bytes) -> Events | Heartbeat | CatalogMessage | Unreadable | None:
     """A message of the PUB socket; None for one of a type that this version does not know."""
     try:
         message = _reports.decode(payload)
-    except _DECODE_ERRORS as error:
+    except DECODE_ERRORS as error:
         head = _read_head(payload)
         if head is not None and head.type not in _REPORT_TYPES:
             return None
@@ -105,7 +91,7 @@ def read_answer(frames: list[bytes]) -> Hello | SnapshotPart | Refused | Unreada
     payload = frames[1]
     try:
         reply = _replies.decode(payload)
-    except _DECODE_ERRORS as error:
+    except DECODE_ERRORS as error:
         head = _read_head(payload)
         if head is not None and head.type not in _REPLY_TYPES:
             return None
@@ -130,7 +116,7 @@ def _long_name(said: ReportStored | ReportRemoved | ReportCleared | PlaceSummary
 def _read_head(payload: bytes) -> _Head | None:
     try:
         head = _head.decode(payload)
-    except _DECODE_ERRORS:
+    except DECODE_ERRORS:
         return None
     return head
 

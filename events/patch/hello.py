@@ -10,7 +10,11 @@ import zmq
 
 from kvrouter.events.patch.decode import read_answer
 from kvrouter.events.patch.messages import MAX_PORT, Hello, HelloRequest
-from kvrouter.events.transport.link import Link, LinkSettings
+from kvrouter.events.transport.link import Link
+from kvrouter.events.transport.settings import LinkSettings
+
+# Answers that wait unread.
+_ANSWERS_HWM = 100
 
 _WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::"))
 
@@ -39,14 +43,17 @@ async def greet(
 ) -> Hello | None:
     """Who answers at this endpoint; None when nobody does in time. Raises zmq.ZMQError when it is no address.
 
-    server_key: as LinkSettings has it."""
+    server_key: as Link has it."""
     readable = asyncio.Event()
     link = Link(
         context,
         requests_endpoint,
+        LinkSettings(),
         loop=asyncio.get_running_loop(),
         on_readable=readable.set,
-        settings=LinkSettings(server_key=server_key),
+        receive_hwm=_ANSWERS_HWM,
+        server_key=server_key,
+        lasting=False,
     )
     request = HelloRequest(1)
     try:
@@ -54,7 +61,6 @@ async def greet(
             link.send(b"", msgspec.msgpack.encode(request))
             while True:
                 readable.clear()
-                link.take_news()
                 while frames := link.receive():
                     reply = read_answer(frames)
                     if isinstance(reply, Hello) and reply.id == request.id:

@@ -17,27 +17,6 @@ from kvrouter.events.patch.messages import DeclaredCatalog, Events, Heartbeat, H
 from kvrouter.events.vllm.messages import HashArray
 from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
 
-__all__ = [
-    "Connected",
-    "Declared",
-    "Disconnected",
-    "Expired",
-    "Greeted",
-    "HeartbeatSeen",
-    "Loaded",
-    "Malformed",
-    "NewEpoch",
-    "PatchHeard",
-    "PatchSilent",
-    "ReportBatch",
-    "ReportGap",
-    "ReportItem",
-    "ReportResume",
-    "Snapshot",
-    "SnapshotFailed",
-    "SnapshotPlace",
-]
-
 
 class ReportResume(msgspec.Struct, frozen=True):
     """What a consumer has safely kept: the state before `events` message `next_seq` of this life."""

@@ -12,22 +12,10 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-
-class LinkSettings(msgspec.Struct, frozen=True):
-    """What ZMQ is told of a connection."""
-
-    receive_hwm: int = 1_000
-    max_message_bytes: int = 64 << 20
-    # Seconds between ZMQ's own pings; after three unanswered ones the connection is closed and made anew.
-    ping_s: float = 5.0
-    reconnect_min_s: float = 0.1
-    reconnect_max_s: float = 2.0
-    # The peer's public key (Z85), with which it must prove itself and all is encrypted; None: plain.
-    server_key: str | None = None
+from kvrouter.events.transport.settings import LinkSettings
 
 
 class Link:
@@ -37,15 +25,20 @@ class Link:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
+        settings: LinkSettings,
         *,
-        topic: bytes | None = None,
         loop: asyncio.AbstractEventLoop,
         on_readable: Callable[[], object],
-        settings: LinkSettings,
+        receive_hwm: int,
+        topic: bytes | None = None,
+        server_key: str | None = None,
+        lasting: bool = True,
     ) -> None:
-        """Connects without waiting for the peer. topic: SUB with this prefix; None: DEALER.
+        """Connects without waiting for the peer. Raises zmq.ZMQError when the endpoint is no address.
 
-        Raises zmq.ZMQError when the endpoint is no address.
+        receive_hwm: messages that ZMQ holds unread. topic: SUB with this prefix; None: DEALER. server_key: the peer's
+        public key (Z85), with which it must prove itself and all is encrypted; None: plain. lasting: False for one
+        request whose answer has a deadline, which needs neither news nor pings.
         """
         self.endpoint = endpoint
         self._loop = loop
@@ -55,15 +48,19 @@ class Link:
         self._socket = context.socket(zmq.DEALER if topic is None else zmq.SUB)
         self._monitor: zmq.Socket[bytes] | None = None
         try:
-            self._configure(settings)
-            self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
+            self._configure(settings, receive_hwm, server_key)
+            if lasting:
+                self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(settings.ping_s * 1000))
+                self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.ping_s * 3000))
+                self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
             if topic is not None:
                 self._socket.subscribe(topic)
             self._socket.connect(endpoint)
             for socket in (self._socket, self._monitor):
-                fd = int(socket.getsockopt(zmq.FD))
-                loop.add_reader(fd, on_readable)
-                self._sockets.append((socket, fd))
+                if socket is not None:
+                    fd = int(socket.getsockopt(zmq.FD))
+                    loop.add_reader(fd, on_readable)
+                    self._sockets.append((socket, fd))
         except BaseException:
             self.close()
             raise
@@ -74,6 +71,21 @@ class Link:
             return self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
+
+    def read(self, handle: Callable[[list[bytes]], None], most: int, most_bytes: int) -> bool:
+        """Has each message handled until none is left (False) or the budget is spent (True).
+
+        most, most_bytes: messages, and bytes of their last frames. handle: must not close this link.
+        """
+        for _ in range(most):
+            frames = self.receive()
+            if frames is None:
+                return False
+            handle(frames)
+            most_bytes -= len(frames[-1])
+            if most_bytes <= 0:
+                break
+        return True
 
     def send(self, *frames: bytes) -> None:
         """Queues a message; dropped when a thousand wait already, as to a peer that never reads."""
@@ -112,20 +124,18 @@ class Link:
             self._monitor = None
         self._socket.close(linger=0)
 
-    def _configure(self, settings: LinkSettings) -> None:
+    def _configure(self, settings: LinkSettings, receive_hwm: int, server_key: str | None) -> None:
         socket = self._socket
         socket.setsockopt(zmq.LINGER, 0)
-        if settings.server_key is not None:
+        if server_key is not None:
             # Of our own for each connection: the peer admits whoever knows its public key.
             public, secret = zmq.curve_keypair()
             socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
-            socket.setsockopt(zmq.CURVE_SERVERKEY, settings.server_key.encode())
-        socket.setsockopt(zmq.RCVHWM, settings.receive_hwm)
+            socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
+        socket.setsockopt(zmq.RCVHWM, receive_hwm)
         socket.setsockopt(zmq.MAXMSGSIZE, settings.max_message_bytes)
         socket.setsockopt(zmq.RECONNECT_IVL, int(settings.reconnect_min_s * 1000))
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, int(settings.reconnect_max_s * 1000))
-        socket.setsockopt(zmq.HEARTBEAT_IVL, int(settings.ping_s * 1000))
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.ping_s * 3000))
         if self.endpoint.startswith("tcp://["):
             socket.setsockopt(zmq.IPV6, 1)

@@ -11,12 +11,14 @@ and no clock here; the shell says when an answer is overdue.
 
 from __future__ import annotations
 
-from array import array
-from collections import deque
-
 import msgspec
 
+from kvrouter.events.transport.holding_cursor import HoldingCursor
+from kvrouter.events.transport.settings import DEFAULT_MAX_HELD_BYTES
+from kvrouter.events.vllm.held_batches import DEFAULT_MAX_HELD, HeldBatches
+from kvrouter.events.vllm.replay_debt import ReplayDebt
 from kvrouter.events.vllm.replay_request import Purpose, Request
+from kvrouter.events.vllm.seen_batches import REMEMBERED_BATCHES, SeenBatches
 from kvrouter.events.vllm.stream_items import (
     Batch,
     Connected,
@@ -36,42 +38,8 @@ from kvrouter.events.vllm.stream_items import (
     fingerprint,
 )
 
-__all__ = [
-    "Batch",
-    "Connected",
-    "Cursor",
-    "Disconnected",
-    "GapClosed",
-    "GapLost",
-    "GapOpened",
-    "Incomplete",
-    "Malformed",
-    "Proven",
-    "ReadAnew",
-    "ReplayFailed",
-    "ReplayFinished",
-    "Request",
-    "Restarted",
-    "ResumePoint",
-    "StreamItem",
-    "fingerprint",
-]
 
-# Twice vLLM's default ring (buffer_steps 10,000): what arrives while a whole ring is replayed.
-DEFAULT_MAX_HELD = 20_000
-
-# A batch of a long prefill is some 100 KB; this bounds what a flood can cost during one replay.
-DEFAULT_MAX_HELD_BYTES = 256 << 20
-
-# Batches handed out whose fingerprints are kept, to tell a duplicate from another life.
-REMEMBERED_BATCHES = 4096
-
-# Answered requests between two times that all is read anew: an endpoint that answers little and never all must not void
-# the index at every check.
-ANSWERS_BETWEEN_READINGS = 3
-
-
-class Cursor:
+class Cursor(HoldingCursor[StreamItem, HeldBatches]):
     """Where we are in one publisher's stream. Single-threaded; never raises on what the wire brings."""
 
     def __init__(
@@ -83,54 +51,28 @@ class Cursor:
         max_held_bytes: int = DEFAULT_MAX_HELD_BYTES,
     ) -> None:
         """replay: there is an endpoint to ask. max_held, max_held_bytes: bounds on live batches held meanwhile."""
-        self.items: list[StreamItem] = []
+        super().__init__(HeldBatches(max_held, max_held_bytes))
         self.request: Request | None = None
         self._replay = replay
         self._replay_works = replay
-        self._max_held = max_held
-        self._max_held_bytes = max_held_bytes
         self._connected = False
         # The next message or connection must first be proven to be of the life that we know.
         self._to_prove = True
         self._expected: int | None = None
         self._last_seq: int | None = None
-        self._seen_seqs = array("q", [-1]) * REMEMBERED_BATCHES
-        self._seen_prints = array("Q", [0]) * REMEMBERED_BATCHES
-        self._held: deque[tuple[int, bytes, int]] = deque()
-        self._held_bytes = 0
-        # Held batches were dropped since the last drain.
-        self._overflowed = False
-        # How many of the held came over a connection that is gone, or before a whole replay was asked for.
-        self._held_old = 0
+        self._seen = SeenBatches()
         self._gap: tuple[int, int] | None = None
         self._requests = 0
-        # What came before was given up because the replay endpoint did not answer; all is read anew when it does.
-        self._owed = False
-        self._answers_to_wait = 0
+        self._debt = ReplayDebt(owed=replay and resume is not None and resume.incomplete)
         if resume is not None:
             self._expected = resume.seq + 1
-            self._remember(resume.seq, resume.fingerprint)
-            self._owed = replay and resume.incomplete
-
-    @property
-    def held(self) -> int:
-        """Live batches that wait for a replay."""
-        return len(self._held)
-
-    @property
-    def held_bytes(self) -> int:
-        """Payload bytes of those."""
-        return self._held_bytes
+            self._last_seq = resume.seq
+            self._seen.add(resume)
 
     @property
     def degraded(self) -> bool:
         """There is a replay endpoint, and it does not answer, or has not brought yet what was given up meanwhile."""
-        return self._replay and (not self._replay_works or self._owed)
-
-    def take(self) -> list[StreamItem]:
-        """The items since the last call, in order."""
-        items, self.items = self.items, []
-        return items
+        return self._replay and (not self._replay_works or self._debt.owed)
 
     def connected(self) -> None:
         """The live socket has a peer."""
@@ -149,19 +91,19 @@ class Cursor:
         self.request = None
         self._to_prove = True
         self._replay_works = self._replay
-        self._answers_to_wait = 0
-        self._held_old = len(self._held)
+        self._debt.stop_waiting()
+        self._held.mark_old()
 
     def live(self, seq: int, payload: bytes) -> None:
         """A batch from the live socket; 0 <= seq < 2**63."""
         if self._to_prove and self._replay and self._replay_works:
             # It overtook the news of the connection.
             self._begin_proof()
-        print_ = fingerprint(payload)
+        batch = Batch(seq, payload, fingerprint(payload), replayed=False)
         if self._holding():
-            self._hold(seq, payload, print_)
-        elif not self._accept(seq, payload, print_):
-            self._hold_first(seq, payload, print_)
+            self._held.hold(batch)
+        elif not self._accept(batch):
+            self._hold_first(batch)
 
     def replayed(self, seq: int, payload: bytes) -> None:
         """A batch from the replay socket."""
@@ -171,24 +113,24 @@ class Cursor:
         self._replay_works = True
         if self._pay(request):
             return
-        print_ = fingerprint(payload)
+        batch = Batch(seq, payload, fingerprint(payload), replayed=True)
         if not request.judged:
             request.judged = True
-            if not self._judge_first(request, seq, print_):
+            if not self._judge_first(request, batch):
                 return
         expected = self._expected
         if expected is None:
-            if not self._seen(seq, print_):
-                self._hand_replayed(request, seq, payload, print_)
+            if not self._seen.has(batch):
+                self._hand_replayed(request, batch)
         elif seq == expected:
-            self._hand_replayed(request, seq, payload, print_)
+            self._hand_replayed(request, batch)
         elif seq > expected:
             if request.again_at == expected:
                 self._lose(expected, seq, "the publisher no longer has these batches")
-                self._hand_replayed(request, seq, payload, print_)
+                self._hand_replayed(request, batch)
             else:
                 self._ask_again(request)
-        elif not self._seen(seq, print_) and seq > expected - REMEMBERED_BATCHES:
+        elif not self._seen.has(batch) and seq > expected - REMEMBERED_BATCHES:
             if request.purpose is Purpose.START:
                 self.replay_failed(f"replayed batch {seq} contradicts one handed out before")
             else:
@@ -242,7 +184,7 @@ class Cursor:
             self._lose_unless_contradicted(reason)
         self._lose_gap(reason)
         self._owe()
-        self._held_old = 0
+        self._held.old = 0
         self._drain()
 
     def check(self) -> None:
@@ -274,8 +216,8 @@ class Cursor:
 
     def _begin(self, purpose: Purpose, *, silent: bool = False) -> None:
         if purpose is Purpose.START:
-            self._drop_old()
-            self._held_old = len(self._held)
+            self._held.drop_old()
+            self._held.mark_old()
         self._requests += 1
         self.request = Request(
             self._requests,
@@ -299,14 +241,13 @@ class Cursor:
         )
 
     def _first_wanted(self) -> int:
-        if self._last_seq is not None:
-            return self._last_seq
-        return self._expected or 0
+        return self._last_seq if self._last_seq is not None else self._expected or 0
 
-    def _judge_first(self, request: Request, seq: int, print_: int) -> bool:
-        """Compares an answer's first batch with the last one handed out; False when `seq` needs nothing more."""
+    def _judge_first(self, request: Request, batch: Batch) -> bool:
+        """Compares an answer's first batch with the last one handed out; False when `batch` needs nothing more."""
+        seq = batch.seq
         if seq == request.start:
-            if not self._seen(seq, print_):
+            if not self._seen.has(batch):
                 self._restart(seq, f"seq {seq} is another batch than the one handed out")
             elif self._to_prove or (request.purpose is Purpose.PROVE and not request.silent):
                 self._to_prove = False
@@ -317,14 +258,14 @@ class Cursor:
             return True
         # Without the batch that we know there is no proof of the same life, whatever seq comes; nor is there of what is
         # held from the connection before.
-        self._drop_old()
+        self._held.drop_old()
         self._lose(expected, seq, f"the replay begins at seq {seq}, after what was known")
         return True
 
-    def _accept(self, seq: int, payload: bytes, print_: int) -> bool:
+    def _accept(self, batch: Batch) -> bool:
         """Judges a live batch; False when it must be held because a replay has to come first."""
-        expected = self._expected
-        if expected is None and self._seen(seq, print_):
+        seq, expected = batch.seq, self._expected
+        if expected is None and self._seen.has(batch):
             return True
         if expected is None or seq == expected:
             if self._to_prove and self._last_seq is not None:
@@ -334,7 +275,7 @@ class Cursor:
                     self._owe()
                 else:
                     self.items.append(Proven(self._last_seq, "next_seq"))
-            self._hand(seq, payload, print_, replayed=False)
+            self._hand(batch)
             return True
         if seq > expected:
             if self._replay_works:
@@ -344,67 +285,59 @@ class Cursor:
                 return False
             self._lose(expected, seq, "no replay to ask")
             self._owe()
-            self._hand(seq, payload, print_, replayed=False)
+            self._hand(batch)
             return True
-        if self._seen(seq, print_):
+        if self._seen.has(batch):
             return True
         self._restart(seq, f"seq fell back from {expected - 1} to {seq}")
         if self.request is not None:
             return False
-        self._hand(seq, payload, print_, replayed=False)
+        self._hand(batch)
         return True
 
-    def _hand(self, seq: int, payload: bytes, print_: int, *, replayed: bool) -> None:
-        self.items.append(Batch(seq, payload, print_, replayed))
+    def _hand(self, batch: Batch) -> None:
+        self.items.append(batch)
+        seq = self._last_seq = batch.seq
         self._expected = seq + 1
         self._to_prove = False
-        self._remember(seq, print_)
+        self._seen.add(batch)
         gap = self._gap
         if gap is not None and seq + 1 >= gap[1]:
             self._gap = None
             self.items.append(GapClosed(gap[0], gap[1]))
 
-    def _hand_replayed(self, request: Request, seq: int, payload: bytes, print_: int) -> None:
-        self._hand(seq, payload, print_, replayed=True)
+    def _hand_replayed(self, request: Request, batch: Batch) -> None:
+        self._hand(batch)
         request.batches += 1
         request.progress += 1
-        request.last_seq = seq
+        request.last_seq = batch.seq
         if request.first_seq is None:
-            request.first_seq = seq
+            request.first_seq = batch.seq
 
     def _lose(self, first_seq: int, next_seq: int, reason: str) -> None:
         """Gives a range up. The consumer starts from nothing, so any seq may come next."""
         self.items.append(GapLost(first_seq, next_seq, reason))
-        self._gap = None
-        self._expected = None
-        self._last_seq = None
-        self._to_prove = False
+        self._forget_position()
 
     def _owe(self) -> None:
         """Where nothing is known now, the replay endpoint's silence is why."""
         if self._replay and self._last_seq is None:
-            self._owed = True
+            self._debt.owed = True
             self.items.append(Incomplete())
 
     def _pay(self, request: Request) -> bool:
         """The replay endpoint answers. Whether what was given up is asked for now, in place of `request`."""
-        if request.purpose is Purpose.START:
-            self._owed = False
-        if not self._owed or request.paid:
-            return False
-        request.paid = True
-        if self._answers_to_wait:
-            self._answers_to_wait -= 1
-            return False
-        self._answers_to_wait = ANSWERS_BETWEEN_READINGS
-        self.items.append(ReadAnew())
-        self._begin_anew()
-        return True
+        due = self._debt.is_due(request)
+        if due:
+            self.items.append(ReadAnew())
+            self._begin_anew()
+        return due
 
     def _lose_gap(self, reason: str) -> None:
         if self._gap is None or self._expected is None:
             return
-        if self._held and self._held[0][0] < self._expected and not self._seen(self._held[0][0], self._held[0][2]):
+        first = self._held.first()
+        if first is not None and first.seq < self._expected and not self._seen.has(first):
             # Another life's, which voids more than a gap.
             return
         # An overflow may have dropped what the gap was seen by.
@@ -414,10 +347,11 @@ class Cursor:
     def _lose_unless_contradicted(self, reason: str) -> None:
         """No proof, and not all is left of what came since: then the next seq alone is no proof either."""
         expected = self._expected
-        if expected is None or not (self._overflowed or self._held_old):
+        if expected is None or not (self._held.overflowed or self._held.old):
             return
-        self._drop_old()
-        following = self._held[0][0] if self._held else expected
+        self._held.drop_old()
+        first = self._held.first()
+        following = expected if first is None else first.seq
         if following >= expected:
             self._lose(expected, following, reason)
 
@@ -432,64 +366,36 @@ class Cursor:
             self._forget()
             self._owe()
 
-    def _forget(self) -> None:
+    def _forget_position(self) -> None:
         self._gap = None
         self._expected = None
         self._last_seq = None
         self._to_prove = False
-        self._seen_seqs = array("q", [-1]) * REMEMBERED_BATCHES
-        self._drop_old()
+
+    def _forget(self) -> None:
+        self._forget_position()
+        self._seen = SeenBatches()
+        self._held.drop_old()
         self.request = None
 
     def _begin_anew(self) -> None:
         """Replay all that there is; what is held comes again with it."""
         self._forget()
         self._held.clear()
-        self._held_bytes = 0
-        self._owed = False
+        self._debt.owed = False
         self._begin(Purpose.START)
 
-    def _remember(self, seq: int, print_: int) -> None:
-        self._last_seq = seq
-        slot = seq % REMEMBERED_BATCHES
-        self._seen_seqs[slot] = seq
-        self._seen_prints[slot] = print_
-
-    def _seen(self, seq: int, print_: int) -> bool:
-        slot = seq % REMEMBERED_BATCHES
-        return self._seen_seqs[slot] == seq and self._seen_prints[slot] == print_
-
-    def _hold(self, seq: int, payload: bytes, print_: int) -> None:
-        self._held.append((seq, payload, print_))
-        self._held_bytes += len(payload)
-        while len(self._held) > 1 and (len(self._held) > self._max_held or self._held_bytes > self._max_held_bytes):
-            self._pop_held()
-            self._overflowed = True
-
-    def _pop_held(self) -> tuple[int, bytes, int]:
-        oldest = self._held.popleft()
-        self._held_bytes -= len(oldest[1])
-        self._held_old = max(0, self._held_old - 1)
-        return oldest
-
-    def _drop_old(self) -> None:
-        while self._held_old:
-            self._pop_held()
-
     def _drain(self) -> None:
-        old, self._held_old = self._held_old, 0
-        self._overflowed = False
-        while self._held and not self._holding():
-            seq, payload, print_ = self._pop_held()
+        held = self._held
+        old, held.old, held.overflowed = held.old, 0, False
+        while held and not self._holding():
+            seq, batch, _ = held.pop()
             # What came before a whole replay was asked for, and is not in it, is older than all that the publisher has.
             outdated = old > 0 and self._expected is not None and seq < self._expected
             old -= 1
-            if not outdated and not self._accept(seq, payload, print_):
-                self._hold_first(seq, payload, print_)
+            if not outdated and not self._accept(batch):
+                self._hold_first(batch)
 
-    def _hold_first(self, seq: int, payload: bytes, print_: int) -> None:
+    def _hold_first(self, batch: Batch) -> None:
         """Holds what a request was just begun for, ahead of the rest."""
-        self._held.appendleft((seq, payload, print_))
-        self._held_bytes += len(payload)
-        if self.request is not None and self.request.purpose is Purpose.START:
-            self._held_old += 1
+        self._held.hold_first(batch, old=self.request is not None and self.request.purpose is Purpose.START)

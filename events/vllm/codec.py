@@ -35,7 +35,9 @@ from kvrouter.events.vllm.layouts import (
     RawBatch,
 )
 from kvrouter.events.vllm.messages import (
+    DECODE_ERRORS,
     GPU,
+    MAX_ERROR_CHARS,
     MAX_NAME_CHARS,
     AllBlocksCleared,
     BlockRemoved,
@@ -49,13 +51,6 @@ from kvrouter.events.vllm.wire import WireBatch, WireEvent, WireHash, WireRemove
 
 Layout: TypeAlias = Literal["map", "array"]
 HashForm: TypeAlias = Literal["int", "bytes32", "bytes16"]
-
-# What decoding hostile bytes can raise: msgspec's errors and UnicodeDecodeError are ValueErrors, deep nesting is a
-# RecursionError, numbers beyond int64 in token ids an OverflowError.
-_DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
-
-# A broken event's error text is for a log line.
-MAX_ERROR_CHARS = 200
 
 _KNOWN_TAGS = frozenset(("BlockStored", "BlockRemoved", "AllBlocksCleared"))
 
@@ -102,7 +97,7 @@ class BatchDecoder:
         for lean in batch.events:
             try:
                 events.append(_event(lean, ready, with_tokens))
-            except _DECODE_ERRORS as error:
+            except DECODE_ERRORS as error:
                 broken.append(_broken(_tag_of(lean), error))
         return EventBatch(batch.ts, events, batch.data_parallel_rank, broken, 0)
 
@@ -111,7 +106,7 @@ class BatchDecoder:
             decoder = decoders.array_batch if arrays else decoders.map_batch
             try:
                 batch: LeanBatch = decoder.decode(payload)
-            except _DECODE_ERRORS:
+            except DECODE_ERRORS:
                 continue
             self._arrays = arrays
             return batch
@@ -140,7 +135,7 @@ def encode_batch(
 def _event_by_event(payload: bytes | memoryview, decoders: Decoders, with_tokens: bool) -> EventBatch:
     try:
         batch = _raw_batch.decode(payload)
-    except _DECODE_ERRORS as error:
+    except DECODE_ERRORS as error:
         raise CodecError(f"not an event batch: {_short(error)}") from None
     events: list[Event] = []
     broken: list[BrokenEvent] = []
@@ -150,7 +145,7 @@ def _event_by_event(payload: bytes | memoryview, decoders: Decoders, with_tokens
         decoder = decoders.array_event if arrays else decoders.map_event
         try:
             events.append(_event(decoder.decode(raw), None, with_tokens))
-        except _DECODE_ERRORS as error:
+        except DECODE_ERRORS as error:
             tag = _read_tag(raw, arrays)
             if tag is None or tag in _KNOWN_TAGS:
                 broken.append(_broken(tag, error))
@@ -244,7 +239,7 @@ def _read_tag(raw: msgspec.Raw, arrays: bool) -> str | None:
         if arrays:
             return _text.decode(_raw_list.decode(raw)[0])
         return _map_tag.decode(raw).type
-    except (*_DECODE_ERRORS, IndexError):
+    except (*DECODE_ERRORS, IndexError):
         return None
 
 

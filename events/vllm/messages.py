@@ -21,6 +21,13 @@ HashArray: TypeAlias = npt.NDArray[np.uint64]
 
 GPU = "GPU"
 
+# What decoding hostile bytes can raise: msgspec's errors and UnicodeDecodeError are ValueErrors, deep nesting is a
+# RecursionError, numbers beyond int64 in token ids an OverflowError.
+DECODE_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError)
+
+# An error's text is for a log line.
+MAX_ERROR_CHARS = 200
+
 # Media, owners and kinds become keys and labels; a longer one is damage.
 MAX_NAME_CHARS = 256
 

@@ -20,6 +20,14 @@ END_SEQ = b"\xff" * SEQ_BYTES
 MAX_SEQ = (1 << 63) - 1
 
 
+def read_seq(frame: bytes) -> int | None:
+    """The number in a seq frame; None when it is none."""
+    if len(frame) != SEQ_BYTES:
+        return None
+    value = int.from_bytes(frame, "big")
+    return value if value <= MAX_SEQ else None
+
+
 class WireStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
     """`BlockStored` of vLLM 0.32.0 kv_events.py:56."""
 

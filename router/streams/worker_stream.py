@@ -19,13 +19,15 @@ import aiohttp
 import msgspec
 import zmq
 
+from kvrouter.events.patch.hello import greet
 from kvrouter.events.patch.items import PatchHeard, PatchSilent
 from kvrouter.events.patch.messages import requests_endpoint
-from kvrouter.events.patch.subscriber import ReportSubscriber, greet
+from kvrouter.events.patch.subscriber import ReportSubscriber
 from kvrouter.events.transport.permits import Permits
 from kvrouter.events.vllm.codec import BatchDecoder
+from kvrouter.events.vllm.settings import SubscriberSettings
 from kvrouter.events.vllm.stream_items import Connected
-from kvrouter.events.vllm.subscriber import Subscriber, SubscriberSettings
+from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
@@ -705,7 +707,7 @@ class WorkerStream:
             self.registration.replay,
             context=self._context,
             resume=self.ingest.resume_point,
-            settings=SubscriberSettings(replay_timeout_s=self._config.replay_timeout_s),
+            settings=SubscriberSettings(answer_timeout_s=self._config.replay_timeout_s),
             permits=self._permits,
         )
         self._expire = subscriber.expire

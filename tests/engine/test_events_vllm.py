@@ -22,6 +22,7 @@ from vllm.distributed import kv_events
 
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.publisher import EventPublisher
+from kvrouter.events.vllm.settings import SubscriberSettings
 from kvrouter.events.vllm.stream_items import (
     Batch,
     GapClosed,
@@ -31,7 +32,7 @@ from kvrouter.events.vllm.stream_items import (
     ResumePoint,
     StreamItem,
 )
-from kvrouter.events.vllm.subscriber import Subscriber, SubscriberSettings
+from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
 
 pytestmark = pytest.mark.engine

@@ -26,8 +26,9 @@ from kvrouter.events.patch.messages import (
 )
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.messages import MAX_NAME_CHARS
+from kvrouter.events.vllm.settings import SubscriberSettings
 from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, ReplayFinished, StreamItem, fingerprint
-from kvrouter.events.vllm.subscriber import Subscriber, SubscriberSettings
+from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
 from kvrouter.router.common.ids import GPU, Place, WorkerKey
 from kvrouter.router.ingest.patch_ingest import PatchIngest

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from kvrouter.events.vllm.batch_cursor import ANSWERS_BETWEEN_READINGS, REMEMBERED_BATCHES, Cursor
+from kvrouter.events.vllm.batch_cursor import Cursor
+from kvrouter.events.vllm.replay_debt import ANSWERS_BETWEEN_READINGS
+from kvrouter.events.vllm.seen_batches import REMEMBERED_BATCHES
 from kvrouter.events.vllm.stream_items import (
     Batch,
     Connected,

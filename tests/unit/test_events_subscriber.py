@@ -13,7 +13,9 @@ import pytest
 import zmq
 
 from kvrouter.events.transport.permits import Permits
+from kvrouter.events.transport.subscription import SubscriberClosed
 from kvrouter.events.vllm.publisher import EventPublisher
+from kvrouter.events.vllm.settings import SubscriberSettings
 from kvrouter.events.vllm.stream_items import (
     Batch,
     Connected,
@@ -30,7 +32,7 @@ from kvrouter.events.vllm.stream_items import (
     StreamItem,
     fingerprint,
 )
-from kvrouter.events.vllm.subscriber import Subscriber, SubscriberClosed, SubscriberSettings
+from kvrouter.events.vllm.subscriber import Subscriber
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -39,7 +41,7 @@ END = b"\xff" * 8
 # Nothing here waits this long unless it fails.
 PATIENCE_S = 15.0
 QUIET = SubscriberSettings(idle_check_s=0, settle_s=0.05, reconnect_min_s=0.01, reconnect_max_s=0.05)
-IMPATIENT = SubscriberSettings(idle_check_s=0, settle_s=60, replay_timeout_s=0.1)
+IMPATIENT = SubscriberSettings(idle_check_s=0, settle_s=60, answer_timeout_s=0.1)
 
 
 def seq8(seq: int) -> bytes:
@@ -385,7 +387,7 @@ def test_a_flood_is_bounded_and_leaves_the_loop_its_turns(context: Context, run:
     async def test() -> None:
         batches = 3_000
         settings = SubscriberSettings(
-            idle_check_s=0, settle_s=60, max_waiting=200, turn_batches=20, max_items=50, receive_hwm=100, max_held=100
+            idle_check_s=0, settle_s=60, max_waiting=200, turn_messages=20, max_items=50, receive_hwm=100, max_held=100
         )
         with EventPublisher(ANY, ANY, context=context) as publisher:
             async with subscribe(publisher, context, settings=settings) as stream:
@@ -397,11 +399,11 @@ def test_a_flood_is_bounded_and_leaves_the_loop_its_turns(context: Context, run:
                 while subscriber.waiting < settings.max_waiting:
                     await asyncio.sleep(0)
                     # Two sockets a turn, a few other items, and what was held.
-                    assert subscriber.waiting - before <= 2 * settings.turn_batches + settings.max_held + 10
+                    assert subscriber.waiting - before <= 2 * settings.turn_messages + settings.max_held + 10
                     before = subscriber.waiting
                 for _ in range(100):
                     await asyncio.sleep(0)
-                assert subscriber.waiting <= settings.max_waiting + 2 * settings.turn_batches + settings.max_held + 10
+                assert subscriber.waiting <= settings.max_waiting + 2 * settings.turn_messages + settings.max_held + 10
                 got: list[int] = []
                 while not got or got[-1] < last + batches:
                     items = await subscriber.next()

@@ -12,13 +12,10 @@ from fake_reporter import Ledger, packed, parts, stored, summary
 
 from kvrouter.events.patch.cursor import REMEMBERED_EPOCHS, ReportCursor
 from kvrouter.events.patch.items import (
-    Connected,
     Declared,
-    Disconnected,
     Greeted,
     HeartbeatSeen,
     Loaded,
-    Malformed,
     NewEpoch,
     PatchHeard,
     PatchSilent,
@@ -38,6 +35,7 @@ from kvrouter.events.patch.messages import (
     SnapshotPart,
 )
 from kvrouter.events.patch.snapshot_assembly import MAX_NAME_CHARS, MAX_PLACES, SnapshotAssembly, SnapshotError
+from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
 
 A, B, C = "a" * 16, "b" * 16, "c" * 16
 CATALOG = DeclaredCatalog([])

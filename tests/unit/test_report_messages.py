@@ -12,11 +12,9 @@ import pytest
 
 from kvrouter.events.patch.decode import (
     MAX_EPOCH_CHARS,
-    MAX_ERROR_CHARS,
     Unreadable,
     read_answer,
     read_report,
-    read_seq,
 )
 from kvrouter.events.patch.hello import reachable
 from kvrouter.events.patch.messages import (
@@ -41,6 +39,8 @@ from kvrouter.events.patch.messages import (
     requests_endpoint,
     unpack_hashes,
 )
+from kvrouter.events.vllm.messages import MAX_ERROR_CHARS
+from kvrouter.events.vllm.wire import read_seq
 
 EPOCH = "0123456789abcdef"
 HASHES = bytes(range(16))

@@ -16,14 +16,12 @@ import pytest
 import zmq
 from fake_reporter import HOST, Context, FakeReporter, Ledger, apply, refused, stored
 
+from kvrouter.events.patch.hello import greet
 from kvrouter.events.patch.items import (
-    Connected,
     Declared,
-    Disconnected,
     Greeted,
     HeartbeatSeen,
     Loaded,
-    Malformed,
     NewEpoch,
     PatchHeard,
     PatchSilent,
@@ -41,8 +39,11 @@ from kvrouter.events.patch.messages import (
     SnapshotPart,
     SnapshotRequest,
 )
-from kvrouter.events.patch.subscriber import ReportSettings, ReportSubscriber, SubscriberClosed, greet
+from kvrouter.events.patch.settings import ReportSettings
+from kvrouter.events.patch.subscriber import ReportSubscriber
 from kvrouter.events.transport.permits import Permits
+from kvrouter.events.transport.subscription import SubscriberClosed
+from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
 
 # Nothing here waits this long unless it fails.
 PATIENCE_S = 15.0

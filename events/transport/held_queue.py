@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages held back while an answer is under way. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+Message = TypeVar("Message")
+
+
+class HeldQueue(Generic[Message]):
+    """Messages with their seq and bytes, bounded by count and bytes; the newest is always held."""
+
+    def __init__(self, max_messages: int, max_bytes: int) -> None:
+        self.size_bytes = 0
+        self._max_messages = max_messages
+        self._max_bytes = max_bytes
+        self._messages: deque[tuple[int, Message, int]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._messages)
+
+    def __iter__(self) -> Iterator[tuple[int, Message, int]]:
+        return iter(self._messages)
+
+    def append(self, seq: int, message: Message, size_bytes: int) -> list[tuple[int, Message, int]]:
+        """Holds one more. Returns the oldest ones, which had to go for it."""
+        self._messages.append((seq, message, size_bytes))
+        self.size_bytes += size_bytes
+        dropped = []
+        while len(self) > 1 and (len(self) > self._max_messages or self.size_bytes > self._max_bytes):
+            dropped.append(self.pop())
+        return dropped
+
+    def append_first(self, seq: int, message: Message, size_bytes: int) -> None:
+        """Holds a message ahead of the rest, beyond the bounds."""
+        self._messages.appendleft((seq, message, size_bytes))
+        self.size_bytes += size_bytes
+
+    def pop(self) -> tuple[int, Message, int]:
+        """Takes the first."""
+        first = self._messages.popleft()
+        self.size_bytes -= first[2]
+        return first
+
+    def clear(self) -> None:
+        """Drops all."""
+        self._messages.clear()
+        self.size_bytes = 0

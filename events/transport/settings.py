@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What connections and subscribers may hold and how long they wait. Values only."""
+
+from __future__ import annotations
+
+import msgspec
+
+# A batch of a long prefill is some 100 KB; this bounds what a flood can cost during one answer.
+DEFAULT_MAX_HELD_BYTES = 256 << 20
+
+
+class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds and times of one connection."""
+
+    # A larger message is damage; ZMQ drops the connection. 7 million hashes of one step, or token ids of a prompt of 12
+    # M tokens.
+    max_message_bytes: int = 64 << 20
+    # Seconds between ZMQ's own pings; after three unanswered ones the connection is closed and made anew.
+    ping_s: float = 5.0
+    reconnect_min_s: float = 0.1
+    reconnect_max_s: float = 2.0
+
+
+class StreamSettings(LinkSettings, frozen=True, kw_only=True):
+    """Bounds and times that the subscribers of both streams have."""
+
+    # Messages held back while an answer is under way.
+    max_held: int
+    max_held_bytes: int = DEFAULT_MAX_HELD_BYTES
+    # After a connection: PUB learns of a subscription some milliseconds after the handshake.
+    settle_s: float
+    # Without progress, the answer to a request is given up. An exact answer is a matter of milliseconds; vLLM looks at
+    # its replay socket every 100 ms at worst, and between two engine steps when busy.
+    answer_timeout_s: float = 5.0
+    # A deadline missed by more than this is our own stall, not the publisher's: what it sent meanwhile gets this long
+    # to arrive.
+    grace_s: float = 0.25
+    # Items that wait for the consumer; beyond either, sockets are left unread and ZMQ's own marks hold.
+    max_waiting: int = 4_096
+    max_waiting_bytes: int = 64 << 20
+    # Items one `next` returns at most.
+    max_items: int = 1_024
+    # One turn of the loop: some 3 ms.
+    turn_messages: int = 256
+    turn_bytes: int = 1 << 20
+    # Messages that ZMQ holds unread. Beyond, TCP holds the publisher back, and its own queue (vLLM's: 100,000) is the
+    # buffer.
+    receive_hwm: int = 2_048
+    # The same, of the answer to a request.
+    answer_hwm: int

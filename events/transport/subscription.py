@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The shell of a subscriber: links read in turns of one asyncio loop, items handed to one consumer.
+
+Runs on asyncio's own loop and on uvloop. Plain ZMQ sockets are read through their file descriptors, because zmq.asyncio
+costs some 40 us a message. Those are edge-triggered and may be consumed by any call on the socket, so each turn ends
+with a look at what is still readable, and comes back by itself if anything is. A turn is bounded, so that other work on
+the loop gets its time; it reads first and judges afterwards, so that a stall of ours never looks like a peer's silence.
+Nothing that comes over the wire is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+import zmq
+
+from kvrouter.events.transport.holding_cursor import HoldingCursor
+from kvrouter.events.transport.link import Link
+from kvrouter.events.transport.outbox import Outbox
+from kvrouter.events.transport.request_client import RequestClient
+from kvrouter.events.transport.settings import StreamSettings
+
+Item = TypeVar("Item")
+
+
+class SubscriberClosed(Exception):
+    """`next` on a closed subscriber."""
+
+
+class Subscription(ABC, Generic[Item]):
+    """One publisher's stream. `start`, then `next` again and again from one task, then `close`."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        settings: StreamSettings,
+        cursor: HoldingCursor[Item, Any],
+        *,
+        size_bytes: Callable[[Item], int],
+        server_key: str | None = None,
+    ) -> None:
+        """Opens nothing yet. size_bytes: of one item. server_key: as Link has it, for every link."""
+        self._context = context
+        self._settings = settings
+        self._cursor = cursor
+        self._server_key = server_key
+        self._outbox: Outbox[Item] = Outbox(
+            settings.max_waiting, settings.max_waiting_bytes, size_bytes=size_bytes, on_room=self._schedule
+        )
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._turn: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        # When this turn began.
+        self._now_s = -math.inf
+        # Nothing is read any more.
+        self._ended = False
+        self._closed = False
+
+    @property
+    def waiting(self) -> int:
+        """Items that the consumer has not taken yet."""
+        return len(self._outbox)
+
+    @property
+    def held(self) -> int:
+        """Messages held back while an answer is under way."""
+        return self._cursor.held
+
+    async def start(self) -> None:
+        """Connects, without waiting for the peer. Raises zmq.ZMQError when an endpoint is no address."""
+        if self._closed:
+            raise SubscriberClosed
+        if self._loop is not None:
+            raise RuntimeError("the subscriber was started before")
+        self._loop = asyncio.get_running_loop()
+        self._now_s = self._loop.time()
+        try:
+            self._open()
+        except BaseException:
+            await self.close()
+            raise
+        self._schedule()
+
+    async def next(self) -> list[Item]:
+        """The next items, at least one, at most `max_items`. One caller at a time.
+
+        Raises SubscriberClosed when closed, also while waiting, and zmq.ZMQError when the sockets cannot go on.
+        A cancelled call loses nothing.
+        """
+        if self._closed:
+            raise SubscriberClosed
+        return await self._outbox.take(self._settings.max_items)
+
+    async def close(self) -> None:
+        """Closes sockets and timers at once; what was not taken is dropped. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        self._end(SubscriberClosed())
+        self._outbox.clear()
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Connects the first links. Raises zmq.ZMQError."""
+
+    @abstractmethod
+    def _links(self) -> Iterable[Link | RequestClient | None]:
+        """All that may be open."""
+
+    @abstractmethod
+    def _read(self) -> bool:
+        """Reads until nothing is left (False) or the turn's budget is spent (True)."""
+
+    @abstractmethod
+    def _act(self) -> float:
+        """Does what is due after reading; returns when to do so again."""
+
+    def _connect(self, endpoint: str, receive_hwm: int, *, topic: bytes | None = None, lasting: bool = True) -> Link:
+        assert self._loop is not None
+        return Link(
+            self._context,
+            endpoint,
+            self._settings,
+            loop=self._loop,
+            on_readable=self._schedule,
+            receive_hwm=receive_hwm,
+            topic=topic,
+            server_key=self._server_key,
+            lasting=lasting,
+        )
+
+    def _schedule(self) -> None:
+        if self._turn is None and not self._ended and self._loop is not None:
+            self._turn = self._loop.call_soon(self._run_turn)
+
+    def _run_turn(self) -> None:
+        assert self._loop is not None
+        self._turn = None
+        self._now_s = self._loop.time()
+        more, failure = False, None
+        try:
+            if self._outbox.full:
+                # `on_room` schedules the turn that goes on. Looking calms the descriptors, which would call again and
+                # again.
+                self._is_readable()
+            else:
+                more = self._read()
+                self._arm(self._act())
+                more = more or self._is_readable()
+        except zmq.ZMQError as error:
+            # No socket, no descriptor, no context: nothing that goes away. The consumer must know.
+            failure = error
+        self._outbox.put(self._cursor.take())
+        if failure is not None:
+            self._end(failure)
+        elif more:
+            self._schedule()
+
+    def _is_readable(self) -> bool:
+        return any(link.readable() for link in self._links() if link is not None)
+
+    def _arm(self, due_s: float) -> None:
+        assert self._loop is not None
+        if self._timer is not None:
+            if self._timer.when() <= due_s:
+                # Soon enough; the turn that it causes looks again.
+                return
+            self._timer.cancel()
+            self._timer = None
+        if due_s < math.inf:
+            self._timer = self._loop.call_at(due_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._schedule()
+
+    def _end(self, error: Exception) -> None:
+        self._ended = True
+        for handle in (self._timer, self._turn):
+            if handle is not None:
+                handle.cancel()
+        self._timer = self._turn = None
+        for link in self._links():
+            if link is not None:
+                link.close()
+        self._outbox.end(error)

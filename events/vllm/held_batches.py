@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Live batches held while a replay runs. Pure."""
+
+from __future__ import annotations
+
+from kvrouter.events.transport.held_queue import HeldQueue
+from kvrouter.events.vllm.stream_items import Batch
+
+# Twice vLLM's default ring (buffer_steps 10,000): what arrives while a whole ring is replayed.
+DEFAULT_MAX_HELD = 20_000
+
+
+class HeldBatches(HeldQueue[Batch]):
+    """Batches in the order of their arrival; the first `old` of them cannot be relied upon."""
+
+    # How many came over a connection that is gone, or before a whole replay was asked for.
+    old = 0
+    # Some were dropped; the cursor clears it.
+    overflowed = False
+
+    def hold(self, batch: Batch) -> None:
+        """Holds the next batch."""
+        if self.append(batch.seq, batch, len(batch.payload)):
+            self.overflowed = True
+
+    def hold_first(self, batch: Batch, *, old: bool) -> None:
+        """Holds a batch ahead of the rest."""
+        self.append_first(batch.seq, batch, len(batch.payload))
+        self.old += old
+
+    def pop(self) -> tuple[int, Batch, int]:
+        """Takes the first."""
+        self.old = max(0, self.old - 1)
+        return super().pop()
+
+    def mark_old(self) -> None:
+        """All that is held was before what matters now."""
+        self.old = len(self)
+
+    def drop_old(self) -> None:
+        """Drops what cannot be relied upon."""
+        while self.old:
+            self.pop()
+
+    def first(self) -> Batch | None:
+        """The first batch, which stays."""
+        return next((batch for _, batch, _ in self), None)

@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The batches last handed out, by seq and fingerprint: what tells a duplicate from another life. Pure."""
+
+from __future__ import annotations
+
+from array import array
+
+from kvrouter.events.vllm.stream_items import Batch, ResumePoint
+
+REMEMBERED_BATCHES = 4096
+
+
+class SeenBatches:
+    """Of each seq modulo REMEMBERED_BATCHES, the last batch."""
+
+    def __init__(self) -> None:
+        self._seqs = array("q", [-1]) * REMEMBERED_BATCHES
+        self._fingerprints = array("Q", [0]) * REMEMBERED_BATCHES
+
+    def add(self, batch: Batch | ResumePoint) -> None:
+        """Remembers a batch."""
+        slot = batch.seq % REMEMBERED_BATCHES
+        self._seqs[slot] = batch.seq
+        self._fingerprints[slot] = batch.fingerprint
+
+    def has(self, batch: Batch) -> bool:
+        """Whether this very batch is remembered."""
+        slot = batch.seq % REMEMBERED_BATCHES
+        return self._seqs[slot] == batch.seq and self._fingerprints[slot] == batch.fingerprint
