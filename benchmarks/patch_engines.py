@@ -103,7 +103,7 @@ class Engine(Oracle):
     def rest(self) -> None:
         """Waits until everything that was published has been sent."""
         stock = self.scheduler.kv_event_publisher._event_queue
-        while stock.qsize() or (self.reporter is not None and len(self.reporter._intake)):
+        while stock.qsize() or (self.reporter is not None and len(self.reporter._queue)):
             time.sleep(REST_S)
         time.sleep(REST_S)
 

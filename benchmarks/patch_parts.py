@@ -203,8 +203,8 @@ def full_queue(settings: Settings) -> Found:
     """The reporter's thread is held up, its queue has room for 4 messages: others are read and dropped in the engine's
     thread."""
     engine = Engine(CASE, settings.model, True)
-    intake = engine.reporter._intake
-    room = intake._max_messages
+    queue = engine.reporter._queue
+    room = queue._max_messages
 
     def dropping() -> Steps:
         held, go_on = threading.Event(), threading.Event()
@@ -216,9 +216,9 @@ def full_queue(settings: Settings) -> Found:
 
         engine.reporter.publish(hold, None)
         held.wait()
-        intake._max_messages = 4
+        queue._max_messages = 4
         took = engine.block(BLOCK_STEPS)
-        intake._max_messages = room
+        queue._max_messages = room
         go_on.set()
         engine.rest()
         return took

@@ -65,7 +65,7 @@ class _Backlog:
         self.taken_bytes = 0
 
 
-class Intake:
+class EventQueue:
     """The queue and its alarm."""
 
     def __init__(self, max_messages: int, max_dropped_bytes: int, wall_clock: Callable[[], float]) -> None:
@@ -124,13 +124,13 @@ class Intake:
         """Readable after `wake`."""
         return self._wake_read.fileno()
 
-    def lie_down(self) -> bool:
-        """The taking side is about to sleep: whether it may, as nothing waits. `rise` must follow."""
+    def begin_wait(self) -> bool:
+        """The taking side is about to sleep: whether it may, as nothing waits. `end_wait` must follow."""
         self._asleep = True
         # Looked at only now: what is put from here on wakes.
         return not self._backlog.items
 
-    def rise(self) -> None:
+    def end_wait(self) -> None:
         """The taking side is awake."""
         self._asleep = False
         self._wake_read.read(64)

@@ -86,18 +86,17 @@ class Ledger:
             while self.blocks > self.max_blocks:
                 self._forget_largest()
 
-    def told(self, events: Iterable[ReportEvent]) -> list[ReportEvent]:
-        """Applies the events, and returns those that readers are to be told so that they know exactly what the ledger
-        does."""
-        told: list[ReportEvent] = []
+    def report(self, events: Iterable[ReportEvent]) -> list[ReportEvent]:
+        """Applies the events. Returns those to send, so that readers know exactly what the ledger does."""
+        reported: list[ReportEvent] = []
         for event in events:
             before = frozenset(self._untracked)
             self.apply(event)
             if isinstance(event, ReportCleared) or event.medium not in before:
-                told.append(event)
+                reported.append(event)
             if len(self._untracked) > len(before):
-                told += [ReportCleared(medium, UNTRACKED) for medium in self.untracked if medium not in before]
-        return told
+                reported += [ReportCleared(medium, UNTRACKED) for medium in self.untracked if medium not in before]
+        return reported
 
     def places(self) -> list[PlaceSummary]:
         """Every place with at least one block."""

@@ -55,7 +55,7 @@ class ReportStream:
         self._begin()
 
     def pass_on(self, item: Item) -> Frames | None:
-        """What to send for an item of the intake; None when nothing is."""
+        """What to send for an item of the queue; None when nothing is."""
         if isinstance(item, Message):
             return self._message(item)
         if isinstance(item, EventsDropped):
@@ -105,26 +105,26 @@ class ReportStream:
         self.ledger = Ledger(self._max_ledger_blocks)
         # Dropped in this epoch; and since the last message that was sent.
         self._epoch_dropped = 0
-        self._unsaid = 0
+        self._unannounced = 0
 
     def _message(self, message: Message) -> Frames | None:
         try:
-            told = self.ledger.told(message.make())
+            events = self.ledger.report(message.make())
         except Exception as error:
             self._counters.failed += 1
             self._counters.dropped += 1
             self.lose(f"events cannot be read: {error!r}", f"make {type(error).__name__}")
             return None
-        if not told and message.batch_seq is None and not self._unsaid:
+        if not events and message.batch_seq is None and not self._unannounced:
             return None
         report = Events(
             self.epoch,
             self.started_s,
             message.ts,
-            told,
+            events,
             self._dp_rank,
             message.batch_seq,
-            self._unsaid,
+            self._unannounced,
         )
         try:
             frames = self._frames(report)
@@ -134,18 +134,18 @@ class ReportStream:
             self._skip()
             return None
         self.next_seq += 1
-        self._unsaid = 0
+        self._unannounced = 0
         return frames
 
     def _dropped(self, item: EventsDropped) -> None:
         try:
-            self.ledger.told(item.events)
+            self.ledger.report(item.events)
         except Exception as error:
             self._counters.failed += 1
             self._counters.dropped += 1
             self.lose(f"events cannot be counted: {error!r}", f"count {type(error).__name__}")
             return
-        if not self._unsaid:
+        if not self._unannounced:
             self._log.warning("dropped", "queue full, messages dropped", epoch=self.epoch, seq=self.next_seq)
         self._skip()
 
@@ -156,11 +156,11 @@ class ReportStream:
         else:
             self._counters.dropped += len(item.given_up) + item.unread
             item.given_up.clear()
-        self.lose(item.reason, "intake")
+        self.lose(item.reason, "queue")
 
     def _skip(self) -> None:
         self.next_seq += 1
-        self._unsaid += 1
+        self._unannounced += 1
         self._epoch_dropped += 1
         self._counters.dropped += 1
 

@@ -18,9 +18,9 @@ from collections.abc import Callable
 import zmq
 
 from kvrouter.engine_patch.reporter.counters import Counters
-from kvrouter.engine_patch.reporter.event_queue import Intake, Make
+from kvrouter.engine_patch.reporter.event_queue import EventQueue, Make
 from kvrouter.engine_patch.reporter.report_stream import Frames, ReportStream
-from kvrouter.engine_patch.reporter.request_handler import RequestDesk
+from kvrouter.engine_patch.reporter.request_handler import RequestHandler
 from kvrouter.engine_patch.reporter.snapshots import Sent
 from kvrouter.engine_patch.setup.settings import ReporterSettings
 from kvrouter.engine_patch.setup.throttled_log import ThrottledLog
@@ -110,7 +110,7 @@ class Reporter:
             new_epoch=new_epoch,
         )
         self._served_epoch = self._stream.epoch
-        self._desk = RequestDesk(self._stream, self._hello, self._reply, settings, self.counters)
+        self._requests = RequestHandler(self._stream, self._hello, self._reply, settings, self.counters)
         self._router = _open(context, zmq.ROUTER, requests, curve_secret)
         try:
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -129,7 +129,7 @@ class Reporter:
         except BaseException:
             self._router.close(linger=0)
             raise
-        self._intake = Intake(settings.max_queue_size, settings.max_dropped_bytes, wall_clock)
+        self._queue = EventQueue(settings.max_queue_size, settings.max_dropped_bytes, wall_clock)
         self._next_beat_s = clock()
         self._thread = threading.Thread(target=self._run, daemon=True, name="kvrouter-reporter")
         self._thread.start()
@@ -142,13 +142,13 @@ class Reporter:
         repeats.
         """
         if not self._closing and os.getpid() == self._pid:
-            self._intake.put(make, batch_seq)
+            self._queue.put(make, batch_seq)
 
     def declare(self, catalog: DeclaredCatalog) -> None:
         """Publishes the catalog if it differs from the last one. From any thread; it must not be changed afterwards."""
         if not self._closing and os.getpid() == self._pid:
             self._declared = catalog
-            self._intake.wake()
+            self._queue.wake()
 
     def close(self) -> None:
         """Sends what is queued, for half a second at most, and ends. Waits 2 s at most; safe to call twice."""
@@ -156,14 +156,14 @@ class Reporter:
             return
         self._close_by_s = self._clock() + DRAIN_S
         self._closing = True
-        self._intake.wake()
+        self._queue.wake()
         self._thread.join(JOIN_S)
         if self._thread.is_alive():
             log.warning("kvrouter: the reporter at %s did not end in %g s", self.requests_endpoint, JOIN_S)
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._intake.fileno(), zmq.POLLIN)
+        poller.register(self._queue.fileno(), zmq.POLLIN)
         poller.register(self._router, zmq.POLLIN)
         failed = 0
         pause_s = 0.0
@@ -171,7 +171,7 @@ class Reporter:
             while failed < MAX_FAILED_TURNS:
                 try:
                     ready = self._sleep(poller, pause_s)
-                    if self._closing and (not len(self._intake) or self._clock() >= self._close_by_s):
+                    if self._closing and (not len(self._queue) or self._clock() >= self._close_by_s):
                         return
                     pause_s = self._turn(self._router in ready)
                     failed = 0
@@ -189,9 +189,9 @@ class Reporter:
                 MAX_FAILED_TURNS,
             )
         finally:
-            # Nobody takes from the intake any more.
+            # Nobody takes from the queue any more.
             self._closing = True
-            self._intake.close()
+            self._queue.close()
             self._pub.close(linger=0)
             self._router.close(linger=0)
 
@@ -200,43 +200,43 @@ class Reporter:
         self._stream.lose(f"reporter failed: {error!r}", f"turn {type(error).__name__}")
 
     def _sleep(self, poller: zmq.Poller, pause_s: float) -> dict[object, int]:
-        if self._closing or (pause_s > 0 and not self._intake.lie_down()):
+        if self._closing or (pause_s > 0 and not self._queue.begin_wait()):
             pause_s = 0
         # Rounded up, or the last millisecond would be spent turning.
         ready: dict[object, int] = dict(poller.poll(int(pause_s * 1_000) + (pause_s > 0)))
-        self._intake.rise()
-        if self._intake.fileno() in ready and not self._closing:
+        self._queue.end_wait()
+        if self._queue.fileno() in ready and not self._closing:
             ready.update(poller.poll(GATHER_MS))
         return ready
 
-    def _turn(self, asked: bool) -> float:
+    def _turn(self, requested: bool) -> float:
         """Does a bounded share of everything. Returns how many seconds nothing is to do unless someone wakes us."""
         self._send_messages()
         if self._stream.epoch != self._served_epoch:
             self._served_epoch = self._stream.epoch
-            self._desk.void(self._stream.epoch, self._clock())
+            self._requests.void(self._stream.epoch, self._clock())
             self._next_beat_s = self._clock()
             self._send(self._stream.catalog_message())
         declared = self._declared
         if declared is not None and self._stream.declare(declared):
             self._send(self._stream.catalog_message())
-        if asked:
+        if requested:
             self._receive()
         now_s = self._clock()
         if now_s >= self._next_beat_s:
             self._send(self._stream.heartbeat())
             self.counters.heartbeats += 1
             self._next_beat_s = now_s + self._settings.heartbeat_s
-        progressed = self._desk.turn(now_s)
-        if len(self._intake) or progressed:
+        progressed = self._requests.turn(now_s)
+        if len(self._queue) or progressed:
             return 0.0
         until_beat_s = max(0.0, self._next_beat_s - now_s)
-        return min(until_beat_s, BLOCKED_RETRY_S) if self._desk.busy else until_beat_s
+        return min(until_beat_s, BLOCKED_RETRY_S) if self._requests.busy else until_beat_s
 
     def _send_messages(self) -> None:
         stop_s = self._clock() + TURN_S
         for _ in range(TURN_MESSAGES):
-            item = self._intake.take()
+            item = self._queue.take()
             if item is None:
                 return
             frames = self._stream.pass_on(item)
@@ -257,7 +257,7 @@ class Reporter:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
-            self._desk.answer(frames, self._clock())
+            self._requests.answer(frames, self._clock())
 
     def _reply(self, address: bytes, payload: bytes) -> Sent:
         for last in (False, True):

@@ -33,7 +33,7 @@ _request = msgspec.msgpack.Decoder(Request)
 _any_request = msgspec.msgpack.Decoder(_AnyRequest)
 
 
-class RequestDesk:
+class RequestHandler:
     """Answers requests about one stream, and serves its snapshots. now_s: seconds, monotonic."""
 
     def __init__(
@@ -75,7 +75,7 @@ class RequestDesk:
             return
         if isinstance(request, HelloRequest):
             self._send(address, self._hello(request.id), now_s)
-        elif not self._snapshots.ask(
+        elif not self._snapshots.request(
             address, request.id, self._stream.epoch, self._stream.next_seq, self._freeze, now_s
         ):
             self._counters.snapshots_refused += 1

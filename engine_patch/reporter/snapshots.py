@@ -65,7 +65,7 @@ class SnapshotService:
     def __len__(self) -> int:
         return len(self._clients)
 
-    def ask(
+    def request(
         self, address: bytes, request_id: int, epoch: str, next_seq: int, freeze: Callable[[], Moment], now_s: float
     ) -> bool:
         """Begins a snapshot of this moment; `freeze` makes it if no other client has it. False: too many are under way.

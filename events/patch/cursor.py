@@ -157,7 +157,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         if epoch is None or epoch == self._epoch:
             self._follow(seq, None, size_bytes)
 
-    def ask_snapshot(self) -> None:
+    def request_snapshot(self) -> None:
         """The consumer doubts what it holds: nothing more is handed out before a snapshot."""
         if self.request is None:
             self._want_snapshot()
@@ -170,7 +170,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self.greeting_wanted = True
         self._want_snapshot()
 
-    def asked(self) -> None:
+    def on_request_sent(self) -> None:
         """The wanted snapshot was just asked for: from here on messages are held."""
         if self.request is not None:
             self._assembly = SnapshotAssembly(self._max_snapshot_blocks)

@@ -19,14 +19,14 @@ _ANSWERS_HWM = 100
 _WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::"))
 
 
-def reachable(reports: str, asked: str) -> str | None:
-    """Where to connect to for the endpoint that a `Hello` names: a wildcard host is the one that was asked.
+def reachable(reports: str, requests: str) -> str | None:
+    """Where to connect to for the endpoint that a `Hello` names: a wildcard stands for the host of `requests`.
 
     None when it is no endpoint of the same transport: no answer makes us open a file or a socket of another kind.
     """
     scheme, _, rest = reports.partition("://")
-    asked_scheme, _, asked_rest = asked.partition("://")
-    if scheme != asked_scheme or not rest or "\0" in rest:
+    requests_scheme, _, requests_rest = requests.partition("://")
+    if scheme != requests_scheme or not rest or "\0" in rest:
         return None
     if scheme != "tcp":
         return reports
@@ -34,7 +34,7 @@ def reachable(reports: str, asked: str) -> str | None:
     if not host or not (port.isascii() and port.isdecimal()) or not 0 < int(port[:9]) <= MAX_PORT:
         return None
     if host in _WILDCARD_HOSTS:
-        host = asked_rest.rpartition(":")[0]
+        host = requests_rest.rpartition(":")[0]
     return f"tcp://{host}:{port}"
 
 

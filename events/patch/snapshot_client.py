@@ -59,7 +59,7 @@ class SnapshotClient(RequestClient):
             return due_s
         if self._send(now_s, b"", msgspec.msgpack.encode(SnapshotRequest(cursor.request))):
             self._requested_s = now_s
-            cursor.asked()
+            cursor.on_request_sent()
         return self._deadline.due_s
 
     def _wanted(self) -> int:

@@ -99,10 +99,10 @@ class ReportSubscriber(Subscription[ReportItem]):
         """Messages and answers that were none, so far."""
         return self._cursor.malformed_messages
 
-    def ask_snapshot(self, reason: str) -> None:
+    def request_snapshot(self, reason: str) -> None:
         """What the consumer holds is not what the publisher says: no batch any more before the next `Loaded`."""
         log.info("snapshot requested", extra={"endpoint": self._endpoint, "reason": reason})
-        self._cursor.ask_snapshot()
+        self._cursor.request_snapshot()
         self._schedule()
 
     def expire(self, reason: str) -> None:

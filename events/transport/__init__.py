@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZMQ sockets with bounds, permits and reconnection."""
+"""What both streams share: connections, the receive loop, requests, bounds and permits."""

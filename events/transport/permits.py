@@ -20,7 +20,7 @@ DEFAULT_LONGEST_S = 1.0
 
 
 class Permits:
-    """`ask` for one each time; `end` it when the answer is there."""
+    """`request` one each time; `end` it when the answer is there."""
 
     def __init__(self, *, rng: Random, at_once: int = DEFAULT_AT_ONCE, longest_s: float = DEFAULT_LONGEST_S) -> None:
         """longest_s: after so long a permit counts no more, though what it was for may go on."""
@@ -32,10 +32,10 @@ class Permits:
 
     @property
     def waiting(self) -> int:
-        """Asked for and not granted yet."""
+        """Requested and not granted yet."""
         return len(self._waiting)
 
-    def ask(self, wake: Callable[[], None]) -> Permit:
+    def request(self, wake: Callable[[], None]) -> Permit:
         """A permit, granted already where there is room; else `wake` is called when it is."""
         permit = Permit(self, wake)
         if len(self._taken) < self._at_once:

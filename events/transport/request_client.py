@@ -77,7 +77,7 @@ class RequestClient(ABC):
         """Sends the request that is wanted once it has a permit; whether that was now."""
         self._number = self._wanted()
         if self._permit is None and self._permits is not None:
-            self._permit = self._permits.ask(self._wake)
+            self._permit = self._permits.request(self._wake)
         if self._permit is not None and not self._permit.granted:
             return False
         self._link = self._connect()

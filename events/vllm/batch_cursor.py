@@ -129,7 +129,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
                 self._lose(expected, seq, "the publisher no longer has these batches")
                 self._hand_replayed(request, batch)
             else:
-                self._ask_again(request)
+                self._request_rest(request)
         elif not self._seen.has(batch) and seq > expected - REMEMBERED_BATCHES:
             if request.purpose is Purpose.START:
                 self.replay_failed(f"replayed batch {seq} contradicts one handed out before")
@@ -152,7 +152,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self._expected = 0
         if self._gap is not None:
             if request.again_at != self._expected:
-                self._ask_again(request)
+                self._request_rest(request)
                 return
             self._lose_gap("the publisher no longer has these batches")
         self.request = None
@@ -166,7 +166,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         if request is None:
             return
         if request.progress:
-            self._ask_again(request)
+            self._request_rest(request)
         else:
             self.replay_failed("no answer from the replay endpoint")
 
@@ -228,7 +228,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             judged=self._last_seq is None,
         )
 
-    def _ask_again(self, request: Request) -> None:
+    def _request_rest(self, request: Request) -> None:
         self._requests += 1
         self.request = msgspec.structs.replace(
             request,

@@ -818,7 +818,7 @@ class WorkerStream:
                 if isinstance(item, PatchSilent):
                     giving_up = asyncio.get_running_loop().call_later(REPORTS_LOST_S, lost.set)
                 if self.ingest.wants_snapshot is not None:
-                    reports.ask_snapshot(self.ingest.wants_snapshot)
+                    reports.request_snapshot(self.ingest.wants_snapshot)
                     self.ingest.wants_snapshot = None
                 turn = await self._yield_turn(turn)
             await self._apply_backpressure()

@@ -137,7 +137,7 @@ class Child:
 
     def _reporter(self) -> Any:
         reporter = self.scheduler.kv_event_publisher._kvrouter_tap.reporter
-        while len(reporter._intake) or not reporter._intake._asleep:
+        while len(reporter._queue) or not reporter._queue._asleep:
             time.sleep(POLL_S)
         return reporter
 

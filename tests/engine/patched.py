@@ -78,7 +78,7 @@ def patched(
 def last_told(oracle: Oracle) -> int:
     """Seq of the patch's last message, once everything that was published is sent."""
     reporter: Any = tap_of(oracle).reporter
-    eventually(lambda: not len(reporter._intake) and reporter._intake._asleep)
+    eventually(lambda: not len(reporter._queue) and reporter._queue._asleep)
     return int(reporter._stream.next_seq) - 1
 
 
@@ -148,7 +148,7 @@ class WatchedOracle(Oracle):
         if published is not None:
             eventually(lambda: self.peer.hello().next_seq >= published)
         # The reporter's thread takes what was published before it is asked.
-        eventually(lambda: not len(self.reporter._intake))
+        eventually(lambda: not len(self.reporter._queue))
         until = self.peer.hello().next_seq
         fresh = []
         while self._next_seq < until:

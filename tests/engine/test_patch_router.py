@@ -64,7 +64,7 @@ def proven(router: RouterProcess, oracle: Oracle) -> dict[str, Any]:
     """The worker's row once it shows all that the engine has said so far, and a heartbeat has proven it."""
     reporter: Any = tap_of(oracle).reporter
     # Asleep: what was taken last is sent, too.
-    eventually(lambda: not len(reporter._intake) and reporter._intake._asleep)
+    eventually(lambda: not len(reporter._queue) and reporter._queue._asleep)
     next_seq = reporter._stream.next_seq
     return router.wait_proven(WORKER, lambda row: row["seq"] == (next_seq - 1 if next_seq else None))
 
@@ -242,7 +242,7 @@ def test_a_full_queue_drops_marks_the_gap_and_the_router_recovers(
         tree = PromptTree(rng, VOCAB_SIZE)
         work(oracle, tree, rng, 20)
         reporter: Any = tap_of(oracle).reporter
-        reporter._intake._max_messages = 4
+        reporter._queue._max_messages = 4
 
         def slow() -> list[Any]:
             time.sleep(0.5)

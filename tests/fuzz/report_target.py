@@ -90,7 +90,7 @@ def run(data: bytes) -> None:
             recount.compare(ingest.blocks)
         if ingest.wants_snapshot:
             # Only now, as the stream does: what was handed out before is still taken in.
-            cursor.ask_snapshot()
+            cursor.request_snapshot()
             ingest.wants_snapshot = None
             whole = agreed = False
     downstream.flush(ingest, recount)
@@ -112,7 +112,7 @@ def _say(cursor: ReportCursor, kind: int, step: Step) -> None:
         elif isinstance(reply, SnapshotPart):
             cursor.part(reply)
     elif kind == ASKED:
-        cursor.asked()
+        cursor.on_request_sent()
     elif kind == CONNECTED:
         cursor.connected()
     elif kind == DISCONNECTED:

@@ -78,7 +78,7 @@ def low64(value: int | bytes) -> int:
 
 
 @given(batches, st.sampled_from(["map", "array"]), st.none() | st.integers(0, 7))
-def test_what_is_written_is_read(events: list[Any], layout: Any, rank: int | None) -> None:
+def test_encoded_batches_decode_to_the_same_events(events: list[Any], layout: Any, rank: int | None) -> None:
     # "int" reduces digests on the way out; written by hand here, so that digests reach the decoder too.
     body: list[Any] = events
     if layout == "array":
@@ -111,7 +111,7 @@ def test_what_is_written_is_read(events: list[Any], layout: Any, rank: int | Non
 
 
 @given(st.binary(max_size=300))
-def test_random_bytes(payload: bytes) -> None:
+def test_random_bytes_raise_only_codec_errors(payload: bytes) -> None:
     read(payload)
     read(b"\x92\x01" + payload)
     read(b"\x92\x01\x91" + payload)
@@ -127,7 +127,9 @@ def test_well_formed_nonsense_costs_only_its_events(events: list[Any], rank: Any
 
 @settings(max_examples=300)
 @given(batches, st.sampled_from(["map", "array"]), st.data())
-def test_mutated_and_truncated_batches(events: list[Any], layout: Any, data: st.DataObject) -> None:
+def test_mutated_and_truncated_batches_raise_only_codec_errors(
+    events: list[Any], layout: Any, data: st.DataObject
+) -> None:
     payload = bytearray(encode_batch(1.0, events, 0, layout=layout))
     for _ in range(data.draw(st.integers(0, 4))):
         place = data.draw(st.integers(0, len(payload) - 1))
@@ -142,7 +144,7 @@ def test_mutated_and_truncated_batches(events: list[Any], layout: Any, data: st.
     st.integers(0, 3000),
     st.binary(max_size=8),
 )
-def test_huge_lengths_and_deep_nesting(marker: int, depth: int, tail: bytes) -> None:
+def test_huge_lengths_and_deep_nesting_raise_only_codec_errors(marker: int, depth: int, tail: bytes) -> None:
     inner = bytes([marker, 0xFF, 0xFF, 0xFF, 0xFF]) + tail
     read(b"\x92\x01\x91" + b"\x91" * depth + inner)
     read(b"\x92\x01\x91" + b"\x81\x00" * depth + inner)

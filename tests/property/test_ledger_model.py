@@ -50,7 +50,7 @@ def test_ledger_equals_counters(script: list[list[ReportEvent]], merge_at: int) 
         model: Copies = Counter()
         kept: list[tuple[FrozenLedger, Copies]] = []
         for number, group in enumerate(script):
-            assert ledger.told(group) == group
+            assert ledger.report(group) == group
             apply(model, group)
             assert by_place(ledger.places()) == summed(model)
             assert ledger.blocks == len(model)
@@ -67,7 +67,7 @@ def test_a_bounded_ledger_equals_what_its_readers_were_told(script: list[list[Re
     reader: Copies = Counter()
     truth: Copies = Counter()
     for group in script:
-        apply(reader, ledger.told(group))
+        apply(reader, ledger.report(group))
         apply(truth, group)
         assert by_place(ledger.places()) == summed(reader)
         assert ledger.blocks <= max_blocks

@@ -236,7 +236,7 @@ class World(RuleBasedStateMachine):
         self.asked = self.cursor.request
         self.parts.clear()
         self.request_under_way = True
-        self.cursor.asked()
+        self.cursor.on_request_sent()
 
     @precondition(lambda self: self.request_under_way)
     @rule(lost=st.none() | st.integers(0, 6), again=st.none() | st.integers(0, 3))
@@ -302,7 +302,7 @@ class World(RuleBasedStateMachine):
 
     @rule()
     def doubt(self) -> None:
-        self.cursor.ask_snapshot()
+        self.cursor.request_snapshot()
         for item in self.cursor.take():
             self.reader.read(item)
 

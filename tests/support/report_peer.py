@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -16,6 +17,8 @@ from kvrouter.engine_patch.reporter.reporter import Reporter, ReporterSettings
 from kvrouter.events.patch.messages import (
     REPORT_TOPIC,
     CatalogMessage,
+    DeclaredCatalog,
+    DeclaredGroup,
     Events,
     Heartbeat,
     Hello,
@@ -30,6 +33,8 @@ from kvrouter.events.patch.messages import (
     pack_hashes,
     unpack_hashes,
 )
+
+CATALOG = DeclaredCatalog([DeclaredGroup(0, "full_attention", 16)], model_name="m", lora_paths={"a": "/a"})
 
 ANY = "tcp://127.0.0.1:0"
 TIMEOUT_MS = 10_000
@@ -136,7 +141,7 @@ class Peer:
         self.live.setsockopt(zmq.RCVTIMEO, 20)
         heard = False
         while not heard:
-            eventually(lambda: not len(reporter._intake))
+            eventually(lambda: not len(reporter._queue))
             reporter.publish(said(), 0)
             try:
                 self.next()
@@ -145,7 +150,7 @@ class Peer:
             heard = True
         self.live.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
         # A full queue would drop it.
-        eventually(lambda: not len(reporter._intake))
+        eventually(lambda: not len(reporter._queue))
         reporter.publish(said(), JOINED)
         while True:
             seq, message = self.next_events()
@@ -215,3 +220,21 @@ def summed(copies: Copies) -> dict[tuple[int | None, str, str | None], tuple[int
         blocks, all_copies, digest = sums.get((group_idx, medium, owner), (0, 0, 0))
         sums[group_idx, medium, owner] = (blocks + 1, all_copies + count, (digest + block_hash) % 2**64)
     return sums
+
+
+class Plug:
+    """A message that keeps the reporter's thread until `pull`."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._pulled = threading.Event()
+        self._reached = threading.Event()
+        reporter.publish(self, None)
+        assert self._reached.wait(TIMEOUT_MS / 1_000)
+
+    def __call__(self) -> list[ReportEvent]:
+        self._reached.set()
+        assert self._pulled.wait(TIMEOUT_MS / 1_000)
+        return []
+
+    def pull(self) -> None:
+        self._pulled.set()

@@ -591,7 +591,7 @@ class World:
         if cursor.request != self.asked:
             self.asked = cursor.request
             self.parts.clear()
-            cursor.asked()
+            cursor.on_request_sent()
             if life is not None and life.patched:
                 made = life.parts(self.asked)
                 if self.faulty and self.rng.random() < 0.2:
@@ -699,7 +699,7 @@ class World:
             elif isinstance(item, Connected) and not self.faulty:
                 self.pulse()
             if ingest.wants_snapshot is not None and isinstance(self.cursor, ReportCursor):
-                self.cursor.ask_snapshot()
+                self.cursor.request_snapshot()
                 ingest.wants_snapshot = None
                 self.inbox.extend(self.cursor.take())
 

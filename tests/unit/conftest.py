@@ -12,6 +12,7 @@ import uvloop
 import zmq
 from report_peer import start
 
+from kvrouter.engine_patch.reporter import snapshots
 from kvrouter.engine_patch.reporter.reporter import Reporter
 
 Context = zmq.Context[zmq.Socket[bytes]]
@@ -54,3 +55,9 @@ def made(context: Context) -> Iterator[Callable[..., Reporter]]:
     yield make
     for reporter in reporters:
         reporter.close()
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four hashes a part, so that a snapshot has many."""
+    monkeypatch.setattr(snapshots, "SNAPSHOT_PART_BLOCKS", 4)

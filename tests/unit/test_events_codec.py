@@ -224,7 +224,7 @@ class TestHashes:
         batch = decode(encode_batch(1.0, events))
         assert [event.block_hashes.tolist() for event in batch.events] == [event.block_hashes for event in events]  # type: ignore[union-attr]
 
-    def test_hashes_do_not_hang_on_the_payload(self) -> None:
+    def test_hashes_outlive_the_payload(self) -> None:
         payload = bytearray(encode_batch(1.0, [WireRemoved([BIG], "GPU")]))
         event = only(memoryview(payload))  # type: ignore[arg-type]
         payload[:] = bytes(len(payload))
@@ -232,7 +232,7 @@ class TestHashes:
         assert event.block_hashes.dtype.isnative
 
     @pytest.mark.parametrize("bad", [None, "text", 5, {}, [None], ["x"], [1.5], [[1]], [True], [b"short"], [BIG, None]])
-    def test_what_is_no_hash_breaks_its_event_only(self, bad: Any) -> None:
+    def test_a_value_that_is_no_hash_breaks_its_event_only(self, bad: Any) -> None:
         batch = decode(pack([1.0, [{"type": "BlockRemoved", "block_hashes": bad}, ["BlockRemoved", [BIG]]]]))
         assert [broken.tag for broken in batch.broken] == ["BlockRemoved"]
         assert len(batch.events) == 1
@@ -289,7 +289,7 @@ class TestTolerance:
             (5, None),
         ],
     )
-    def test_a_broken_event_costs_itself_only(self, event: Any, tag: str | None) -> None:
+    def test_a_broken_event_costs_only_itself(self, event: Any, tag: str | None) -> None:
         whole = msgspec.to_builtins(stored())
         batch = decode(pack([1.0, [whole, event, whole], 4]))
         assert (len(batch.events), batch.dp_rank, batch.unknown) == (2, 4, 0)
@@ -328,7 +328,7 @@ class TestTolerance:
         ],
         ids=repr,
     )
-    def test_what_is_no_batch_is_a_codec_error(self, payload: bytes) -> None:
+    def test_a_payload_that_is_no_batch_is_a_codec_error(self, payload: bytes) -> None:
         for with_tokens in (False, True):
             with pytest.raises(CodecError):
                 decode(payload, with_tokens=with_tokens)

@@ -59,7 +59,7 @@ def replay(context: zmq.Context[zmq.Socket[bytes]], publisher: EventPublisher, s
         return frames
 
 
-def test_live_frames(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_a_live_message_is_topic_seq_and_payload(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     with EventPublisher(ANY, context=context, topic="kv", first_seq=5) as publisher:
         with subscriber(context, publisher) as socket:
             seq = publisher.next_seq
@@ -70,7 +70,7 @@ def test_live_frames(context: zmq.Context[zmq.Socket[bytes]]) -> None:
         assert publisher.replay_endpoint is None
 
 
-def test_replay_frames(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_a_replay_answer_ends_with_the_end_marker(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     with EventPublisher(ANY, "tcp://127.0.0.1:*", context=context, topic="kv") as publisher:
         for number in range(4):
             publisher.publish(b"%d" % number)
@@ -89,7 +89,7 @@ def test_an_answer_longer_than_zmqs_default_mark_is_whole(context: zmq.Context[z
         assert len(replay(context, publisher, 0)) == 5_001
 
 
-def test_the_ring_keeps_the_last(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_the_ring_keeps_the_last_batches(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     with EventPublisher(ANY, ANY, context=context, buffer_steps=3) as publisher:
         for number in range(10):
             publisher.publish(b"%d" % number)
@@ -97,7 +97,7 @@ def test_the_ring_keeps_the_last(context: zmq.Context[zmq.Socket[bytes]]) -> Non
         assert [frames[-1] for frames in replay(context, publisher, 0)] == [b"7", b"8", b"9", b""]
 
 
-def test_faults(context: zmq.Context[zmq.Socket[bytes]]) -> None:
+def test_skipped_seqs_and_dropped_batches_leave_gaps(context: zmq.Context[zmq.Socket[bytes]]) -> None:
     with EventPublisher(ANY, ANY, context=context) as publisher, subscriber(context, publisher) as socket:
         first = publisher.next_seq
         publisher.skip_seq(2)

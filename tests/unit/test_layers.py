@@ -26,7 +26,7 @@ ALLOWED_PACKAGES = {
 # here. A room inside another stands with it. "" is the package's root.
 ROOMS: dict[str, dict[str, str]] = {
     "events": {
-        "transport": "ZMQ sockets with bounds, permits and reconnection.",
+        "transport": "What both streams share: connections, the receive loop, requests, bounds and permits.",
         "vllm": "vLLM's own event stream.",
         "patch": "The reports of the engine patch.",
     },

@@ -73,21 +73,21 @@ def test_half_a_hash_is_an_error() -> None:
 def test_the_largest_medium_is_forgotten_beyond_the_bound() -> None:
     made = ledger(stored([1, 2]), stored([1, 2, 3, 4], "FS"), max_blocks=6)
     assert made.untracked == []
-    assert made.told([stored([3])]) == [made_of(3), ReportCleared("FS", "untracked")]
+    assert made.report([stored([3])]) == [made_of(3), ReportCleared("FS", "untracked")]
     assert (made.blocks, made.untracked) == (3, ["FS"])
     # Nothing is said of it any more, not even its removals.
-    assert made.told([stored([9], "FS"), removed([1], "FS")]) == []
+    assert made.report([stored([9], "FS"), removed([1], "FS")]) == []
     # One owner's clear says nothing of the others.
-    made.told([ReportCleared("FS", ownership="a")])
+    made.report([ReportCleared("FS", ownership="a")])
     assert made.untracked == ["FS"]
     clear = ReportCleared("FS")
-    assert made.told([clear, stored([9], "FS")]) == [clear, made_of(9)]
+    assert made.report([clear, stored([9], "FS")]) == [clear, made_of(9)]
     assert (made.blocks, made.untracked) == (4, [])
 
 
 def test_one_event_beyond_the_bound_forgets_its_own_medium() -> None:
     made = ledger(max_blocks=5)
-    assert made.told([stored(range(6))]) == [made_of(*range(6)), ReportCleared("GPU", "untracked")]
+    assert made.report([stored(range(6))]) == [made_of(*range(6)), ReportCleared("GPU", "untracked")]
     assert (made.blocks, made.places()) == (0, [])
 
 

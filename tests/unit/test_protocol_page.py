@@ -159,7 +159,7 @@ def test_every_struct_of_the_protocol_has_a_table() -> None:
 def test_the_examples_tell_one_story() -> None:
     ledger = Ledger(1_000)
     events = message(EXAMPLES["events"])
-    ledger.told(events.events)
+    ledger.report(events.events)
     assert ledger.places() == message(EXAMPLES["heartbeat"]).places
     digest = ledger.places()[0].digest
     assert f"{digest:016x} = {digest}" in PAGE

@@ -265,7 +265,7 @@ def test_reports_of_another_rank_are_not_credited_until_the_rank_is_right() -> N
     assert ingest.state is StreamState.LIVE and ingest.reason == ""
 
 
-def test_the_engines_word_wins_and_the_contradiction_is_named() -> None:
+def test_the_declared_catalog_overrides_the_registration_and_contradictions_are_named() -> None:
     stated = CatalogSpec(groups=(GroupSpec(0, "full_attention", 16),), hash_block_size=8, lora_paths={"b": "/b"})
     ingest = live(Declared(1, CATALOG), snapshot(0, {}), catalog=stated)
     assert ingest.catalog.source == "declared" and ingest.catalog.hash_block_size == 16
@@ -299,7 +299,7 @@ def _with(**changes: Any) -> DeclaredCatalog:
         ({"none_hash": "00"}, "hash scheme cannot be computed"),
     ],
 )
-def test_what_cannot_be_followed_earns_no_credit_and_says_why(changes: dict[str, Any], word: str) -> None:
+def test_an_unsupported_catalog_earns_no_credit_and_names_the_reason(changes: dict[str, Any], word: str) -> None:
     ingest = live(Declared(1, _with(**changes)))
     assert word in (ingest.catalog.problem or "")
 
@@ -340,7 +340,7 @@ def test_a_restored_index_of_another_life_earns_no_credit_from_the_greeting_on()
     assert again.state is StreamState.RESYNCING and "another life" in again.reason
 
 
-def test_without_its_patch_an_engine_is_learned_anew_from_its_own_topic() -> None:
+def test_without_its_patch_an_engine_is_learned_from_its_own_topic() -> None:
     ingest = live(Declared(1, CATALOG), snapshot(5, {Place(0, GPU): {1: 1}}))
     net(ingest)
     ingest.follow_stock()
@@ -353,7 +353,7 @@ def test_without_its_patch_an_engine_is_learned_anew_from_its_own_topic() -> Non
     assert ingest.resume_point is not None
 
 
-def test_what_the_own_topic_taught_is_replaced_by_the_patchs_snapshot() -> None:
+def test_residency_from_the_engines_topic_is_replaced_by_the_patchs_snapshot() -> None:
     ingest = make()
     event = WireStored([5], None, [], 16, None, GPU, None, group_idx=0, kv_cache_spec_kind="full_attention")
     payload = encode_batch(1.0, [event])

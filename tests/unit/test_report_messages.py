@@ -10,12 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvrouter.events.patch.decode import (
-    MAX_EPOCH_CHARS,
-    Unreadable,
-    read_answer,
-    read_report,
-)
+from kvrouter.events.patch.decode import MAX_EPOCH_CHARS, Unreadable, read_answer, read_report
 from kvrouter.events.patch.hello import reachable
 from kvrouter.events.patch.messages import (
     CatalogMessage,
@@ -156,21 +151,21 @@ def plain(message: Any) -> Any:
 
 
 @pytest.mark.parametrize("message", REPORTS, ids=lambda message: type(message).__name__)
-def test_reports_come_back_with_every_field(message: Any) -> None:
+def test_reports_survive_a_round_trip_with_every_field(message: Any) -> None:
     back = read_report(encode(message))
     assert type(back) is type(message)
     assert plain(back) == plain(message)
 
 
 @pytest.mark.parametrize("message", ANSWERS, ids=lambda message: type(message).__name__)
-def test_answers_come_back_with_every_field(message: Any) -> None:
+def test_answers_survive_a_round_trip_with_every_field(message: Any) -> None:
     back = read_answer([b"", encode(message)])
     assert type(back) is type(message)
     assert plain(back) == plain(message)
 
 
 @pytest.mark.parametrize("message", [HelloRequest(3), SnapshotRequest(3)])
-def test_requests_come_back(message: Any) -> None:
+def test_requests_survive_a_round_trip(message: Any) -> None:
     assert msgspec.msgpack.decode(encode(message), type=Request) == message
 
 
@@ -239,7 +234,9 @@ PART = plain(ANSWERS[1])
         (encode(plain(REPORTS[2]) | {"catalog": None}), False, EPOCH),
     ],
 )
-def test_damaged_reports(payload: bytes, uses_seq: bool, epoch: str | None) -> None:
+def test_a_damaged_report_keeps_its_epoch_and_seq_where_legible(
+    payload: bytes, uses_seq: bool, epoch: str | None
+) -> None:
     back = read_report(payload)
     assert isinstance(back, Unreadable)
     assert (back.uses_seq, back.epoch) == (uses_seq, epoch)
@@ -263,18 +260,18 @@ def test_damaged_reports(payload: bytes, uses_seq: bool, epoch: str | None) -> N
         [b"", encode({"type": "refused"})],
     ],
 )
-def test_damaged_answers(frames: list[bytes]) -> None:
+def test_damaged_answers_are_unreadable(frames: list[bytes]) -> None:
     assert isinstance(read_answer(frames), Unreadable)
 
 
-def test_seqs() -> None:
+def test_a_seq_is_8_bytes_without_the_top_bit() -> None:
     assert read_seq((2**63 - 1).to_bytes(8, "big")) == 2**63 - 1
     assert read_seq((2**63).to_bytes(8, "big")) is None
     assert read_seq(bytes(7)) is None
     assert read_seq(bytes(9)) is None
 
 
-def test_hashes_are_big_endian() -> None:
+def test_packed_hashes_are_big_endian() -> None:
     numbers = [1, 2**64 - 1]
     assert pack_hashes(numbers) == bytes(7) + b"\x01" + b"\xff" * 8
     assert pack_hashes(np.array(numbers, np.uint64)) == pack_hashes(numbers)
@@ -304,7 +301,9 @@ def test_hashes_are_big_endian() -> None:
         ("", None, None),
     ],
 )
-def test_endpoints_beside_the_engines(events: str, requests: str | None, reports: str | None) -> None:
+def test_the_patchs_endpoints_are_derived_from_the_engines(
+    events: str, requests: str | None, reports: str | None
+) -> None:
     assert requests_endpoint(events) == requests
     assert reports_endpoint(events) == reports
 
@@ -332,5 +331,7 @@ def test_endpoints_beside_the_engines(events: str, requests: str | None, reports
         ("", "tcp://h:6", None),
     ],
 )
-def test_where_a_hello_says_that_reports_are(said: str, asked: str, where: str | None) -> None:
+def test_a_wildcard_in_a_hello_is_replaced_and_other_transports_are_refused(
+    said: str, asked: str, where: str | None
+) -> None:
     assert reachable(said, asked) == where

@@ -1,41 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the reporter publishes, over real sockets: order, heartbeats, drops, failures, binding and its end."""
+"""What the reporter publishes, over real sockets: order, heartbeats, catalogs and drops."""
 
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
-import threading
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
-from report_peer import (
-    ANY,
-    TIMEOUT_MS,
-    Copies,
-    Peer,
-    apply,
-    copies_of,
-    eventually,
-    fails,
-    removed,
-    said,
-    start,
-    stored,
-    summed,
-)
+from report_peer import CATALOG, Copies, Peer, Plug, apply, copies_of, eventually, fails, removed, said, stored, summed
 
-from kvrouter.engine_patch.reporter import reporter as reporter_module
 from kvrouter.engine_patch.reporter.reporter import Reporter
 from kvrouter.events.patch.messages import (
     CatalogMessage,
-    DeclaredCatalog,
-    DeclaredGroup,
     Events,
     Heartbeat,
     PlaceSummary,
@@ -44,34 +23,8 @@ from kvrouter.events.patch.messages import (
     ReportStored,
     unpack_hashes,
 )
-from kvrouter.events.transport import binding
 
 Context = zmq.Context[zmq.Socket[bytes]]
-
-CATALOG = DeclaredCatalog([DeclaredGroup(0, "full_attention", 16)], model_name="m", lora_paths={"a": "/a"})
-
-
-@pytest.fixture(autouse=True)
-def rebinding_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(binding, "REBIND_TIMEOUT_S", 0.1)
-
-
-class Plug:
-    """A message that keeps the reporter's thread until `pull`."""
-
-    def __init__(self, reporter: Reporter) -> None:
-        self._pulled = threading.Event()
-        self._reached = threading.Event()
-        reporter.publish(self, None)
-        assert self._reached.wait(TIMEOUT_MS / 1_000)
-
-    def __call__(self) -> list[ReportEvent]:
-        self._reached.set()
-        assert self._pulled.wait(TIMEOUT_MS / 1_000)
-        return []
-
-    def pull(self) -> None:
-        self._pulled.set()
 
 
 def hashes_of(message: Events) -> list[list[int]]:
@@ -97,7 +50,7 @@ def test_messages_come_in_order_with_their_seqs(context: Context, made: Callable
     assert hashes_of(second) == [[1]]
 
 
-def test_a_message_without_events_is_said_only_for_its_batch_seq(
+def test_a_message_without_events_is_sent_only_for_its_batch_seq(
     context: Context, made: Callable[..., Reporter]
 ) -> None:
     reporter = made()
@@ -118,7 +71,7 @@ def test_every_message_wakes_the_sleeping_thread(context: Context, made: Callabl
             assert hashes_of(peer.next_events()[1]) == [[number]]
 
 
-def test_an_idle_reporter_is_heard(context: Context, made: Callable[..., Reporter]) -> None:
+def test_an_idle_reporter_sends_heartbeats(context: Context, made: Callable[..., Reporter]) -> None:
     reporter = made(heartbeat_s=0.01)
     with Peer(context, reporter) as peer:
         seq = peer.joined(reporter)
@@ -154,7 +107,7 @@ def test_heartbeats_do_not_wait_for_a_flood_to_end(context: Context, made: Calla
     assert beats >= 100
 
 
-def test_a_reader_in_step_has_what_the_heartbeat_sums_up(context: Context, made: Callable[..., Reporter]) -> None:
+def test_a_heartbeat_sums_up_all_messages_before_it(context: Context, made: Callable[..., Reporter]) -> None:
     reporter = made(heartbeat_s=0.001)
     with Peer(context, reporter) as peer:
         expected = peer.joined(reporter)
@@ -179,7 +132,7 @@ def test_a_reader_in_step_has_what_the_heartbeat_sums_up(context: Context, made:
                 proofs += 1
 
 
-def test_the_catalog_is_said_once_for_each_change(context: Context, made: Callable[..., Reporter]) -> None:
+def test_the_catalog_is_sent_once_for_each_change(context: Context, made: Callable[..., Reporter]) -> None:
     reporter = made()
     with Peer(context, reporter) as peer:
         seq = peer.joined(reporter)
@@ -344,167 +297,18 @@ def test_a_medium_that_outgrows_the_ledger_is_cleared_for_readers(
         assert [place.medium for place in beat.places] == ["GPU"]
 
 
-def test_a_subscriber_that_does_not_read_stops_nobody(context: Context, made: Callable[..., Reporter]) -> None:
+def test_a_subscriber_that_does_not_read_blocks_nobody(context: Context, made: Callable[..., Reporter]) -> None:
     reporter = made(report_hwm=2)
     with Peer(context, reporter, hwm=1), Peer(context, reporter) as reading:
         reading.joined(reporter)
         for number in range(2_000):
             reporter.publish(said(stored(range(number, number + 200))), number)
         eventually(lambda: reading.hello().next_seq >= 2_000)
-        eventually(lambda: len(reporter._intake) == 0)
+        eventually(lambda: len(reporter._queue) == 0)
         assert reporter.counters.dropped == 0
 
 
-def test_a_turn_that_fails_begins_a_new_epoch_and_ten_end_the_reporter(
-    context: Context, made: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reporter = made()
-    with Peer(context, reporter) as peer:
-        peer.joined(reporter)
-        good = reporter._receive
-        bad = iter([True])
-
-        def receive() -> None:
-            if next(bad, False):
-                raise RuntimeError("broken")
-            good()
-
-        monkeypatch.setattr(reporter, "_receive", receive)
-        assert peer.hello().epoch == f"{1:016x}"
-
-        def broken() -> None:
-            raise RuntimeError("broken")
-
-        monkeypatch.setattr(reporter, "_send_messages", broken)
-        reporter.publish(said(), 1)
-        reporter._thread.join(TIMEOUT_MS / 1_000)
-        assert not reporter._thread.is_alive()
-        # Nothing takes it, so nothing may pile up.
-        waiting = len(reporter._intake)
-        reporter.publish(said(), 2)
-        reporter.declare(CATALOG)
-        assert len(reporter._intake) == waiting
-
-
-def test_a_taken_reports_port_gives_way(context: Context, made: Callable[..., Reporter]) -> None:
-    with context.socket(zmq.PUB) as other:
-        other.bind(ANY)
-        taken = other.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        reporter = made(reports=taken)
-        with Peer(context, reporter) as peer:
-            assert peer.hello().reports == reporter.reports_endpoint != taken
-            assert reporter.reports_endpoint.startswith("tcp://127.0.0.1:")
-            peer.joined(reporter)
-
-
-@pytest.mark.parametrize("which", ["requests", "reports"])
-def test_an_endpoint_that_cannot_be_bound_is_an_error(context: Context, which: str) -> None:
-    threads = threading.active_count()
-    with context.socket(zmq.PUB) as other:
-        other.bind("inproc://taken")
-        with pytest.raises(zmq.ZMQError):
-            start(context, **{which: "inproc://taken"})
-    assert threading.active_count() == threads
-
-
-def test_the_same_ports_again(context: Context, made: Callable[..., Reporter]) -> None:
-    first = made()
-    first.close()
-    second = made(requests=first.requests_endpoint, reports=first.reports_endpoint)
-    assert (second.requests_endpoint, second.reports_endpoint) == (first.requests_endpoint, first.reports_endpoint)
-
-
-@pytest.mark.parametrize("scheme", ["ipc", "inproc", "ipv6"])
-def test_other_transports(context: Context, made: Callable[..., Reporter], tmp_path: Path, scheme: str) -> None:
-    if scheme == "ipv6":
-        requests = reports = "tcp://[::]:*"
-    else:
-        requests, reports = f"{scheme}://{tmp_path}/q", f"{scheme}://{tmp_path}/r"
-    reporter = made(requests=requests, reports=reports)
-    if scheme == "ipv6":
-        reporter.requests_endpoint = reporter.requests_endpoint.replace("[::]", "127.0.0.1")
-        reporter.reports_endpoint = reporter.reports_endpoint.replace("[::]", "127.0.0.1")
-    with Peer(context, reporter) as peer:
-        peer.joined(reporter)
-
-
-def test_close_sends_what_is_queued_and_ends(context: Context, made: Callable[..., Reporter]) -> None:
-    reporter = made()
-    with Peer(context, reporter) as peer:
-        seq = peer.joined(reporter)
-        for number in range(50):
-            reporter.publish(said(stored([number])), number)
-        reporter.close()
-        assert not reporter._thread.is_alive()
-        reporter.close()
-        reporter.publish(said(), 99)
-        reporter.declare(CATALOG)
-        assert [peer.next_events()[0] for _ in range(50)] == list(range(seq, seq + 50))
-        assert len(reporter._intake) == 0
-
-
-def test_close_is_noticed_also_in_the_middle_of_work(
-    context: Context, made: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reporter_module, "TURN_MESSAGES", 1)
-    reporter = made()
-    plug = Plug(reporter)
-    reporter.publish(said(), 1)
-    closing = threading.Thread(target=reporter.close)
-    closing.start()
-    eventually(lambda: reporter._closing)
-    plug.pull()
-    closing.join()
-    assert not reporter._thread.is_alive()
-
-
-def test_close_does_not_wait_for_a_stuck_thread(
-    context: Context, made: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reporter_module, "JOIN_S", 0.01)
-    reporter = made()
-    plug = Plug(reporter)
-    reporter.close()
-    assert reporter._thread.is_alive()
-    plug.pull()
-    monkeypatch.undo()
-
-
-def test_a_terminated_context_ends_the_thread(made: Callable[..., Reporter]) -> None:
-    other: Context = zmq.Context()
-    reporter = made(context=other)
-    # Waits for the thread to close its sockets.
-    other.term()
-    reporter._thread.join(TIMEOUT_MS / 1_000)
-    assert not reporter._thread.is_alive()
-    reporter.publish(said(), 1)
-    reporter.close()
-
-
-FORKING = """
-import os, sys, time, zmq
-sys.path.insert(0, sys.argv[1])
-from report_peer import said, start, stored
-reporter = start(zmq.Context())
-child = os.fork()
-if not child:
-    for number in range(10):
-        reporter.publish(said(stored([number])), number)
-    reporter.close()
-    os._exit(len(reporter._intake))
-_, status = os.waitpid(child, 0)
-reporter.close()
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
-
-
-def test_a_forked_child_does_nothing() -> None:
-    support = Path(__file__).resolve().parents[1] / "support"
-    done = subprocess.run([sys.executable, "-c", FORKING, str(support)], timeout=TIMEOUT_MS / 1_000, check=False)
-    assert done.returncode == 0
-
-
-def test_the_clock_of_a_message_is_that_of_its_publication(context: Context, made: Callable[..., Reporter]) -> None:
+def test_a_message_carries_the_time_of_its_publication(context: Context, made: Callable[..., Reporter]) -> None:
     now = [100.0]
     reporter = made(wall_clock=lambda: now[0])
     with Peer(context, reporter) as peer:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# SPDX-License-Identifier: Apache-2.0
 """Requests and snapshots: exact, fair, bounded, and of no concern to anyone but the client."""
 
 from __future__ import annotations
@@ -6,27 +7,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-import msgspec
 import pytest
 import zmq
-from report_peer import (
-    Copies,
-    Peer,
-    apply,
-    copies_of,
-    eventually,
-    fails,
-    removed,
-    said,
-    stored,
-)
+from report_peer import Copies, Peer, apply, copies_of, eventually, fails, removed, said, stored
 
-from kvrouter.engine_patch.reporter import snapshots
-from kvrouter.engine_patch.reporter.counters import Counters
-from kvrouter.engine_patch.reporter.ledger import Ledger
 from kvrouter.engine_patch.reporter.reporter import MAX_MESSAGE_BYTES, Reporter
 from kvrouter.engine_patch.reporter.request_handler import MAX_UNSENT
-from kvrouter.engine_patch.reporter.snapshots import Moment, Sent, SnapshotService
 from kvrouter.events.patch.messages import (
     Events,
     Hello,
@@ -39,12 +25,6 @@ from kvrouter.events.patch.messages import (
 )
 
 Context = zmq.Context[zmq.Socket[bytes]]
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four hashes a part, so that a snapshot has many."""
-    monkeypatch.setattr(snapshots, "SNAPSHOT_PART_BLOCKS", 4)
 
 
 def filled(reporter: Reporter, peer: Peer, blocks: int) -> None:
@@ -62,7 +42,7 @@ class Clock:
         return self.now_s
 
 
-def test_hello_says_who_answers(context: Context, made: Callable[..., Reporter]) -> None:
+def test_a_hello_describes_the_publisher(context: Context, made: Callable[..., Reporter]) -> None:
     reporter = made(wall_clock=lambda: 9.5, patch_version="1.2", features=lambda: {"clears": "on"}, heartbeat_s=7.0)
     with Peer(context, reporter) as peer:
         assert peer.hello(2**63) == Hello(
@@ -141,7 +121,7 @@ def test_a_snapshot_and_what_follows_it_is_everything(context: Context, made: Ca
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_who_does_not_read_holds_up_only_itself(context: Context, made: Callable[..., Reporter]) -> None:
+def test_a_client_that_does_not_read_delays_only_itself(context: Context, made: Callable[..., Reporter]) -> None:
     clock = Clock()
     reporter = made(
         requests="inproc://requests", clock=clock, max_snapshots=2, reply_hwm=2, snapshot_timeout_s=10.0, retry_s=0.25
@@ -149,7 +129,7 @@ def test_who_does_not_read_holds_up_only_itself(context: Context, made: Callable
     with Peer(context, reporter, hwm=1) as stuck, Peer(context, reporter) as reading, Peer(context, reporter) as third:
         filled(reporter, reading, 400)
         stuck.send(SnapshotRequest(1))
-        eventually(lambda: len(reporter._desk._snapshots) == 1)
+        eventually(lambda: len(reporter._requests._snapshots) == 1)
         # Others are served, and messages go on.
         assert len(copies_of(reading.snapshot())) == 400
         reporter.publish(said(stored([1_000])), None)
@@ -157,7 +137,7 @@ def test_who_does_not_read_holds_up_only_itself(context: Context, made: Callable
         # Its place is taken, and there are only two.
         with Peer(context, reporter, hwm=1) as other:
             other.send(SnapshotRequest(2))
-            eventually(lambda: len(reporter._desk._snapshots) == 2)
+            eventually(lambda: len(reporter._requests._snapshots) == 2)
             third.send(SnapshotRequest(3))
             refused = third.reply()
             assert isinstance(refused, Refused)
@@ -179,7 +159,7 @@ def test_a_slow_reader_that_goes_on_gets_all_of_it(context: Context, made: Calla
     with Peer(context, reporter, hwm=1) as slow, Peer(context, reporter) as reading:
         filled(reporter, reading, 60)
         slow.send(SnapshotRequest(1))
-        eventually(lambda: len(reporter._desk._snapshots) == 1)
+        eventually(lambda: len(reporter._requests._snapshots) == 1)
         reading.snapshot()
         # It was frozen when it was asked for.
         reporter.publish(said(removed(range(60))), None)
@@ -195,10 +175,10 @@ def test_a_new_epoch_ends_snapshots_of_the_old_one(context: Context, made: Calla
     with Peer(context, reporter, hwm=1) as slow, Peer(context, reporter) as reading:
         filled(reporter, reading, 400)
         slow.send(SnapshotRequest(1))
-        eventually(lambda: len(reporter._desk._snapshots) == 1)
+        eventually(lambda: len(reporter._requests._snapshots) == 1)
         reporter.publish(fails, None)
         eventually(lambda: reading.hello().epoch == f"{1:016x}")
-        assert len(reporter._desk._snapshots) == 0
+        assert len(reporter._requests._snapshots) == 0
         # The refusal follows as soon as there is room, and the next request is answered.
         while isinstance(reply := slow.reply(), SnapshotPart):
             assert not reply.last
@@ -224,23 +204,23 @@ def test_a_reply_waits_for_room_but_not_forever(context: Context, made: Callable
     with Peer(context, reporter, hwm=1) as slow, Peer(context, reporter) as reading:
         filled(reporter, reading, 400)
         slow.send(SnapshotRequest(1))
-        eventually(lambda: len(reporter._desk._snapshots) == 1)
+        eventually(lambda: len(reporter._requests._snapshots) == 1)
         slow.send(HelloRequest(2))
-        eventually(lambda: len(reporter._desk._unsent) == 1)
+        eventually(lambda: len(reporter._requests._unsent) == 1)
         replies = [slow.reply() for _ in range(102)]
         (hello,) = (reply for reply in replies if isinstance(reply, Hello))
         assert hello.id == 2
         # Once more, and now it never reads.
         slow.send(SnapshotRequest(3))
-        eventually(lambda: len(reporter._desk._snapshots) == 1)
+        eventually(lambda: len(reporter._requests._snapshots) == 1)
         for number in range(MAX_UNSENT + 10):
             slow.send(HelloRequest(number))
         eventually(lambda: reporter.counters.replies_unsent == 10)
-        eventually(lambda: len(reporter._desk._unsent) == MAX_UNSENT)
+        eventually(lambda: len(reporter._requests._unsent) == MAX_UNSENT)
         clock.now_s += 10.5
         reading.hello()
         eventually(lambda: reporter.counters.replies_unsent == 10 + MAX_UNSENT)
-        assert not reporter._desk.busy
+        assert not reporter._requests.busy
 
 
 @pytest.mark.parametrize(
@@ -256,7 +236,7 @@ def test_a_reply_waits_for_room_but_not_forever(context: Context, made: Callable
         (7, -1),
     ],
 )
-def test_strange_requests(
+def test_unreadable_requests_are_refused_where_their_id_is_legible(
     context: Context, made: Callable[..., Reporter], payload: object, request_id: int | None
 ) -> None:
     reporter = made()
@@ -285,7 +265,7 @@ def test_garbage_is_counted_and_ignored(context: Context, made: Callable[..., Re
     assert reporter.counters.bad_requests == 1
 
 
-def test_who_sends_too_much_is_cut_off(context: Context, made: Callable[..., Reporter]) -> None:
+def test_a_client_that_sends_too_much_is_cut_off(context: Context, made: Callable[..., Reporter]) -> None:
     reporter = made()
     with Peer(context, reporter) as huge, Peer(context, reporter) as peer:
         monitor = huge.ask.get_monitor_socket(zmq.Event.DISCONNECTED)
@@ -296,112 +276,3 @@ def test_who_sends_too_much_is_cut_off(context: Context, made: Callable[..., Rep
         monitor.close()
         peer.hello()
     assert reporter.counters.bad_requests == 0
-
-
-class Wire:
-    """Takes payloads by address, as long as there is room."""
-
-    def __init__(self) -> None:
-        self.sent: list[bytes] = []
-        self.parts: dict[bytes, list[SnapshotPart]] = {}
-        self.full: set[bytes] = set()
-        self.gone: set[bytes] = set()
-
-    def __call__(self, address: bytes, payload: bytes) -> Sent:
-        if address in self.gone:
-            return Sent.GONE
-        if address in self.full:
-            return Sent.FULL
-        self.sent.append(address)
-        self.parts.setdefault(address, []).append(msgspec.msgpack.decode(payload, type=SnapshotPart))
-        return Sent.YES
-
-
-class Service:
-    """The service over a ledger of 10 parts, on a wire."""
-
-    def __init__(self) -> None:
-        self.wire = Wire()
-        self.counters = Counters()
-        self.service = SnapshotService(self.wire, max_clients=3, timeout_s=10.0, counters=self.counters)
-        self.frozen = 0
-        self.ledger = Ledger(1_000)
-        self.ledger.apply(stored(range(36)))
-
-    def ask(self, address: bytes, request_id: int = 1, next_seq: int = 5, epoch: str = "e") -> bool:
-        def freeze() -> Moment:
-            self.frozen += 1
-            return Moment(epoch, 0.0, next_seq, self.ledger.freeze())
-
-        return self.service.ask(address, request_id, epoch, next_seq, freeze, 0.0)
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_clients_of_one_moment_share_it_and_take_turns() -> None:
-    made = Service()
-    assert made.ask(b"a")
-    assert made.service.turn(0.0)
-    assert made.ask(b"b", 2)
-    assert made.frozen == 1
-    while made.service.turn(0.0):
-        pass
-    assert made.wire.sent[:5] == [b"a", b"a", b"b", b"a", b"b"]
-    assert [part.index for part in made.wire.parts[b"a"]] == list(range(10)) == [p.index for p in made.wire.parts[b"b"]]
-    assert {part.id for part in made.wire.parts[b"b"]} == {2}
-    assert made.counters.snapshots_served == 2
-    assert len(made.service) == 0
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_another_seq_or_epoch_is_another_moment() -> None:
-    made = Service()
-    made.ask(b"a")
-    made.ledger.apply(stored([99]))
-    made.ask(b"b", next_seq=6)
-    made.ask(b"c", epoch="f")
-    assert made.frozen == 3
-    while made.service.turn(0.0):
-        pass
-    assert [part.next_seq for part in made.wire.parts[b"b"]] == [6] * 11
-    assert len(copies_of(made.wire.parts[b"a"])) == 36
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_asking_again_begins_again() -> None:
-    made = Service()
-    for address in (b"a", b"b", b"c"):
-        assert made.ask(address)
-    made.service.turn(0.0)
-    assert not made.ask(b"d")
-    assert made.ask(b"a", 9)
-    while made.service.turn(0.0):
-        pass
-    assert [(part.id, part.index) for part in made.wire.parts[b"a"]] == [(1, 0), *((9, index) for index in range(10))]
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_only_time_without_progress_counts() -> None:
-    made = Service()
-    made.ask(b"a")
-    for now_s in (9.0, 18.0, 27.0):
-        assert made.service.turn(now_s)
-    made.wire.full.add(b"a")
-    assert not made.service.turn(36.9)
-    assert len(made.service) == 1
-    assert not made.service.turn(37.1)
-    assert (len(made.service), made.counters.snapshots_abandoned) == (0, 1)
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_what_did_not_go_is_sent_again() -> None:
-    made = Service()
-    made.ask(b"a")
-    made.ask(b"b")
-    for turn in range(30):
-        made.wire.full = {b"a"} if turn % 3 else {b"b"}
-        made.service.turn(0.0)
-    assert [part.index for part in made.wire.parts[b"a"]] == list(range(10)) == [p.index for p in made.wire.parts[b"b"]]
-    made.ask(b"c")
-    made.wire.gone.add(b"c")
-    assert not made.service.turn(0.0)
-    assert (len(made.service), made.counters.snapshots_gone, made.counters.snapshots_served) == (0, 1, 2)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A subscriber over real sockets and what it said so far; a replay endpoint that answers as a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from kvrouter.events.vllm.publisher import EventPublisher
+from kvrouter.events.vllm.settings import SubscriberSettings
+from kvrouter.events.vllm.stream_items import Batch, StreamItem
+from kvrouter.events.vllm.subscriber import Subscriber
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+ANY = "tcp://127.0.0.1:0"
+END = b"\xff" * 8
+# Nothing here waits this long unless it fails.
+PATIENCE_S = 15.0
+QUIET = SubscriberSettings(idle_check_s=0, settle_s=0.05, reconnect_min_s=0.01, reconnect_max_s=0.05)
+IMPATIENT = SubscriberSettings(idle_check_s=0, settle_s=60, answer_timeout_s=0.1)
+
+
+def seq8(seq: int) -> bytes:
+    return seq.to_bytes(8, "big")
+
+
+class Stream:
+    """A started subscriber and what it said so far."""
+
+    def __init__(self, subscriber: Subscriber) -> None:
+        self.subscriber = subscriber
+        self.items: list[StreamItem] = []
+
+    async def __aenter__(self) -> Stream:
+        await self.subscriber.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.subscriber.close()
+
+    async def until(self, enough: Callable[[list[StreamItem]], object]) -> list[StreamItem]:
+        """The items up to where `enough` holds of all that came; they are taken."""
+        while not enough(self.items):
+            self.items += await self.subscriber.next()
+        items, self.items = self.items, []
+        return items
+
+    async def until_kind(self, kind: type[StreamItem], count: int = 1) -> list[StreamItem]:
+        return await self.until(lambda items: sum(isinstance(item, kind) for item in items) >= count)
+
+    async def until_live(self, publisher: EventPublisher) -> int:
+        """Publishes until it arrives live; the seq of the last published. PUB drops until it knows of us."""
+        while True:
+            publisher.publish(b"warm%d" % publisher.next_seq)
+            try:
+                await asyncio.wait_for(
+                    self.until(lambda items: any(isinstance(item, Batch) and not item.replayed for item in items)), 0.1
+                )
+            except TimeoutError:
+                continue
+            return publisher.next_seq - 1
+
+
+def seqs(items: list[StreamItem]) -> list[int]:
+    return [item.seq for item in items if isinstance(item, Batch)]
+
+
+def kinds(items: list[StreamItem]) -> list[str]:
+    return [type(item).__name__ for item in items if not isinstance(item, Batch)]
+
+
+def subscribe(publisher: EventPublisher, context: Context, **options: Any) -> Stream:
+    options.setdefault("settings", QUIET)
+    return Stream(Subscriber(publisher.endpoint, publisher.replay_endpoint, context=context, **options))
+
+
+async def answer(
+    router: zmq.Socket[bytes], ring: list[tuple[int, bytes]], *, topic: tuple[bytes, ...] = (b"",), end: bool = True
+) -> int:
+    """Waits for one replay request and answers it, with a topic frame (vLLM since 0.26) or without; its first seq."""
+    while not router.poll(0):
+        await asyncio.sleep(0.005)
+    client, empty, start = router.recv_multipart()
+    assert empty == b""
+    first = int.from_bytes(start, "big")
+    for seq, payload in ring:
+        if seq >= first:
+            router.send_multipart([client, b"", *topic, seq8(seq), payload])
+    if end:
+        router.send_multipart([client, b"", *topic, END, b""])
+    return first

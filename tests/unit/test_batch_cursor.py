@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each rule of the batch cursor by itself: where a stream starts, resumes, restarts and reconnects."""
+
+from __future__ import annotations
+
+from batch_cursor_steps import again, asked, batch, following, live, point, replay
+
+from kvrouter.events.vllm.batch_cursor import Cursor
+from kvrouter.events.vllm.seen_batches import REMEMBERED_BATCHES
+from kvrouter.events.vllm.stream_items import (
+    Batch,
+    Connected,
+    Disconnected,
+    GapClosed,
+    GapLost,
+    GapOpened,
+    Incomplete,
+    Malformed,
+    Proven,
+    ReplayFailed,
+    ReplayFinished,
+    Restarted,
+    ResumePoint,
+    StreamItem,
+    fingerprint,
+)
+
+
+class TestStart:
+    def test_without_replay_the_first_live_batch_is_the_start(self) -> None:
+        cursor = Cursor(replay=False)
+        cursor.connected()
+        assert cursor.request is None
+        assert live(cursor, 7, 8) == [Connected(), batch(7), batch(8)]
+
+    def test_live_batches_wait_for_the_ring(self) -> None:
+        cursor = Cursor(replay=True)
+        assert asked(cursor) is None
+        cursor.connected()
+        assert asked(cursor) == 0
+        assert live(cursor, 4, 5) == [Connected(replaying=True)]
+        assert cursor.held == 2
+        assert replay(cursor, 2, 3, 4) == [*again(2, 3, 4), ReplayFinished(2, 4, 3), batch(5)]
+        assert (cursor.held, cursor.held_bytes) == (0, 0)
+
+    def test_a_ring_that_begins_late_is_no_gap(self) -> None:
+        cursor = Cursor(replay=True)
+        cursor.connected()
+        assert replay(cursor, 90, 91)[1:] == [*again(90, 91), ReplayFinished(90, 91, 2)]
+
+    def test_a_live_batch_before_its_connection_requests_a_replay(self) -> None:
+        cursor = Cursor(replay=True)
+        assert live(cursor, 3) == []
+        assert asked(cursor) == 0
+        number = cursor.request.number if cursor.request else 0
+        cursor.connected()
+        assert cursor.request is not None
+        assert cursor.request.number == number
+        assert replay(cursor, 2, 3) == [Connected(replaying=True), *again(2, 3), ReplayFinished(2, 3, 2)]
+
+    def test_an_empty_ring_makes_0_the_expected_seq(self) -> None:
+        cursor = following()
+        assert live(cursor, 1) == [GapOpened(0, 1)]
+        assert replay(cursor, 0, 1) == [*again(0), GapClosed(0, 1), *again(1), ReplayFinished(0, 1, 2)]
+
+    def test_without_any_answer_the_live_stream_goes_on(self) -> None:
+        cursor = Cursor(replay=True)
+        cursor.connected()
+        live(cursor, 5)
+        cursor.replay_overdue()
+        items = cursor.take()
+        assert isinstance(items[0], ReplayFailed)
+        assert items[1:] == [Incomplete(), batch(5)]
+        assert cursor.degraded
+        assert live(cursor, 6) == [batch(6)]
+
+    def test_a_held_batch_older_than_the_ring_restarts_once(self) -> None:
+        cursor = Cursor(replay=True)
+        cursor.connected()
+        live(cursor, 0)
+        replay(cursor, 3, 4)
+        assert asked(cursor) == 0
+        assert replay(cursor, 3, 4) == [*again(3, 4), ReplayFinished(3, 4, 2)]
+        assert cursor.request is None
+
+
+class TestResume:
+    def test_a_replay_from_the_kept_batch_proves_the_life(self) -> None:
+        cursor = Cursor(replay=True, resume=point(7))
+        cursor.connected()
+        assert asked(cursor) == 7
+        items = replay(cursor, 7, 8, 9)
+        assert items == [Connected(replaying=True), Proven(7, "replay"), *again(8, 9), ReplayFinished(8, 9, 2)]
+        assert live(cursor, 10) == [batch(10)]
+
+    def test_another_batch_under_the_same_seq_is_another_life(self) -> None:
+        cursor = Cursor(replay=True, resume=point(7, "old"))
+        cursor.connected()
+        cursor.take()
+        (restarted,) = replay(cursor, 7, end=False)
+        assert isinstance(restarted, Restarted)
+        assert (restarted.last_seq, restarted.seq) == (7, 7)
+        assert asked(cursor) == 0
+        assert replay(cursor, 0, 1) == [*again(0, 1), ReplayFinished(0, 1, 2)]
+
+    def test_an_empty_replay_means_another_life(self) -> None:
+        cursor = Cursor(replay=True, resume=point(7, "old"))
+        cursor.connected()
+        cursor.take()
+        (restarted,) = replay(cursor)
+        assert isinstance(restarted, Restarted)
+        assert (restarted.last_seq, restarted.seq) == (7, 0)
+        assert replay(cursor, 0) == [*again(0), ReplayFinished(0, 0, 1)]
+
+    def test_a_ring_that_begins_after_the_resume_is_a_lost_gap(self) -> None:
+        cursor = Cursor(replay=True, resume=point(7))
+        cursor.connected()
+        cursor.take()
+        items = replay(cursor, 20, 21)
+        assert isinstance(items[0], GapLost)
+        assert (items[0].first_seq, items[0].next_seq) == (8, 20)
+        assert items[1:] == [*again(20, 21), ReplayFinished(20, 21, 2)]
+
+    def test_the_next_seq_alone_proves_nothing(self) -> None:
+        cursor = Cursor(replay=True, resume=point(7))
+        cursor.connected()
+        cursor.take()
+        items = replay(cursor, 8)
+        assert isinstance(items[0], GapLost)
+        assert (items[0].first_seq, items[0].next_seq) == (8, 8)
+
+    def test_without_an_answer_the_live_stream_decides(self) -> None:
+        for seq, kind in ((8, GapLost), (9, GapLost), (7, Restarted), (0, Restarted)):
+            cursor = Cursor(replay=True, resume=point(7, "old"))
+            cursor.connected()
+            live(cursor, seq)
+            cursor.replay_overdue()
+            items = cursor.take()
+            assert [type(item) for item in items] == [ReplayFailed, kind, Incomplete, Batch]
+
+    def test_batches_held_from_an_old_connection_do_not_follow_an_unproven_replay(self) -> None:
+        cursor = Cursor(replay=True, resume=point(1))
+        cursor.connected()
+        live(cursor, 3)
+        cursor.disconnected()
+        cursor.connected()
+        items = replay(cursor, 2, life="b")
+        assert [item for item in items if isinstance(item, Batch)] == again(2, life="b")
+
+    def test_without_replay_the_next_seq_proves_the_resume(self) -> None:
+        def items(seq: int, life: str = "a") -> list[StreamItem]:
+            return live(Cursor(replay=False, resume=point(7)), seq, life=life)
+
+        assert items(8) == [Proven(7, "next_seq"), batch(8)]
+        lost, late = items(10)
+        assert isinstance(lost, GapLost)
+        assert (lost.first_seq, lost.next_seq, late) == (8, 10, batch(10))
+        restarted, first = items(7, "b")
+        assert isinstance(restarted, Restarted)
+        assert first == batch(7, "b")
+        assert items(7) == []
+
+
+class TestRestart:
+    def test_a_lower_seq_is_a_restart(self) -> None:
+        cursor = following(0, 1, 2)
+        (restarted,) = live(cursor, 0, life="b")
+        assert isinstance(restarted, Restarted)
+        assert (restarted.last_seq, restarted.seq) == (2, 0)
+        assert asked(cursor) == 0
+        assert live(cursor, 1, life="b") == []
+        assert replay(cursor, 0, 1, life="b") == [*again(0, 1, life="b"), ReplayFinished(0, 1, 2)]
+
+    def test_without_replay_the_new_life_starts_at_its_first_batch(self) -> None:
+        cursor = Cursor(replay=False)
+        live(cursor, 5)
+        restarted, first = live(cursor, 2, life="b")
+        assert isinstance(restarted, Restarted)
+        assert first == batch(2, "b")
+        assert live(cursor, 3, life="b") == [batch(3, "b")]
+
+    def test_a_duplicate_is_no_restart(self) -> None:
+        cursor = following(0, 1, 2)
+        assert live(cursor, 1, 2, 0, 3) == [batch(3)]
+
+    def test_a_duplicate_older_than_memory_is_a_restart(self) -> None:
+        cursor = Cursor(replay=False)
+        live(cursor, *range(REMEMBERED_BATCHES + 1))
+        assert live(cursor, 1) == []
+        assert isinstance(live(cursor, 0)[0], Restarted)
+
+
+class TestConnection:
+    def test_a_reconnect_is_proven(self) -> None:
+        cursor = following(0, 1)
+        cursor.disconnected()
+        cursor.connected()
+        assert asked(cursor) == 1
+        assert live(cursor, 3) == [Disconnected(), Connected(replaying=True)]
+        assert replay(cursor, 1, 2) == [Proven(1, "replay"), *again(2), ReplayFinished(2, 2, 1), batch(3)]
+
+    def test_an_idle_publisher_of_another_life_is_detected(self) -> None:
+        cursor = following(0, 1)
+        cursor.disconnected()
+        cursor.connected()
+        cursor.take()
+        assert isinstance(replay(cursor)[0], Restarted)
+        assert replay(cursor, 0, life="b") == [*again(0, life="b"), ReplayFinished(0, 0, 1)]
+
+    def test_without_replay_the_next_seq_is_the_proof(self) -> None:
+        cursor = Cursor(replay=False)
+        cursor.connected()
+        live(cursor, 4)
+        cursor.disconnected()
+        cursor.connected()
+        assert live(cursor, 5, 6)[2:] == [Proven(4, "next_seq"), batch(5), batch(6)]
+
+    def test_held_batches_of_the_lost_connection_never_join_the_new_life(self) -> None:
+        cursor = following(0, 1)
+        live(cursor, 3, 4)
+        cursor.disconnected()
+        cursor.connected()
+        cursor.take()
+        assert isinstance(replay(cursor)[0], Restarted)
+        assert cursor.held == 0
+        assert replay(cursor, 0, 1, 2, life="b")[:-1] == again(0, 1, 2, life="b")
+        assert live(cursor, 3, life="b") == [batch(3, "b")]
+
+    def test_a_gap_outlives_the_connection(self) -> None:
+        cursor = following(0)
+        live(cursor, 3)
+        cursor.disconnected()
+        assert cursor.request is None
+        cursor.connected()
+        cursor.take()
+        assert replay(cursor, 0, 1, 2, 3) == [
+            Proven(0, "replay"),
+            *again(1, 2),
+            GapClosed(1, 3),
+            *again(3),
+            ReplayFinished(1, 3, 3),
+        ]
+
+    def test_only_a_connection_can_be_lost(self) -> None:
+        cursor = Cursor(replay=True)
+        cursor.disconnected()
+        assert cursor.take() == []
+
+
+def test_every_request_has_its_own_number() -> None:
+    cursor = following(0)
+    live(cursor, 3)
+    first = cursor.request
+    replay(cursor, 0, 2, end=False)
+    assert first is not None
+    assert cursor.request is not None
+    assert cursor.request.number != first.number
+
+
+def test_malformed_messages_are_reported() -> None:
+    cursor = Cursor(replay=False)
+    cursor.malformed("two frames")
+    assert cursor.take() == [Malformed("two frames")]
+
+
+def test_answers_without_a_request_are_ignored() -> None:
+    cursor = following(0)
+    assert replay(cursor, 0, 1, 2) == []
+
+
+def test_a_late_batch_of_the_old_life_does_not_continue_the_new_one() -> None:
+    cursor = Cursor(replay=True, resume=ResumePoint(6, fingerprint(b"old 6")))
+    cursor.connected()
+    cursor.replayed(6, b"old 6")
+    cursor.replay_ended()
+    cursor.disconnected()
+    # The monitor's news came first: this was sent before the restart.
+    cursor.live(7, b"old 7")
+    for seq in range(6, 7):
+        cursor.replayed(seq, b"new %d" % seq)
+    for seq in range(7):
+        cursor.replayed(seq, b"new %d" % seq)
+    cursor.replay_ended()
+    handed = [item.payload for item in cursor.take() if isinstance(item, Batch)]
+    assert handed == [b"new %d" % seq for seq in range(7)]

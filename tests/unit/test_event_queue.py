@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queue between the two threads, one step at a time."""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Iterator
+
+import pytest
+from report_peer import fails, removed, said, stored
+
+from kvrouter.engine_patch.reporter.event_queue import EventQueue, EventsDropped, EventsLost, Message
+from kvrouter.events.patch.messages import ReportCleared, ReportStored
+
+
+@pytest.fixture
+def queue() -> Iterator[EventQueue]:
+    queue = EventQueue(2, 3_000, lambda: 5.0)
+    yield queue
+    queue.close()
+
+
+def alarmed(queue: EventQueue) -> bool:
+    return bool(select.select([queue.fileno()], [], [], 0)[0])
+
+
+def test_first_in_first_out(queue: EventQueue) -> None:
+    make = said(stored([1]))
+    queue.put(make, 7)
+    queue.put(make, None)
+    assert len(queue) == 2
+    assert queue.take() == Message(make, 7, 5.0)
+    assert queue.take() == Message(make, None, 5.0)
+    assert queue.take() is None
+
+
+def test_only_a_sleeper_is_woken_and_once(queue: EventQueue) -> None:
+    queue.put(said(), 1)
+    assert not alarmed(queue)
+    assert not queue.begin_wait(), "something waits"
+    queue.end_wait()
+    queue.take()
+    assert queue.begin_wait()
+    queue.put(said(), 2)
+    assert alarmed(queue)
+    queue.put(said(), 3)
+    assert os.read(queue.fileno(), 64) == b"w"
+    queue.end_wait()
+    assert not alarmed(queue)
+    queue.put(said(), 4)
+    assert not alarmed(queue)
+
+
+def test_what_does_not_fit_keeps_its_place_in_a_compact_form(queue: EventQueue) -> None:
+    clear = ReportCleared("CPU")
+    for number in range(2):
+        queue.put(said(), number)
+    queue.put(
+        said(stored([1], runs=[(1, 1)], kind="k", lora_name="l", ownership="o", locality="x"), removed([2]), clear), 2
+    )
+    assert isinstance(queue.take(), Message)
+    queue.put(said(stored([3])), 3)
+    assert isinstance(queue.take(), Message)
+    dropped = queue.take()
+    assert isinstance(dropped, EventsDropped)
+    kept = dropped.events[0]
+    assert isinstance(kept, ReportStored)
+    assert (kept.runs, kept.kind, kept.lora_name, kept.ownership, kept.locality) == ([], None, None, "o", "x")
+    assert dropped.events[2] is clear
+    # Still full when it came.
+    assert isinstance(queue.take(), EventsDropped)
+
+
+def test_one_that_cannot_be_read_is_a_loss_in_its_place(queue: EventQueue) -> None:
+    for make in (said(), said(), fails, said()):
+        queue.put(make, None)
+    kinds = [type(queue.take()) for _ in range(4)]
+    assert kinds == [Message, Message, EventsLost, EventsDropped]
+
+
+def test_beyond_the_bound_all_is_given_up_until_it_is_seen(queue: EventQueue) -> None:
+    for number in range(2):
+        queue.put(said(), number)
+    sized = said(stored(range(50)))
+    for _ in range(4):
+        queue.put(sized, None)
+    assert len(queue) == 1, "three of 912 bytes fit, the fourth does not"
+    queue.put(fails, None)
+    queue.put(sized, None)
+    assert len(queue) == 1
+    lost = queue.take()
+    assert isinstance(lost, EventsLost)
+    assert lost.given_up is not None
+    assert (len(lost.given_up), lost.unread) == (5, 2)
+    # From here on it is as at the start.
+    queue.put(said(), 9)
+    assert isinstance(queue.take(), Message)
+    for _ in range(5):
+        queue.put(sized, None)
+    assert len(queue) == 5
+
+
+def test_what_was_taken_counts_no_more(queue: EventQueue) -> None:
+    sized = said(stored(range(50)))
+    queue.put(said(), 0)
+    queue.put(said(), 1)
+    for _ in range(30):
+        # Two messages stay queued; one of 912 bytes at a time waits behind them.
+        queue.put(sized, None)
+        taken = queue.take()
+        assert isinstance(taken, Message | EventsDropped)
+
+
+def test_nothing_is_raised_after_close() -> None:
+    queue = EventQueue(2, 3_000, lambda: 5.0)
+    queue.begin_wait()
+    queue.close()
+    queue.put(said(), 1)
+    queue.wake()

@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a reporter binds, fails and ends, over real sockets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zmq
+from report_peer import ANY, CATALOG, TIMEOUT_MS, Peer, Plug, eventually, said, start, stored
+
+from kvrouter.engine_patch.reporter import reporter as reporter_module
+from kvrouter.engine_patch.reporter.reporter import Reporter
+from kvrouter.events.transport import binding
+
+FORKING = """
+import os, sys, time, zmq
+sys.path.insert(0, sys.argv[1])
+from report_peer import said, start, stored
+reporter = start(zmq.Context())
+child = os.fork()
+if not child:
+    for number in range(10):
+        reporter.publish(said(stored([number])), number)
+    reporter.close()
+    os._exit(len(reporter._intake))
+_, status = os.waitpid(child, 0)
+reporter.close()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+Context = zmq.Context[zmq.Socket[bytes]]
+
+
+@pytest.fixture(autouse=True)
+def rebinding_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "REBIND_TIMEOUT_S", 0.1)
+
+
+def test_a_turn_that_fails_begins_a_new_epoch_and_ten_end_the_reporter(
+    context: Context, made: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reporter = made()
+    with Peer(context, reporter) as peer:
+        peer.joined(reporter)
+        good = reporter._receive
+        bad = iter([True])
+
+        def receive() -> None:
+            if next(bad, False):
+                raise RuntimeError("broken")
+            good()
+
+        monkeypatch.setattr(reporter, "_receive", receive)
+        assert peer.hello().epoch == f"{1:016x}"
+
+        def broken() -> None:
+            raise RuntimeError("broken")
+
+        monkeypatch.setattr(reporter, "_send_messages", broken)
+        reporter.publish(said(), 1)
+        reporter._thread.join(TIMEOUT_MS / 1_000)
+        assert not reporter._thread.is_alive()
+        # Nothing takes it, so nothing may pile up.
+        waiting = len(reporter._intake)
+        reporter.publish(said(), 2)
+        reporter.declare(CATALOG)
+        assert len(reporter._intake) == waiting
+
+
+def test_a_taken_reports_port_is_replaced_by_a_free_one(context: Context, made: Callable[..., Reporter]) -> None:
+    with context.socket(zmq.PUB) as other:
+        other.bind(ANY)
+        taken = other.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
+        reporter = made(reports=taken)
+        with Peer(context, reporter) as peer:
+            assert peer.hello().reports == reporter.reports_endpoint != taken
+            assert reporter.reports_endpoint.startswith("tcp://127.0.0.1:")
+            peer.joined(reporter)
+
+
+@pytest.mark.parametrize("which", ["requests", "reports"])
+def test_an_endpoint_that_cannot_be_bound_is_an_error(context: Context, which: str) -> None:
+    threads = threading.active_count()
+    with context.socket(zmq.PUB) as other:
+        other.bind("inproc://taken")
+        with pytest.raises(zmq.ZMQError):
+            start(context, **{which: "inproc://taken"})
+    assert threading.active_count() == threads
+
+
+def test_a_successor_binds_the_same_ports(context: Context, made: Callable[..., Reporter]) -> None:
+    first = made()
+    first.close()
+    second = made(requests=first.requests_endpoint, reports=first.reports_endpoint)
+    assert (second.requests_endpoint, second.reports_endpoint) == (first.requests_endpoint, first.reports_endpoint)
+
+
+@pytest.mark.parametrize("scheme", ["ipc", "inproc", "ipv6"])
+def test_ipc_inproc_and_ipv6_endpoints_work(
+    context: Context, made: Callable[..., Reporter], tmp_path: Path, scheme: str
+) -> None:
+    if scheme == "ipv6":
+        requests = reports = "tcp://[::]:*"
+    else:
+        requests, reports = f"{scheme}://{tmp_path}/q", f"{scheme}://{tmp_path}/r"
+    reporter = made(requests=requests, reports=reports)
+    if scheme == "ipv6":
+        reporter.requests_endpoint = reporter.requests_endpoint.replace("[::]", "127.0.0.1")
+        reporter.reports_endpoint = reporter.reports_endpoint.replace("[::]", "127.0.0.1")
+    with Peer(context, reporter) as peer:
+        peer.joined(reporter)
+
+
+def test_close_sends_what_is_queued_and_ends(context: Context, made: Callable[..., Reporter]) -> None:
+    reporter = made()
+    with Peer(context, reporter) as peer:
+        seq = peer.joined(reporter)
+        for number in range(50):
+            reporter.publish(said(stored([number])), number)
+        reporter.close()
+        assert not reporter._thread.is_alive()
+        reporter.close()
+        reporter.publish(said(), 99)
+        reporter.declare(CATALOG)
+        assert [peer.next_events()[0] for _ in range(50)] == list(range(seq, seq + 50))
+        assert len(reporter._intake) == 0
+
+
+def test_close_ends_a_reporter_that_is_busy(
+    context: Context, made: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter_module, "TURN_MESSAGES", 1)
+    reporter = made()
+    plug = Plug(reporter)
+    reporter.publish(said(), 1)
+    closing = threading.Thread(target=reporter.close)
+    closing.start()
+    eventually(lambda: reporter._closing)
+    plug.pull()
+    closing.join()
+    assert not reporter._thread.is_alive()
+
+
+def test_close_does_not_wait_for_a_stuck_thread(
+    context: Context, made: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporter_module, "JOIN_S", 0.01)
+    reporter = made()
+    plug = Plug(reporter)
+    reporter.close()
+    assert reporter._thread.is_alive()
+    plug.pull()
+    monkeypatch.undo()
+
+
+def test_a_terminated_context_ends_the_thread(made: Callable[..., Reporter]) -> None:
+    other: Context = zmq.Context()
+    reporter = made(context=other)
+    # Waits for the thread to close its sockets.
+    other.term()
+    reporter._thread.join(TIMEOUT_MS / 1_000)
+    assert not reporter._thread.is_alive()
+    reporter.publish(said(), 1)
+    reporter.close()
+
+
+def test_a_forked_child_does_nothing() -> None:
+    support = Path(__file__).resolve().parents[1] / "support"
+    done = subprocess.run([sys.executable, "-c", FORKING, str(support)], timeout=TIMEOUT_MS / 1_000, check=False)
+    assert done.returncode == 0
