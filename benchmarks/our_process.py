@@ -28,11 +28,11 @@ from workload import BLOCK_TOKENS, MODEL
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.core.router_core import Core
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore
 from kvrouter.router.redis_client.resp import command
 from kvrouter.router.server.warm_up import warm
-from kvrouter.router.streams.router_core import Core
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.registration import Registration
 

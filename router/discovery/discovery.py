@@ -22,8 +22,8 @@ from kvrouter.router.discovery.candidate import Candidate, completed
 from kvrouter.router.discovery.engine_prober import EngineProber, ProbeRequest
 from kvrouter.router.discovery.reconcile import Name, ReconcilePlan, name_of, plan
 from kvrouter.router.discovery.source import Source
+from kvrouter.router.fleet.fleet import Claims, Fleet
 from kvrouter.router.index.store import StoreError
-from kvrouter.router.streams.fleet import Claims, Fleet
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.engine_answers import EngineAnswers

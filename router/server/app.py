@@ -37,6 +37,7 @@ from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.loading import Origin
 from kvrouter.router.config.settings import Config, without_password
+from kvrouter.router.core.router_core import Core
 from kvrouter.router.discovery.discovery import Discovery
 from kvrouter.router.discovery.sources import sources_of
 from kvrouter.router.index.store import IndexStore, StoreError
@@ -53,7 +54,6 @@ from kvrouter.router.server.listener import bound_socket, port_taken, start_line
 from kvrouter.router.server.sibling_metrics import SiblingMetrics
 from kvrouter.router.server.stopping import Server, stopping_on_signals
 from kvrouter.router.server.warm_up import warm
-from kvrouter.router.streams.router_core import Core
 from kvrouter.router.telemetry.log_format import set_up_logs
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.tokens.engine.client import Engine

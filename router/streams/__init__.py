@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follows the fleet: one stream a worker, leases, and the mirror's updates."""
+"""Follows one worker: its events, its lease, and whether its engine lives."""

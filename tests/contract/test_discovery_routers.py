@@ -24,13 +24,13 @@ from prometheus_client import CollectorRegistry
 from kvrouter.router.common.errors import Conflict
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.core.router_core import Core
 from kvrouter.router.discovery.candidate import Candidate, candidate_of
 from kvrouter.router.discovery.discovery import Discovery
 from kvrouter.router.discovery.kubernetes.api import Access, ClusterApi
 from kvrouter.router.discovery.kubernetes.source import KubernetesSource
 from kvrouter.router.discovery.source import Source
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.streams.router_core import Core
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.registration import Registration

@@ -21,8 +21,8 @@ from prometheus_client import CollectorRegistry
 from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.core.router_core import Core
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.streams.router_core import Core
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 

@@ -24,13 +24,13 @@ from store_server import StoreServer
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.core.router_core import Core
+from kvrouter.router.fleet.assignment import assign_workers
 from kvrouter.router.index import keys
 from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, Lease
 from kvrouter.router.ingest.net_changes import NO_HASHES, ResidencyDelta
 from kvrouter.router.matching.question import Question
 from kvrouter.router.server.warm_up import warm
-from kvrouter.router.streams.assignment import assign_workers
-from kvrouter.router.streams.router_core import Core
 from kvrouter.router.streams.worker_stream import MAX_PENDING_BLOCKS
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.registration import NO_PATCH, Registration

@@ -14,8 +14,8 @@ from kvrouter.events.transport.permits import Permits
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
+from kvrouter.router.fleet.mirror_sync import MirrorSync
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.streams.mirror_sync import MirrorSync
 from kvrouter.router.streams.worker_stream import LeaseLost, WorkerStream
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList

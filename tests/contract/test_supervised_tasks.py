@@ -17,11 +17,11 @@ from prometheus_client import CollectorRegistry
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.core.router_core import Core
+from kvrouter.router.fleet import mirror_sync as following
 from kvrouter.router.index.log_entry import LogEntry
 from kvrouter.router.index.log_follower import _Reader
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.streams import mirror_sync as following
-from kvrouter.router.streams.router_core import Core
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 

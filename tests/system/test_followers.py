@@ -16,7 +16,7 @@ from fleet import check, held, register, rows, until, wait_shared, wait_well
 from router_process import RouterProcess
 from store_server import StoreServer
 
-from kvrouter.router.streams.heartbeat import VERSION, Heartbeat, encode_heartbeat
+from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, encode_heartbeat
 
 ENGINES = 4
 RATE = 2_000.0

@@ -43,7 +43,9 @@ ROOMS: dict[str, dict[str, str]] = {
         "load": "What is in flight where, and how fast each worker is.",
         "placement": "Which worker gets a request, why, and the reservation.",
         "tokens": "From a client's text to the engine's token ids.",
-        "streams": "Follows the fleet: one stream a worker, leases, and the mirror's updates.",
+        "streams": "Follows one worker: its events, its lease, and whether its engine lives.",
+        "fleet": "Which workers there are, which router follows each, and the mirror of all.",
+        "core": "The router without its HTTP: questions answered, and how everything is.",
         "quality": "What was predicted beside what engines delivered.",
         "proxy": "An OpenAI request to an engine, and its answer back.",
         "api": "The HTTP API, one module a resource.",
@@ -157,12 +159,12 @@ def test_no_modules_import_each_other() -> None:
 
 
 def test_the_check_itself_sees_a_run_back() -> None:
-    assert violations("router", "kvcache.gpu_hit", "kvrouter.router.streams.router_core")
+    assert violations("router", "kvcache.gpu_hit", "kvrouter.router.core.router_core")
     assert violations("events", "vllm.codec", "kvrouter.router.common.ids")
     assert violations("events", "vllm.codec", "kvrouter.events.patch.decode")
     assert violations("simulator", "cache.pool", "kvrouter.router.kvcache.block_hash")
     assert violations("events", "vllm.codec", "numba")
-    assert violations("router", "streams.router_core", "kvrouter.router.kvcache.gpu_hit") is None
+    assert violations("router", "core.router_core", "kvrouter.router.kvcache.gpu_hit") is None
 
 
 @pytest.mark.parametrize("library", OFFLOAD_WITH)

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvrouter.router.streams.heartbeat import MAX_HEARTBEAT_BYTES, VERSION, Heartbeat, encode_heartbeat
-from kvrouter.router.streams.membership import HEARD_S, INTERVAL_S, MAX_ROUTERS, UNPROVEN_LOOKS, Membership
+from kvrouter.router.fleet.heartbeat import MAX_HEARTBEAT_BYTES, VERSION, Heartbeat, encode_heartbeat
+from kvrouter.router.fleet.membership import HEARD_S, INTERVAL_S, MAX_ROUTERS, UNPROVEN_LOOKS, Membership
 
 TTL_S = 1.5
 GONE_LOOKS = round(TTL_S / INTERVAL_S)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.streams.assignment import assign_workers
+from kvrouter.router.fleet.assignment import assign_workers
 
 WORKERS = st.lists(
     st.builds(WorkerKey, st.sampled_from(["m", "\ud800"]), st.text(max_size=3), st.integers(0, 3)), max_size=40

@@ -24,15 +24,15 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.cautions import evicting, open_to_all
 from kvrouter.router.config.settings import Config
+from kvrouter.router.core.worker_report import count_worker, worker_status
+from kvrouter.router.fleet.fleet import Fleet
+from kvrouter.router.fleet.mirror_sync import MirrorSync
 from kvrouter.router.index.store import IndexStore, StoreError
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.question import Hit, Question, filter_hits
 from kvrouter.router.matching.routing_history import RoutingHistory, approximate_hit, pieces_of
-from kvrouter.router.streams.fleet import Fleet
-from kvrouter.router.streams.mirror_sync import MirrorSync
-from kvrouter.router.streams.worker_report import count_worker, worker_status
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList

@@ -18,11 +18,11 @@ import msgspec
 from kvrouter.router.common.errors import Conflict, HostNotAllowed
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.fleet.assignment import assign_workers
+from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, encode_heartbeat
+from kvrouter.router.fleet.membership import INTERVAL_S, Membership
 from kvrouter.router.index import keys, registry
 from kvrouter.router.index.store import IndexStore, StoredValueError, StoreError, WorkerImage
-from kvrouter.router.streams.assignment import assign_workers
-from kvrouter.router.streams.heartbeat import VERSION, Heartbeat, encode_heartbeat
-from kvrouter.router.streams.membership import INTERVAL_S, Membership
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList

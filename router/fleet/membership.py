@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvrouter.router.common.escaping import printable
-from kvrouter.router.streams.heartbeat import Heartbeat, decode_heartbeat
+from kvrouter.router.fleet.heartbeat import Heartbeat, decode_heartbeat
 
 # One heartbeat and one look at all others.
 INTERVAL_S = 0.25

@@ -8,8 +8,8 @@ import contextlib
 import msgspec
 
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.fleet.mirror_sync import MirrorSync
 from kvrouter.router.ingest.patch_ingest import PatchIngest
-from kvrouter.router.streams.mirror_sync import MirrorSync
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metrics import RESYNCS, Metrics
 from kvrouter.router.workers.stream_state import HEARD

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router without its HTTP: questions answered, and how everything is."""
