@@ -32,6 +32,7 @@ from kvrouter.engine_patch.offload.disk.format.manifest import Entry
 from kvrouter.engine_patch.offload.disk.format.record_store import RecordOutcome, Result
 from kvrouter.engine_patch.offload.disk.health import RETRY_S, Health, State
 from kvrouter.engine_patch.offload.disk.incident_log import DROPPED, IncidentLog
+from kvrouter.engine_patch.offload.disk.job_queue import JobQueue
 from kvrouter.engine_patch.offload.disk.view import ManifestLook, View
 from kvrouter.engine_patch.offload.key import OffloadKey
 
@@ -79,7 +80,9 @@ class DiskReader:
         self.record_bytes = identity.record_bytes
         self._slot_bytes_of = slot_bytes_of
         self._view = View(folder, identity, files or FileOps())
-        self._make_executor = executor or functools.partial(IoThreads, threads, max_queued, "kv-disk")
+        self._jobs: JobQueue[_Job, Result] = JobQueue(
+            executor or functools.partial(IoThreads, threads, max_queued, "kv-disk")
+        )
         self._log = log or logging.getLogger("vllm.kvrouter.offload")
         self._where = str(folder / identity.folder_name())
         self._health = Health(self._where, self._log, clock, retry_s)
@@ -98,12 +101,8 @@ class DiskReader:
         # Whether what is held is announced.
         self._visible = False
         self._changes: list[KeyChange] = []
-        self._jobs: dict[int, _Job] = {}
-        self._next_job = 0
         # Grows with each reset: reads of before it are void.
         self._life = 0
-        # What threads have done; all that they share with the caller's thread.
-        self._done: deque[tuple[int, Result]] = deque()
         self._looks: deque[tuple[float, ManifestLook]] = deque()
         self._looking = False
         self._look_at_s = 0.0
@@ -114,7 +113,7 @@ class DiskReader:
         Once."""
         if self._health.state is not State.NEW:
             raise ValueError(f"the disk tier was opened before and is {self._health.state}: make another one")
-        self._executor = self._make_executor()
+        self._jobs.open()
         self._health.become(State.ON)
         self._look()
         self._take_looks()
@@ -159,27 +158,24 @@ class DiskReader:
 
     def read(self, key: OffloadKey, slot: int) -> bool:
         """Queues a read into the slot's bytes; whether it was: the key is there and the queue has room."""
-        if not self.holds(key) or not self._executor.has_room(True):
+        if not self.holds(key) or not self._jobs.has_room(True):
             return False
         entry = self._held[key]
         into = self._slot_bytes_of(slot).cast("B")[: self.record_bytes]
-        self._jobs[self._next_job] = _Job(key, slot, entry, self._life)
-        work = functools.partial(_read, self._done, self._next_job, self._view, entry, into)
-        self._executor.submit(work, True)
-        self._next_job += 1
+        work = functools.partial(self._view.read, entry, into)
+        self._jobs.submit(_Job(key, slot, entry, self._life), work, True)
         return True
 
     def poll(self) -> list[Finished]:
         """What is over since the last call; asks for the next look when it is due."""
-        while self._done:
-            number, result = self._done.popleft()
-            self._have_read(self._jobs.pop(number), result)
+        for job, result in self._jobs.ended():
+            self._have_read(job, result)
         self._take_looks()
         self._incidents.tick()
         open_now = self.state in (State.ON, State.OFF)
-        if open_now and not self._looking and self._clock() >= self._look_at_s and self._executor.has_room(False):
+        if open_now and not self._looking and self._clock() >= self._look_at_s and self._jobs.has_room(False):
             # Not urgent: after the reads, which requests wait for.
-            self._looking = self._executor.submit(self._look, False)
+            self._looking = self._jobs.executor.submit(self._look, False)
         finished, self._finished = self._finished, []
         return finished
 
@@ -199,12 +195,10 @@ class DiskReader:
         """Waits for the read that each thread is in the middle of; what is queued ends as not ok, for `poll` to
         tell."""
         if self.state in (State.ON, State.OFF):
-            self._executor.close()
-            for job in self._jobs.values():
+            left = self._jobs.close()
+            for job in [*(job for job, _ in self._jobs.ended()), *left]:
                 self.counters.abandoned += 1
                 self._finished.append(Finished(READ, job.key, job.slot, False))
-            self._jobs.clear()
-            self._done.clear()
             self._visible = False
         self._health.become(State.CLOSED)
 
@@ -319,8 +313,3 @@ class DiskReader:
         elif self._health.failed(reason):
             # Nobody shall count on what cannot be read.
             self._hide()
-
-
-def _read(done: deque[tuple[int, Result]], number: int, view: View, entry: Entry, into: memoryview) -> None:
-    """In an I/O thread, which knows nothing of the tier."""
-    done.append((number, view.read(entry, into)))

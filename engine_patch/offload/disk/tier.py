@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +32,7 @@ from kvrouter.engine_patch.offload.disk.format.record_store import Found, Record
 from kvrouter.engine_patch.offload.disk.format.records import stride_bytes
 from kvrouter.engine_patch.offload.disk.health import RETRY_S, Health, Permit, State
 from kvrouter.engine_patch.offload.disk.incident_log import DROPPED, NOT_WRITTEN, IncidentLog
+from kvrouter.engine_patch.offload.disk.job_queue import JobQueue
 from kvrouter.engine_patch.offload.disk.record_table import RecordTable, Room
 from kvrouter.engine_patch.offload.key import OffloadKey
 
@@ -106,7 +106,9 @@ class DiskTier:
         self._slot_bytes_of = slot_bytes_of
         self._option = option
         self._files = files or FileOps()
-        self._make_executor = executor or functools.partial(IoThreads, threads, max_queued, "kv-disk")
+        self._jobs: JobQueue[_Job | _Chore, Result] = JobQueue(
+            executor or functools.partial(IoThreads, threads, max_queued, "kv-disk")
+        )
         self._log = log or logging.getLogger("vllm.kvrouter.offload")
         where = str(folder / identity.folder_name())
         self._health = Health(where, self._log, clock, retry_s)
@@ -116,13 +118,9 @@ class DiskTier:
         self._writing: set[OffloadKey] = set()
         self._changes: list[KeyChange] = []
         self._generation = 0
-        # Under way, by number.
-        self._jobs: dict[int, _Job] = {}
-        self._next_job = 0
-        # What threads have done, in the order in which they have; the one thing that they share with the caller's
-        # thread.
-        self._done: deque[tuple[int | _Chore, Result]] = deque()
         self._finished: list[Finished] = []
+        # How many of the jobs are chores.
+        self._chores = 0
         self._on_trial = False
         # After a clear: its write is not on the medium yet; it could not even be written.
         self._sync_wanted = False
@@ -147,7 +145,7 @@ class DiskTier:
         self.counters.corrupt += found.corrupt
         self._incidents.found_at_start(found.corrupt)
         self.counters.evicted += found.evicted
-        self._executor = self._make_executor()
+        self._jobs.open()
         self._health.become(State.ON)
         return [key for key, _ in found.held]
 
@@ -168,7 +166,7 @@ class DiskTier:
     @property
     def pending(self) -> int:
         """Reads and writes that `poll` has not told yet."""
-        return len(self._jobs) + len(self._finished)
+        return len(self._jobs) - self._chores + len(self._finished)
 
     @property
     def records(self) -> int:
@@ -211,19 +209,19 @@ class DiskTier:
         job = _Job(WRITE, key, slot, room.record, self._generation, room.grows)
         work = functools.partial(self._store.write, key, room.record, self._generation, self._next_seq, data)
         self._next_seq += 1
-        self._submit(job, work)
+        self._jobs.submit(job, work, False)
         return True
 
     def read(self, key: OffloadKey, slot: int) -> bool:
         """Queues a read into the slot's bytes; whether it was: the key is there and the queue has room."""
         index = self._table.get(key)
-        if index is None or not self._readable or not self._executor.has_room(True):
+        if index is None or not self._readable or not self._jobs.has_room(True):
             return False
         into = self._bytes_of(slot)
         self._table.touch(key)
         self._table.pin(index)
         job = _Job(READ, key, slot, index, self._generation, False)
-        self._submit(job, functools.partial(self._store.read, key, index, self._generation, into))
+        self._jobs.submit(job, functools.partial(self._store.read, key, index, self._generation, into), True)
         return True
 
     def poll(self) -> list[Finished]:
@@ -264,12 +262,13 @@ class DiskTier:
 
         What is there stays for the next process."""
         if self.state in _OPEN:
-            self._executor.close()
+            left = self._jobs.close()
             self._process()
-            for job in self._jobs.values():
-                self.counters.abandoned += 1
-                self._finished.append(Finished(job.kind, job.key, job.slot, False))
-            self._jobs.clear()
+            for job in left:
+                if isinstance(job, _Job):
+                    self.counters.abandoned += 1
+                    self._finished.append(Finished(job.kind, job.key, job.slot, False))
+            self._chores = 0
             if self._sync_wanted:
                 # The last chance for a clear; nobody is left to be told.
                 self._store.trial(None)
@@ -303,21 +302,16 @@ class DiskTier:
 
     def _room(self) -> Room | None:
         """A record to write now, None when nothing may be written."""
-        if not self._readable or not self._executor.has_room(False):
+        if not self._readable or not self._jobs.has_room(False):
             return None
         permit = self._health.permit()
         return None if permit is Permit.NONE else self._table.room(permit is Permit.GROW)
-
-    def _submit(self, job: _Job, work: Callable[[], Result]) -> None:
-        self._jobs[self._next_job] = job
-        self._executor.submit(functools.partial(_run, self._done, self._next_job, work), job.kind == READ)
-        self._next_job += 1
 
     def _do_chores(self) -> None:
         """A trial of a disk that is off, and the sync after a clear: each when it is due and the queue has room."""
         trial = self.state is State.OFF and not self._on_trial and self._health.trial_due()
         sync = self._readable and self._sync_wanted
-        if not (trial or sync) or not self._executor.has_room(True):
+        if not (trial or sync) or not self._jobs.has_room(True):
             return
         work: Callable[[], Result] = self._store.sync
         if trial:
@@ -326,15 +320,15 @@ class DiskTier:
             work = functools.partial(self._store.trial, None if oldest is None else self._table.get(oldest))
         else:
             self._sync_wanted = False
-        self._executor.submit(functools.partial(_run, self._done, _Chore(trial, self._generation), work), True)
+        self._chores += 1
+        self._jobs.submit(_Chore(trial, self._generation), work, True)
 
     def _process(self) -> None:
-        while self._done:
-            ticket, result = self._done.popleft()
-            if isinstance(ticket, _Chore):
-                self._chore_ended(ticket, result)
+        for job, result in self._jobs.ended():
+            if isinstance(job, _Chore):
+                self._chores -= 1
+                self._chore_ended(job, result)
                 continue
-            job = self._jobs.pop(ticket)
             ok = self._wrote(job, result) if job.kind == WRITE else self._have_read(job, result)
             self._finished.append(Finished(job.kind, job.key, job.slot, ok))
 
@@ -404,8 +398,3 @@ class DiskTier:
     def _tell(self, stored: bool, key: OffloadKey) -> None:
         if self._readable:
             self._changes.append(KeyChange(stored, key))
-
-
-def _run(done: deque[tuple[int | _Chore, Result]], ticket: int | _Chore, work: Callable[[], Result]) -> None:
-    """In an I/O thread, which knows nothing of the tier."""
-    done.append((ticket, work()))
