@@ -2,8 +2,8 @@
 """Places prompts: chooses the worker, and counts the load there from that moment until it ends.
 
 Belongs to one asyncio loop; `choose` and `reserve` are synchronous and do no I/O. Where a prompt goes is
-`decider.py`'s, who waits while all are saturated `admission_queue.py`'s; this keeps the load, also that of the other
-processes.
+`decider.py`'s, who waits while all are saturated `admission_queue.py`'s, what is under way `reservations.py`'s; this
+joins them, and shares the load with the other processes.
 """
 
 from __future__ import annotations
@@ -27,21 +27,16 @@ from kvrouter.router.load.worker_load import Correction, LoadModel, WorkerBacklo
 from kvrouter.router.placement.admission_queue import RETRY_AFTER_S, AdmissionQueue
 from kvrouter.router.placement.choose import Choice
 from kvrouter.router.placement.decider import NOBODY, Decider, HitSource
-from kvrouter.router.placement.placement_request import Placement, PlacementRequest, PrefillPart
+from kvrouter.router.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.placement.reservations import Reservations
 from kvrouter.router.placement.selections import SELECTION_TTL_S, Selected, Selections
 from kvrouter.router.redis_client.cluster import Servers
 from kvrouter.router.telemetry.metrics import Metrics
-from kvrouter.router.workers.stream_state import StreamState
 
 # Models whose problems one answer names.
 MODELS_SHOWN = 8
 # The most that a client is told to wait by what is queued.
 RETRY_AFTER_MAX_S = 30.0
-# Of an answer whose length is not known: half of it is there on average while it is decoded.
-USUAL_OUTPUT_TOKENS = 512
-LIVE = StreamState.LIVE.value
-# A reservation's part at the prefill worker; no client's id has a slash.
-PREFILL_PART = "/prefill"
 
 
 class WorkerLoadView(msgspec.Struct, frozen=True):
@@ -79,8 +74,7 @@ class Placer:
         self._metrics = metrics
         self._clock = clock
         self.new_id = new_id
-        self._table = LoadTable()
-        self.weights = LoadModel(self._table, config.saturation_tokens)
+        self.weights = LoadModel(LoadTable(), config.saturation_tokens)
         self._decider = Decider(
             fleet,
             self.weights,
@@ -91,7 +85,9 @@ class Placer:
             prefillers=prefillers,
         )
         self._selections = Selections()
-        self._placements: dict[str, Placement] = {}
+        self._reservations = Reservations(
+            self.weights, self._decider, metrics=metrics, clock=clock, changed=self._touched, freed=self._freed
+        )
         supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
         self._line = AdmissionQueue(self.reserve, self.tick, config, metrics, clock, supervisor)
         self._share: LoadShare | None = None
@@ -102,7 +98,7 @@ class Placer:
                 process=process,
                 clock=clock,
                 rng=rng,
-                end_here=self._end_here,
+                end_here=self._reservations.end,
                 changed=self._line.look_soon,
                 supervisor=supervisor,
             )
@@ -116,8 +112,6 @@ class Placer:
         await self._line.stop()
         if self._share is not None:
             await self._share.stop()
-
-    # -- choosing
 
     def takers(self, models: Iterable[str]) -> list[WorkerKey]:
         """Who would take a prompt of any of these models now, wherever it is asked for. Raises NoWorker where nobody
@@ -164,7 +158,7 @@ class Placer:
             )
         if prefill_tokens is not None:
             choice = msgspec.structs.replace(choice, prefill_tokens=prefill_tokens)
-        placement = self._book(
+        placement = self._reservations.book(
             ask.selection_id or self.new_id(), choice, names, ask.question.num_tokens, ask.max_tokens, now
         )
         self._decider.record_choice(ask, choice, names, now, PENDING_TTL_S)
@@ -181,35 +175,17 @@ class Placer:
                 f"no selection {printable(selection_id)!r} to reserve: it was reserved before, has expired, never was made here, "
                 "or its worker is gone; send worker_id and the prompt, or use /select_and_reserve"
             )
-        placement = self._book(
+        placement = self._reservations.book(
             selection_id, selected.choice, selected.names, selected.num_tokens, selected.max_tokens, now
         )
         self._selections.drop(selection_id)
         self._decider.mark_pending(selected.choice.hit.worker, selected.names, now)
         return placement
 
-    def _book(
-        self, selection_id: str, choice: Choice, names: list[int], num_tokens: int, max_tokens: int | None, now: float
-    ) -> Placement:
-        output_tokens = min(max_tokens if max_tokens is not None else USUAL_OUTPUT_TOKENS, USUAL_OUTPUT_TOKENS)
-        placement = Placement(self, selection_id, choice, names, num_tokens, now)
-        self._count(selection_id, choice, num_tokens + output_tokens // 2, now)
-        self._placements[selection_id] = placement
-        self.weights.typical(choice.prefill_tokens, num_tokens)
-        if choice.prefill is not None:
-            self._begin_prefill(placement, choice.prefill, now)
-        self._touched()
-        return placement
-
     async def place(self, ask: PlacementRequest) -> Placement:
         """As `reserve`, and waits in line while all are saturated. Raises QueueFull, and Saturated when its time is
         over."""
         return await self._line.place(ask)
-
-    def _count(self, reservation_id: str, choice: Choice, decode_tokens: int, now: float) -> None:
-        dropped = self._table.reserve(reservation_id, choice.hit.worker, choice.prefill_tokens, decode_tokens, now)
-        self._forget(dropped, "no_room")
-        self._metrics.reservations.inc()
 
     def _decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, list[int]]:
         choice, names = self._decider.decide(ask, now, anyway=anyway)
@@ -221,99 +197,6 @@ class Placer:
         drain_s = self.weights.drain_s(worker, self.weights.burden(worker).queued_tokens // 2)
         return RETRY_AFTER_S if drain_s is None else min(max(drain_s, RETRY_AFTER_S), RETRY_AFTER_MAX_S)
 
-    # -- prefill elsewhere
-
-    def _begin_prefill(self, placement: Placement, there: Choice, now: float) -> None:
-        part = placement.prefill = PrefillPart(placement.selection_id + PREFILL_PART, there, now)
-        placement.predicted_tokens = there.hit.disk
-        # It holds the prompt until it is fetched; nothing is decoded there.
-        self._count(part.reservation_id, there, 0, now)
-
-    def handed_over(self, placement: Placement) -> None:
-        """See `Placement.handed_over`."""
-        part = placement.prefill
-        if part is None:
-            return
-        now = self._clock()
-        placement.prefilled_at = part.worker
-        self._decider.computed(part.worker, placement.names, now)
-        self._learn(part.choice, placement.num_tokens, now - part.placed_s)
-        self._end_prefill(placement, now)
-        # From now on it is the decode worker's; until now its engine may have said that it is idle.
-        self._table.renew(placement.selection_id, now)
-        self._decider.mark_pending(placement.worker, placement.names, now)
-        self._freed()
-
-    def prefill_failed(self, placement: Placement, ask: PlacementRequest | None) -> None:
-        """See `Placement.prefill_failed`."""
-        part = placement.prefill
-        if part is None:
-            return
-        now = self._clock()
-        self._decider.failed(part.worker, placement.names, now)
-        self._end_prefill(placement, now)
-        there = None if ask is None else self._decider.another_prefill(ask, placement.choice, now)
-        if there is not None:
-            self._decider.mark_pending(there.hit.worker, placement.names, now)
-            self._begin_prefill(placement, there, now)
-        else:
-            placement.predicted_tokens = placement.choice.hit.disk
-            self._table.renew(placement.selection_id, now, prefill_tokens=placement.choice.alone_tokens)
-            self._decider.mark_pending(placement.worker, placement.names, now)
-        self._freed()
-
-    def _end_prefill(self, placement: Placement, now: float) -> None:
-        part, placement.prefill = placement.prefill, None
-        if part is not None and self._table.release(part.reservation_id, now):
-            self._metrics.reservations_released.inc()
-
-    # -- ending
-
-    def first_token(self, placement: Placement) -> None:
-        """See `Placement.first_token`."""
-        if not placement.prefilling:
-            return
-        placement.prefilling = False
-        now = placement.told_s = self._clock()
-        if (part := placement.prefill) is not None:
-            # Whoever asked both did not say when the first one was done.
-            placement.prefilled_at = part.worker
-            self._decider.computed(part.worker, placement.names, now)
-            self._decider.mark_pending(placement.worker, placement.names, now)
-            self._end_prefill(placement, now)
-        elif placement.prefilled_at is None:
-            self._learn(placement.choice, placement.num_tokens, now - placement.placed_s)
-        self._table.prefill_done(placement.selection_id, now)
-        self._decider.computed(placement.worker, placement.names, now)
-        self._freed()
-
-    def done(self, placement: Placement, output_tokens: int | None) -> None:
-        """See `Placement.done`."""
-        if self._placements.pop(placement.selection_id, None) is None:
-            return
-        now = self._clock()
-        self._table.release(placement.selection_id, now)
-        if placement.prefilling:
-            # It may never have come to computing the prefix.
-            placement.prefilling = False
-            self._decider.failed(placement.worker, placement.names, now)
-            if placement.prefill is not None:
-                self._decider.failed(placement.prefill.worker, placement.names, now)
-                self._end_prefill(placement, now)
-        elif output_tokens is not None and placement.told_s is not None:
-            self.weights.rates_of(placement.worker).decoded(output_tokens - 1, now - placement.told_s)
-        self._metrics.reservations_released.inc()
-        self._freed()
-
-    def _learn(self, choice: Choice, num_tokens: int, seconds: float) -> None:
-        """How long a worker took for a prompt of so many tokens, from being asked to its first token."""
-        hit = choice.hit
-        # Where siblings were being computed, or a disk was read, the time is not that of the prompt's own tokens.
-        if hit.state != LIVE or hit.approximate or hit.disk > hit.cpu or choice.prefill_tokens < num_tokens - hit.disk:
-            return
-        rates = self.weights.rates_of(hit.worker)
-        rates.first_token(num_tokens - hit.disk, hit.cpu - hit.gpu, choice.queued_tokens, seconds)
-
     async def prefill_complete(self, selection_id: str) -> None:
         """The prefill of a reservation of any process is over. Raises UnknownSelection, StoreDown."""
         await self._end(selection_id, PREFILL_COMPLETE)
@@ -323,31 +206,12 @@ class Placer:
         await self._end(selection_id, RELEASE)
 
     async def _end(self, selection_id: str, how: str) -> None:
-        if self._end_here(selection_id, how):
+        if self._reservations.end(selection_id, how):
             return
         if self._share is None or not await self._share.end_elsewhere(selection_id, how):
             raise UnknownSelection(
                 f"no reservation {printable(selection_id)!r}: it was released, has expired, or never was made"
             )
-
-    def _end_here(self, selection_id: str, how: str) -> bool:
-        placement = self._placements.get(selection_id)
-        if placement is None:
-            return False
-        if how == PREFILL_COMPLETE:
-            placement.first_token()
-        else:
-            placement.done()
-        return True
-
-    def _forget(self, reservation_ids: Iterable[str], how: str) -> None:
-        for reservation_id in reservation_ids:
-            placement = self._placements.pop(reservation_id, None)
-            if placement is not None:
-                self._end_prefill(placement, self._clock())
-            self._metrics.reservations_ended.labels(how).inc()
-
-    # -- load
 
     def engine_said(self, worker: WorkerKey, said: EngineLoad) -> None:
         """An engine told its load to this process."""
@@ -406,7 +270,7 @@ class Placer:
         """Once in a while: what is too old ends, and the numbers are shown."""
         now = self._clock()
         workers = list(self._fleet.workers())
-        self._forget(self._table.expire(now), "expired")
+        self._reservations.expire(now)
         self.weights.tick(workers, now)
         self._decider.expire(now)
         self._selections.expire(now)
@@ -418,8 +282,8 @@ class Placer:
     def _measure(self, workers: Iterable[WorkerKey]) -> None:
         metrics = self._metrics
         metrics.load_known.set(0 if self._share is not None and self._share.problem is not None else 1)
-        metrics.load_routers.set(1 + self._table.others)
-        metrics.reservations_held.set(len(self._table))
+        metrics.load_routers.set(1 + self.weights.table.others)
+        metrics.reservations_held.set(len(self.weights.table))
         for worker in workers:
             burden, label = self.weights.burden(worker), metrics.worker_label(worker)
             metrics.load_queued_tokens.labels(label).set(burden.queued_tokens)
