@@ -25,10 +25,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "chaos"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 from harness.engines import Engine
-from harness.faults import Scene
 from harness.history import Life
 from harness.process_router import ProcessRouter
 from harness.process_schedule import STORE_HANGS, ProcessSchedule, _true_hit
+from harness.scene import Scene
 from harness.stage import LIVE
 
 RESULTS = Path(__file__).parent / "results" / "store_hang.json"

@@ -22,8 +22,9 @@ from kvrouter.router.matching.question import Question
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.registration import NO_PATCH, CatalogSpec, Registration
 
-from .engines import MODEL, Engine, Kind
+from .engines import MODEL, Engine
 from .history import Place
+from .shape import Kind
 
 LEASE_S = 2.0
 # Shorter than the default, so that a replay that does not come costs a schedule little; longer than our own loop ever

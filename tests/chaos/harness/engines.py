@@ -13,8 +13,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 from typing import Any
 
 import zmq
@@ -23,9 +22,6 @@ from wire import Wire
 from kvrouter.engine_patch.reporter.reporter import Reporter
 from kvrouter.engine_patch.setup.settings import ReporterSettings
 from kvrouter.events.patch.messages import (
-    DeclaredCatalog,
-    DeclaredGroup,
-    HashExample,
     ReportCleared,
     ReportEvent,
     ReportRemoved,
@@ -43,6 +39,7 @@ from kvrouter.simulator.http.event_stream import to_wire
 from .history import Held, History, Life, Place
 from .publisher import ANY_PORT, ChaosPublisher
 from .pulse import PulseServer
+from .shape import Kind, Shape
 from .tiers import Moved, Tiers, short
 
 # Between two looks at requests for a replay: vLLM needs up to 100 ms.
@@ -55,34 +52,9 @@ CHUNK_TOKENS = 64
 SPEAK_EVERY_S = 1.0
 RESET_SHARE = 0.01
 OFFLOAD_SHARE = 0.5
-# Other prompts share a prefix with their like, so that blocks are reused, doubled and evicted.
-FAMILIES, PROMPTS = 4, 24
 MODEL = "chaos"
 
 Context = zmq.Context[zmq.Socket[bytes]]
-
-
-class Kind(StrEnum):
-    """What an engine offers a router that missed something."""
-
-    STOCK = "stock"
-    PLAIN = "plain"
-    PATCHED = "patched"
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Sizes of an engine, in blocks and batches."""
-
-    geometry: Geometry
-    gpu_blocks: int
-    cpu_blocks: int
-    disk_blocks: int
-    ring: int = 10_000
-    hwm: int = 100_000
-    report_queue: int = 100_000
-    # Whether its HTTP address is known to the router.
-    http: int = 0
 
 
 class ProxiedReporter(Reporter):
@@ -129,7 +101,7 @@ class Engine:
         self._task: asyncio.Task[None] | None = None
         self._failed: BaseException | None = None
         self._hash_seed = DEFAULT_SEED
-        self.prompts = _prompts(rng, shape)
+        self.prompts = shape.prompts(rng)
         self._hashes: dict[tuple[int, ...], list[bytes]] = {}
 
     @property
@@ -229,7 +201,7 @@ class Engine:
             new_epoch=lambda: secrets.token_hex(8),
             patch_version="chaos",
         )
-        self.reporter.declare(_catalog(self.shape, self._hash_seed))
+        self.reporter.declare(self.shape.catalog(self._hash_seed))
         self._report_life = self.history.begin("reports")
         self.requests.target = _port(self.reporter.requests_endpoint)
         self.reports.target = _port(self.reporter.bound)
@@ -239,7 +211,7 @@ class Engine:
         blocks_a_group = self.shape.gpu_blocks // len(self.shape.geometry.groups)
         self.shape = replace(self.shape, geometry=geometry, gpu_blocks=blocks_a_group * len(geometry.groups))
         self._hash_seed = hash_seed
-        self.prompts = _prompts(self._rng, self.shape)
+        self.prompts = self.shape.prompts(self._rng)
         self._hashes.clear()
 
     def stall(self, stalled: bool) -> None:
@@ -368,37 +340,6 @@ def _report_move(move: Moved) -> ReportEvent:
     if move.stored:
         return ReportStored(packed, move.group_idx, move.medium, 0, ownership=move.owner)
     return ReportRemoved(packed, move.group_idx, move.medium, ownership=move.owner)
-
-
-def _catalog(shape: Shape, hash_seed: str) -> DeclaredCatalog:
-    geometry = shape.geometry
-    size = geometry.hash_block_size
-    tokens = list(range(size))
-    example: list[bytes] = []
-    extend_hashes(example, tokens, size, root_hash(hash_seed))
-    classes = {group_idx: number for number, ids in enumerate(geometry.classes) for group_idx in ids}
-    return DeclaredCatalog(
-        groups=[
-            DeclaredGroup(i, group.kind, group.block_size, group.sliding_window, spec_class=classes[i])
-            for i, group in enumerate(geometry.groups)
-        ],
-        hash_block_size=size,
-        scheduler_block_size=geometry.scheduler_block_size,
-        align=geometry.scheduler_block_size,
-        partial_hits=False,
-        hash_algo="sha256",
-        none_hash=root_hash(hash_seed).hex(),
-        hash_example=HashExample(tokens, short(example[0])),
-        offload_blocks_per_chunk=1,
-    )
-
-
-def _prompts(rng: random.Random, shape: Shape) -> list[list[int]]:
-    size = shape.geometry.scheduler_block_size
-    families = [[rng.randrange(30_000) for _ in range(size * rng.randint(1, 4))] for _ in range(FAMILIES)]
-    return [
-        rng.choice(families) + [rng.randrange(30_000) for _ in range(rng.randint(1, size * 5))] for _ in range(PROMPTS)
-    ]
 
 
 def _port(endpoint: str) -> int:

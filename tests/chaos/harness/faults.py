@@ -4,21 +4,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from kvrouter.simulator.cache.hashing import DEFAULT_SEED
 from kvrouter.simulator.cache.shapes import gemma3, gpt_oss, llama, qwen3_next
 
-from .core_router import CoreRouter
-from .engines import Engine, Kind
+from .engines import Engine
 from .publisher import Replay
-from .valkey import Valkey
+from .scene import LONG_S, SHORT_S, Fault, Scene
+from .shape import Kind
 
-# Longer than a dead connection takes to be noticed where the kernel says so, and than the router's replay timeout.
-SHORT_S, LONG_S = 0.2, 1.5
 # Far longer than leases, than any timeout, and than doubt is credited.
 SILENT_S = 30.0
 # Longer than ZMQ's longest pause between two connections.
@@ -36,38 +32,8 @@ LAYOUTS = (
 )
 HASH_SEEDS = (DEFAULT_SEED, "0")
 
-
-@dataclass(slots=True)
-class Scene:
-    """What faults may touch."""
-
-    rng: random.Random
-    engines: list[Engine]
-    valkey: Valkey
-    # None: processes, whose clock cannot be had.
-    router: CoreRouter | None
-    said: Callable[[str], None]
-    # Engines whose missed blocks could not be had again, by fault of the fault.
-    excused: set[str] = field(default_factory=set)
-
-    def pause(self, first_s: float = SHORT_S, last_s: float = LONG_S) -> Awaitable[None]:
-        return asyncio.sleep(self.rng.uniform(first_s, last_s))
-
-
 OnEngine: TypeAlias = Callable[[Scene, Engine], Awaitable[None]]
 OnScene: TypeAlias = Callable[[Scene], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """kinds: the engines that it can hit; empty: it hits what all share. shape: sizes that the engines must have for
-    it."""
-
-    name: str
-    act: Any
-    kinds: frozenset[Kind] = frozenset()
-    shape: dict[str, int] = field(default_factory=dict)
-
 
 FAULTS: dict[str, Fault] = {}
 TOPIC = frozenset({Kind.STOCK, Kind.PLAIN})
@@ -86,9 +52,6 @@ def _on(kinds: frozenset[Kind], **shape: int) -> Callable[[OnEngine], OnEngine]:
 def _shared(act: OnScene) -> OnScene:
     FAULTS[act.__name__] = Fault(act.__name__, act)
     return act
-
-
-# -- the publisher
 
 
 @_on(TOPIC)
@@ -145,9 +108,6 @@ async def reports_dropped(scene: Scene, engine: Engine) -> None:
     await scene.pause(0.4, 0.8)
 
 
-# -- the wire
-
-
 @_on(ALL)
 async def wire_delay(scene: Scene, engine: Engine) -> None:
     delay_s = scene.rng.uniform(0.02, 0.3)
@@ -194,9 +154,6 @@ async def wire_narrow(scene: Scene, engine: Engine) -> None:
     _heal(engine)
 
 
-# -- the engine's life
-
-
 @_on(ALL)
 async def engine_restart(scene: Scene, engine: Engine) -> None:
     """kill -9, and a new life behind the same addresses."""
@@ -239,9 +196,6 @@ async def engine_stopped(scene: Scene, engine: Engine) -> None:
     engine.stall_reporter(stop_s)
     await asyncio.sleep(stop_s)
     engine.stall(False)
-
-
-# -- replay
 
 
 @_on(frozenset({Kind.STOCK}))
@@ -288,9 +242,6 @@ async def replay_lies(scene: Scene, engine: Engine) -> None:
     _heal(engine)
 
 
-# -- reports
-
-
 @_on(frozenset({Kind.PATCHED}))
 async def snapshot_cut(scene: Scene, engine: Engine) -> None:
     """The answer to a snapshot request breaks off; the reports before it were lost, so that one is wanted."""
@@ -319,9 +270,6 @@ async def patch_restart(scene: Scene, engine: Engine) -> None:
     await scene.pause(0.1, 0.6)
     await engine.stop()
     await engine.start()
-
-
-# -- the router's side
 
 
 @_shared

@@ -22,10 +22,11 @@ from kvrouter.simulator.cache.hit import find_prefix
 from kvrouter.simulator.cache.pool import Block, BlockPool
 
 from .engines import MODEL, Engine
-from .faults import FAULTS, Scene
+from .faults import FAULTS
 from .history import Held
 from .oracle import NEWS_S, admissible
 from .process_router import LEASE_S, ProcessRouter
+from .scene import Scene
 from .stage import AFTER_S, BEFORE_S, HOPELESS_S, LIVE, SAMPLE_S, START_S, Stage
 from .tiers import short
 

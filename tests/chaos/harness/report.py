@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from .engines import Kind
+from .shape import Kind
 from .stage import LIVE, Outcome
 
 HEAD = (

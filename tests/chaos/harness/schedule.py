@@ -12,8 +12,9 @@ from kvrouter.router.workers.stream_state import CREDITED
 
 from .core_router import CoreRouter, Sample
 from .engines import Engine
-from .faults import FAULTS, Fault, Scene
+from .faults import FAULTS
 from .oracle import NEWS_S, Verdict, judge
+from .scene import Fault, Scene
 from .stage import AFTER_S, BEFORE_S, HOPELESS_S, LIVE, SAMPLE_S, SETTLE_S, START_S, Stage
 
 MIXED = "mixed"

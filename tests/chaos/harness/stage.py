@@ -23,8 +23,9 @@ import zmq
 from kvrouter.router.workers.stream_state import StreamState
 from kvrouter.simulator.cache.shapes import Geometry, gemma3, gpt_oss, llama, qwen3_next
 
-from .engines import Engine, Kind, Shape
-from .faults import Fault, Scene
+from .engines import Engine
+from .scene import Fault, Scene
+from .shape import Kind, Shape
 from .valkey import Valkey
 
 SAMPLE_S = 0.02
