@@ -127,8 +127,8 @@ async def fill(folder: Path, endpoints: list[str], last_seqs: list[int]) -> None
             redis=redis_after["used_memory"] - redis_before["used_memory"],
             redis_rss=redis_after["used_memory_rss"] - redis_before["used_memory_rss"],
             keys=await key_bytes(store),
-            mirror=core._mirror.bytes,
-            copies=sum(stream.ingest.resident_bytes for stream in core._streams.values()),
+            mirror=core.mirror_sync.mirror.bytes,
+            copies=sum(stream.ingest.resident_bytes for stream in core.registry.streams.values()),
         )
         await core.stop()
         # So that a later `load` is not about streams that are gone.

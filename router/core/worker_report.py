@@ -16,13 +16,13 @@ from kvrouter.router.workers.stream_state import HEARD
 from kvrouter.router.workers.worker_status import PatchStatus, Recovery, WorkerStatus
 
 
-def worker_status(stream: WorkerStream, following: MirrorSync, now: float) -> WorkerStatus:
-    """The row of `/workers`. now: on the stream's clock."""
+def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, now: float) -> WorkerStatus:
+    """The row of `/workers`. unread: why some logs cannot be followed. now: on the stream's clock."""
     ingest, registration = stream.shown_ingest, stream.registration
     reasons = (
-        following.store_problem,
+        unread,
         stream.view.reason,
-        following.lost_credit(stream.worker),
+        mirror.lost_credit(stream.worker),
         registration.note,
         stream.note,
         stream.disk_problem,
@@ -49,7 +49,7 @@ def worker_status(stream: WorkerStream, following: MirrorSync, now: float) -> Wo
         recovery=Recovery(**{name: getattr(ingest.tally, name) for name in Recovery.__struct_fields__}),
         last_event_age_s=_age_s(ingest.last_event_s, now),
         patch=_patch_status(ingest, now),
-        refused_blocks=ingest.tally.refused + following.refused(stream.worker),
+        refused_blocks=ingest.tally.refused + mirror.refused(stream.worker),
         draining=registration.drains,
         source=registration.source,
         role=registration.role.value,

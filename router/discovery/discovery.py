@@ -22,7 +22,8 @@ from kvrouter.router.discovery.candidate import Candidate, completed
 from kvrouter.router.discovery.engine_prober import EngineProber, ProbeRequest
 from kvrouter.router.discovery.reconcile import Name, ReconcilePlan, name_of, plan
 from kvrouter.router.discovery.source import Source
-from kvrouter.router.fleet.fleet import Claims, Fleet
+from kvrouter.router.fleet.fleet import Fleet
+from kvrouter.router.fleet.router_peers import Claims
 from kvrouter.router.index.store import StoreError
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
@@ -107,7 +108,7 @@ class Discovery:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._claims is not None:
             with contextlib.suppress(StoreError):
-                await self._fleet.disclaim()
+                await self._fleet.peers.disclaim()
 
     async def _run(self, source: Source) -> None:
         try:
@@ -242,7 +243,7 @@ class Discovery:
         claims = Claims({name: sorted(set(found)) for name, found in names.items()})
         now = self._clock()
         if claims != self._claims or now > self._claimed_s + CLAIM_S:
-            await self._fleet.claim(claims)
+            await self._fleet.peers.claim(claims)
             self._claims, self._claimed_s = claims, now
 
     async def _reconcile(self, source: str, shown: list[Registration], only_known: set[Name]) -> None:
@@ -254,7 +255,7 @@ class Discovery:
 
         found = planned(frozenset())
         if found.disputes:
-            found = planned(await self._fleet.claimed(source))
+            found = planned(await self._fleet.peers.claimed(source))
         for name, why in found.contested.items():
             if kept.contested.get(name) != why:
                 log.warning("worker contested", extra={"source": source, "worker": name, "reason": why})

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each router process says of itself in Redis, several times a second. Pure.
 
-It carries no time: a reader judges by its own clock when it last saw the count change. Whatever is not a heartbeat in
-full, by whoever it was written, is none.
+It carries no time: a reader judges by its own clock when it last saw the count change. It carries all that its router
+follows, so that one alone is enough to judge by; its cost grows with the workers, not with what changed. Whatever is
+not a heartbeat in full, by whoever it was written, is none.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.fleet.heartbeat import Heartbeat, decode_heartbeat
 
@@ -32,34 +34,29 @@ CLAIM_KEPT_S = 600.0
 MAX_ROUTERS = 1_024
 
 
-class _Router:
-    """One token's heartbeats as they were seen here."""
+class _Router(msgspec.Struct):
+    """One token's heartbeats as they were seen here. was_first: it stood there at the first look; beats: it was seen to
+    beat, not only to have beaten."""
 
-    __slots__ = ("beats", "heartbeat", "missing_looks", "unchanged_looks", "was_first")
-
-    def __init__(self, heartbeat: Heartbeat, was_first: bool) -> None:
-        self.heartbeat = heartbeat
-        # Whether it stood there at the first look.
-        self.was_first = was_first
-        # Whether it was seen to beat, not only to have beaten.
-        self.beats = False
-        self.unchanged_looks = 0
-        self.missing_looks = 0
+    heartbeat: Heartbeat
+    was_first: bool
+    beats: bool = False
+    unchanged_looks: int = 0
+    missing_looks: int = 0
 
 
-class _Claim:
+class _Claim(msgspec.Struct):
     """When some router last said that it follows a worker."""
 
-    __slots__ = ("heard_s", "late", "token")
-
-    def __init__(self, token: str, heard_s: float, late: bool) -> None:
-        self.token, self.heard_s, self.late = token, heard_s, late
+    token: str
+    heard_s: float
+    late: bool
 
 
 class Membership:
     """What this process knows of the routers. `look` takes what the store showed."""
 
-    def __init__(self, token: str, *, ttl_s: float, now_s: float) -> None:
+    def __init__(self, token: str, *, ttl_s: float) -> None:
         """ttl_s: the life of a lease: a router that did not beat for so long has none."""
         self._token = token
         self._gone_looks = max(MISSING_LOOKS, round(ttl_s / INTERVAL_S))
@@ -67,7 +64,6 @@ class Membership:
         self._known: dict[str, _Router] = {}
         self._claims: dict[str, _Claim] = {}
         self._garbage: dict[bytes, bytes] = {}
-        self._answered_s = now_s
         self._first = True
         # The tokens that count, this process's always; and by worker, why which of them refuse it.
         self.routers = frozenset({token})
@@ -77,7 +73,6 @@ class Membership:
 
     def look(self, fields: Mapping[bytes, bytes], now_s: float) -> bool:
         """Take what one look at the store showed; whether who counts, or what they refuse, changed."""
-        self._answered_s = now_s
         seen = self._decode(fields)
         for token, router in list(self._known.items()):
             if token not in seen:
@@ -140,15 +135,8 @@ class Membership:
         router = self._known.get(token)
         return router is not None and token not in self.routers and router.unchanged_looks >= UNPROVEN_LOOKS
 
-    def silent_s(self, now_s: float) -> float:
-        """How long the store has not answered, 0 while it is not worth mentioning."""
-        silent_s = now_s - self._answered_s
-        return silent_s if silent_s > HEARD_S else 0.0
-
     def follower_problem(self, worker: str, now_s: float) -> str | None:
         """Why what the store says of a worker that another process follows may be old; None: its follower is heard."""
-        if silent_s := self.silent_s(now_s):
-            return f"Redis has not answered for {silent_s:.0f} s: what the router that follows this worker learns is not known here"
         claim = self._claims.get(worker)
         if claim is not None:
             name = f"router {printable(claim.token)}, which follows this worker,"

@@ -14,13 +14,16 @@ import contextlib
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.fleet.store_contact import StoreContact
+from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index.log_entry import LogEntry
 from kvrouter.router.index.log_follower import FollowerItem, LogFollower, Reload, StoreBack, StoreLost
 from kvrouter.router.index.store import IndexStore, StoredValueError, StoreError, WorkerImage
@@ -42,27 +45,27 @@ RELOAD_FIRST_S = 0.5
 RELOAD_LAST_S = 4.0
 
 
-class _Reloading:
+class _Reloading(msgspec.Struct):
     """When a worker is to be loaded, and why it could not be."""
 
-    def __init__(self, due_s: float) -> None:
-        self.due_s = due_s
-        self.reason = ""
-        self._pause_s = RELOAD_FIRST_S
+    due_s: float
+    reason: str = ""
+    pause_s: float = RELOAD_FIRST_S
 
     def put_off(self, now: float) -> None:
-        self.due_s = now + self._pause_s
-        self._pause_s = min(2 * self._pause_s, RELOAD_LAST_S)
+        self.due_s = now + self.pause_s
+        self.pause_s = min(2 * self.pause_s, RELOAD_LAST_S)
 
 
 class MirrorSync:
-    """Keeps `mirror` for `streams`: see the module. It is the streams' MirrorSource."""
+    """Keeps `mirror` for the registry's streams: see the module. It is their MirrorSource."""
 
     def __init__(
         self,
-        streams: Mapping[WorkerKey, WorkerStream],
+        registry: WorkerRegistry,
         *,
         store: IndexStore,
+        contact: StoreContact,
         metrics: Metrics,
         clock: Callable[[], float],
         rng: random.Random,
@@ -70,8 +73,9 @@ class MirrorSync:
         budget_bytes: int,
     ) -> None:
         """budget_bytes: the most memory that the mirror takes."""
-        self._streams = streams
+        self._streams = registry.streams
         self._store = store
+        self._contact = contact
         self._metrics = metrics
         self._clock = clock
         self._budget_bytes = budget_bytes
@@ -81,9 +85,6 @@ class MirrorSync:
         self._reloads: dict[WorkerKey, _Reloading] = {}
         self._reload_wanted = asyncio.Event()
         self._follows = False
-        # Why the log of a worker cannot be followed: in a cluster, some can and some cannot.
-        self._unfollowed: dict[WorkerKey, str] = {}
-        self._store_lost_s: float | None = None
         # Workers whose stream in this process writes the mirror.
         self._led: set[WorkerKey] = set()
         # Workers whose entries in hand are of a log position that was left meanwhile.
@@ -144,11 +145,6 @@ class MirrorSync:
     def _check_lead(self, worker: WorkerKey) -> None:
         if worker not in self._led:
             raise RuntimeError(f"{worker} is not led here: its log in the store writes the mirror")
-
-    @property
-    def silent_s(self) -> float:
-        """Age of the answers while the store is away, else 0."""
-        return 0.0 if self._store_lost_s is None else self._clock() - self._store_lost_s
 
     def take_image(self, image: WorkerImage) -> None:
         """Make the mirror equal to what was loaded, and follow on from there."""
@@ -245,35 +241,17 @@ class MirrorSync:
         elif isinstance(item, StoreBack):
             self._regain_store(item.workers)
 
-    @property
-    def store_problem(self) -> str | None:
-        if not self._unfollowed:
-            return None
-        reason = next(iter(self._unfollowed.values()))
-        return f"Redis does not answer ({reason}): what other routers learn is not known here"
-
-    def _lose_store(self, workers: Iterable[WorkerKey], reason: str) -> None:
+    def _lose_store(self, workers: Collection[WorkerKey], reason: str) -> None:
         lost = [worker for worker in workers if self._reads_log(worker)]
-        if not lost:
-            return
-        if not self._unfollowed:
-            self._store_lost_s = self._clock()
-            log.warning("store lost", extra={"reason": reason})
+        self._contact.lose_logs(lost, reason)
         for worker in lost:
-            self._unfollowed[worker] = reason
             self._streams[worker].log_heard(False)
-        self._metrics.store_up.set(0)
 
-    def _regain_store(self, workers: Iterable[WorkerKey]) -> None:
-        was_lost = bool(self._unfollowed)
+    def _regain_store(self, workers: Collection[WorkerKey]) -> None:
+        self._contact.regain_logs(workers)
         for worker in workers:
-            self._unfollowed.pop(worker, None)
             if (stream := self._streams.get(worker)) is not None:
                 stream.log_heard(True)
-        if was_lost and not self._unfollowed:
-            self._store_lost_s = None
-            self._metrics.store_up.set(1)
-            log.info("store back")
 
     def _apply(self, entry: LogEntry) -> None:
         worker = entry.worker

@@ -221,22 +221,21 @@ async def _start(
             supervisor=supervisor,
         )
         stack.push_async_callback(core.stop)
-        admission = Admission(core.drains, time.monotonic, metrics)
-        core.listen(admission.on_view)
+        admission = Admission(core.registry.drains, time.monotonic, metrics)
         placing = Placer(
-            core,
+            core.finder,
             config=config,
             metrics=metrics,
             clock=time.monotonic,
             rng=random.Random(),
             new_id=new_selection_id,
             unavailable=admission.problem,
-            prefillers=core.prefill_workers,
+            prefillers=core.registry.prefill_workers,
             servers=store.servers,
-            process=core.token,
+            process=core.peers.token,
             supervisor=supervisor,
         )
-        core.on_engine_load = placing.engine_said
+        core.registry.subscribe(view=admission.on_view, load=placing.engine_said)
         await warm_up()
         await core.start()
         stack.push_async_callback(placing.stop)
@@ -275,7 +274,7 @@ async def _start(
     stack.push_async_callback(tokens.stop)
     tokens.start()
     quality = Quality(metrics, measures, time.monotonic, tracing)
-    core.listen(quality.on_view)
+    core.registry.subscribe(view=quality.on_view)
     api = build_router(core, placing, admission, tokens, discovery, config, metrics, quality, shutdown)
     assert api.proxy is not None
     stack.callback(api.proxy.close)

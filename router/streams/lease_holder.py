@@ -204,7 +204,6 @@ class LeaseHolder:
                 self._lose("unreadable", str(error))
             except StoreError as error:
                 self._metrics.index_commits.labels("failed").inc()
-                self._metrics.store_up.set(0)
                 if self.problem is None:
                     log.warning("commit failed", extra={"worker": self._worker, "reason": str(error)})
                 self._say(str(error))
@@ -252,8 +251,6 @@ class LeaseHolder:
         return True
 
     def _say(self, problem: str | None) -> None:
-        if problem is None:
-            self._metrics.store_up.set(1)
         if (problem is None) != (self.problem is None):
             self.problem = problem
             self._changed()

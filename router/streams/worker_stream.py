@@ -335,6 +335,11 @@ class WorkerStream:
         return 0 if self._lead is None else self._lead.backlog.blocks
 
     @property
+    def is_refused(self) -> bool:
+        """Whether the store took nothing of it at the last try."""
+        return self._lease.held and self._lease.away
+
+    @property
     def problem(self) -> str | None:
         """Why what this process learns of the worker cannot reach Redis now."""
         return self._lease_problem or self._lease.problem

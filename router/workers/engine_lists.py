@@ -63,12 +63,13 @@ def served_in(answer: bytes) -> ServedModels | None:
 
 
 class EngineLists:
-    """urls: of the engines. changed: called whenever one says something else than before. `run` until it is cancelled.
+    """urls: of the engines. changed: called whenever one says something else than before. `run` until it is cancelled,
+    not without a session.
 
     What an engine that does not answer said last stays."""
 
     def __init__(
-        self, session: aiohttp.ClientSession, urls: Callable[[], Iterable[str]], changed: Callable[[], None]
+        self, session: aiohttp.ClientSession | None, urls: Callable[[], Iterable[str]], changed: Callable[[], None]
     ) -> None:
         self._session = session
         self._urls = urls
@@ -133,6 +134,7 @@ class EngineLists:
 
     async def _get(self, url: str, path: str) -> tuple[int | None, bytes]:
         """Status and body; no status where nothing came. Whether an engine lives is asked elsewhere."""
+        assert self._session is not None
         try:
             async with (
                 asyncio.timeout(TIMEOUT_S),

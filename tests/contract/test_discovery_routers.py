@@ -378,7 +378,7 @@ def test_a_pod_that_leaves_is_drained_then_dropped(url: str, tmp_path: Path) -> 
 
                 async def drains(worker_id: str, expected: bool) -> None:
                     async with asyncio.timeout(TIMEOUT_S):
-                        while router.core.drains(WorkerKey("m", worker_id)) is not expected:
+                        while router.core.registry.drains(WorkerKey("m", worker_id)) is not expected:
                             await asyncio.sleep(0.01)
 
                 await cluster.put(pod("e-1", "127.0.0.1", ready=False, **given))

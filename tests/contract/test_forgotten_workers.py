@@ -76,7 +76,7 @@ def test_nothing_is_left_of_a_worker(engine: Callable[..., AsyncExitStack], embe
             await core.start()
             await core.register(registration)
             await until_live(core)
-            (stream,) = core._streams.values()
+            (stream,) = core.registry.streams.values()
             left = [weakref.ref(stream), weakref.ref(stream.ingest)]
             del stream
             await core.unregister("gone")

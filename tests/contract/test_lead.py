@@ -137,10 +137,10 @@ def test_answers_are_exact_while_the_store_hangs_and_the_other_router_is_in_doub
             engine.publish(stored(TOKENS, 0, 12))
             await until(lambda: is_well(one, 12), "the worker is not live")
             async with router(server, SECOND) as two:
-                await until(lambda: one.fleet.routers == 2 and two.fleet.routers == 2, "they do not see each other")
+                await until(lambda: one.peers.routers == 2 and two.peers.routers == 2, "they do not see each other")
                 mine = assign_workers([WORKER], {FIRST, SECOND}, {})[WORKER]
                 follower, other = (one, two) if mine == FIRST else (two, one)
-                await until(lambda: follower._streams[WORKER].held, "the worker is not handed over")
+                await until(lambda: follower.registry.streams[WORKER].held, "the worker is not handed over")
                 await until(lambda: is_well(one, 12) and is_well(two, 12), "not both are well")
                 server.stop()
                 stopped_s = time.monotonic()
@@ -184,7 +184,7 @@ def test_a_router_that_stops_leaves_nothing_unwritten(
             if on_its_way:
                 server.stop()
                 engine.publish(*removed(CHAIN[9:]))
-                await until(lambda: core._streams[WORKER]._sending is not None, "nothing is sent")
+                await until(lambda: core.registry.streams[WORKER]._sending is not None, "nothing is sent")
             seq = engine.publish(*removed(CHAIN[6:9]), *([] if on_its_way else removed(CHAIN[9:])))
             while status(core).seq != seq:
                 await asyncio.sleep(0)
@@ -219,15 +219,15 @@ def test_beyond_the_bound_the_epoch_is_rewritten_when_the_store_is_back(
             seq = engine.publish(*removed(CHAIN[6:]))
             await until(lambda: status(core).seq == seq, "the removals are not taken in", 5.0)
             assert reused(core) == 6 and status(core).state == "live"
-            backlog = core._streams[WORKER]._lead.backlog
+            backlog = core.registry.streams[WORKER]._lead.backlog
             assert backlog.overflowed and backlog.blocks == 0
-            slots = list(core._mirror.worker(WORKER).slots)
+            slots = list(core.mirror_sync.mirror.worker(WORKER).slots)
             server.start() if away == "killed" else server.resume()
             await until(lambda: is_well(core, 6), "not well again")
             await until(lambda: held_in_store(server) == {*CHAIN[:6], *others}, "the store lacks what was rewritten")
             assert status(core).epoch != epoch == epoch and backlog.is_empty
             # The same table: only the name of the epoch is another.
-            assert core._mirror.worker(WORKER).slots == slots
+            assert core.mirror_sync.mirror.worker(WORKER).slots == slots
             seq = engine.publish(stored(TOKENS, 6, 12))
             await until(lambda: is_well(core, 12), "it does not go on")
             await until(lambda: held_in_store(server) == {*CHAIN, *others}, "the store does not go on")
@@ -249,9 +249,9 @@ def test_a_lost_lease_ends_the_lead(server: StoreServer, engine: FakeEngine) -> 
             await until(lambda: "follows this worker" in status(core).reason, "the loss is not noticed")
             row = status(core)
             assert row.state == "suspect"
-            await until(lambda: not core._following._led, "the lead is not given up")
+            await until(lambda: not core.mirror_sync._led, "the lead is not given up")
             with pytest.raises(RuntimeError, match="not led here"):
-                core._following.change(WORKER, [ResidencyDelta(Place(0, "GPU"), NO_HASHES, NO_HASHES)])
+                core.mirror_sync.change(WORKER, [ResidencyDelta(Place(0, "GPU"), NO_HASHES, NO_HASHES)])
             gone = np.array(CHAIN[3:], np.uint64)
             lease = Lease(SECOND, number)
             seq = engine.publish(*removed(CHAIN[3:]))
@@ -267,9 +267,9 @@ def test_a_lost_lease_ends_the_lead(server: StoreServer, engine: FakeEngine) -> 
             assert status(core).state == "suspect"
             # Its lease ends, and this router goes on from what it left.
             await until(lambda: is_well(core, 3), "it is not followed again")
-            assert core._following._led == {WORKER}
+            assert core.mirror_sync._led == {WORKER}
             with pytest.raises(RuntimeError, match="led here"):
-                core._following.take_image(await core._store.load(WORKER))
+                core.mirror_sync.take_image(await core._store.load(WORKER))
 
     run(main)
 
@@ -301,7 +301,7 @@ def test_what_a_dead_router_left_is_in_doubt_until_proven(life: str, server: Sto
                 if view is not None:
                     seen.append((time.monotonic(), view.state, view.credited, reused(core)))
 
-            core.listen(look)
+            core.registry.subscribe(view=look)
 
         async with router(server, SECOND, watch) as core:
             if life == "another":
@@ -310,7 +310,7 @@ def test_what_a_dead_router_left_is_in_doubt_until_proven(life: str, server: Sto
                 assert not [one for one in seen if one[1] is StreamState.LIVE and one[3] > 1], seen
             else:
                 # The very next batch proves it, and nothing before.
-                await until(lambda: core._streams[WORKER].held, "the worker is not followed")
+                await until(lambda: core.registry.streams[WORKER].held, "the worker is not followed")
                 while not seen or seen[-1][1] is not StreamState.LIVE:
                     assert all(state is not StreamState.LIVE for _, state, _, _ in seen)
                     engine.publish(stored(TOKENS, 0, 1))
@@ -333,8 +333,10 @@ def test_credit_that_the_fleet_gives_back_reaches_the_other_routers_of_a_silent_
             await until(lambda: two.statuses() and is_well(one, 12) and is_well(two, 12), "not both are well")
             # Two workers on one event endpoint contradict each other.
             await one.register(Registration(WorkerKey("m2", "other"), events=engine.endpoint, patch=NO_PATCH))
-            follower = one if one._streams[WORKER].held else two
-            await until(lambda: follower._streams[WORKER].view.state is StreamState.MISMATCHED, "no contradiction")
+            follower = one if one.registry.streams[WORKER].held else two
+            await until(
+                lambda: follower.registry.streams[WORKER].view.state is StreamState.MISMATCHED, "no contradiction"
+            )
             told = functools.partial(server.client.hget, keys.meta(WORKER), "credited")
             await until(lambda: told() == b"0", "the other routers are not told of it")
             await one.unregister("other")

@@ -15,6 +15,8 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
 from kvrouter.router.fleet.mirror_sync import MirrorSync
+from kvrouter.router.fleet.store_contact import StoreContact
+from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.streams.worker_stream import LeaseLost, WorkerStream
 from kvrouter.router.telemetry.metrics import Metrics
@@ -28,8 +30,8 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(embedded_url: str) ->
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         metrics, supervisor = Metrics(CollectorRegistry()), TaskSupervisor(clock=time.monotonic, rng=random.Random(1))
         mirror = MirrorSync(
-            {}, store=store, metrics=metrics, clock=time.monotonic, rng=random.Random(1), supervisor=supervisor,
-            budget_bytes=1 << 24,
+            WorkerRegistry(), store=store, contact=StoreContact(metrics=metrics, clock=time.monotonic),
+            metrics=metrics, clock=time.monotonic, rng=random.Random(1), supervisor=supervisor, budget_bytes=1 << 24,
         )  # fmt: skip
         stream = WorkerStream(
             Registration(WorkerKey("m", "stopping")), store=store, token="t", config=Config(), mirror=mirror,

@@ -64,13 +64,13 @@ class Stage:
     def right(self) -> bool:
         """All workers are live, with all that they hold, in the mirror too."""
         for core, worker in itertools.product((self.core, self._leader), WORKERS):
-            if len(core._mirror.held(WorkerKey("m", worker), Place(0, "GPU"))) != BLOCKS * self.stored:
+            if len(core.mirror_sync.mirror.held(WorkerKey("m", worker), Place(0, "GPU"))) != BLOCKS * self.stored:
                 return False
         return all(status.state == "live" and status.credited for status in self.core.statuses())
 
     def read_here(self) -> list[str]:
         """The workers whose logs `core` reads."""
-        return [key.worker_id for key, stream in self.core._streams.items() if not stream.held]
+        return [key.worker_id for key, stream in self.core.registry.streams.items() if not stream.held]
 
 
 def staged(body: Callable[[Stage], Awaitable[None]], url: str) -> None:
@@ -122,7 +122,7 @@ def test_a_defect_while_the_mirror_is_written_is_made_up_for(
         apply, failures = following.MirrorSync._apply, 2
         seen: set[tuple[str, bool]] = set()
         bad, *_ = stage.read_here()
-        stage.core.listen(lambda worker, view: view and seen.add((worker.worker_id, view.credited)))
+        stage.core.registry.subscribe(view=lambda worker, view: view and seen.add((worker.worker_id, view.credited)))
 
         def fails(self: following.MirrorSync, entry: Any) -> None:
             nonlocal failures

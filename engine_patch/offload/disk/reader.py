@@ -56,7 +56,8 @@ class _Job(NamedTuple):
 
 
 class DiskReader:
-    """See the module; parameters as of `tier.DiskTier`. Raises ValueError for a checksum that is not there."""
+    """See the module; parameters, and why it has so many attributes, as of `tier.DiskTier`. Raises ValueError for a
+    checksum that is not there."""
 
     writable = False
     # Of another engine: REMOTE on the wire.

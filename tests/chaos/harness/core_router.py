@@ -109,15 +109,15 @@ class CoreRouter:
     def sample(self) -> list[Sample]:
         """All workers, at one moment of the loop."""
         core = self.core
-        plan = core._current_plans(MODEL).by_hash
+        plan = core.finder.plans(MODEL).by_hash
         judged = set() if plan is None else {view.worker for view in plan.views}
         samples = []
-        for worker, stream in core._streams.items():
-            known = core._mirror.worker(worker)
+        for worker, stream in core.registry.streams.items():
+            known = core.mirror_sync.mirror.worker(worker)
             credited: dict[Place, frozenset[int]] = {}
             if worker in judged and known is not None:
                 for place in known.places:
-                    held = core._mirror.held(worker, place)
+                    held = core.mirror_sync.mirror.held(worker, place)
                     if len(held):
                         credited[place.group_idx, place.medium, place.ownership] = frozenset(held.tolist())
             view = stream.view

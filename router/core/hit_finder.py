@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every worker's hit for a question: from the mirror, and for workers without usable events from what was sent there.
+
+Synchronous, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from kvrouter.router.common.errors import UnknownModel
+from kvrouter.router.common.escaping import printable
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.matching.mirror import Mirror
+from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.matching.routing_history import RoutingHistory, approximate_hit, pieces_of
+
+
+class HitFinder:
+    """What `placement` asks of the core (`HitSource`)."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        mirror: Mirror,
+        memory: SegmentMemory,
+        history: RoutingHistory,
+        *,
+        adapters: Callable[[], Mapping[str, Mapping[str, str]]],
+        clock: Callable[[], float],
+    ) -> None:
+        """adapters: by the URL of an engine, the LoRA adapters that it lists; after a change, `forget_plans`."""
+        self._registry = registry
+        self._mirror = mirror
+        self._matcher = Matcher(mirror, memory)
+        self._history = history
+        self._adapters = adapters
+        self._clock = clock
+        # By model, with the version of the mirror that they were made from; any change of a worker empties it.
+        self._plans: dict[str, tuple[int, HashPlans]] = {}
+        registry.subscribe(members=self.forget_plans, view=self._on_view)
+
+    def forget_plans(self) -> None:
+        self._plans.clear()
+
+    def _on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
+        self._plans.clear()
+        if view is None:
+            self._history.forget(worker)
+
+    def hash_block_size(self, model: str) -> int:
+        """Tokens that one block hash covers, 1 while no catalog of the model is whole. Raises UnknownModel."""
+        return self.plans(model).hash_block_size or 1
+
+    def plans(self, model: str) -> HashPlans:
+        """The model's workers as the matcher wants them, made anew when anything of them changed."""
+        version = self._mirror.version
+        known = self._plans.get(model)
+        if known is None or known[0] != version:
+            known = self._plans[model] = (version, HashPlans.build(self._mirror, self._views(model)))
+        return known[1]
+
+    def _views(self, model: str) -> list[WorkerView]:
+        views = [stream.view for worker, stream in self._registry.streams.items() if worker.model == model]
+        if not views:
+            known = ", ".join(map(printable, self._registry.models())) or "none yet"
+            raise UnknownModel(f"no worker is registered for model {model!r}; registered models: {known}")
+        listed = self._adapters()
+        return [_with_adapters(view, listed.get(view.url or "", {})) for view in views]
+
+    def hits(self, question: Question) -> list[Hit]:
+        """One hit for each worker of the model, in no particular order. Raises UnknownModel."""
+        plans = self.plans(question.model)
+        hits = self._matcher.match(question, plans)
+        if plans.has_approximate and question.token_ids is not None:
+            hits = self._guessed(question, hits)
+        return hits
+
+    def _guessed(self, question: Question, hits: list[Hit]) -> list[Hit]:
+        """The hits, those of workers without usable events guessed from what was sent there."""
+        pieces, now = pieces_of(question), self._clock()
+        found = []
+        for hit in hits:
+            stream = self._registry.streams[hit.worker]
+            if stream.view.approximate:
+                hit = approximate_hit(hit, self._history.hit_tokens(stream.life, pieces, question.num_tokens, now))
+            found.append(hit)
+        return found
+
+    def sent(self, question: Question, worker: WorkerKey) -> None:
+        """The prompt is on its way there: all that is known of a worker without usable events."""
+        stream = self._registry.streams.get(worker)
+        if stream is not None and stream.view.approximate:
+            self._history.sent(stream.life, pieces_of(question), self._clock())
+
+    def url(self, worker: WorkerKey) -> str | None:
+        stream = self._registry.streams.get(worker)
+        return None if stream is None else stream.registration.url
+
+    def workers(self) -> Iterable[WorkerKey]:
+        return self._registry.streams
+
+
+def _with_adapters(view: WorkerView, listed: Mapping[str, str]) -> WorkerView:
+    """The view with the paths that its engine lists; what was declared or registered wins."""
+    return msgspec.structs.replace(view, lora_paths={**listed, **view.lora_paths}) if listed else view

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares what is registered with itself and with what the engines say of themselves, and tells the streams."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.workers.engine_lists import EngineLists, ServedModels
+from kvrouter.router.workers.model_names import unserved_problem
+from kvrouter.router.workers.provenance import origin_problems
+
+# Some milliseconds for a thousand workers: of many that come at once, not each is worth it.
+JUDGE_PAUSE_S = 0.05
+
+
+class RegistrationJudge:
+    """Judges from the first `judge` on, and again whenever a worker comes, goes, or is registered otherwise."""
+
+    def __init__(self, registry: WorkerRegistry, engines: EngineLists, clock: Callable[[], float]) -> None:
+        self._registry = registry
+        self._engines = engines
+        self._clock = clock
+        # When it was done last, when it will be, and by which publishers.
+        self._judged_s: float | None = None
+        self._judging: asyncio.TimerHandle | None = None
+        self._lives: dict[WorkerKey, str] = {}
+        registry.subscribe(members=self._judge_soon)
+
+    def stop(self) -> None:
+        if self._judging is not None:
+            self._judging.cancel()
+            self._judging = None
+
+    def _judge_soon(self) -> None:
+        """At once, unless it was done a moment ago."""
+        if self._judged_s is None:
+            # A start loads them all, and judges once.
+            return
+        pause_s = self._judged_s + JUDGE_PAUSE_S - self._clock()
+        if pause_s <= 0:
+            self.judge()
+        elif self._judging is None:
+            self._judging = asyncio.get_running_loop().call_later(pause_s, self.judge)
+
+    def judge(self) -> None:
+        self.stop()
+        registrations, self._lives = self._registry.registrations(), self._publishers()
+        contradictions = origin_problems(registrations, self._engines.sources, self._lives)
+        ranks = Counter(one.worker.worker_id for one in registrations)
+        for one in registrations:
+            worker, engine = one.worker, self._engines.served.get(one.url or "", ServedModels())
+            self._registry.streams[worker].judge(
+                alone=ranks[worker.worker_id] == 1,
+                contradiction=contradictions.get(worker, ""),
+                note=unserved_problem(worker.model, engine.names, engine.adapters),
+            )
+        self._judged_s = self._clock()
+
+    def judge_publishers(self) -> None:
+        """To be called now and then, as patched publishers name their epochs at any time."""
+        if self._publishers() != self._lives:
+            self.judge()
+
+    def _publishers(self) -> dict[WorkerKey, str]:
+        """By worker, the epoch of the patched publisher that is followed for it."""
+        lives = ((worker, stream.shown_ingest.report_epoch) for worker, stream in self._registry.streams.items())
+        return {worker: epoch for worker, epoch in lives if epoch}

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This process among the router processes on one store: the heartbeats and claims that they tell each other in Redis,
+and which workers it should follow. What heartbeats mean is `membership.py`'s, the shares `assignment.py`'s."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.fleet.assignment import assign_workers
+from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, encode_heartbeat
+from kvrouter.router.fleet.membership import INTERVAL_S, Membership
+from kvrouter.router.fleet.store_contact import StoreContact
+from kvrouter.router.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.index import keys
+from kvrouter.router.index.store import IndexStore, StoreError
+from kvrouter.router.telemetry.metrics import Metrics
+
+log = logging.getLogger("kvrouter.fleet")
+
+
+class Claims(msgspec.Struct, frozen=True):
+    """What one router process sees in its sources that are well: by the source's name, worker ids and ranks."""
+
+    workers: dict[str, list[tuple[str, int]]] = {}
+
+
+class RouterPeers:
+    """`token` names this process among the routers; ttl_s: the life of a lease."""
+
+    def __init__(
+        self,
+        registry: WorkerRegistry,
+        *,
+        store: IndexStore,
+        contact: StoreContact,
+        metrics: Metrics,
+        clock: Callable[[], float],
+        token: str,
+        ttl_s: float,
+    ) -> None:
+        self._registry = registry
+        self._store = store
+        self._contact = contact
+        self._metrics = metrics
+        self._clock = clock
+        self.token = token
+        self._membership = Membership(token, ttl_s=ttl_s)
+        self._beats = 0
+        # Whether others know of this process, and hand workers over to it.
+        self.attends = False
+        # The workers that this process should follow, and those that it will not, with the reason; None when that is to
+        # be found anew.
+        self._mine: frozenset[WorkerKey] | None = None
+        self._refuses: dict[str, str] | None = None
+        registry.subscribe(members=self._on_members)
+
+    def _on_members(self) -> None:
+        self._mine = self._refuses = None
+
+    @property
+    def routers(self) -> int:
+        """Router processes that count as alive, this one included."""
+        return len(self._membership.routers)
+
+    async def _living(self) -> frozenset[str]:
+        """Tokens of the routers that live, as far as is known; also of one that only just began."""
+        beating = {token.decode("ascii", "replace") for token in await self._store.heartbeats()}
+        return self._membership.routers | {token for token in beating if not self._membership.is_gone(token)}
+
+    async def beat(self) -> None:
+        """Write this router's heartbeat, and judge those of the others. Raises StoreError."""
+        membership, ignored = self._membership, self._membership.ignored
+        fields = await self._store.beat(self.token, encode_heartbeat(self._heartbeat()))
+        self._contact.answered()
+        if membership.look(fields, self._clock()):
+            log.info("routers changed", extra={"routers": len(membership.routers), "refused": len(membership.refusals)})
+            self._mine = None
+        self._metrics.heartbeats_ignored.inc(membership.ignored - ignored)
+        self.attends = True
+        if forgotten := membership.forgotten:
+            await self._store.drop_heartbeats(forgotten)
+
+    def _heartbeat(self) -> Heartbeat:
+        self._beats += 1
+        streams = self._registry.streams.values()
+        held = [stream for stream in streams if stream.held]
+        holds = {stream.tag: stream.lease_number for stream in held}
+        return Heartbeat(self._beats, VERSION, holds, [one.tag for one in held if one.is_late], self._own_refusals())
+
+    def _own_refusals(self) -> dict[str, str]:
+        if self._refuses is None:
+            self._refuses = {keys.worker_tag(worker): reason for worker, reason in self._registry.left_out.items()}
+            streams = self._registry.streams.values()
+            self._refuses |= {stream.tag: refusal for stream in streams if (refusal := stream.refusal)}
+        return self._refuses
+
+    async def beat_always(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            # Without the store nothing can be taken or handed over; its absence is judged below.
+            with contextlib.suppress(StoreError):
+                await self.beat()
+
+    async def leave(self) -> None:
+        """Count among the routers no longer."""
+        if self.attends:
+            with contextlib.suppress(StoreError):
+                await self._store.drop_heartbeats([self.token])
+
+    async def judge_followers(self) -> None:
+        """Mark the workers whose followers are not heard, also while Redis answers nothing."""
+        while True:
+            # Not here, where the last stream would be held until the next one is looked at.
+            self._judge_followers()
+            await asyncio.sleep(INTERVAL_S)
+
+    def _judge_followers(self) -> None:
+        now_s, streams = self._clock(), self._registry.streams.values()
+        self._contact.judge(is_refused=any(stream.is_refused for stream in streams))
+        silence = self._contact.silence
+        unheard = silence and f"{silence}: what the router that follows this worker learns is not known here"
+        for stream in streams:
+            stream.follower_heard(unheard or self._membership.follower_problem(stream.tag, now_s))
+
+    def is_mine(self, worker: WorkerKey) -> bool:
+        """Whether this process should follow the worker."""
+        if self._mine is None:
+            refused: dict[WorkerKey, set[str]] = {}
+            for one in (*self._registry.streams, *self._registry.left_out):
+                tag = keys.worker_tag(one)
+                refused[one] = set(self._membership.refusals.get(tag, ()))
+                if tag in self._own_refusals():
+                    refused[one].add(self.token)
+            found = assign_workers(refused, self._membership.routers, refused)
+            self._mine = frozenset(worker for worker, router in found.items() if router == self.token)
+        return worker in self._mine
+
+    async def claim(self, claims: Claims) -> None:
+        """Tell the other routers what the sources of this one see."""
+        await self._store.put_claim(self.token, msgspec.json.encode(claims))
+
+    async def disclaim(self) -> None:
+        await self._store.drop_claims([self.token])
+
+    async def claimed(self, source: str, *, own: bool = False) -> frozenset[tuple[str, int]]:
+        """Ids and ranks that living routers see in a source of this name; own: this process's word counts too."""
+        living = await self._living()
+        found: set[tuple[str, int]] = set()
+        dead = []
+        for token, raw in (await self._store.claims()).items():
+            if token not in living:
+                dead.append(token)
+            elif own or token != self.token:
+                try:
+                    found.update(msgspec.json.decode(raw, type=Claims).workers.get(source, ()))
+                except (msgspec.MsgspecError, ValueError) as error:
+                    self._metrics.unreadable_values.labels("claims").inc()
+                    log.warning("claims of another router not readable", extra={"router": token, "error": str(error)})
+        if dead:
+            await self._store.drop_claims(dead)
+        return frozenset(found)

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a router process tells its peers, and which workers are its own."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from typing import Any, cast
+
+import msgspec
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, decode_heartbeat, encode_heartbeat
+from kvrouter.router.fleet.membership import HEARD_S
+from kvrouter.router.fleet.router_peers import Claims, RouterPeers
+from kvrouter.router.fleet.store_contact import StoreContact
+from kvrouter.router.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.index import keys
+from kvrouter.router.index.store import IndexStore
+from kvrouter.router.streams.worker_stream import WorkerStream
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.registration import Registration
+
+
+class Store:
+    """The hashes of heartbeats and of claims."""
+
+    def __init__(self) -> None:
+        self.beats: dict[bytes, bytes] = {}
+        self.claimed: dict[str, bytes] = {}
+
+    async def beat(self, token: str, heartbeat: bytes) -> dict[bytes, bytes]:
+        self.beats[token.encode()] = heartbeat
+        return self.beats
+
+    async def heartbeats(self) -> dict[bytes, bytes]:
+        return self.beats
+
+    async def drop_heartbeats(self, tokens: list[str]) -> None:
+        for token in tokens:
+            self.beats.pop(token.encode(), None)
+
+    async def put_claim(self, token: str, raw: bytes) -> None:
+        self.claimed[token] = raw
+
+    async def claims(self) -> dict[str, bytes]:
+        return self.claimed
+
+    async def drop_claims(self, tokens: list[str]) -> None:
+        for token in tokens:
+            self.claimed.pop(token, None)
+
+
+class Stream:
+    """As much of a WorkerStream as is told of and told to."""
+
+    def __init__(self, worker_id: str, refusal: str | None = None) -> None:
+        self.worker = WorkerKey("m", worker_id)
+        self.registration = Registration(self.worker)
+        self.tag = keys.worker_tag(self.worker)
+        self.held = self.is_late = self.is_refused = False
+        self.lease_number = 7
+        self.problem: str | None = "not judged"
+        self._refusal = refusal
+        self.asked = 0
+
+    @property
+    def refusal(self) -> str | None:
+        self.asked += 1
+        return self._refusal
+
+    def follower_heard(self, problem: str | None) -> None:
+        self.problem = problem
+
+
+class World:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.store = Store()
+        self.registry = WorkerRegistry()
+        self.count = 0
+        metrics = Metrics(CollectorRegistry())
+        self.peers = RouterPeers(
+            self.registry,
+            store=cast(IndexStore, self.store),
+            contact=StoreContact(metrics=metrics, clock=lambda: self.now_s),
+            metrics=metrics,
+            clock=lambda: self.now_s,
+            token="me",
+            ttl_s=1.5,
+        )
+
+    def add(self, worker_id: str, refusal: str | None = None) -> Stream:
+        stream = Stream(worker_id, refusal)
+        self.registry.add(cast(WorkerStream, stream))
+        return stream
+
+    def beat(self) -> Heartbeat:
+        """This process's next heartbeat."""
+        asyncio.run(self.peers.beat())
+        found = decode_heartbeat(b"me", self.store.beats[b"me"])
+        assert found is not None
+        return found[1]
+
+    def peer_beats(self, *holds: Stream) -> None:
+        self.count += 1
+        heartbeat = Heartbeat(self.count, VERSION, {stream.tag: 1 for stream in holds}, [], {})
+        self.store.beats[b"you"] = encode_heartbeat(heartbeat)
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_a_heartbeat_says_what_is_held_late_and_refused(world: World) -> None:
+    first, second, _ = (world.add(name) for name in "abc")
+    refused = world.add("d", "not allowed")
+    first.held = second.held = second.is_late = True
+    world.registry.leave_out({WorkerKey("m", "e"): "no room"})
+    said = world.beat()
+    assert said.holds == {first.tag: 7, second.tag: 7}
+    assert said.late == [second.tag]
+    assert said.refuses == {refused.tag: "not allowed", keys.worker_tag(WorkerKey("m", "e")): "no room"}
+    assert world.beat().count == said.count + 1
+
+
+def test_refusals_are_looked_for_only_when_registrations_change(world: World) -> None:
+    stream = world.add("a")
+    world.beat()
+    asked = stream.asked
+    world.beat()
+    assert stream.asked == asked
+    world.add("b", "not allowed")
+    assert len(world.beat().refuses) == 1
+
+
+def test_workers_are_shared_with_a_peer_that_is_seen_to_beat(world: World) -> None:
+    workers = [world.add(str(number)).worker for number in range(8)]
+    world.beat()
+    assert all(map(world.peers.is_mine, workers))
+    for _ in range(2):
+        world.peer_beats()
+        world.beat()
+    assert world.peers.routers == 2
+    assert sum(map(world.peers.is_mine, workers)) == len(workers) / 2
+    world.add("new", "not allowed")
+    assert not world.peers.is_mine(WorkerKey("m", "new"))
+
+
+def test_a_worker_whose_follower_is_not_heard_says_why(world: World) -> None:
+    async def judge() -> None:
+        judging = asyncio.ensure_future(world.peers.judge_followers())
+        await asyncio.sleep(0)
+        judging.cancel()
+
+    stream = world.add("a")
+    for _ in range(2):
+        world.peer_beats(stream)
+        world.beat()
+    asyncio.run(judge())
+    assert stream.problem is None
+    world.now_s += 2 * HEARD_S
+    asyncio.run(judge())
+    assert (stream.problem or "").startswith("Redis has not answered for 3 s: what the router that follows")
+    world.beat()
+    asyncio.run(judge())
+    assert stream.problem == "router you, which follows this worker, has not been heard for 3 s"
+
+
+def test_a_removed_stream_is_let_go_while_followers_are_judged(world: World) -> None:
+    async def main() -> None:
+        judging = asyncio.ensure_future(world.peers.judge_followers())
+        left = weakref.ref(world.add("a"))
+        await asyncio.sleep(0)
+        world.registry.remove(WorkerKey("m", "a"))
+        gc.collect()
+        assert left() is None
+        judging.cancel()
+
+    asyncio.run(main())
+
+
+def test_claims_of_living_peers_count_and_those_of_the_dead_are_dropped(world: World) -> None:
+    async def claimed(**own: Any) -> frozenset[tuple[str, int]]:
+        return await world.peers.claimed("file", **own)
+
+    world.beat()
+    world.peer_beats()
+    asyncio.run(world.peers.claim(Claims({"file": [("mine", 0)]})))
+    world.store.claimed["you"] = msgspec.json.encode(Claims({"file": [("yours", 1)], "other": [("x", 0)]}))
+    world.store.claimed["dead"] = msgspec.json.encode(Claims({"file": [("gone", 0)]}))
+    assert asyncio.run(claimed()) == {("yours", 1)}
+    assert world.store.claimed.keys() == {"me", "you"}
+    assert asyncio.run(claimed(own=True)) == {("yours", 1), ("mine", 0)}
+    world.store.claimed["you"] = b"garbage"
+    assert asyncio.run(claimed()) == frozenset()

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who is registered, and who is told of what."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.router.streams.worker_stream import WorkerStream
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.role import HandoverWay, Role
+
+ONE, TWO = WorkerKey("m", "one"), WorkerKey("n", "two", 1)
+
+
+class Stream:
+    """As much of a WorkerStream as the registry touches."""
+
+    def __init__(self, registration: Registration) -> None:
+        self.registration = registration
+        self.worker = registration.worker
+        self.view = f"view of {registration.worker.worker_id}"
+
+    def update(self, registration: Registration) -> None:
+        self.registration = registration
+
+
+def stream(worker: WorkerKey, **changes: Any) -> WorkerStream:
+    return cast(WorkerStream, Stream(Registration(worker, **changes)))
+
+
+class Subscriber:
+    """Writes down what it is told, and what the registry says at that moment."""
+
+    def __init__(self, registry: WorkerRegistry) -> None:
+        self.registry = registry
+        self.heard: list[Any] = []
+
+    def members(self) -> None:
+        self.heard.append(sorted(self.registry.streams))
+
+    def view(self, worker: WorkerKey, view: Any) -> None:
+        self.heard.append((worker, view))
+
+    def load(self, worker: WorkerKey, said: EngineLoad) -> None:
+        self.heard.append((worker, said))
+
+    def take(self) -> list[Any]:
+        heard, self.heard = self.heard, []
+        return heard
+
+
+@pytest.fixture
+def registry() -> WorkerRegistry:
+    return WorkerRegistry()
+
+
+@pytest.fixture
+def subscriber(registry: WorkerRegistry) -> Subscriber:
+    found = Subscriber(registry)
+    registry.subscribe(members=found.members, view=found.view, load=found.load)
+    return found
+
+
+def test_members_are_told_after_each_change(registry: WorkerRegistry, subscriber: Subscriber) -> None:
+    registry.add(stream(ONE))
+    registry.add(two := stream(TWO))
+    assert subscriber.take() == [[ONE], [ONE, TWO]]
+    registry.update(msgspec.structs.replace(two.registration, draining=True))
+    assert subscriber.take() == [[ONE, TWO]]
+    assert registry.drains(TWO) and not registry.drains(ONE)
+
+
+def test_a_removed_worker_has_no_view_and_its_stream_is_handed_out(
+    registry: WorkerRegistry, subscriber: Subscriber
+) -> None:
+    registry.add(one := stream(ONE))
+    subscriber.take()
+    assert registry.remove(ONE) is one
+    assert subscriber.take() == [[], (ONE, None)]
+
+
+def test_views_are_told_while_the_worker_is_registered(registry: WorkerRegistry, subscriber: Subscriber) -> None:
+    registry.view_changed(ONE)
+    assert subscriber.take() == []
+    registry.add(stream(ONE))
+    subscriber.take()
+    registry.view_changed(ONE)
+    assert subscriber.take() == [(ONE, "view of one")]
+    registry.remove(ONE)
+    subscriber.take()
+    registry.view_changed(ONE)
+    assert subscriber.take() == []
+
+
+def test_each_hears_only_what_it_subscribed_to(registry: WorkerRegistry) -> None:
+    one, two = Subscriber(registry), Subscriber(registry)
+    registry.subscribe(members=one.members)
+    registry.subscribe(load=two.load)
+    said = EngineLoad(1, 2, 0.5)
+    registry.add(stream(ONE))
+    registry.view_changed(ONE)
+    registry.engine_said(ONE, said)
+    assert (one.take(), two.take()) == ([[ONE]], [(ONE, said)])
+
+
+def test_workers_left_out_are_told_when_they_change(registry: WorkerRegistry, subscriber: Subscriber) -> None:
+    registry.leave_out({})
+    assert subscriber.take() == []
+    registry.leave_out({ONE: "no room"})
+    registry.leave_out({ONE: "no room"})
+    assert subscriber.take() == [[]]
+    assert registry.left_out == {ONE: "no room"}
+
+
+def test_streams_are_changed_by_nobody_else(registry: WorkerRegistry) -> None:
+    registry.add(stream(ONE))
+    with pytest.raises(TypeError):
+        registry.streams[TWO] = stream(TWO)  # type: ignore[index]
+
+
+def test_what_is_registered_is_found_anew_after_a_change(registry: WorkerRegistry) -> None:
+    registry.add(one := stream(ONE, role=Role.PREFILL))
+    first = registry.registrations()
+    assert first == (one.registration,) and registry.registrations() is first
+    assert (registry.prefill_workers("m"), registry.prefill_workers("n")) == ({ONE}, frozenset())
+    registry.update(msgspec.structs.replace(one.registration, role=Role.BOTH, handover=HandoverWay.HEADER))
+    registry.add(stream(TWO, numbered=True))
+    assert registry.prefill_workers("m") == frozenset()
+    assert registry.models() == ["m", "n"]
+    assert registry.handover(ONE) is HandoverWay.HEADER
+    assert [one.worker for one in registry.registrations()] == [ONE, TWO]
+
+
+def test_of_an_unknown_worker_the_usual_holds(registry: WorkerRegistry) -> None:
+    assert registry.given_id(ONE) == "one"
+    assert registry.handover(ONE) is HandoverWay.KV_TRANSFER_PARAMS
+    assert not registry.drains(ONE)
