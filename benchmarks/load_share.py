@@ -38,7 +38,7 @@ from kvrouter.router.load.worker_load import LoadModel
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.placement.placer import Placer
-from kvrouter.router.redis_client.cluster import Servers
+from kvrouter.router.redis_client.servers import Servers
 from kvrouter.router.telemetry.metrics import Metrics
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))

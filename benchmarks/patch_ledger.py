@@ -24,8 +24,9 @@ from kvrouter.engine_patch.reporter.counters import Counters
 from kvrouter.engine_patch.reporter.event_queue import Message
 from kvrouter.engine_patch.reporter.ledger import Ledger
 from kvrouter.engine_patch.reporter.report_stream import ReportStream
-from kvrouter.engine_patch.reporter.reporter import Reporter, ReporterSettings
+from kvrouter.engine_patch.reporter.reporter import Reporter
 from kvrouter.engine_patch.reporter.snapshots import Moment, parts
+from kvrouter.engine_patch.setup.settings import ReporterSettings
 from kvrouter.events.patch.messages import ReportEvent, ReportRemoved, ReportStored, pack_hashes
 from kvrouter.events.vllm.messages import HashArray
 

@@ -40,7 +40,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | None,
         msgspec.Meta(
             extra={"metavar": "URL"},
-            description="a URL like redis://host:6379/0; without it, a private server is started",
+            description="a URL like redis://host:6379/0, redis+cluster://host:6379 or "
+            "redis+sentinel://host:26379,host:26379/service; without it, a private server is started",
         ),
     ] = None
     data_dir: Annotated[
@@ -386,6 +387,7 @@ def markdown() -> str:
 
 
 def without_password(url: str) -> str:
-    """The URL with its user part hidden: `redis://***@host`. Up to the last `@`: a password may hold any of `/@?#`
-    unescaped."""
-    return re.sub(r"(//).*@", rf"\1{HIDDEN}@", url, flags=re.DOTALL)
+    """The URL with its user part hidden, `redis://***@host`, and what follows `sentinel_password=`. Up to the last
+    `@` and to the end: a password may hold any of `/@?#&` unescaped."""
+    hidden = re.sub(r"(sentinel_password=).*", rf"\1{HIDDEN}", url, flags=re.DOTALL)
+    return re.sub(r"(//).*@", rf"\1{HIDDEN}@", hidden, flags=re.DOTALL)

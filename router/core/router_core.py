@@ -29,10 +29,11 @@ from kvrouter.router.fleet.mirror_sync import MirrorSync
 from kvrouter.router.fleet.router_peers import RouterPeers
 from kvrouter.router.fleet.store_contact import StoreContact
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
-from kvrouter.router.index.store import IndexStore, StoreError
+from kvrouter.router.index.store import IndexStore
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.matching.question import Hit, Question, filter_hits
 from kvrouter.router.matching.routing_history import RoutingHistory
+from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList

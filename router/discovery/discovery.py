@@ -24,7 +24,7 @@ from kvrouter.router.discovery.reconcile import Name, ReconcilePlan, name_of, pl
 from kvrouter.router.discovery.source import Source
 from kvrouter.router.fleet.fleet import Fleet
 from kvrouter.router.fleet.router_peers import Claims
-from kvrouter.router.index.store import StoreError
+from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.engine_answers import EngineAnswers

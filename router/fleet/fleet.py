@@ -18,7 +18,9 @@ from kvrouter.router.fleet.mirror_sync import MirrorSync
 from kvrouter.router.fleet.router_peers import RouterPeers
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index import keys, registry
-from kvrouter.router.index.store import IndexStore, StoredValueError, StoreError, WorkerImage
+from kvrouter.router.index.commit import WorkerImage
+from kvrouter.router.index.store import IndexStore
+from kvrouter.router.redis_client.errors import StoredValueError, StoreError
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList

@@ -24,11 +24,13 @@ from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.fleet.store_contact import StoreContact
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
+from kvrouter.router.index.commit import WorkerImage
 from kvrouter.router.index.log_entry import LogEntry
 from kvrouter.router.index.log_follower import FollowerItem, LogFollower, Reload, StoreBack, StoreLost
-from kvrouter.router.index.store import IndexStore, StoredValueError, StoreError, WorkerImage
+from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.matching.mirror import Mirror, MirrorFull
+from kvrouter.router.redis_client.errors import StoredValueError, StoreError
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metrics import Metrics
 

@@ -18,7 +18,8 @@ from kvrouter.router.fleet.membership import INTERVAL_S, Membership
 from kvrouter.router.fleet.store_contact import StoreContact
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index import keys
-from kvrouter.router.index.store import IndexStore, StoreError
+from kvrouter.router.index.store import IndexStore
+from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.telemetry.metrics import Metrics
 
 log = logging.getLogger("kvrouter.fleet")

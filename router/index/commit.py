@@ -13,7 +13,7 @@ from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.index.log_entry import decode_text, encode_text
 from kvrouter.router.ingest.net_changes import ResidencyDelta
-from kvrouter.router.redis_client.connection import StoredValueError
+from kvrouter.router.redis_client.errors import StoredValueError
 from kvrouter.router.redis_client.resp import Hashes, command, members_commands
 
 T = TypeVar("T")

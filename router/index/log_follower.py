@@ -20,13 +20,10 @@ from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.index import keys
 from kvrouter.router.index.commit import NO_LOG_ID, WorkerImage
 from kvrouter.router.index.log_entry import LogEntry, parse_entry
-from kvrouter.router.redis_client.cluster import Servers
-from kvrouter.router.redis_client.connection import (
-    Connection,
-    ReplyError,
-    StoreError,
-)
+from kvrouter.router.redis_client.connection import Connection
+from kvrouter.router.redis_client.errors import ReplyError, StoreError
 from kvrouter.router.redis_client.resp import command
+from kvrouter.router.redis_client.servers import Servers
 
 # How long one XREAD waits for news. Only a bound on how long a dead connection can look idle; news arrives at once.
 BLOCK_S = 1.0

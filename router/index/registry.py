@@ -10,7 +10,7 @@ import msgspec
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.redis_client.connection import StoredValueError
+from kvrouter.router.redis_client.errors import StoredValueError
 from kvrouter.router.workers.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, Registration
 from kvrouter.router.workers.worker_spec import (
     endpoint_problem,

@@ -40,15 +40,10 @@ from kvrouter.router.index.commit import (
 )
 from kvrouter.router.index.log_entry import EntryKind, decode_text, encode_text, entry_fields
 from kvrouter.router.ingest.net_changes import ResidencyDelta
-from kvrouter.router.redis_client.cluster import Servers
-from kvrouter.router.redis_client.connection import (
-    Connection,
-    ReplyError,
-    StoredValueError,
-    StoreError,
-    StoreUnavailable,
-)
+from kvrouter.router.redis_client.connection import Connection
+from kvrouter.router.redis_client.errors import ReplyError, StoredValueError, StoreError, StoreUnavailable
 from kvrouter.router.redis_client.resp import Hashes, command, hashes_from_bytes
+from kvrouter.router.redis_client.servers import Servers
 
 __all__ = [
     "Commit",

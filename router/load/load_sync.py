@@ -22,9 +22,10 @@ from kvrouter.router.index import keys
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.load.load_messages import LoadMessage, ReservationEnd, WorkerGauge, WorkerTotals, decode, encode
 from kvrouter.router.load.worker_load import LoadModel
-from kvrouter.router.redis_client.cluster import Servers
-from kvrouter.router.redis_client.connection import Connection, StoreError
+from kvrouter.router.redis_client.connection import Connection
+from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.redis_client.resp import command
+from kvrouter.router.redis_client.servers import Servers
 
 log = logging.getLogger("kvrouter.load")
 

@@ -30,7 +30,7 @@ from kvrouter.router.placement.decider import NOBODY, Decider, HitSource
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.placement.reservations import Reservations
 from kvrouter.router.placement.selections import SELECTION_TTL_S, Selected, Selections
-from kvrouter.router.redis_client.cluster import Servers
+from kvrouter.router.redis_client.servers import Servers
 from kvrouter.router.telemetry.metrics import Metrics
 
 # Models whose problems one answer names.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Connections to Redis, to a cluster, and the private server."""
+"""Connections to Redis, to a cluster, through Sentinel, and the private server."""

@@ -22,7 +22,8 @@ from typing import Any
 from urllib.parse import quote
 
 from kvrouter.router.common.errors import SettingError
-from kvrouter.router.redis_client.connection import Connection, Endpoint, ReplyError, StoreUnavailable
+from kvrouter.router.redis_client.connection import Connection
+from kvrouter.router.redis_client.errors import ReplyError, StoreUnavailable
 from kvrouter.router.redis_client.resp import command
 
 # sun_path holds 108 bytes with its final zero. Source: unix(7).
@@ -201,7 +202,7 @@ class EmbeddedStore:
             os.close(lock)
 
     async def _ask(self, *commands: bytes) -> list[Any]:
-        connection = await Connection.open(Endpoint(str(self._socket)))
+        connection = await Connection.open(str(self._socket))
         try:
             return await connection.run(b"".join(commands), len(commands))
         finally:

@@ -40,15 +40,15 @@ from kvrouter.router.config.settings import Config, without_password
 from kvrouter.router.core.router_core import Core
 from kvrouter.router.discovery.discovery import Discovery
 from kvrouter.router.discovery.sources import sources_of
-from kvrouter.router.index.store import IndexStore, StoreError
+from kvrouter.router.index.store import IndexStore
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.upstream.pool import KEEP_IDLE_S, Pool
 from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.quality.request_watch import Quality
-from kvrouter.router.redis_client.connection import StoreUnavailable
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore, EmbeddedStoreError
+from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
 from kvrouter.router.server.checks import checked_settings, log_cautions, tracing_of
 from kvrouter.router.server.listener import bound_socket, port_taken, start_line
 from kvrouter.router.server.sibling_metrics import SiblingMetrics

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.config.cautions import open_to_all
 from kvrouter.router.config.settings import Config, without_password
-from kvrouter.router.index.store import StoreError
 from kvrouter.router.quality.quality_metrics import QualityMetrics
-from kvrouter.router.redis_client.connection import parse_url
+from kvrouter.router.redis_client.errors import StoreError
+from kvrouter.router.redis_client.url import parse_url
 from kvrouter.router.tokens.engine.verification import LocalMaker
 from kvrouter.router.workers.model_names import parse_tokenizers
 

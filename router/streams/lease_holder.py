@@ -13,8 +13,10 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, Lease, StoredValueError, StoreError
+from kvrouter.router.index.commit import Commit, CommitOutcome, Lease
+from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.pending_commit import PendingCommit
+from kvrouter.router.redis_client.errors import StoredValueError, StoreError
 from kvrouter.router.telemetry.metrics import Metrics
 
 log = logging.getLogger("kvrouter.hold")

@@ -16,8 +16,8 @@ from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import Place
 from kvrouter.router.index import keys
+from kvrouter.router.index.commit import WorkerImage
 from kvrouter.router.index.log_entry import LogEntry
-from kvrouter.router.index.store import WorkerImage
 from kvrouter.router.ingest.patch_ingest import META_DECLARED, PatchIngest
 from kvrouter.router.ingest.stock_ingest import META_GAPS, META_LEARNED, META_SCHEME
 from kvrouter.router.workers.registration import Registration

@@ -32,14 +32,16 @@ from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
 from kvrouter.router.index import keys
+from kvrouter.router.index.commit import WorkerImage
 from kvrouter.router.index.log_entry import LogEntry
-from kvrouter.router.index.store import IndexStore, StoredValueError, StoreError, WorkerImage
+from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.counters import IngestCounters
 from kvrouter.router.ingest.engine_liveness import EngineBack, EngineLost, EngineRestarted, VitalSign
 from kvrouter.router.ingest.patch_ingest import PatchIngest
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.matching.matcher import WorkerView
+from kvrouter.router.redis_client.errors import StoredValueError, StoreError
 from kvrouter.router.streams.disk_watch import DiskSigns, DiskWatch
 from kvrouter.router.streams.engine_poller import EnginePoller
 from kvrouter.router.streams.lease_holder import (

@@ -33,9 +33,12 @@ from index_support import (
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.index import store as stores
-from kvrouter.router.index.log_follower import LogEntry, LogFollower, Reload, StoreBack, StoreLost
-from kvrouter.router.index.store import Commit, IndexStore, StoreError, StoreUnavailable
+from kvrouter.router.index.commit import Commit
+from kvrouter.router.index.log_entry import LogEntry
+from kvrouter.router.index.log_follower import LogFollower, Reload, StoreBack, StoreLost
+from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import ResidencyDelta
+from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
 
 STEPS = st.lists(
     st.tuples(

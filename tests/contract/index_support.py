@@ -14,8 +14,10 @@ import numpy as np
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
-from kvrouter.router.index.log_follower import LogEntry, LogFollower
-from kvrouter.router.index.store import CommitOutcome, IndexStore, Lease
+from kvrouter.router.index.commit import CommitOutcome, Lease
+from kvrouter.router.index.log_entry import LogEntry
+from kvrouter.router.index.log_follower import LogFollower
+from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import ResidencyDelta
 
 APPLIED, FENCED, STALE = CommitOutcome.APPLIED, CommitOutcome.FENCED, CommitOutcome.STALE

@@ -12,7 +12,7 @@ import pytest
 from api_support import TinyCore, build, call
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.redis_client.connection import StoreUnavailable
+from kvrouter.router.redis_client.errors import StoreUnavailable
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.workers.registration_from_body import MAX_LORAS, MAX_PATH_CHARS
 

@@ -17,9 +17,12 @@ import redis
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.index.log_follower import LogEntry, LogFollower, Reload
-from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, Lease, StoreError, StoreUnavailable
+from kvrouter.router.index.commit import Commit, CommitOutcome, Lease
+from kvrouter.router.index.log_entry import LogEntry
+from kvrouter.router.index.log_follower import LogFollower, Reload
+from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import ResidencyDelta
+from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
 from kvrouter.router.redis_client.resp import command
 
 # pytest's importlib mode leaves sys.path alone.
@@ -538,7 +541,7 @@ class TestCluster(IndexContract):
     def test_workers_lie_on_all_nodes(self, world: World):
         async def body(store: IndexStore) -> None:
             workers = [await world.owned(store) for _ in range(30)]
-            assert len({store.servers.endpoint_of(keys.meta(worker)) for worker in workers}) == 3
+            assert len({store.servers.address_of(keys.meta(worker)) for worker in workers}) == 3
 
         world.run(body)
 

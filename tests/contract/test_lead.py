@@ -27,7 +27,8 @@ from kvrouter.router.config.settings import Config
 from kvrouter.router.core.router_core import Core
 from kvrouter.router.fleet.assignment import assign_workers
 from kvrouter.router.index import keys
-from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, Lease
+from kvrouter.router.index.commit import Commit, CommitOutcome, Lease
+from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import NO_HASHES, ResidencyDelta
 from kvrouter.router.matching.question import Question
 from kvrouter.router.server.warm_up import warm

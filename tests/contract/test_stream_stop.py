@@ -18,7 +18,8 @@ from kvrouter.router.fleet.mirror_sync import MirrorSync
 from kvrouter.router.fleet.store_contact import StoreContact
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.streams.worker_stream import LeaseLost, WorkerStream
+from kvrouter.router.streams.lease_holder import LeaseLost
+from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.registration import Registration

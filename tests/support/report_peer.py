@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from kvrouter.engine_patch.reporter.reporter import Reporter, ReporterSettings
+from kvrouter.engine_patch.reporter.reporter import Reporter
+from kvrouter.engine_patch.setup.settings import ReporterSettings
 from kvrouter.events.patch.messages import (
     REPORT_TOPIC,
     CatalogMessage,

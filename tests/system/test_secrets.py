@@ -132,7 +132,7 @@ def test_what_fails_at_the_start_is_told_without_secrets(tmp_path: Path, server:
         # The certificate is that of 127.0.0.1.
         "certificate  ": {"KVROUTER_REDIS": f"rediss://{secret}@localhost:{port}/0{tls}"},
         "rediss://": {"KVROUTER_REDIS": f"redis://{secret}@127.0.0.1:{port}"},
-        "TLS file": {"KVROUTER_REDIS": f"rediss://{secret}@127.0.0.1:{port}/0?ssl_ca_certs=/none"},
+        "TLS options": {"KVROUTER_REDIS": f"rediss://{secret}@127.0.0.1:{port}/0?ssl_ca_certs=/none"},
         "reached": {"KVROUTER_REDIS": f"rediss://{secret}@127.0.0.1:{free_port()}{tls}"},
         "reached ": {"KVROUTER_REDIS": f"rediss://{secret}@no-such-host.invalid:1{tls}"},
         "percent-encoded": {"KVROUTER_REDIS": f"redis://router:{MARK}/with/slashes@h:1"},

@@ -22,11 +22,13 @@ import redis
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.index.commit import Commit, CommitOutcome
 from kvrouter.router.index.log_follower import LogFollower, Reload, StoreBack, StoreLost
-from kvrouter.router.index.store import Commit, CommitOutcome, IndexStore, StoreUnavailable
+from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.redis_client import embedded_valkey as embedded
 from kvrouter.router.redis_client.embedded_valkey import SOCKET_PATH_MAX_BYTES, EmbeddedStore, EmbeddedStoreError
+from kvrouter.router.redis_client.errors import StoreUnavailable
 
 WAIT_S = 20.0
 WORKER = WorkerKey("m", "w")

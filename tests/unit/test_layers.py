@@ -35,7 +35,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "workers": "What a worker is, who described it, and what may be connected to.",
         "kvcache": "vLLM's cache derived anew: groups, block hashes and the hit rule. Pure.",
         "ingest": "From one worker's events to net changes of its residency. Pure.",
-        "redis_client": "Connections to Redis, to a cluster, and the private server.",
+        "redis_client": "Connections to Redis, to a cluster, through Sentinel, and the private server.",
         "index": "What Redis holds of each worker, and how it is written and followed.",
         "telemetry": "Metrics and log format of a process.",
         "config": "Settings from file, environment and flags.",

@@ -20,10 +20,9 @@ import zmq
 
 from kvrouter.engine_patch.reporter import reporter as reporter_module
 from kvrouter.engine_patch.reporter.ledger import Ledger
-from kvrouter.engine_patch.reporter.reporter import ReporterSettings
 from kvrouter.engine_patch.reporter.request_handler import MAX_UNSENT
 from kvrouter.engine_patch.reporter.snapshots import Moment, parts
-from kvrouter.engine_patch.setup.settings import DEFAULT_MAX_BLOCKS
+from kvrouter.engine_patch.setup.settings import DEFAULT_MAX_BLOCKS, ReporterSettings
 from kvrouter.events.patch import messages as report
 
 TESTS = Path(__file__).resolve().parents[1]

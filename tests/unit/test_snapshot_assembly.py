@@ -13,7 +13,8 @@ from report_cursor_steps import MAX_SEQ, A, B, greeted, in_order, kinds, live, l
 
 from kvrouter.events.patch.items import SnapshotFailed
 from kvrouter.events.patch.messages import PlaceSummary, SnapshotPart
-from kvrouter.events.patch.snapshot_assembly import MAX_NAME_CHARS, MAX_PLACES, SnapshotAssembly, SnapshotError
+from kvrouter.events.patch.snapshot_assembly import MAX_PLACES, SnapshotAssembly, SnapshotError
+from kvrouter.events.vllm.messages import MAX_NAME_CHARS
 
 LEDGER: Ledger = {(0, "GPU"): Counter((5, 6, 6, 7)), (None, "CPU"): Counter((5, 2**64 - 1))}
 

@@ -9,7 +9,7 @@ import pytest
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys, registry
 from kvrouter.router.index.commit import Head, Lease
-from kvrouter.router.redis_client.connection import StoredValueError
+from kvrouter.router.redis_client.errors import StoredValueError
 from kvrouter.router.workers.registration import MAX_GROUPS, CatalogSpec, GroupSpec, Registration
 
 WORKER = WorkerKey("m", "w0", 2)

@@ -36,7 +36,7 @@ from kvrouter.router.common.version import PACKAGE, VERSION
 from kvrouter.router.config.settings import Config
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.proxy import Proxy
-from kvrouter.router.redis_client.connection import StoreError
+from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
