@@ -32,7 +32,8 @@ from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
-from kvrouter.router.placement.choose import ChoiceContext, choose
+from kvrouter.router.placement.choose import choose
+from kvrouter.router.placement.cost import ChoiceContext
 from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.server.warm_up import warm

@@ -29,7 +29,8 @@ from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.json_arrays import hash_array, token_array
 from kvrouter.router.matching.question import Question
 from kvrouter.router.placement.candidates import Pin
-from kvrouter.router.placement.choose import Candidate, Choice
+from kvrouter.router.placement.choose import Choice
+from kvrouter.router.placement.cost import Candidate
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.telemetry.metrics import Metrics

@@ -34,10 +34,6 @@ DISK_TOKEN_COST = 0.7
 # measuring. Within a quarter it is chance: equal replicas must have equal costs.
 SLOWNESS_MAX = 4.0
 SLOWNESS_MIN = 1.25
-# How much slower or faster than the others a worker may count: a measured rate that is further off is a fault of
-# measuring. Within a quarter it is chance: equal replicas must have equal costs.
-SLOWNESS_MAX = 4.0
-SLOWNESS_MIN = 1.25
 
 
 class TierCosts(msgspec.Struct, frozen=True):
@@ -45,9 +41,6 @@ class TierCosts(msgspec.Struct, frozen=True):
 
     cpu: float = CPU_TOKEN_COST
     disk: float = DISK_TOKEN_COST
-
-
-DEFAULT_TIER_COSTS = TierCosts()
 
 
 class WorkerSpeed:

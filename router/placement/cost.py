@@ -13,10 +13,17 @@ worse in any respect costs no more."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
 import msgspec
 
-from kvrouter.router.load.worker_speed import DEFAULT_TIER_COSTS, TierCosts
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.load.load_table import WorkerLoad
+from kvrouter.router.load.session_affinity import SessionPlace
+from kvrouter.router.load.worker_load import LoadModel
 from kvrouter.router.matching.question import Hit
+from kvrouter.router.placement.policies import LEAST_COST, Policy
 
 # What a token of context that is being decoded costs a new prompt. Its chunks share their steps with the running
 # sequences, and a sequence of some thousand tokens takes 0.2 to 0.4 ms of a step (simulator/engine/timing.py), as much
@@ -45,6 +52,22 @@ DELAY_WEIGHT = 8.0
 SESSION_SHARE_KNOWN = 0.05
 SESSION_SHARE_BLIND = 0.5
 
+_NO_LOAD = WorkerLoad()
+
+
+class ChoiceContext(msgspec.Struct, frozen=True):
+    """What counts besides the hits. now: by the clock of the load; turn: prompts of this model that were placed before;
+    blind: the prompt's tokens are not known, so hits say nothing."""
+
+    num_tokens: int
+    weights: LoadModel
+    pending: Mapping[WorkerKey, int] = {}
+    session: SessionPlace | None = None
+    policy: Policy = LEAST_COST
+    turn: int = 0
+    blind: bool = False
+    now: float = 0.0
+
 
 class CostTerms(msgspec.Struct, frozen=True):
     """The terms of one worker's cost, in tokens, each as it goes into the sum."""
@@ -61,28 +84,95 @@ class CostTerms(msgspec.Struct, frozen=True):
         return self.queued + self.decode
 
 
-def prefill_tokens(hit: Hit, num_tokens: int, pending: int = 0, tiers: TierCosts = DEFAULT_TIER_COSTS) -> float:
-    """What the prompt costs where this is its hit. pending: tokens that another prompt is just having computed
-    there."""
-    tokens = num_tokens - hit.disk + (hit.cpu - hit.gpu) * tiers.cpu + (hit.disk - hit.cpu) * tiers.disk
-    return min(tokens, num_tokens - pending) if pending else tokens
+class Candidate(msgspec.Struct, frozen=True):
+    """One worker in a choice. cost: the sum of `parts`; load: what of it is others' work; pending: tokens of the prompt
+    that are just being computed there."""
+
+    hit: Hit
+    cost: int
+    load: int
+    parts: CostTerms
+    saturated: bool
+    pending: int
 
 
-def junction_tokens(hit: Hit, longest: int) -> int:
-    """What a checkpoint there would add to what the next prompt with this beginning can reuse. longest: hit of all
-    workers."""
-    return max(0, hit.full_attention - longest)
+class Costs(NamedTuple):
+    """Of each hit, in tokens: its worker's cost, what of it is others' work there, what the prompt needs and what is
+    queued before it, both by a worker of usual speed. saturated: places of the hits whose workers are."""
+
+    costs: list[int]
+    loads: list[int]
+    prefills: list[float]
+    queues: list[float]
+    saturated: set[int]
 
 
-def delay_tokens(work: float, queued: float, usual: float) -> float:
-    """What prompts to come will wait longer, all together, for `work` tokens behind `queued` ones. usual: a prompt's on
-    average.
-
-    Source: the M/G/1 queue's relative value, r / (1 - r) * u * u / (2 * m) for u tokens of work in it; here its
-    difference."""
-    return DELAY_WEIGHT / (2 * usual) * work * (2 * queued + work)
-
-
-def session_bonus(last_tokens: int, prefill: float, known: bool) -> float:
-    """last_tokens: length of the session's last prompt. known: whether the worker's cache is."""
-    return min(last_tokens, prefill) * (SESSION_SHARE_KNOWN if known else SESSION_SHARE_BLIND)
+def weigh(
+    hits: Sequence[Hit],
+    scene: ChoiceContext,
+    longest: int,
+    *,
+    idle: bool = False,
+    candidates: list[Candidate] | None = None,
+) -> Costs:
+    """The cost of each hit's worker. longest: hit of all workers. idle: as if nothing else were to be done anywhere.
+    candidates: receives each cost with its terms."""
+    weights, num_tokens, pending, session = scene.weights, scene.num_tokens, scene.pending, scene.session
+    loads, corrections = ({}, {}) if idle else (weights.table.loads, weights.corrections)
+    slow, limit, cpu_cost, disk_cost = (
+        weights.slowness,
+        weights.saturation_tokens,
+        weights.tiers.cpu,
+        weights.tiers.disk,
+    )
+    # The relative value of the queue M/G/1 is r / (1 - r) * u * u / (2 * m) for u tokens of work in it; `delay` is the
+    # difference that a prompt makes.
+    delay_share = DELAY_WEIGHT / (2 * weights.usual_prefill_tokens)
+    costs: list[int] = []
+    burdens: list[int] = []
+    prefills: list[float] = []
+    queues: list[float] = []
+    saturated: set[int] = set()
+    # One loop: a call for each of some hundred workers would be half of the time of a choice.
+    for i, hit in enumerate(hits):
+        worker = hit.worker
+        load = loads.get(worker, _NO_LOAD)
+        queued: float = load.prefill_tokens
+        decode: float = load.decode_tokens
+        if corrections and (correction := corrections.get(worker)) is not None:
+            queued += correction.foreign_prefill_tokens
+            decode += correction.foreign_decode_tokens
+            if weights.is_saturated(int(queued), correction):
+                saturated.add(i)
+        elif queued > limit:
+            saturated.add(i)
+        if load.prefill_tokens:
+            queued -= weights.progress_tokens(worker, load, scene.now)
+        decode *= DECODE_TOKEN_COST
+        disk = hit.disk
+        prefill: float = num_tokens - disk
+        if disk != hit.gpu:
+            prefill += (hit.cpu - hit.gpu) * cpu_cost + (disk - hit.cpu) * disk_cost
+        if pending and worker in pending:
+            prefill = min(prefill, num_tokens - pending[worker])
+        burdens.append(int(queued + decode + 0.5))
+        prefills.append(prefill)
+        queues.append(queued)
+        work = prefill
+        if slow and worker in slow:
+            work, queued = slow[worker] * work, slow[worker] * queued
+        delay = delay_share * work * (2 * queued + work)
+        junction = bonus = 0.0
+        if hit.full_attention > longest:
+            # What a checkpoint there would add to what the next prompt with this beginning can reuse.
+            junction = (hit.full_attention - longest) * JUNCTION_SHARE
+        if session is not None and session.worker == worker:
+            # Without credit, or with a guess for a hit, a worker may hold anything.
+            known = not (scene.blind or hit.reason or hit.approximate)
+            bonus = min(session.tokens, prefill) * (SESSION_SHARE_KNOWN if known else SESSION_SHARE_BLIND)
+        cost = int(work + queued + decode + delay - junction - bonus + 0.5)
+        costs.append(cost)
+        if candidates is not None:
+            parts = CostTerms(round(work), round(queued), round(decode), round(delay), round(junction), round(bonus))
+            candidates.append(Candidate(hit, cost, parts.load, parts, i in saturated, pending.get(worker, 0)))
+    return Costs(costs, burdens, prefills, queues, saturated)

@@ -23,7 +23,8 @@ from kvrouter.router.load.worker_load import LoadModel
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.placement.admission_queue import RETRY_AFTER_S
 from kvrouter.router.placement.candidates import candidates, no_worker_error, split_by_role
-from kvrouter.router.placement.choose import Choice, ChoiceContext, choose
+from kvrouter.router.placement.choose import Choice, choose
+from kvrouter.router.placement.cost import ChoiceContext
 from kvrouter.router.placement.lost_reuse import count_losses
 from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.placement.policies import policy

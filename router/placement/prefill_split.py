@@ -17,8 +17,8 @@ import msgspec
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.question import Hit
-from kvrouter.router.placement.choose import Choice, ChoiceContext, choose, weigh
-from kvrouter.router.placement.cost import prefill_tokens
+from kvrouter.router.placement.choose import Choice, choose
+from kvrouter.router.placement.cost import Candidate, ChoiceContext, weigh
 
 # What a hand-over takes besides the transfer, in tokens that could be computed meanwhile: a second request over HTTP,
 # read and tokenized once more, a step of each engine, the first contact of their connectors. Some 30 ms, at 30,000
@@ -71,8 +71,8 @@ def with_prefill(
     pending prefixes only those that are computed where they are pending. arriving: prefixes that are on their way to a
     worker by a hand-over: what is on its way need not be computed nor sent twice, but is not there yet."""
     hit, num_tokens = choice.hit, scene.num_tokens
-    here = weigh(hit, scene, hit.disk)
-    alone_tokens = prefill_tokens(hit, num_tokens, scene.pending.get(hit.worker, 0), scene.weights.tiers)
+    compared: list[Candidate] = []
+    (alone_tokens,) = weigh((hit,), scene, hit.disk, candidates=compared).prefills
     choice = msgspec.structs.replace(choice, prefill_tokens=round(alone_tokens))
     if alone_tokens < rules.min_tokens:
         return choice, PrefillOutcome.SHORT
@@ -82,10 +82,11 @@ def with_prefill(
         return choice, PrefillOutcome.SATURATED
     sent_tokens = num_tokens - max(hit.gpu, arriving.get(hit.worker, 0))
     handover_tokens = rules.handover_tokens(sent_tokens)
-    parts = weigh(there.hit, scene, there.hit.disk).parts
-    cost_there = parts.prefill + parts.load + handover_tokens
+    weigh((there.hit,), scene, there.hit.disk, candidates=compared)
+    here_parts, there_parts = (one.parts for one in compared)
+    cost_there = there_parts.prefill + there_parts.load + handover_tokens
     running = min(scene.weights.burden(hit.worker).requests, DISTURBED_MAX)
-    cost_here = here.parts.prefill * (1 + running) + here.parts.load
+    cost_here = here_parts.prefill * (1 + running) + here_parts.load
     if cost_there >= cost_here:
         return choice, PrefillOutcome.CHEAPER_HERE
     text = (

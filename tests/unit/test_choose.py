@@ -19,13 +19,17 @@ from kvrouter.router.load.worker_load import PROGRESS_MAX, LoadModel
 from kvrouter.router.load.worker_speed import SAMPLES_MIN, SLOWNESS_MAX, SLOWNESS_MIN, TierCosts, slowness
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement import choose as choosing
-from kvrouter.router.placement.choose import Choice, ChoiceContext, choose, weigh
+from kvrouter.router.placement.choose import Choice, choose
 from kvrouter.router.placement.cost import (
     DECODE_TOKEN_COST,
     DELAY_WEIGHT,
+    JUNCTION_SHARE,
     SESSION_SHARE_BLIND,
+    SESSION_SHARE_KNOWN,
+    Candidate,
+    ChoiceContext,
     CostTerms,
-    delay_tokens,
+    weigh,
 )
 from kvrouter.router.placement.policies import NAMES, policy
 from kvrouter.router.telemetry.metrics import LOST_REASONS
@@ -230,8 +234,9 @@ def test_what_a_worker_has_computed_of_the_prompt_under_way_is_queued_no_longer(
 
 def test_computing_a_long_prompt_behind_others_keeps_back_those_to_come() -> None:
     # By tokens alone both are equal: 100 to compute behind 100, or 200 behind none.
-    assert delay_tokens(100, 100, 1_000) == 15 * DELAY_WEIGHT and delay_tokens(200, 0, 1_000) == 20 * DELAY_WEIGHT
-    assert name_of(chosen(hit("a", 100), hit("b", 0), weights=weights(a=100))) == "a"
+    choice = chosen(hit("a", 100), hit("b", 0), weights=weights(a=100), explain=True)
+    assert [one.parts.delay for one in choice.candidates] == [15 * DELAY_WEIGHT, 20 * DELAY_WEIGHT]
+    assert name_of(choice) == "a"
 
 
 @given(st.data())
@@ -253,31 +258,75 @@ def test_a_worker_that_is_no_worse_in_any_respect_costs_no_more(data: st.DataObj
     better, worse = hit("better", near, full=max(near, runs[1])), hit("worse", far, full=max(far, runs[0]))
     session = SessionPlace(key("better"), data.draw(st.integers(0, tokens)), 1e9) if data.draw(st.booleans()) else None
     scene = ChoiceContext(tokens, load, session=session, blind=data.draw(st.booleans()))
-    assert weigh(better, scene, near).cost <= weigh(worse, scene, near).cost
+    less, more = weigh((better, worse), scene, near).costs
+    assert less <= more
 
 
-def test_the_loop_of_a_choice_and_the_explanation_agree() -> None:
-    rng = Random(5)
-    for _ in range(200):
-        load = weights(500, **{name: rng.randrange(600) for name in "abcd"})
-        for name in "ab":
-            for _ in range(SAMPLES_MIN):
-                load.rates_of(key(name)).first_token(1_000, 0, 0, rng.uniform(5.0, 20.0))
-        load.slowness = {key("a"): rng.choice([1.0, 2.0, 0.5])}
+def written_out(one: Hit, scene: ChoiceContext, longest: int) -> dict[str, float]:
+    """The terms of a cost as the docs have them."""
+    model, worker = scene.weights, one.worker
+    backlog, factor = model.burden(worker), model.slowness.get(worker, 1.0)
+    prefill = (
+        scene.num_tokens - one.disk + (one.cpu - one.gpu) * model.tiers.cpu + (one.disk - one.cpu) * model.tiers.disk
+    )
+    prefill = min(prefill, scene.num_tokens - scene.pending.get(worker, 0))
+    load = model.table.loads.get(worker)
+    computed = model.progress_tokens(worker, load, scene.now) if load is not None and load.prefill_tokens else 0.0
+    work, queued = factor * prefill, factor * (backlog.queued_tokens - computed)
+    share = SESSION_SHARE_BLIND if scene.blind or one.reason or one.approximate else SESSION_SHARE_KNOWN
+    session = scene.session
+    return {
+        "prefill": work,
+        "queued": queued,
+        "decode": backlog.decode_tokens * DECODE_TOKEN_COST,
+        "delay": DELAY_WEIGHT * work * (2 * queued + work) / (2 * model.usual_prefill_tokens),
+        "junction": max(0, one.full_attention - longest) * JUNCTION_SHARE,
+        "session": min(session.tokens, prefill) * share if session is not None and session.worker == worker else 0.0,
+    }
+
+
+@given(st.randoms(use_true_random=False))
+def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
+    load = weights(500, **{name: rng.randrange(600) for name in "abcd"})
+    load.tiers = TierCosts(rng.random(), rng.random())
+    for name in "ab":
+        for _ in range(SAMPLES_MIN):
+            load.rates_of(key(name)).first_token(1_000, 0, 0, rng.uniform(5.0, 20.0))
+        load.table.reserve(f"decoding at {name}", key(name), 0, rng.randrange(1_000_000), 0.0)
+    load.slowness = {key("a"): rng.choice([2.0, 0.5])}
+    for _ in range(2):
         load.engine_said(key("b"), EngineLoad(rng.randrange(3), rng.randrange(3), rng.random()), 0.0)
-        load.engine_said(key("b"), EngineLoad(rng.randrange(3), rng.randrange(3), rng.random()), 0.0)
-        reach = sorted(rng.randrange(TOKENS) for _ in range(3))
-        hits = [
-            hit(name, *(reach if rng.random() < 0.5 else (reach[0],)), full=rng.randrange(TOKENS)) for name in "abcd"
-        ]
-        session = SessionPlace(key(rng.choice("abcd")), rng.randrange(400), 1.0)
-        scene = ChoiceContext(
-            TOKENS, load, {key("c"): rng.randrange(TOKENS)}, session, blind=rng.random() < 0.5, now=rng.uniform(0, 5)
+    reach = sorted(rng.randrange(TOKENS) for _ in range(3))
+    hits = [
+        hit(
+            name,
+            *(reach if rng.random() < 0.5 else reach[:1]),
+            full=rng.randrange(TOKENS),
+            reason=rng.choice(["", "no"]),
         )
-        longest = max(one.disk for one in hits)
-        explained = [weigh(one, scene, longest) for one in hits]
-        free = [one for one in explained if not one.saturated] or explained
-        assert min(one.cost for one in free) == weigh(choose(hits, scene, rng).hit, scene, longest).cost
+        for name in "abcd"
+    ]
+    scene = ChoiceContext(
+        TOKENS,
+        load,
+        {key("c"): rng.randrange(TOKENS)},
+        SessionPlace(key(rng.choice("abcd")), rng.randrange(400), 1.0),
+        blind=rng.random() < 0.5,
+        now=rng.uniform(0, 5),
+    )
+    longest = max(one.disk for one in hits)
+    explained: list[Candidate] = []
+    found = weigh(hits, scene, longest, candidates=explained)
+    for one, cost, candidate in zip(hits, found.costs, explained, strict=True):
+        terms = written_out(one, scene, longest)
+        total = sum(-value if name in ("junction", "session") else value for name, value in terms.items())
+        assert cost == candidate.cost == pytest.approx(total, abs=0.51)
+        for name, value in terms.items():
+            assert getattr(candidate.parts, name) == pytest.approx(value, abs=0.51), name
+        assert candidate.saturated == load.burden(one.worker).saturated
+    assert weigh(hits, scene, longest) == found
+    free = [one for one in explained if not one.saturated] or explained
+    assert min(one.cost for one in free) == found.costs[hits.index(choose(hits, scene, rng).hit)]
 
 
 def test_the_reason_without_any_hit_and_for_a_guess() -> None:

@@ -20,7 +20,8 @@ from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.load.load_table import LoadTable
 from kvrouter.router.load.worker_load import IDLE_GRACE_S, LoadModel
 from kvrouter.router.placement.candidates import Pin, split_by_role
-from kvrouter.router.placement.choose import ChoiceContext, choose
+from kvrouter.router.placement.choose import choose
+from kvrouter.router.placement.cost import ChoiceContext
 from kvrouter.router.placement.prefill_split import (
     DISTURBED_MAX,
     HANDOVER_TOKENS,
