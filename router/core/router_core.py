@@ -113,6 +113,7 @@ class Core:
         self._names = ModelNames(parse_aliases(config.model_aliases))
         self._names_known = self._loaded = False
         self.registry.subscribe(members=self._on_members)
+        metrics.before_page(self._measure)
 
         def make_stream(registration: Registration) -> WorkerStream:
             worker = registration.worker

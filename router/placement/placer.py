@@ -88,6 +88,7 @@ class Placer:
         self._reservations = Reservations(
             self.weights, self._decider, metrics=metrics, clock=clock, changed=self._touched, freed=self._freed
         )
+        metrics.before_page(self._measure)
         supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
         self._line = AdmissionQueue(self.reserve, self.tick, config, metrics, clock, supervisor)
         self._share: LoadShare | None = None
@@ -277,14 +278,14 @@ class Placer:
         if self._share is not None:
             self._share.tick()
         self._touched()
-        self._measure(workers)
+        self._measure()
 
-    def _measure(self, workers: Iterable[WorkerKey]) -> None:
+    def _measure(self) -> None:
         metrics = self._metrics
         metrics.load_known.set(0 if self._share is not None and self._share.problem is not None else 1)
         metrics.load_routers.set(1 + self.weights.table.others)
         metrics.reservations_held.set(len(self.weights.table))
-        for worker in workers:
+        for worker in self._fleet.workers():
             burden, label = self.weights.burden(worker), metrics.worker_label(worker)
             metrics.load_queued_tokens.labels(label).set(burden.queued_tokens)
             metrics.load_decode_tokens.labels(label).set(burden.decode_tokens)

@@ -299,6 +299,7 @@ class Metrics:
         for reason in QUEUE_REFUSALS:
             self.queue_refused.labels(reason)
         self.registry = registry
+        self._measures: list[Callable[[], None]] = []
         self._forgetters: list[Callable[[str], None]] = []
         self._workers: dict[WorkerKey, str] = {}
         self._request_children: dict[tuple[str, int], Counter] = {}
@@ -337,8 +338,14 @@ class Metrics:
             self.load_saturated,
         )
 
+    def before_page(self, measure: Callable[[], None]) -> None:
+        """Has `measure` set its gauges whenever the numbers are read."""
+        self._measures.append(measure)
+
     def own_page(self) -> bytes:
         """The numbers of this process, in Prometheus' text format."""
+        for measure in self._measures:
+            measure()
         return generate_latest(self.registry)
 
     async def _own_page(self) -> bytes:

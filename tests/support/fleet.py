@@ -55,7 +55,7 @@ def rows(router: RouterProcess) -> dict[str, dict[str, Any]]:
 
 
 def held(router: RouterProcess) -> float:
-    """Workers that the router follows; a second old at most."""
+    """Workers that the router follows."""
     return router.metric("kvrouter_leases_held")
 
 

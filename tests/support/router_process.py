@@ -24,7 +24,6 @@ STOP_TIMEOUT_S = 15.0
 # From "published" to "the answers show it"; the router flushes every few milliseconds, a machine under load may not.
 VISIBLE_TIMEOUT_S = 30.0
 _POLL_S = 0.002
-METRICS_AGE_S = 1.2
 
 # Another command to start, for example a router under a debugger; `--port` and the rest are appended.
 COMMAND_VARIABLE = "KVROUTER_TEST_COMMAND"
@@ -155,9 +154,7 @@ class RouterProcess:
             raise
 
     def metric(self, name: str, **labels: str) -> float:
-        """One sample of `/metrics`, 0 when there is none. The gauges and counters of workers are a second old at
-        most."""
-        time.sleep(METRICS_AGE_S)
+        """One sample of `/metrics`, 0 when there is none."""
         _, text = self._ask("GET", "/metrics", None)
         wanted = {f'{label}="{value}"' for label, value in labels.items()}
         for line in text.decode().splitlines():

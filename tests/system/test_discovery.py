@@ -79,7 +79,7 @@ def test_an_address_is_enough(tmp_path: Path, replicas: list[ReplicaServer]) -> 
         body = {"model": MODEL, "prompt": tokens, "max_tokens": 1}
         assert router.request("POST", "/v1/completions", body)["usage"]["prompt_tokens"] == 64
         until(lambda: router.query(MODEL, "w0", tuple(tokens), None)["gpu"] >= 48, "its blocks are known")
-        assert router.metric("kvrouter_discovery_up", source="static") == 1
+        until(lambda: router.metric("kvrouter_discovery_up", source="static") == 1, "shown as up")
 
 
 def test_what_a_source_keeps_is_changed_there(tmp_path: Path, replicas: list[ReplicaServer]) -> None:
@@ -120,7 +120,7 @@ def test_a_file_is_followed_and_a_wrong_one_changes_nothing(tmp_path: Path, repl
         until(lambda: "source file is down" in said(router), "told")
         assert f"{file} line 3: urll is no field of a worker; did you mean url?" in said(router)
         assert set(rows(router)) == {"w0", "w1"}
-        assert router.metric("kvrouter_discovery_up", source="file") == 0
+        until(lambda: router.metric("kvrouter_discovery_up", source="file") == 0, "shown as down")
         file.unlink()
         until(lambda: "put it back" in said(router), "told that it is gone")
         write(file, f"- w0={first}\n")

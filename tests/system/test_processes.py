@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -25,11 +24,6 @@ def processes(router: RouterProcess) -> set[int]:
         ["ps", "-o", "pid=,args=", "--ppid", str(router.pid)], capture_output=True, text=True, check=False
     )
     return {int(line.split()[0]) for line in listed.stdout.splitlines() if "kvrouter.router.server.supervisor" in line}
-
-
-def page(router: RouterProcess) -> str:
-    time.sleep(1.2)
-    return router.text("/metrics")
 
 
 def samples(text: str, name: str) -> dict[str, float]:
@@ -50,14 +44,17 @@ def test_several_processes_are_one_router(tmp_path: Path) -> None:
         assert until(lambda: router.log_tail().count("listens on"), "no line says that it listens") == 1
         register(router, churn)
         churn.ask("go")
-        until(lambda: sorted(samples(page(router), "kvrouter_leases_held").values()) == [1, 2, 2], "uneven shares")
+        until(
+            lambda: sorted(samples(router.text("/metrics"), "kvrouter_leases_held").values()) == [1, 2, 2],
+            "uneven shares",
+        )
         seqs = dict(zip(churn.workers, churn.ask("pause"), strict=True))
         truth = churn.ask("dump")
         for _ in range(2 * COUNT):
             wait_seqs(router, seqs)
             router.reconnect()
         ask_all(router, churn, truth)
-        text = page(router)
+        text = router.text("/metrics")
         assert "kvrouter_processes_answering 3.0" in text
         # What each counted, not what chance showed: every batch once, in one process.
         batches = sum(float(v) for v in re.findall(r"^kvrouter_ingest_batches_total{.*} (\S+)$", text, re.M))
@@ -68,7 +65,10 @@ def test_several_processes_are_one_router(tmp_path: Path) -> None:
         churn.ask("go")
         os.kill(victim, signal.SIGKILL)
         until(lambda: len(processes(router) - {victim}) == COUNT, "a process that ended is not started again")
-        until(lambda: sorted(samples(page(router), "kvrouter_leases_held").values()) == [1, 2, 2], "uneven shares")
+        until(
+            lambda: sorted(samples(router.text("/metrics"), "kvrouter_leases_held").values()) == [1, 2, 2],
+            "uneven shares",
+        )
         seqs = dict(zip(churn.workers, churn.ask("pause"), strict=True))
         truth = churn.ask("dump")
         for _ in range(2 * COUNT):

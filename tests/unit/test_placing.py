@@ -142,6 +142,12 @@ def test_what_nobody_ends_expires() -> None:
     assert stage.counted("reservations_held") == 0
 
 
+def test_a_page_of_metrics_shows_what_is_held_now() -> None:
+    stage = Stage(hit("a"))
+    stage.placing.reserve(ask())
+    assert "kvrouter_reservations_held 1.0" in stage.metrics.own_page().decode()
+
+
 def test_a_client_names_its_reservation_once() -> None:
     stage = Stage(hit("a"))
     placement = stage.placing.reserve(ask(selection_id="mine"))
