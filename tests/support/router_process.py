@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `kvrouter serve` process with its embedded Valkey, and the HTTP questions the tests put to it."""
+"""A real `kvrouter serve` process with its embedded Valkey, forked or started, and the HTTP questions the tests put to it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import redis
 from ports import free_port
+from preloaded_router import PreloadedRouter
 
 # The first start compiles the kernels.
 START_TIMEOUT_S = 120.0
@@ -27,13 +28,15 @@ _POLL_S = 0.002
 
 # Another command to start, for example a router under a debugger; `--port` and the rest are appended.
 COMMAND_VARIABLE = "KVROUTER_TEST_COMMAND"
+# 1: routers are forked from a process that has imported all they need. Benchmarks start the command itself.
+PRELOAD_VARIABLE = "KVROUTER_TEST_PRELOAD"
 
 
 class RouterError(AssertionError):
     """The router did not start, answered with an error, or did not show a batch in time."""
 
 
-def end_process(process: subprocess.Popen[bytes], timeout_s: float = STOP_TIMEOUT_S) -> None:
+def end_process(process: subprocess.Popen[bytes] | PreloadedRouter, timeout_s: float = STOP_TIMEOUT_S) -> None:
     """Asks it to end, and kills it when it does not."""
     process.terminate()
     try:
@@ -58,15 +61,24 @@ class RouterProcess:
         self._environment = {**os.environ, **(environment or {})}
         self.port = free_port()
         self._log = folder / "router.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        # Only our own variables are read after the imports.
+        ours = all(name.startswith("KVROUTER_") for name in environment or {})
+        self._preloaded = ours and COMMAND_VARIABLE not in os.environ and os.environ.get(PRELOAD_VARIABLE) == "1"
+        self._process: subprocess.Popen[bytes] | PreloadedRouter | None = None
         self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=VISIBLE_TIMEOUT_S)
 
     def __enter__(self) -> Self:
         default = f"{shlex.quote(sys.executable)} -m kvrouter.router.cli serve"
         command = shlex.split(os.environ.get(COMMAND_VARIABLE, default))
         command += ["--port", str(self.port), *self._arguments]
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._folder, env=self._environment)
+        if self._preloaded:
+            arguments = ["serve", "--port", str(self.port), *self._arguments]
+            self._process = PreloadedRouter(arguments, self._environment, self._folder, self._log)
+        else:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    command, stdout=log, stderr=log, cwd=self._folder, env=self._environment
+                )
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline and self._process.poll() is None:
             try:

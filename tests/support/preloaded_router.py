@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A router forked from a process that has imported it and loaded its kernels, which are most of the time of a start.
+
+There is one such process for each test process, Python's own fork server. What is forked runs the same command line
+with the same environment, folder and log as a process of its own would."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.forkserver
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+
+class PreloadedRouter:
+    """`kvrouter ARGUMENTS` as a process; of `subprocess.Popen` it has what tests use. log: takes what it prints."""
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["warm_router", __name__])
+        with pytest.MonkeyPatch.context() as patch:
+            # The fork server imports these before it learns of our search path.
+            patch.setenv("PYTHONPATH", str(Path(__file__).parent))
+            multiprocessing.forkserver.ensure_running()
+        self._arguments = arguments
+        # A test process that ends takes those with it that a test left running.
+        self._process = context.Process(target=_run, args=(arguments, dict(environment), folder, log), daemon=True)
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self.terminate, self.kill = self._process.terminate, self._process.kill
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal, or None while it runs."""
+        return self._process.exitcode
+
+    def wait(self, timeout_s: float | None = None) -> int:
+        """The exit code once it ended. Raises subprocess.TimeoutExpired."""
+        self._process.join(timeout_s)
+        if self._process.exitcode is None:
+            assert timeout_s is not None
+            raise subprocess.TimeoutExpired([*self._arguments], timeout_s)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def _run(arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> None:
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    os.dup2(descriptor, sys.stdout.fileno())
+    os.dup2(descriptor, sys.stderr.fileno())
+    os.close(descriptor)
+    # Imported when the fork server began.
+    from kvrouter.router.cli import commands
+
+    commands.main([*arguments])
