@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point that vLLM calls in each of its processes: two places are exchanged, the rest waits for a scheduler.
+"""The entry point that vLLM calls in each of its processes: it replaces two constructors, and a scheduler does the rest.
 
-Only a scheduler with an enabled zmq publisher starts anything. With KVROUTER_PATCH=0 nothing is touched.
+Only a scheduler with an enabled zmq publisher starts a reporter. KVROUTER_PATCH=0 leaves vLLM untouched.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def register() -> None:
 
 
 def patch(environment: Mapping[str, str], log: logging.Logger, start: StartReporter | None = None) -> bool:
-    """Exchange the publisher's constructor and the scheduler's. Returns whether the patch is in place."""
+    """Replace the constructors of publisher and scheduler. Returns whether the patch is in place."""
     settings, wrong = from_environment(environment)
     if not settings.enabled:
         return False
@@ -83,7 +83,7 @@ def vllm_version() -> str:
 
 
 def attaching(original: Callable[..., None], log: logging.Logger) -> Callable[..., None]:
-    """Scheduler.__init__, and then the publisher's tap is connected to it."""
+    """Scheduler.__init__, then connect the publisher's tap to it."""
 
     @functools.wraps(original)
     def __init__(self: Any, *given: Any, **named: Any) -> None:
@@ -95,7 +95,7 @@ def attaching(original: Callable[..., None], log: logging.Logger) -> Callable[..
                 tap.attach(self)
                 watch_engine_core(tap)
         except Exception:
-            log.warning("kvrouter: a scheduler of an unknown shape; its reports lack what only it knows", exc_info=True)
+            log.warning("kvrouter: unknown scheduler layout; reports lack the fields read from it", exc_info=True)
 
     setattr(__init__, ORIGINAL, original)
     return __init__
@@ -135,7 +135,7 @@ def watch_add_lora(engine_core: Any) -> None:
 
 
 def watch_none_hash(core: Any, tap: EventTap) -> None:
-    """Declare again when the engine core that is being built draws its NONE_HASH; that once."""
+    """Declare the catalog once more when the engine core under construction draws its NONE_HASH."""
     original = core.init_none_hash
 
     def init_none_hash(*given: Any, **named: Any) -> Any:
@@ -148,7 +148,7 @@ def watch_none_hash(core: Any, tap: EventTap) -> None:
 
 
 def start_reporter(settings: PatchSettings, publisher: Any, features: Features, configured: str) -> Reports | None:
-    """The reporter of one publisher, listening; None, with one warning, where it cannot."""
+    """The listening reporter of one publisher; None, with one warning, when it cannot listen."""
     zmq = importlib.import_module("zmq")
     reporting = importlib.import_module("kvrouter.engine_patch.reporter.reporter")
     places = choose(
@@ -189,8 +189,7 @@ def start_reporter(settings: PatchSettings, publisher: Any, features: Features, 
 
 
 def bound_endpoint(publisher: Any, zmq: Any) -> str:
-    """The publisher's endpoint with the port that it got. Before 0.31 vLLM did not look which one "tcp://*:0"
-    became."""
+    """The publisher's endpoint with its actual port. Before 0.31 vLLM did not resolve "tcp://*:0"."""
     endpoint = str(publisher._endpoint)
     if endpoint.startswith("tcp://") and endpoint.endswith(":0"):
         host, port = endpoint.rpartition(":")[0], publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]

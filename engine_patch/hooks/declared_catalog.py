@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The declared catalog, read from a scheduler that runs: what the wire leaves out and a reader needs to predict hits.
+"""The declared catalog, read from a running scheduler: what readers need to predict hits and events leave out.
 
-Every version has its own names for some of it; what is not there is None, never guessed.
+Names differ between versions; a missing value is None, never guessed.
 Sources: vLLM 0.20 to 0.32 v1/core/kv_cache_coordinator.py, v1/core/kv_cache_utils.py, v1/core/sched/scheduler.py.
 """
 
@@ -34,7 +34,7 @@ _KINDS = {
     "EncoderOnlyAttentionSpec": "encoder_only_attention",
     "CrossAttentionSpec": "cross_attention",
 }
-# Where vLLM may say over how many following tokens its block hashes reach (RFC vllm-project/vllm#50438).
+# Where vLLM may state over how many following tokens its block hashes reach (RFC vllm-project/vllm#50438).
 _LOOKAHEAD_NAMES = ("hash_lookahead_tokens", "num_hash_lookahead_tokens", "num_lookahead_hash_tokens")
 
 
@@ -43,7 +43,7 @@ def _vllm(module: str) -> Any:
 
 
 def read_catalog(scheduler: Any, lora_paths: Mapping[str, str], vllm_version: str, dp_rank: int) -> DeclaredCatalog:
-    """Raises what the attributes raise when the scheduler is not as known."""
+    """Raises what the attributes raise when the scheduler has an unknown layout."""
     coordinator = scheduler.kv_cache_manager.coordinator
     pool = scheduler.kv_cache_manager.block_pool
     cache_config, connector = scheduler.cache_config, scheduler.connector
@@ -92,7 +92,7 @@ def read_groups(coordinator: Any) -> list[DeclaredGroup]:
                 group_idx=group_idx,
                 kind=kind,
                 block_size=coordinator.single_type_managers[group_idx].block_size,
-                # A full-attention spec may carry the window or chunk of layers it stands for: look-ups do not heed it.
+                # A full-attention spec may carry the window or chunk of layers it stands for: look-ups ignore it.
                 sliding_window=window_of(spec) if kind.startswith("sliding_window") else None,
                 attention_chunk_size=_number(getattr(spec, "attention_chunk_size", None)) if kind == CHUNKED else None,
                 eagle=group_idx in eagle,
@@ -111,7 +111,7 @@ def offload_groups(coordinator: Any) -> dict[int, OffloadGroup]:
 
 
 def spec_classes(coordinator: Any) -> dict[int, int]:
-    """group_idx -> number of the spec group it is looked up with, in the order of the look-up; groups that none asks
+    """group_idx -> number of the spec group it is looked up with, in the order of the look-up; groups without one
     are absent.
 
     An entry is a SpecGroup, or before 0.23 a plain tuple; its second item is the group ids in both.
@@ -159,15 +159,15 @@ def read_lookahead(scheduler: Any) -> int:
         for name in _LOOKAHEAD_NAMES:
             if isinstance(getattr(owner, name, None), int):
                 return int(getattr(owner, name))
-    told = getattr(_vllm("distributed.kv_events").BlockStored, "__struct_fields__", ())
-    if "lookahead_token_ids" in told and scheduler.connector is None and getattr(scheduler, "use_eagle", False):
-        # How many is not said; a reader must not follow hashes that reach further than it can see.
+    fields = getattr(_vllm("distributed.kv_events").BlockStored, "__struct_fields__", ())
+    if "lookahead_token_ids" in fields and scheduler.connector is None and getattr(scheduler, "use_eagle", False):
+        # vLLM does not state how many; a reader must not follow hashes that cover tokens it cannot see.
         return max(1, int(getattr(scheduler, "num_prefill_lookahead", 1)))
     return 0
 
 
 def read_model_name(model_config: Any) -> str | None:
-    """As requests name it: --served-model-name, else the model."""
+    """The name that requests use: --served-model-name, else the model."""
     served = getattr(model_config, "served_model_name", None)
     if isinstance(served, list):
         served = served[0] if served else None

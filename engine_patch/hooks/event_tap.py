@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one engine core's hooks have in common: the reporter they speak to, and what waits for the next batch.
+"""What the hooks of one engine core share: their reporter, and what waits for the next batch.
 
 The engine's thread only collects; everything is translated in the reporter's thread.
 """
@@ -22,7 +22,7 @@ MAX_LORAS = 1_024
 
 
 class Reports(Protocol):
-    """What the hooks need of a Reporter."""
+    """The part of a Reporter that the hooks use."""
 
     def publish(self, make: Callable[[], Iterable[ReportEvent]], batch_seq: int | None) -> None: ...
 
@@ -32,7 +32,7 @@ class Reports(Protocol):
 
 
 class EventTap:
-    """One publisher's. Everything but `make_batch` runs in the engine's thread."""
+    """The tap of one publisher. Everything but `make_batch` runs in the engine's thread."""
 
     def __init__(self, reporter: Reports, features: Features, vllm_version: str, dp_rank: int) -> None:
         self.reporter = reporter
@@ -45,7 +45,7 @@ class EventTap:
         self._batches = 0
         self._hashing_declared = False
 
-    # What the publisher says
+    # What the publisher sends
 
     def published(self, batch: Any) -> None:
         """One batch went to vLLM's publisher: its seq is the number of batches before it, dropped ones too."""
@@ -57,11 +57,10 @@ class EventTap:
     def close(self) -> None:
         self.reporter.close()
 
-    # What a scheduler's parts say
+    # What a scheduler's parts report
 
     def attach(self, scheduler: Any) -> None:
-        """Listen to a scheduler that has just been built; each part on its own, so that one of another shape costs only
-        itself."""
+        """Hook a new scheduler, each part on its own, so that an unknown layout costs only that part."""
         self._scheduler = scheduler
         features = self.features
         features["positions"].install(fits, lambda: self._watch_stores(scheduler))
@@ -86,7 +85,7 @@ class EventTap:
     def _watch_offloads(self, scheduler: Any) -> None:
         groups = offload_groups(scheduler.kv_cache_manager.coordinator)
         for offload in offloading_schedulers(scheduler.connector):
-            Offload(offload, groups, self.features, self._taken, self._told, self._cleared)
+            Offload(offload, groups, self.features, self._taken, self._report, self._cleared)
 
     def _watch_reset(self, pool: Any, medium: str) -> None:
         resets.watch(pool, medium, self.notes, self._cleared, self.features["resets"])
@@ -98,13 +97,13 @@ class EventTap:
     def _taken(self, offload: Offload, handed: Handed) -> None:
         self._handed.append((offload, handed))
 
-    def _told(self, offload: Offload, raw: list[Any]) -> None:
+    def _report(self, offload: Offload, raw: list[Any]) -> None:
         self.reporter.publish(partial(make_batch, [], self.notes, [(offload, ([], raw))]), None)
 
     # The catalog
 
     def declare(self) -> None:
-        """Read the catalog and hand it on; the reporter tells it only when it differs."""
+        """Read the catalog and pass it on; the reporter publishes it only when it differs."""
         feature = self.features["catalog"]
         if not feature.on or self._scheduler is None:
             return
@@ -145,7 +144,7 @@ class EventTap:
 
 
 def fits() -> str | None:
-    """Nothing to check beforehand: what is different shows in the doing."""
+    """Nothing to check beforehand: a difference shows at the first use."""
     return None
 
 
@@ -158,7 +157,7 @@ def block_pools(scheduler: Any) -> list[Any]:
 
 
 def make_batch(events: list[Any], notes: Notes, handed: list[tuple[Offload, Handed]]) -> list[ReportEvent]:
-    """In the reporter's thread: what one batch of vLLM's says on our topic."""
+    """Translates one batch of vLLM's for our topic, in the reporter's thread."""
     left_out = {id(event) for _, (stock, _) in handed for event in stock}
     reported = translate(events, notes, left_out)
     for offload, (_, raw) in handed:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the OffloadingConnector's manager does, told from its raw events: group, hash form and positions as for the GPU.
+"""Reports what the OffloadingConnector's manager does from its raw events, with group, hash form and positions as for the
+GPU.
 
-The connector's own KV events go to vLLM's topic as they are, and are left out of ours. Events that are taken early, at
-a reset, are held and handed over at the next take, in their order, so that vLLM's topic cannot tell the difference.
+The connector's own KV events go to vLLM's topic unchanged, and are left out of ours. Events that are taken early, at a
+reset, are held and returned at the next take in the same order, so that vLLM's topic stays the same.
 Sources: vLLM 0.20 to 0.32 distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py, events.py;
 v1/kv_offload/base.py.
 """
@@ -53,8 +54,8 @@ Handed = tuple[list[Any], list[Any]]
 
 
 class Offload:
-    """One OffloadingConnector's scheduler side. Says in the engine's thread what happened: `taken` with the next batch,
-    `told` (raw events) and `cleared` at once."""
+    """One OffloadingConnector's scheduler side. Reports in the engine's thread: `taken` with the next batch, `report` (raw
+    events) and `cleared` at once."""
 
     def __init__(
         self,
@@ -62,15 +63,15 @@ class Offload:
         groups: Mapping[int, OffloadGroup],
         features: Features,
         taken: Callable[[Offload, Handed], None],
-        told: Callable[[Offload, list[Any]], None],
+        report: Callable[[Offload, list[Any]], None],
         cleared: Callable[[str, str], None],
     ) -> None:
         self.groups = groups
         self.chunks = ChunkTable()
-        self._taken, self._told, self._cleared = taken, told, cleared
+        self._taken, self._report, self._cleared = taken, report, cleared
         # Taken from the manager at a reset and not yet handed on to vLLM's topic; ours has them, or is past them.
         self._held: list[Any] = []
-        # Whether the manager asked for a step when these were taken from it.
+        # Whether the manager requested a step when these were taken from it.
         self._owed = False
         self._raw: list[Any] = []
         self._watching = False
@@ -89,7 +90,7 @@ class Offload:
             )
         tracker = getattr(scheduler, "_events_tracker", None)
         if tracker is None:
-            # Before 0.24 nobody tells where a chunk stands; the group and the hash are in its key.
+            # Before 0.24 a chunk's position is unknown; the group and the hash are in its key.
             features["offload_positions"].off("this vLLM has no OffloadingEventsTracker")
         else:
             sizes = {config.group_idx: chunk_sizes(config) for config in scheduler.config.kv_group_configs}
@@ -112,11 +113,11 @@ class Offload:
                     self._taken(self, (stock, raw))
                 except Exception:
                     feature.failed()
-            # An iterator as before: the scheduler asks whether it is true.
+            # An iterator as before: the scheduler tests its truth value.
             return iter(stock)
 
         def has_pending_work() -> bool:
-            # A manager that steps an idle engine to have its events taken must not be kept from it by our taking them.
+            # Taking its events must not keep a manager from stepping an idle engine.
             return bool(self._pending() or (self._owed and self._held))
 
         manager.take_events = take_raw_events
@@ -131,12 +132,12 @@ class Offload:
             result = original(*given, **named)
             if feature.on:
                 try:
-                    if self._watching:  # else nobody would hand them over again
+                    if self._watching:  # else no take would return them
                         self._hold()
                 except Exception:
                     feature.failed()
                 try:
-                    # Also after a failure: blocks that are gone must not be believed in.
+                    # Also after a failure: cleared blocks must not stay in the ledger.
                     self._cleared(self._primary, REASON)
                 except Exception:
                     feature.failed()
@@ -145,13 +146,13 @@ class Offload:
         scheduler.reset_cache = reset_cache
 
     def _hold(self) -> None:
-        """The manager emptied its primary tier, and says so or not. What names an owner is another tier's, and is told
-        now."""
+        """The manager emptied its primary tier, with or without an event. Events with an owner belong to another tier and
+        are reported now."""
         self._owed = self._pending()
         fresh = list(self._take_raw())
         self._held += fresh
         if others := [event for event in fresh if not self._is_primary(event)]:
-            self._told(self, others)
+            self._report(self, others)
 
     def _is_primary(self, event: Any) -> bool:
         return getattr(event, "ownership", None) is None and medium_name(event.medium) == self._primary

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which positions of their prompt stored blocks have: vLLM's events leave that out where a group keeps only some of
-them.
+"""The prompt positions of stored blocks: vLLM's events leave them out where a group keeps only some blocks.
 
 Nothing of the pool is changed. A note about each stored event is kept beside it until the reporter's thread takes it;
 the engine's thread only adds, and dict operations are atomic, so there is no lock.
@@ -15,7 +14,7 @@ from typing import Any
 from kvrouter.engine_patch.reporter.translate import Notes, Position, merge_runs, short_hash
 from kvrouter.engine_patch.setup.features import Feature, Features, misfit
 
-# Stored events of some thousand steps: more wait only where nobody takes the pool's events, and those need no notes.
+# Stored events of some thousand steps: more wait only when the pool's events are never taken, and those need no notes.
 MAX_NOTES = 100_000
 
 _CACHE_FULL = ("request", "blocks", "num_cached_blocks", "num_full_blocks", "block_size", "kv_cache_group_id")
@@ -23,7 +22,7 @@ _CACHE_PARTIAL = ("request", "block", "num_tokens")
 
 
 def note(notes: Notes, event: object, position: Position | None) -> None:
-    """Remember where the blocks of an event stand; None: it is not to be told."""
+    """Remember where the blocks of an event stand; None: it must not be reported."""
     if len(notes) >= MAX_NOTES:
         notes.clear()
     notes[id(event)] = (event, position)

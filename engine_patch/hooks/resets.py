@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clears that name their medium, told when they happen: vLLM's own names none and waits for the next engine step.
+"""Clears that name their medium, reported at once: vLLM's own names none and waits for the next engine step.
 
-vLLM's queue and its timing stay as they are: what it holds at a reset is only marked, so that our topic does not tell
+vLLM's queue and its timing stay as they are: what it holds at a reset is only marked, so that our topic does not report
 it again. Source: vLLM 0.32.0 v1/core/block_pool.py, reset_prefix_cache.
 """
 
@@ -39,7 +39,7 @@ def watch(pool: Any, medium: str, notes: Notes, cleared: Callable[[str, str], No
 
 
 def void(pool: Any, medium: str, notes: Notes) -> None:
-    """Mark what the pool still holds of this medium as not to be told: the clear says it all, and it comes first.
+    """Mark the events that the pool still holds of this medium as unreported: the clear covers them and comes first.
 
     Pools may share one queue. A pool may also name another medium than its blocks are reported as, until they are
     taken.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the reporter counts, over all its epochs. Written by its thread, read by anyone: a value may be a moment old."""
+"""The reporter's counters over all its epochs. Written by its thread; other threads may read a value a moment late."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Counters(msgspec.Struct):
-    """Each only ever grows."""
+    """Counters that only grow."""
 
     # Messages with events handed to PUB; the changes in messages that could not be sent are in `dropped`.
     sent: int = 0

@@ -2,9 +2,9 @@
 """From the engine's thread to the reporter's: a queue that never blocks, never raises and is bounded.
 
 The engine's side is an append and, only while the other side sleeps, one byte into a pipe. When the queue is full the
-message is dropped, but what it changes is kept in its place in a compact form, so that the ledger stays true. When even
-that outgrows its bound, all that waits is given up, with all that comes until the other side has seen `EventsLost`:
-what happened is then not known, and the ledger must begin anew.
+message is dropped, but its changes stay in the queue in compact form, so that the ledger stays exact. When even these
+outgrow their bound, the whole queue is given up, with everything put until the other side has taken `EventsLost`: the
+changes are then unknown, and the ledger starts empty.
 
 One thread puts, one takes. There is no lock: deque's ends are atomic, and each counter has one writer.
 """
@@ -23,7 +23,7 @@ from kvrouter.events.patch.messages import ReportEvent, ReportRemoved, ReportSto
 
 Make: TypeAlias = Callable[[], Iterable[ReportEvent]]
 
-# What a kept event and its place in the queue take besides the hashes: structs, bytes headers, list and deque slots.
+# Bytes of a kept event and its queue slot besides the hashes: structs, bytes headers, list and deque slots.
 EVENT_OVERHEAD_BYTES = 256
 
 
@@ -36,20 +36,20 @@ class Message(NamedTuple):
 
 
 class EventsDropped(msgspec.Struct, frozen=True, eq=False):
-    """A message that will not be sent: what it changes, and how much that takes."""
+    """A message that will not be sent: its changes, and their bytes."""
 
     events: list[ReportEvent]
     size_bytes: int
 
 
 class EventsLost(msgspec.Struct, eq=False):
-    """Changes before this are not known. size_bytes: its own."""
+    """Changes before this are unknown. size_bytes: its own."""
 
     reason: str
     size_bytes: int
-    # What waited when the backlog outgrew its bound; to be freed by who takes this, because that may take a while.
+    # The queue when it outgrew its bound; the taking side frees it, because that may take a while.
     given_up: deque[Item] | None = None
-    # Messages that came after that and before this was taken.
+    # Messages put after that and before this was taken.
     unread: int = 0
 
 
@@ -57,7 +57,7 @@ Item: TypeAlias = Message | EventsDropped | EventsLost
 
 
 class _Backlog:
-    """What waits. kept_bytes grows on the putting side, taken_bytes on the taking one."""
+    """The waiting items. kept_bytes grows on the putting side, taken_bytes on the taking side."""
 
     def __init__(self) -> None:
         self.items: deque[Item] = deque()
@@ -66,7 +66,7 @@ class _Backlog:
 
 
 class EventQueue:
-    """The queue and its alarm."""
+    """The queue and the pipe that wakes its reader."""
 
     def __init__(self, max_messages: int, max_dropped_bytes: int, wall_clock: Callable[[], float]) -> None:
         self._max_messages = max_messages
@@ -74,7 +74,7 @@ class EventQueue:
         self._wall_clock = wall_clock
         self._backlog = _Backlog()
         self._asleep = False
-        # Until it is taken, nothing that is put matters.
+        # Until it is taken, new messages are only counted.
         self._lost: EventsLost | None = None
         read_fd, write_fd = os.pipe()
         os.set_blocking(read_fd, False)
@@ -91,7 +91,7 @@ class EventQueue:
         items = self._backlog.items
         lost = self._lost
         if lost is not None:
-            # Taken at this very moment, it makes this message one more that the new ledger misses, like all before it.
+            # If it is taken right now, the new ledger misses this message like those before it.
             lost.unread += 1
         elif len(items) < self._max_messages:
             items.append(Message(make, batch_seq, self._wall_clock()))
@@ -103,7 +103,7 @@ class EventQueue:
     def wake(self) -> None:
         """Ends the other side's sleep, from any thread."""
         self._asleep = False
-        # A closed pipe: who should wake is gone. A full one, where nothing is written: it is awake.
+        # A closed pipe: the reader is gone. A full one, where nothing is written: it is awake.
         with contextlib.suppress(OSError, ValueError):
             self._wake_write.write(b"w")
 
@@ -125,9 +125,9 @@ class EventQueue:
         return self._wake_read.fileno()
 
     def begin_wait(self) -> bool:
-        """The taking side is about to sleep: whether it may, as nothing waits. `end_wait` must follow."""
+        """The taking side is about to sleep: whether nothing waits, so that it may. `end_wait` must follow."""
         self._asleep = True
-        # Looked at only now: what is put from here on wakes.
+        # Checked only now: from here on, `put` wakes.
         return not self._backlog.items
 
     def end_wait(self) -> None:
@@ -136,7 +136,7 @@ class EventQueue:
         self._wake_read.read(64)
 
     def close(self) -> None:
-        """Frees the alarm; what is put afterwards is never taken."""
+        """Closes the pipe; what is put afterwards is never taken."""
         self._wake_read.close()
         self._wake_write.close()
 
@@ -153,8 +153,7 @@ class EventQueue:
         if backlog.kept_bytes - backlog.taken_bytes <= self._max_dropped_bytes:
             backlog.items.append(item)
             return
-        # All that waits is void with what is lost. A fresh backlog, because to empty this one here would cost the
-        # engine's time.
+        # The waiting items are void too. A fresh backlog, because emptying this one would cost the engine's time.
         fresh = _Backlog()
         self._lost = EventsLost("the queue was full for too long", 0, backlog.items)
         fresh.items.append(self._lost)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the publisher has said is resident: the copies of every block hash by place.
+"""What the publisher has reported as resident: the copies of every block hash by place.
 
-Kept beside the engine so that a reader who missed something can have all of it, and so that a heartbeat can sum it up.
-It equals what a reader knows who applied every message: a medium that outgrows the bound is cleared for the readers
-too, and nothing is said of it until the engine clears it. No I/O, clock or lock; one thread.
+It is kept beside the engine for snapshots and for the sums in heartbeats. It equals the state of a reader that applied
+every message: a medium that outgrows the bound is cleared for readers too, and not reported until the engine clears it.
+ No I/O, clock or lock; one thread.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvrouter.events.vllm.messages import HashArray
 # (group_idx, medium, ownership, locality)
 Place: TypeAlias = tuple[int | None, str, str | None, str | None]
 
-# `reason` of the clear that tells readers to forget a medium because it outgrew the ledger.
+# `reason` of the clear for readers when a medium outgrew the ledger.
 UNTRACKED = "untracked"
 
 

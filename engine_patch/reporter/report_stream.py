@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """From changes to the frames of one epoch: numbers them, keeps the ledger in step, encodes.
 
-Invariant: the ledger is what a reader knows who applied every message below `next_seq`. A message that is not sent
-still uses up its seq, so that readers see the gap and load a snapshot. Where the ledger itself misses changes, there is
-nothing left to prove against: a new epoch begins with an empty ledger. Readers then credit too little until blocks are
+Invariant: the ledger equals the state of a reader that applied every message below `next_seq`. A message that is not
+sent still uses up its seq, so that readers see the gap and load a snapshot. When the ledger itself misses changes,
+nothing can be proven against it: a new epoch begins with an empty ledger. Readers then credit too little until blocks are
 stored again, never too much. No sockets, no threads.
 """
 
@@ -55,7 +55,7 @@ class ReportStream:
         self._begin()
 
     def pass_on(self, item: Item) -> Frames | None:
-        """What to send for an item of the queue; None when nothing is."""
+        """The frames to send for an item of the queue, if any."""
         if isinstance(item, Message):
             return self._message(item)
         if isinstance(item, EventsDropped):

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The patch's own publisher: a thread with a PUB socket for what happens and a ROUTER for who asks.
-`docs/reference/protocol.md` is its wire.
+"""The patch's own publisher: a thread with a PUB socket for reports and a ROUTER for requests, as in
+`docs/reference/protocol.md`.
 
 The engine's thread only ever appends to a queue (`publish`); translation, the ledger, encoding and sending happen here,
-and nothing that a reader does or leaves undone reaches the engine: PUB drops for a slow reader, which a snapshot heals,
-and replies go only to clients with room for them. A turn is bounded, so that messages, heartbeats, requests and
-snapshots all go on under any load.
+and no reader can slow the engine: PUB drops for a slow reader, which then loads a snapshot, and replies go only to
+clients with room for them. A turn is bounded, so that messages, heartbeats, requests and snapshots all progress under
+any load.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ TURN_REQUESTS = 16
 # takes longer.
 GATHER_MS = 1
 
-# While every snapshot client lacks room: a ROUTER cannot say which of them has some again.
+# While every snapshot client lacks room: a ROUTER does not signal which of them has some again.
 BLOCKED_RETRY_S = 0.010
 
-# Turns that fail one after another before reporting is given up: what is broken then does not mend by trying.
+# Consecutive failed turns before reporting ends: retrying does not repair such a fault.
 MAX_FAILED_TURNS = 10
 
-# A request is some 20 bytes, a subscription 11; whoever sends more than this is cut off.
+# A request is some 20 bytes, a subscription 11; a peer that sends more than this is cut off.
 MAX_MESSAGE_BYTES = 4_096
 REQUESTS_HWM = 64
 
@@ -64,7 +64,7 @@ JOIN_S = 2.0
 class Reporter:
     """Publishes from construction until `close`. In a forked child it does nothing, as its thread is not there."""
 
-    # As bound, with the port that the system chose where 0 or * was asked for.
+    # As bound, with the port that the system chose in place of 0 or *.
     requests_endpoint: str
     reports_endpoint: str
 
@@ -85,10 +85,10 @@ class Reporter:
     ) -> None:
         """Binds both sockets and starts the thread.
 
-        requests must be free, for it is where readers look: zmq.ZMQError otherwise. If the port of `reports` is taken,
-        another of the same host is used, which `Hello` tells. wall_clock: seconds since 1970; clock: seconds,
-        monotonic; new_epoch: 16 random hex digits; features: what `Hello` says of the patch, called in the thread.
-        curve_secret: both sockets speak CURVE with this key, and to nobody else.
+        requests must be free, because readers connect there: zmq.ZMQError otherwise. If the port of `reports` is taken,
+        another of the same host is used, and named by `Hello`. wall_clock: seconds since 1970; clock: seconds,
+        monotonic; new_epoch: 16 random hex digits; features: those in `Hello`, called in the thread.
+        curve_secret: both sockets use CURVE with this key and refuse plain clients.
         """
         self.counters = Counters()
         self._settings = settings
@@ -114,7 +114,7 @@ class Reporter:
         self._router = _open(context, zmq.ROUTER, requests, curve_secret)
         try:
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
-            # A reader with an address of its own that comes back before its old connection was noticed dead.
+            # For a reader with its own address that reconnects before its old connection is closed.
             self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
             self._router.setsockopt(zmq.SNDHWM, settings.reply_hwm)
             self._router.setsockopt(zmq.RCVHWM, REQUESTS_HWM)
@@ -189,14 +189,14 @@ class Reporter:
                 MAX_FAILED_TURNS,
             )
         finally:
-            # Nobody takes from the queue any more.
+            # The queue is no longer read.
             self._closing = True
             self._queue.close()
             self._pub.close(linger=0)
             self._router.close(linger=0)
 
     def _fail(self, error: Exception) -> None:
-        # Half a turn may have been done: nothing is certain.
+        # The turn may be half done: nothing is certain.
         self._stream.lose(f"reporter failed: {error!r}", f"turn {type(error).__name__}")
 
     def _sleep(self, poller: zmq.Poller, pause_s: float) -> dict[object, int]:
@@ -210,7 +210,7 @@ class Reporter:
         return ready
 
     def _turn(self, requested: bool) -> float:
-        """Does a bounded share of everything. Returns how many seconds nothing is to do unless someone wakes us."""
+        """Does a bounded share of all work. Returns for how many seconds there is none unless woken."""
         self._send_messages()
         if self._stream.epoch != self._served_epoch:
             self._served_epoch = self._stream.epoch
@@ -248,7 +248,7 @@ class Reporter:
 
     def _send(self, frames: Frames | None) -> None:
         if frames is not None:
-            # PUB never says that it is full: it drops, for the readers that lag.
+            # PUB never reports that it is full: it drops, for the readers that lag.
             self._pub.send_multipart(frames, zmq.NOBLOCK)
 
     def _receive(self) -> None:
@@ -266,7 +266,7 @@ class Reporter:
                 return Sent.YES
             except zmq.Again:
                 if not last:
-                    # ZMQ learns with delay what a client has read, unless it is made to look.
+                    # Reading EVENTS makes ZMQ notice at once what a client has read.
                     self._router.getsockopt(zmq.EVENTS)
             except zmq.ZMQError as error:
                 if error.errno != zmq.EHOSTUNREACH:
@@ -319,5 +319,5 @@ def _bind_near(socket: zmq.Socket[bytes], endpoint: str) -> str:
         if error.errno != zmq.EADDRINUSE or not endpoint.startswith("tcp://"):
             raise
     bound = bind(socket, f"{endpoint.rpartition(':')[0]}:*")
-    log.warning("kvrouter: %s is taken: reports are published at %s, which readers are told", endpoint, bound)
+    log.warning("kvrouter: %s is taken: reports are published at %s, as announced to readers", endpoint, bound)
     return bound

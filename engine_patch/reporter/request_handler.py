@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests and their replies: who we are, what is resident, or why not. No sockets: `reply` says what became of a
-payload."""
+"""Requests and their replies: a hello, a snapshot, or a refusal. No sockets: `reply` returns what became of a payload."""
 
 from __future__ import annotations
 
@@ -63,7 +62,7 @@ class RequestHandler:
         return len(self._snapshots) > 0 or len(self._unsent) > 0
 
     def answer(self, frames: Sequence[bytes], now_s: float) -> None:
-        """Takes one request, (address, b"", payload). Whatever else it is, is counted and, if it has an id, refused."""
+        """Takes one request, (address, b"", payload). Anything else is counted and, if it has an id, refused."""
         if len(frames) != 3 or frames[1]:
             self._counters.bad_requests += 1
             return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Serving snapshots: what was resident at one moment, to several clients at once, one part at a time.
 
-Each client has a cursor of its own over a frozen ledger; clients that asked at the same seq share one. A client that
-does not read holds up nobody: its turn passes, and after a while without progress it is abandoned. No sockets here:
-`send` says what became of a payload.
+Each client has a cursor of its own over a frozen ledger; clients that requested at the same seq share one. A
+client that does not read delays no other: its turn passes, and after a while without progress it is abandoned. No
+sockets here: `send` returns what became of a payload.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class SnapshotService:
     ) -> bool:
         """Begins a snapshot of this moment; `freeze` makes it if no other client has it. False: too many are under way.
 
-        Who asks again has given up its former request.
+        A client's new request replaces its former one.
         """
         for client in self._clients:
             if client.address == address:
@@ -88,7 +88,7 @@ class SnapshotService:
         return True
 
     def turn(self, now_s: float) -> bool:
-        """Sends one part to the client whose turn it is; to the next one when it takes none. False: nobody took any."""
+        """Sends one part to the client whose turn it is; to the next one when it takes none. False: no client took any."""
         for _ in range(len(self._clients)):
             client = self._clients.popleft()
             if client.pending is None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's KV events and raw offloading events, of any version, as what our topic says.
+"""vLLM's KV events and raw offloading events, of any version, as events of our topic.
 
 Pure, and no vLLM: events are known by their type's name and read by attribute. It runs in the reporter's thread, off
-the engine's path. Side notes about an event (where its blocks stand, or that it must not be told) are found by its
+the engine's path. Side notes about an event (where its blocks stand, or that it must not be reported) are found by its
 identity. Sources: vLLM 0.20 to 0.32 distributed/kv_events.py, v1/kv_offload/base.py.
 """
 
@@ -29,12 +29,12 @@ class Position(NamedTuple):
     parent_hash: int | None
 
 
-# id(event) -> (the event, kept alive so that the id stays its own; where its blocks stand, or None: not to be told).
+# id(event) -> (the event, kept alive so that the id stays its own; where its blocks stand, or None: not reported).
 Notes: TypeAlias = dict[int, tuple[object, Position | None]]
 
 
 class OffloadGroup(NamedTuple):
-    """What a raw offloading event does not say of its group. block_size in tokens."""
+    """The group facts that a raw offloading event lacks. block_size in tokens."""
 
     block_size: int
     kind: str | None
@@ -67,7 +67,7 @@ def pack(block_hashes: Collection[int | bytes]) -> bytes:
 
 
 def medium_name(medium: Any) -> str:
-    """Upper case; enums by value; a medium that is not said is the GPU."""
+    """Upper case; enums by value; an absent medium is the GPU."""
     return GPU if medium is None else str(getattr(medium, "value", medium)).upper()
 
 
@@ -76,8 +76,7 @@ def _text(value: Any) -> str | None:
 
 
 def translate(events: Iterable[Any], notes: Notes, left_out: Collection[int] = ()) -> list[ReportEvent]:
-    """One batch, in order. left_out: ids of events that are told from another source; notes that were found are taken
-    out.
+    """One batch, in order. left_out: ids of events that another source reports; the notes that were found are removed.
 
     Removals between two other events are merged by place: among themselves their order means nothing.
     """
@@ -98,7 +97,7 @@ def translate(events: Iterable[Any], notes: Notes, left_out: Collection[int] = (
         elif name in ("BlockStored", "AllBlocksCleared"):
             _flush(removed, reported)
             if name == "AllBlocksCleared":
-                # One that no hook has told of: it comes from the GPU's pool, the only one that every version empties
+                # No hook reported it: it comes from the GPU's pool, the only one that every version empties
                 # so.
                 reported.append(ReportCleared(GPU, "prefix cache reset"))
             elif event.block_hashes:

@@ -2,8 +2,8 @@
 """The secret key of the patch's sockets, where they speak CURVE (libzmq's encryption). Never shown, not even a wrong
 one.
 
-Who knows the public key that belongs to it may connect: the key proves the engine to routers and keeps others out, and
-libzmq asks for no list of clients.
+Clients that know the matching public key may connect: the key proves the engine to routers and keeps others out; libzmq
+needs no list of clients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _KEY = re.compile(rb"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
 def read_secret(file: str) -> bytes:
-    """The key in `file`. Raises ValueError that names the file and what to do."""
+    """The key in `file`. Raises ValueError with the file's name and the fix."""
     try:
         content = Path(file).read_bytes().strip()
     except OSError as error:

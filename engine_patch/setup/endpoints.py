@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the patch listens: as told, else beside the engine's own event endpoint. Pure."""
+"""Where the patch listens: as configured, else beside the engine's own event endpoint. Pure."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def of_rank(endpoint: str, dp_rank: int) -> str:
 
 
 def choose(configured: str, bound: str, dp_rank: int, requests: str | None, reports: str | None) -> Endpoints | str:
-    """Where to listen, or why nowhere.
+    """Where to listen, or why that is not possible.
 
     configured, bound: the publisher's endpoint as set and as it came out, with the rank's offset. requests, reports: as
     the user set them, for rank 0, or None.
     """
     beside = binds(configured)
-    asked = of_rank(requests, dp_rank) if requests else requests_endpoint(bound) if beside else None
-    told = of_rank(reports, dp_rank) if reports else reports_endpoint(bound) if beside else None
-    if asked and told:
-        return Endpoints(asked, told)
+    requests_at = of_rank(requests, dp_rank) if requests else requests_endpoint(bound) if beside else None
+    reports_at = of_rank(reports, dp_rank) if reports else reports_endpoint(bound) if beside else None
+    if requests_at and reports_at:
+        return Endpoints(requests_at, reports_at)
     why = "has no port" if beside else "is connected to, not bound"
     return (
         f"the engine's event endpoint {configured!r} {why}, so there is no place beside it to listen on; "

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the patch does to vLLM, one feature a patched place: each is on until its place looks different or our code
+"""The features of the patch, one for each patched place in vLLM: each is on until its place looks different or our code
 fails there.
 
-Invariant: nothing of ours raises into the engine. A feature that cannot work warns once, names itself, and stays off.
+Invariant: our code never raises into the engine. A feature that cannot work logs one warning and stays off.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 # Below, vLLM turns the hybrid KV cache manager off whenever KV events are on (config/vllm.py), so there are no groups
-# to tell of.
+# to report.
 OLDEST_VERSION = (0, 20)
-# The newest whose source the patched places were compared with. A newer one is tried: every feature checks its own
+# The newest whose source the patched places were compared with. Newer versions are tried: every feature checks its own
 # place.
 NEWEST_KNOWN_VERSION = (0, 33)
 
@@ -26,12 +26,12 @@ ON = "on"
 FEATURES = {
     "queue": "a full event queue blocks the engine, as without the patch",
     "reports": "nothing is published for routers beyond vLLM's own events",
-    "catalog": "routers must learn the KV cache groups from events or be told",
+    "catalog": "routers must learn the KV cache groups from events or from their registration",
     "lora": "LoRA paths are not declared, so prompts with an adapter cannot be matched",
     "positions": "reports of stored blocks do not say which positions they have",
     "reuse": "blocks announced again by kv_cache_report_mode=full may be counted twice",
     "resets": "a reset of the prefix cache is reported with the next engine step",
-    "offload": "offloaded blocks are reported as vLLM's own events tell them",
+    "offload": "offloaded blocks are reported as in vLLM's own events",
     "offload_positions": "reports of offloaded blocks do not say which positions they have",
     "offload_resets": "a reset of the offload tier is not reported",
 }
@@ -53,7 +53,7 @@ class Feature:
             self._log.warning("kvrouter: %s is off: %s. Effect: %s.", self.name, reason, FEATURES[self.name])
 
     def failed(self) -> None:
-        """In an `except` block: our code failed at this place."""
+        """Turn it off in an `except` block: our code failed at this place."""
         if self.on:
             self.on, self.state = False, "failed, see the engine's log"
             self._log.warning(
@@ -64,7 +64,7 @@ class Feature:
             )
 
     def install(self, check: Callable[[], str | None], apply: Callable[[], None]) -> None:
-        """Patch a place unless `check` says what is different about it."""
+        """Patch a place unless `check` returns a difference."""
         if not self.on:
             return
         try:
@@ -108,7 +108,7 @@ def misfit(owner: Any, name: str, parameters: tuple[str, ...]) -> str | None:
 
 
 def parse_version(version: str) -> tuple[int, int] | None:
-    """(major, minor); None where the text says neither, as of source builds without tags ("0.1.dev...")."""
+    """(major, minor); None where the text has neither, as in source builds without tags ("0.1.dev...")."""
     found = re.match(r"v?(\d+)\.(\d+)", version)
     if found is None or version.startswith("0.1.dev"):
         return None
@@ -116,10 +116,12 @@ def parse_version(version: str) -> tuple[int, int] | None:
 
 
 def admit(version: str, log: logging.Logger) -> bool:
-    """The version gate: whether to patch this vLLM at all. Says why not, or what is uncertain."""
+    """The version gate: whether to patch this vLLM at all. Logs why not, or what is uncertain."""
     parsed = parse_version(version)
     if parsed is None:
-        log.warning("kvrouter: vLLM version %r cannot be compared; patching what looks familiar", version)
+        log.warning(
+            "kvrouter: vLLM version %r cannot be compared; patching the places that match known versions", version
+        )
     elif parsed < OLDEST_VERSION:
         log.error(
             "kvrouter: vLLM %s is too old for the engine patch (0.20 is the oldest): it turns the hybrid KV cache manager off "

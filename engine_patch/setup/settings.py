@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the patch may be told: by `KVROUTER_PATCH*` variables for users, by `ReporterSettings` for code.
+"""The settings of the patch: `KVROUTER_PATCH*` variables for users, `ReporterSettings` for code.
 
-A wrong value is never fatal, because the engine must start: the default stands in, and a text for the log says what to
+A wrong value is never fatal, because the engine must start: the default is used, and a log message says what to
 write.
 """
 
@@ -22,7 +22,7 @@ PREFIX = "KVROUTER_PATCH_"
 DEFAULT_MAX_BLOCKS = 4_000_000
 
 DEFAULT_HEARTBEAT_S = 1.0
-# More often, summing up would cost more than the events; more seldom, a dead engine would be believed in for minutes.
+# More frequent heartbeats would cost more than the events; rarer ones would leave a dead engine unnoticed for minutes.
 MIN_HEARTBEAT_S = 0.05
 MAX_HEARTBEAT_S = 60.0
 
@@ -47,11 +47,11 @@ class ReporterSettings(msgspec.Struct, frozen=True):
     # Messages that PUB keeps for a reader that lags: some seconds of engine steps, some MB. vLLM keeps 100,000, but one
     # that lags further loads a snapshot, which is less to send than so old a backlog.
     report_hwm: int = 1_000
-    # Snapshots under way at once: a frozen million blocks takes 12 MB, unless others have it too.
+    # Snapshots under way at once: a frozen million blocks takes 12 MB, shared by all clients of the same moment.
     max_snapshots: int = 4
     # How long a client may take no part before its snapshot ends.
     snapshot_timeout_s: float = 10.0
-    # When a client that was refused should ask again.
+    # When a refused client should repeat its request.
     retry_s: float = 1.0
     # Parts and replies that wait in ZMQ for one client: 1 MiB of snapshot, which keeps a fast client busy between two
     # turns.
@@ -67,7 +67,7 @@ class PatchSettings(msgspec.Struct, frozen=True):
     reports: str | None = None
     heartbeat_s: float = DEFAULT_HEARTBEAT_S
     max_blocks: int = DEFAULT_MAX_BLOCKS
-    # The file with the secret key of both sockets; None: they speak plainly.
+    # The file with the secret key of both sockets; None: plain text.
     curve_key: str | None = None
 
     def reporter(self) -> ReporterSettings:
@@ -76,9 +76,9 @@ class PatchSettings(msgspec.Struct, frozen=True):
 
 
 def from_environment(environment: Mapping[str, str]) -> tuple[PatchSettings, list[str]]:
-    """The settings, and one text for each variable that is wrong and for which the default stands in.
+    """The settings, and one text for each wrong variable, for which the default is used.
 
-    An empty value is as good as none.
+    An empty value counts as unset.
     """
     found: dict[str, Any] = {}
     wrong: list[str] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Warnings that may come with every engine step, said once a minute for each kind."""
+"""Warnings that could occur at every engine step, logged once a minute for each kind."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Callable
 
 INTERVAL_S = 60.0
 
-# Kinds are names of places and exception types: this many are never seen, unless something makes them up.
+# Kinds are names of places and exception types; only a fault could produce this many.
 MAX_KINDS = 64
 
 
 class ThrottledLog:
-    """`warning` says the first of its kind, then how many more there were. Clock: seconds, monotonic.
+    """`warning` logs the first of its kind, then how many more there were. Clock: seconds, monotonic.
 
     Facts are part of the text: vLLM's formatter shows nothing else."""
 
     def __init__(self, log: logging.Logger, clock: Callable[[], float]) -> None:
         self._log = log
         self._clock = clock
-        # Kind -> (when it was said last, how many since).
+        # Kind -> (when it was logged last, how many since).
         self._kinds: dict[str, tuple[float, int]] = {}
 
     def warning(self, kind: str, message: str, **facts: object) -> None:

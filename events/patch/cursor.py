@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every decision about the order of a publisher's reports: what is next, missing or of another life; when to take a
-snapshot. Pure.
+"""Decides the order of a publisher's reports: what is next, missing or of another life, and when to take a snapshot.
+Pure.
 
-The shell feeds decoded messages, answers and connection changes in, takes `items` out, asks for exactly the snapshot
-that `request` numbers, and says so with `asked`. There is no I/O and no clock here; the shell paces requests and says
-when an answer is overdue.
+The shell feeds in decoded messages, answers and connection changes, takes `items` out, sends exactly the snapshot
+request that `request` numbers, and confirms it with `on_request_sent`. The shell also paces requests and decides when
+an answer is overdue.
 
-Two facts carry it. One thread of the publisher numbers messages, sends them and freezes snapshots: what was received
-before a snapshot was asked for is in it, so messages are held only while one is on its way. And an answer is of the
-life that is there now, so one asked for after the last change of life decides which life that is.
+The design rests on two facts. One thread of the publisher numbers messages, sends them and freezes snapshots: a
+snapshot contains every message received before its request, so messages are held only while one is under way. And only
+the current life answers, so an answer requested after the last change of life decides which life that is.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from kvrouter.events.transport.holding_cursor import HoldingCursor
 from kvrouter.events.transport.settings import DEFAULT_MAX_HELD_BYTES
 from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
 
-# What comes while a snapshot is on its way: a minute of 1,000 messages a second, a batch of a long prefill some 10 KB.
+# What arrives during a snapshot: a minute of 1,000 messages a second, a batch of a long prefill some 10 KB.
 DEFAULT_MAX_HELD = 65_536
 
-# Lives left behind, whose last messages may still come.
+# Past lives whose last messages may still arrive.
 REMEMBERED_EPOCHS = 16
 
 # None is an `events` message that could not be read.
@@ -60,16 +60,16 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         max_held_bytes: int = DEFAULT_MAX_HELD_BYTES,
         max_snapshot_blocks: int = DEFAULT_MAX_SNAPSHOT_BLOCKS,
     ) -> None:
-        """max_held, max_held_bytes: bounds on messages held while a snapshot is on its way."""
+        """max_held, max_held_bytes: bounds on messages held during a snapshot."""
         super().__init__(HeldQueue(max_held, max_held_bytes))
-        # The number of the snapshot that is wanted; None: in order, none is.
+        # The number of the wanted snapshot; None when none is needed.
         self.request: int | None = None
-        # Snapshots that failed since the last that did not.
+        # Snapshots that failed since the last success.
         self.failures = 0
-        # Who the publisher is must be asked (again); answers to earlier greetings no longer count. The shell clears it
-        # on asking.
+        # The publisher must be greeted; answers to earlier greetings no longer count. The shell clears it when it sends
+        # the greeting.
         self.greeting_wanted = True
-        # Messages of the publisher's life so far; the shell watches it grow.
+        # Messages of the current life so far; the shell uses its growth as a sign of life.
         self.heard = 0
         self.malformed_messages = 0
         self._max_snapshot_blocks = max_snapshot_blocks
@@ -79,9 +79,9 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self._expected = resume.next_seq if resume else None
         self._resuming = resume is not None
         self._requests = 0
-        # None: the wanted snapshot has not been asked for yet.
+        # None: the wanted snapshot has not been requested yet.
         self._assembly: SnapshotAssembly | None = None
-        # All messages below this seq that came since the snapshot was asked for are no longer held.
+        # Messages below this seq that arrived since the request were dropped from `_held`.
         self._overflowed_seq = -1
         self._declared = -1
         self._catalog_asked = 0
@@ -92,11 +92,11 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
 
     @property
     def is_silent(self) -> bool:
-        """`PatchSilent` was the last word."""
+        """The publisher is silent: `PatchSilent` was announced and `PatchHeard` was not."""
         return self._silent
 
     def connected(self) -> None:
-        """The live socket has a peer. What it missed meanwhile shows by seq, and another life by epoch."""
+        """The live socket has a peer. Seqs reveal what it missed, and epochs another life."""
         self._connected = True
         self.items.append(Connected())
 
@@ -107,13 +107,13 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
             self.items.append(Disconnected())
 
     def silent(self, silent_s: float) -> None:
-        """Nothing was heard for too long."""
+        """No message of the current life arrived for too long."""
         if not self._silent:
             self._silent = True
             self.items.append(PatchSilent(silent_s))
 
     def malformed(self, reason: str) -> None:
-        """A message or an answer that is none."""
+        """A message or an answer that cannot be read."""
         self.malformed_messages += 1
         self.items.append(Malformed(reason))
 
@@ -153,31 +153,30 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
             self._lose(self._expected, seq, 0, f"a catalog of seq {seq} came next")
 
     def unreadable(self, seq: int, epoch: str | None, size_bytes: int) -> None:
-        """An `events` message that cannot be read. Damage begins no life."""
+        """An `events` message that cannot be read. Damage never begins a life."""
         if epoch is None or epoch == self._epoch:
             self._follow(seq, None, size_bytes)
 
     def request_snapshot(self) -> None:
-        """The consumer doubts what it holds: nothing more is handed out before a snapshot."""
+        """The consumer doubts its state: no batch follows before the next snapshot."""
         if self.request is None:
             self._want_snapshot()
 
     def expire(self) -> None:
-        """Known from elsewhere: what was handed out may be of a life that has ended. Who is there, and with what, is
-        asked anew."""
+        """Another source reports that the known life may have ended: greets and requests catalog and snapshot again."""
         self.items.append(Expired())
         self._declared, self._catalog_asked = -1, 0
         self.greeting_wanted = True
         self._want_snapshot()
 
     def on_request_sent(self) -> None:
-        """The wanted snapshot was just asked for: from here on messages are held."""
+        """The wanted snapshot was just requested: from now on messages are held."""
         if self.request is not None:
             self._assembly = SnapshotAssembly(self._max_snapshot_blocks)
             self._drop_held()
 
     def part(self, part: SnapshotPart) -> None:
-        """A part of the snapshot that was asked for; one of another request is ignored."""
+        """A part of a snapshot; parts of other requests are ignored."""
         assembly = self._assembly
         if assembly is None or part.id != self.request:
             return
@@ -198,12 +197,12 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
             self._load(snapshot)
 
     def snapshot_overdue(self) -> None:
-        """Nothing more of the answer came for too long."""
+        """The answer made no progress for too long."""
         parts = 0 if self._assembly is None else self._assembly.parts
         self.snapshot_failed(f"the answer stopped after {parts} parts" if parts else "no answer")
 
     def snapshot_failed(self, reason: str) -> None:
-        """The answer did not come, or cannot be used: another is wanted."""
+        """The answer is missing or unusable: another snapshot is wanted."""
         if self.request is not None:
             self.failures += 1
             self.items.append(SnapshotFailed(reason))
@@ -221,7 +220,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         return True
 
     def _enter_life(self, epoch: str, started_s: float, reason: str, *, answered: bool = False) -> None:
-        """answered: the snapshot that is on its way is of that life."""
+        """answered: the snapshot under way belongs to the new life."""
         old, self._epoch = self._epoch, epoch
         self._expected = None
         self._resuming = False
@@ -236,7 +235,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
                 self._want_snapshot()
 
     def _judge_resume(self, next_seq: int) -> None:
-        """The first answer, before any live message could come: it tells what was missed while nobody listened."""
+        """The first answer arrives before any live message: it reveals what was missed while disconnected."""
         expected = self._expected
         assert expected is not None
         if next_seq > expected:
@@ -286,7 +285,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
     def _load(self, snapshot: Snapshot) -> None:
         for seq, _, _ in self._held:
             if seq > snapshot.next_seq:
-                # Subscribed too late, or dropped on the way: the state would be behind as soon as loaded.
+                # The subscription came too late, or messages were dropped: the loaded state would be outdated.
                 self.snapshot_failed(f"messages {snapshot.next_seq} to {seq - 1} after it did not come")
                 return
             if seq == snapshot.next_seq:
@@ -301,7 +300,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         for seq, message, size_bytes in held:
             self._accept(seq, message, size_bytes)
             if self.request is not None:
-                # The next snapshot has the rest.
+                # The next snapshot contains the rest.
                 return
 
     def _hold(self, seq: int, message: _Message, size_bytes: int) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a patched engine answer here, and where does it publish?"""
+"""Finds out whether a patched engine answers, and where it publishes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WILDCARD_HOSTS = frozenset(("*", "0.0.0.0", "[::]", "::"))
 def reachable(reports: str, requests: str) -> str | None:
     """Where to connect to for the endpoint that a `Hello` names: a wildcard stands for the host of `requests`.
 
-    None when it is no endpoint of the same transport: no answer makes us open a file or a socket of another kind.
+    None when it is no endpoint of the same transport: an answer must not make us open a file or another kind of socket.
     """
     scheme, _, rest = reports.partition("://")
     requests_scheme, _, requests_rest = requests.partition("://")
@@ -41,7 +41,7 @@ def reachable(reports: str, requests: str) -> str | None:
 async def greet(
     requests_endpoint: str, *, context: zmq.Context[zmq.Socket[bytes]], timeout_s: float, server_key: str | None = None
 ) -> Hello | None:
-    """Who answers at this endpoint; None when nobody does in time. Raises zmq.ZMQError when it is no address.
+    """The answer at this endpoint; None when there is none in time. Raises zmq.ZMQError when it is no address.
 
     server_key: as Link has it."""
     readable = asyncio.Event()
@@ -65,7 +65,7 @@ async def greet(
                     reply = read_answer(frames)
                     if isinstance(reply, Hello) and reply.id == request.id:
                         return reply
-                    # Whatever it sends, others and the timeout get their turn.
+                    # Under a flood, other tasks and the timeout still get their turn.
                     await asyncio.sleep(0)
                 if not link.readable():
                     await readable.wait()

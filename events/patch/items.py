@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a report subscriber hands out: residency in order, what the publisher says of itself, and what is missing.
-Values only.
+"""What a report subscriber yields: residency in order, facts about the publisher, and what is missing. Values only.
 
-For the consumer: it knows the publisher's ledger from `Loaded` on (or from where it resumed) and as long as every
-`ReportBatch` is applied. `ReportGap` says that it no longer does, `NewEpoch` that all it knew is void; no batch follows
-either before a `Loaded`.
+The consumer knows the publisher's ledger from `Loaded` (or its resume point) on, as long as it applies every
+`ReportBatch`. `ReportGap` ends that, `NewEpoch` voids all it knew; after either, no batch follows before a `Loaded`.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from kvrouter.events.vllm.stream_items import Connected, Disconnected, Malformed
 
 
 class ReportResume(msgspec.Struct, frozen=True):
-    """What a consumer has safely kept: the state before `events` message `next_seq` of this life."""
+    """What a consumer has stored: the state before `events` message `next_seq` of this life."""
 
     epoch: str
     next_seq: int
@@ -54,13 +52,13 @@ class Snapshot(msgspec.Struct, frozen=True, eq=False):
 
 
 class Greeted(msgspec.Struct, frozen=True):
-    """The requests socket answered; said again with every answer."""
+    """The requests socket answered; repeated with every answer."""
 
     hello: Hello
 
 
 class ReportBatch(msgspec.Struct, frozen=True):
-    """One `events` message: in order, exactly once, the next seq after the last one or after what was loaded."""
+    """One `events` message: in order and exactly once; it follows the last batch or the loaded snapshot."""
 
     seq: int
     message: Events
@@ -69,10 +67,10 @@ class ReportBatch(msgspec.Struct, frozen=True):
 
 
 class ReportGap(msgspec.Struct, frozen=True):
-    """Messages first_seq up to next_seq - 1 cannot be had; a snapshot is being asked for. Equal: what was kept is
+    """Messages first_seq up to next_seq - 1 are lost; a snapshot is requested. Equal: the resume point is
     contradicted.
 
-    dropped: how many of them the publisher itself says that it dropped.
+    dropped: how many of them the publisher reports as dropped.
     """
 
     first_seq: int
@@ -82,8 +80,8 @@ class ReportGap(msgspec.Struct, frozen=True):
 
 
 class NewEpoch(msgspec.Struct, frozen=True):
-    """Another life of the publisher: what was known is void; a snapshot is being asked for. Not said of the first life
-    seen."""
+    """Another life of the publisher: everything known is void; a snapshot is requested. The first life is not
+    announced."""
 
     epoch: str
     started_s: float
@@ -91,44 +89,44 @@ class NewEpoch(msgspec.Struct, frozen=True):
 
 
 class Expired(msgspec.Struct, frozen=True):
-    """What was handed out may be of a life that has ended; what follows was asked for after that was known: first the
-    catalog and a snapshot."""
+    """Earlier items may belong to a life that has ended; everything after this item was requested since, catalog and
+    snapshot first."""
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """This, and nothing else, is resident; batches go on at its `next_seq`."""
+    """Exactly this is resident; batches continue at its `next_seq`."""
 
     snapshot: Snapshot
 
 
 class HeartbeatSeen(msgspec.Struct, frozen=True):
-    """A heartbeat that speaks of exactly what was handed out: its sums must be the consumer's."""
+    """A heartbeat for exactly the batches yielded so far: its sums must equal the consumer's."""
 
     next_seq: int
     message: Heartbeat
 
 
 class Declared(msgspec.Struct, frozen=True):
-    """The engine's catalog, once a version of a life."""
+    """The engine's catalog, once for each version in a life."""
 
     version: int
     catalog: DeclaredCatalog
 
 
 class SnapshotFailed(msgspec.Struct, frozen=True):
-    """No snapshot this time; another is asked for after a pause."""
+    """A snapshot failed; another is requested after a pause."""
 
     reason: str
 
 
 class PatchSilent(msgspec.Struct, frozen=True):
-    """Nothing of the publisher's life was heard for this long, though a heartbeat was due several times."""
+    """No message arrived for this long, though several heartbeats were due."""
 
     silent_s: float
 
 
 class PatchHeard(msgspec.Struct, frozen=True):
-    """After `PatchSilent`: it speaks again."""
+    """Messages arrive again after `PatchSilent`."""
 
 
 ReportItem: TypeAlias = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine patch says on its own sockets, in both directions: `docs/reference/protocol.md` as structs.
+"""The messages of the engine patch's sockets in both directions: `docs/reference/protocol.md` as structs.
 
 One definition for the side that writes (`kvrouter.engine_patch`) and the side that reads (`kvrouter.router`, tests).
 Every payload is one MessagePack map with a `type`; fields at their default are left out, unknown ones are skipped, new
@@ -86,7 +86,7 @@ class Events(msgspec.Struct, frozen=True, tag="events", omit_defaults=True, eq=F
     ts: float
     events: list[ReportEvent]
     dp_rank: int = 0
-    # The engine's own seq of the batch that this repeats; None when the engine's topic has not said it yet.
+    # The engine's own seq of the batch that this repeats; None when the engine's topic has not sent it yet.
     batch_seq: int | None = None
     # How many messages before this one the publisher itself dropped because its queue was full; their seqs are used up.
     dropped: int = 0
@@ -106,7 +106,7 @@ class PlaceSummary(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", omit_defaults=True):
-    """The publisher lives, and this is resident after every message of a lower seq than this one's frame."""
+    """The publisher runs, and this is resident after every message with a lower seq than this frame's."""
 
     epoch: str
     started_s: float
@@ -118,7 +118,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat", omit_defaults=True
     catalog_version: int = 0
     # Messages dropped in this life because the queue was full.
     dropped: int = 0
-    # Media that hold more blocks than the ledger may: nothing is said of them any more.
+    # Media that hold more blocks than the ledger may: they are no longer reported.
     untracked: list[str] = []
 
 
@@ -132,7 +132,7 @@ class DeclaredGroup(msgspec.Struct, frozen=True, omit_defaults=True):
     attention_chunk_size: int | None = None
     eagle: bool = False
     prefix_cacheable: bool = True
-    # Groups with the same number are looked up jointly; None for those that no lookup asks.
+    # Groups with the same number are looked up jointly; None for those that no lookup uses.
     spec_class: int | None = None
 
 
@@ -195,13 +195,13 @@ Report: TypeAlias = Events | Heartbeat | CatalogMessage
 
 
 class HelloRequest(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
-    """Who are you? The answer is a `Hello` with the same id."""
+    """Requests a description of the publisher: a `Hello` with the same id."""
 
     id: int = 0
 
 
 class SnapshotRequest(msgspec.Struct, frozen=True, tag="snapshot", omit_defaults=True):
-    """What is resident? The answer is `SnapshotPart`s, the last of them marked, or a `Refused`."""
+    """Requests all resident blocks: `SnapshotPart`s, the last of them marked, or a `Refused`."""
 
     id: int = 0
 
@@ -210,7 +210,7 @@ Request: TypeAlias = HelloRequest | SnapshotRequest
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
-    """Who answers. `reports` is the PUB endpoint as bound: a wildcard host stands for the one that was asked."""
+    """Describes the publisher. `reports` is the PUB endpoint as bound: a wildcard stands for the host of the request."""
 
     id: int
     epoch: str
@@ -223,7 +223,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
     patch_version: str = ""
     catalog_version: int = 0
     catalog: DeclaredCatalog | None = None
-    # What the patch does here, by name: "on", or why not.
+    # The patch's features by name: "on", or why not.
     features: dict[str, str] = {}
 
 

@@ -31,6 +31,6 @@ class ReportSettings(StreamSettings, frozen=True, kw_only=True):
     greeting_pause_s: float = 0.1
     snapshot_pause_s: float = 0.2
     max_snapshot_pause_s: float = 30.0
-    # How often a silent publisher is asked where it is.
+    # Between two greetings of a silent publisher.
     silent_greeting_s: float = 2.0
     max_snapshot_blocks: int = DEFAULT_MAX_SNAPSHOT_BLOCKS

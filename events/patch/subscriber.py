@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 # Answers to greetings that wait unread.
 _ANSWERS_HWM = 100
 
-# Not the publisher's fault, and nothing that goes away: the consumer must know.
+# Faults of this process that do not pass: the consumer must know.
 _FATAL_ERRORS = frozenset((zmq.ETERM, errno.EMFILE, errno.ENFILE, errno.ENOMEM))
 
 
@@ -96,18 +96,18 @@ class ReportSubscriber(Subscription[ReportItem]):
 
     @property
     def malformed(self) -> int:
-        """Messages and answers that were none, so far."""
+        """Messages and answers that could not be read, so far."""
         return self._cursor.malformed_messages
 
     def request_snapshot(self, reason: str) -> None:
-        """What the consumer holds is not what the publisher says: no batch any more before the next `Loaded`."""
+        """The consumer's state disagrees with the publisher's: no batch follows before the next `Loaded`."""
         log.info("snapshot requested", extra={"endpoint": self._endpoint, "reason": reason})
         self._cursor.request_snapshot()
         self._schedule()
 
     def expire(self, reason: str) -> None:
-        """Known from elsewhere: this may be another life of the publisher than the one that was read so far."""
-        log.info("publisher may be another", extra={"endpoint": self._endpoint, "reason": reason})
+        """Another source reports that the publisher may have restarted."""
+        log.info("publisher may have restarted", extra={"endpoint": self._endpoint, "reason": reason})
         self._cursor.expire()
         self._schedule()
 
@@ -135,7 +135,7 @@ class ReportSubscriber(Subscription[ReportItem]):
         if not more and self._silence.has_passed(self._now_s):
             self._silence.due_s = math.inf
             self._cursor.silent(self._now_s - self._heard_s)
-            # It may publish elsewhere by now.
+            # It may publish at another endpoint by now.
             self._cursor.greeting_wanted = True
         return more
 
@@ -189,7 +189,7 @@ class ReportSubscriber(Subscription[ReportItem]):
         self._follow_reports(hello.reports)
 
     def _follow_reports(self, reports: str) -> None:
-        """Makes the live socket be one to where the publisher now says that it publishes."""
+        """Connects the live socket to where the publisher now publishes."""
         endpoint = reachable(reports, self._endpoint)
         if endpoint is None:
             self._cursor.malformed(f"reports at {reports[:MAX_ERROR_CHARS]!r}: no endpoint for {self._endpoint}")

@@ -16,7 +16,7 @@ REBIND_PAUSE_S = 0.01
 def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
     """Binds, trying again while the address is in use, for a second at most.
 
-    Returns the endpoint as bound, with the port that the system chose where 0 or * was asked for. Raises zmq.ZMQError.
+    Returns the endpoint as bound, with the port that the system chose in place of 0 or *. Raises zmq.ZMQError.
     """
     give_up_s = time.monotonic() + REBIND_TIMEOUT_S
     while True:

@@ -10,7 +10,7 @@ class Deadline:
     """The time by which something must be heard; never, until `due_s` is set."""
 
     def __init__(self, grace_s: float) -> None:
-        """grace_s: whoever looks later than this has stalled itself."""
+        """grace_s: a caller that looks later than this has stalled itself."""
         self.due_s = math.inf
         self._grace_s = grace_s
 

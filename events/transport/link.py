@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One connected ZMQ socket, read in an asyncio loop through its file descriptor.
 
-That descriptor is edge-triggered and may be consumed by any call on the socket: whoever reads must end with `readable`,
-and come back unasked if it is.
+That descriptor is edge-triggered and may be consumed by any call on the socket: each turn must end with
+`readable`, and be repeated if it is.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class Link:
 
         most, most_bytes: messages, and bytes of their last frames. handle: must not close this link.
         """
+        receive = self.receive
         for _ in range(most):
-            frames = self.receive()
+            frames = receive()
             if frames is None:
                 return False
             handle(frames)
@@ -128,7 +129,7 @@ class Link:
         socket = self._socket
         socket.setsockopt(zmq.LINGER, 0)
         if server_key is not None:
-            # Of our own for each connection: the peer admits whoever knows its public key.
+            # A key pair for each connection: the peer admits every client that knows its public key.
             public, secret = zmq.curve_keypair()
             socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, secret)

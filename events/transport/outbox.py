@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items between sockets and one consumer. Never drops; says when it is full, so that whoever fills it stops reading."""
+"""Items between sockets and one consumer. Drops nothing; the reader stops reading while it is full."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -17,7 +17,7 @@ class Outbox(Generic[Item]):
     def __init__(
         self, max_items: int, max_bytes: int, *, size_bytes: Callable[[Item], int], on_room: Callable[[], object]
     ) -> None:
-        """size_bytes: of one item, the same each time. on_room: called when it is full no longer."""
+        """size_bytes: of one item, the same each time. on_room: called when it is no longer full."""
         self._max_items = max_items
         self._max_bytes = max_bytes
         self._size_bytes = size_bytes
@@ -35,15 +35,14 @@ class Outbox(Generic[Item]):
         """Nothing should be added now."""
         return len(self._items) >= self._max_items or self._bytes >= self._max_bytes
 
-    def put(self, items: Iterable[Item]) -> None:
-        """Adds items; also when full, because what was read cannot be given back."""
-        for item in items:
-            self._items.append(item)
-            self._bytes += self._size_bytes(item)
+    def put(self, items: Sequence[Item]) -> None:
+        """Adds items, also when full: messages that were read cannot be put back."""
+        self._items.extend(items)
+        self._bytes += sum(map(self._size_bytes, items))
         self._wake()
 
     def end(self, error: Exception) -> None:
-        """After what is in it, `take` raises `error`."""
+        """After the remaining items, `take` raises `error`."""
         self._end = error
         self._wake()
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many replays and snapshots one process has under way at once, so that a fleet that is lost and back is no storm.
+"""Bounds the replays and snapshots that one process runs at once, for when a whole fleet reconnects.
 
-Who waits is not served in the order of asking but at random: no worker is always the last, and several routers that
-lost the same fleet do not ask its engines in step. Belongs to one asyncio loop; sends and receives nothing.
+Waiting requests are granted in random order: no worker is always last, and several routers that lost the same fleet do
+not query its engines in step. Belongs to one asyncio loop; sends and receives nothing.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from collections.abc import Callable
 from random import Random
 
 # A ring of 10,000 batches or a snapshot of 200,000 blocks is some 20 MB and a tenth of a second of this process; with
-# more at once each of them only waits longer, and what is held back meanwhile piles up.
+# more at once each of them only takes longer, and the messages held meanwhile pile up.
 DEFAULT_AT_ONCE = 4
-# Whoever is not done by then is slow at the other end and costs little here: an endpoint that never answers must not
-# keep others waiting.
+# A transfer that takes longer is slow at the other end and costs little here: an endpoint that never answers must not
+# delay the others.
 DEFAULT_LONGEST_S = 1.0
 
 
 class Permits:
-    """`request` one each time; `end` it when the answer is there."""
+    """`request` a permit for each transfer, and `end` it when the answer is complete."""
 
     def __init__(self, *, rng: Random, at_once: int = DEFAULT_AT_ONCE, longest_s: float = DEFAULT_LONGEST_S) -> None:
-        """longest_s: after so long a permit counts no more, though what it was for may go on."""
+        """longest_s: after this time a permit no longer counts, though its transfer may continue."""
         self._rng = rng
         self._at_once = at_once
         self._longest_s = longest_s
@@ -36,7 +36,7 @@ class Permits:
         return len(self._waiting)
 
     def request(self, wake: Callable[[], None]) -> Permit:
-        """A permit, granted already where there is room; else `wake` is called when it is."""
+        """A permit, granted at once where there is room; otherwise `wake` is called when it is."""
         permit = Permit(self, wake)
         if len(self._taken) < self._at_once:
             self._grant(permit)
@@ -74,5 +74,5 @@ class Permit:
         self.granted = False
 
     def end(self) -> None:
-        """Not needed any more, granted or not. Safe to call twice."""
+        """Returns the permit, granted or not. Safe to call twice."""
         self._permits.give_back(self)

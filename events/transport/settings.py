@@ -15,7 +15,7 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     # A larger message is damage; ZMQ drops the connection. 7 million hashes of one step, or token ids of a prompt of 12
     # M tokens.
     max_message_bytes: int = 64 << 20
-    # Seconds between ZMQ's own pings; after three unanswered ones the connection is closed and made anew.
+    # Seconds between ZMQ's own pings; after three unanswered ones ZMQ closes the connection and opens another.
     ping_s: float = 5.0
     reconnect_min_s: float = 0.1
     reconnect_max_s: float = 2.0

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every decision about the order of a publisher's batches: what is next, missing, doubled, or of another life. Pure.
+"""Decides the order of a publisher's batches: what is next, missing, duplicate, or of another life. Pure.
 
-The wire has a seq and no epoch. A life of the publisher is told apart by going on from a batch that we know: same seq,
-same fingerprint. So each replay request starts at the last batch handed out, inclusive; only with nothing known at 0.
+The wire has a seq and no epoch. A life of the publisher is recognised by a batch that we know: same seq, same
+fingerprint. So each replay request starts at the last batch that was passed on; at 0 when nothing is known.
 
-The shell feeds messages and connection changes in, takes `items` out, and keeps exactly the replay request that
-`request` names in flight. While one is, live batches are held (bounded; an overflow is a gap again). There is no I/O
-and no clock here; the shell says when an answer is overdue.
+The shell feeds in messages and connection changes, takes `items` out, and keeps exactly the replay request that
+`request` names in flight. Meanwhile live batches are held (bounded; an overflow is a gap again). The shell decides when
+an answer is overdue.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self._replay = replay
         self._replay_works = replay
         self._connected = False
-        # The next message or connection must first be proven to be of the life that we know.
+        # The next message or connection must first be proven to belong to the known life.
         self._to_prove = True
         self._expected: int | None = None
         self._last_seq: int | None = None
@@ -71,7 +71,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
 
     @property
     def degraded(self) -> bool:
-        """There is a replay endpoint, and it does not answer, or has not brought yet what was given up meanwhile."""
+        """The replay endpoint does not answer, or still owes what was given up meanwhile."""
         return self._replay and (not self._replay_works or self._debt.owed)
 
     def connected(self) -> None:
@@ -83,7 +83,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self.items.append(Connected(replaying=self._holding()))
 
     def disconnected(self) -> None:
-        """The live socket lost its peer: what comes next may be of another life."""
+        """The live socket lost its peer: the next batch may belong to another life."""
         if not self._connected:
             return
         self._connected = False
@@ -97,7 +97,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
     def live(self, seq: int, payload: bytes) -> None:
         """A batch from the live socket; 0 <= seq < 2**63."""
         if self._to_prove and self._replay and self._replay_works:
-            # It overtook the news of the connection.
+            # It arrived before the news of its connection.
             self._begin_proof()
         batch = Batch(seq, payload, fingerprint(payload), replayed=False)
         if self._holding():
@@ -148,7 +148,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self._restart(0, f"the publisher has nothing from seq {request.start} on")
             return
         if self._expected is None:
-            # It has sent nothing yet in this life.
+            # The publisher has sent nothing in this life yet.
             self._expected = 0
         if self._gap is not None:
             if request.again_at != self._expected:
@@ -161,7 +161,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self._drain()
 
     def replay_overdue(self) -> None:
-        """Nothing came from the replay socket for too long."""
+        """The replay made no progress for too long."""
         request = self.request
         if request is None:
             return
@@ -171,7 +171,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             self.replay_failed("no answer from the replay endpoint")
 
     def replay_failed(self, reason: str) -> None:
-        """The replay cannot go on: judge by the live stream alone."""
+        """The replay cannot continue: the live stream alone decides."""
         request = self.request
         if request is None:
             return
@@ -188,17 +188,16 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self._drain()
 
     def check(self) -> None:
-        """Asks, without holding anything back, whether batches at the end of the stream went missing.
+        """Requests, without holding live batches, whatever is missing at the end of the stream.
 
-        A publisher that falls silent says nothing of what PUB dropped last, nor of its restart behind a proxy.
+        A silent publisher reveals neither the last batches that PUB dropped nor a restart behind a proxy.
         """
         if self._replay and self._connected and self.request is None:
             self._begin(Purpose.START if self._last_seq is None else Purpose.PROVE, silent=True)
 
     def expire(self, reason: str) -> None:
-        """Known from elsewhere: what was handed out may be of a life that has ended. All is replayed, where that can
-        be."""
-        # Where nobody is there to be asked, the next connection is.
+        """Another source reports that the known life may have ended. All is replayed, where that is possible."""
+        # Without a peer, the next connection begins the replay.
         self._restart(self._expected or 0, reason, ask=self._connected)
         self._to_prove = not self._connected
 
@@ -244,7 +243,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         return self._last_seq if self._last_seq is not None else self._expected or 0
 
     def _judge_first(self, request: Request, batch: Batch) -> bool:
-        """Compares an answer's first batch with the last one handed out; False when `batch` needs nothing more."""
+        """Compares an answer's first batch with the last one passed on; False when `batch` needs nothing more."""
         seq = batch.seq
         if seq == request.start:
             if not self._seen.has(batch):
@@ -256,21 +255,21 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         expected = self._expected
         if expected is None or seq < expected:
             return True
-        # Without the batch that we know there is no proof of the same life, whatever seq comes; nor is there of what is
-        # held from the connection before.
+        # Without the known batch nothing proves the same life, neither of the answer nor of batches held from the
+        # connection before.
         self._held.drop_old()
         self._lose(expected, seq, f"the replay begins at seq {seq}, after what was known")
         return True
 
     def _accept(self, batch: Batch) -> bool:
-        """Judges a live batch; False when it must be held because a replay has to come first."""
+        """Judges a live batch; False when it must be held until a replay ends."""
         seq, expected = batch.seq, self._expected
         if expected is None and self._seen.has(batch):
             return True
         if expected is None or seq == expected:
             if self._to_prove and self._last_seq is not None:
                 if self._replay:
-                    # Another life can reach the next seq by chance, and what could tell did not answer in time.
+                    # Another life can reach the next seq by chance, and the replay endpoint did not answer in time.
                     self._lose(seq, seq, "the replay endpoint did not prove that it is the same life")
                     self._owe()
                 else:
@@ -315,18 +314,18 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             request.first_seq = batch.seq
 
     def _lose(self, first_seq: int, next_seq: int, reason: str) -> None:
-        """Gives a range up. The consumer starts from nothing, so any seq may come next."""
+        """Gives up a range. The consumer starts from nothing, so any seq may be next."""
         self.items.append(GapLost(first_seq, next_seq, reason))
         self._forget_position()
 
     def _owe(self) -> None:
-        """Where nothing is known now, the replay endpoint's silence is why."""
+        """Records a debt where the replay endpoint's silence left nothing known."""
         if self._replay and self._last_seq is None:
             self._debt.owed = True
             self.items.append(Incomplete())
 
     def _pay(self, request: Request) -> bool:
-        """The replay endpoint answers. Whether what was given up is asked for now, in place of `request`."""
+        """The replay endpoint answers: whether the whole ring is requested now, in place of `request`."""
         due = self._debt.is_due(request)
         if due:
             self.items.append(ReadAnew())
@@ -338,14 +337,14 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
             return
         first = self._held.first()
         if first is not None and first.seq < self._expected and not self._seen.has(first):
-            # Another life's, which voids more than a gap.
+            # It belongs to another life, which voids more than a gap.
             return
-        # An overflow may have dropped what the gap was seen by.
+        # An overflow may have dropped the batch that revealed the gap.
         following = next((seq for seq, _, _ in self._held if seq >= self._gap[1]), self._gap[1])
         self._lose(self._expected, following, reason)
 
     def _lose_unless_contradicted(self, reason: str) -> None:
-        """No proof, and not all is left of what came since: then the next seq alone is no proof either."""
+        """Without a proof, and with held batches dropped or old, the next seq alone proves nothing either."""
         expected = self._expected
         if expected is None or not (self._held.overflowed or self._held.old):
             return
@@ -360,7 +359,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         replaying = ask and self._replay_works
         self.items.append(Restarted(last_seq, seq, reason, replaying))
         if replaying:
-            # Of what is held, the new life's part comes again with its replay; the old life's must not pass for it.
+            # The replay repeats the held batches of the new life; those of the old life must not pass for it.
             self._begin_anew()
         else:
             self._forget()
@@ -379,7 +378,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         self.request = None
 
     def _begin_anew(self) -> None:
-        """Replay all that there is; what is held comes again with it."""
+        """Requests the whole ring, which repeats the held batches."""
         self._forget()
         self._held.clear()
         self._debt.owed = False
@@ -390,12 +389,12 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         old, held.old, held.overflowed = held.old, 0, False
         while held and not self._holding():
             seq, batch, _ = held.pop()
-            # What came before a whole replay was asked for, and is not in it, is older than all that the publisher has.
+            # A batch from before a whole replay that is not in it is older than the publisher's ring.
             outdated = old > 0 and self._expected is not None and seq < self._expected
             old -= 1
             if not outdated and not self._accept(batch):
                 self._hold_first(batch)
 
     def _hold_first(self, batch: Batch) -> None:
-        """Holds what a request was just begun for, ahead of the rest."""
+        """Holds the batch for which a request was just begun, ahead of the rest."""
         self._held.hold_first(batch, old=self.request is not None and self.request.purpose is Purpose.START)

@@ -54,7 +54,7 @@ HashForm: TypeAlias = Literal["int", "bytes32", "bytes16"]
 
 _KNOWN_TAGS = frozenset(("BlockStored", "BlockRemoved", "AllBlocksCleared"))
 
-# Tuples for isinstance: a union would be built anew at each call.
+# Tuples for isinstance: a union would be built at each call.
 _REMOVED = (MapRemoved, ArrayRemoved)
 _CLEARED = (MapCleared, ArrayCleared)
 _WITH_TOKEN_IDS = (MapStoredWithTokens, ArrayStored)

@@ -13,9 +13,9 @@ DEFAULT_MAX_HELD = 20_000
 class HeldBatches(HeldQueue[Batch]):
     """Batches in the order of their arrival; the first `old` of them cannot be relied upon."""
 
-    # How many came over a connection that is gone, or before a whole replay was asked for.
+    # How many arrived over a lost connection, or before a whole replay was requested.
     old = 0
-    # Some were dropped; the cursor clears it.
+    # Batches were dropped; the cursor clears it.
     overflowed = False
 
     def hold(self, batch: Batch) -> None:
@@ -34,7 +34,7 @@ class HeldBatches(HeldQueue[Batch]):
         return super().pop()
 
     def mark_old(self) -> None:
-        """All that is held was before what matters now."""
+        """Marks all held batches as old."""
         self.old = len(self)
 
     def drop_old(self) -> None:

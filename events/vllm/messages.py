@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine says of its KV blocks, after decoding: stored, removed, cleared.
+"""An engine's events about its KV blocks, decoded: stored, removed, cleared.
 
 A block hash is an unsigned 64-bit number. The wire also knows 16- and 32-byte digests (reduced to their last 8 bytes,
 big-endian, as vLLM itself does for its integer form) and negative 64-bit numbers (read as two's complement).
@@ -56,9 +56,9 @@ class BlockStored(msgspec.Struct, frozen=True, gc=False, eq=False):
     # Which secondary tier, when one sent it.
     ownership: str | None = None
     lora_name: str | None = None
-    # One entry a block, untagged; decoded only when tokens were asked for.
+    # One entry a block, untagged; decoded only with tokens.
     extra_keys: tuple[Any, ...] | None = None
-    # (m,) int64; decoded only when asked for.
+    # (m,) int64; decoded only on request.
     token_ids: npt.NDArray[np.int64] | None = None
     session_id: str | None = None
 

@@ -33,7 +33,7 @@ _BATCHES_A_TURN = 64
 class EventPublisher:
     """Publishes encoded batches in order, each under the next seq. `publish` may be called from any thread."""
 
-    # The bound addresses, with the port that the system chose where 0 or * was asked for.
+    # The bound addresses, with the port that the system chose in place of 0 or *.
     endpoint: str
     replay_endpoint: str | None
 
@@ -195,7 +195,7 @@ class EventPublisher:
         replay.send_multipart((client, b"", b"", END_SEQ, b""))
 
     def _give_up(self) -> None:
-        # The context was terminated under us: nothing can be sent any more, and nobody may wait for it.
+        # The context was terminated under us: nothing can be sent any more, and no caller may wait for it.
         with self._changed:
             self._closed = True
             self._queue.clear()

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a replay endpoint that did not answer owes: all that it still has, read anew when it does. Pure."""
+"""What a replay endpoint owes after it did not answer: its whole ring, read when it answers again. Pure."""
 
 from __future__ import annotations
 
 from kvrouter.events.vllm.replay_request import Purpose, Request
 
-# Answered requests between two times that all is read anew: an endpoint that answers little and never all must not void
-# the index at every check.
+# Answers between two readings of the whole ring: an endpoint that never sends all of it must not void the index at every
+# check.
 ANSWERS_BETWEEN_READINGS = 3
 
 
 class ReplayDebt:
-    """Whether something was given up because the endpoint did not answer, and how soon it is asked for."""
+    """Whether batches were given up for want of an answer, and after how many answers the ring is read."""
 
     def __init__(self, *, owed: bool) -> None:
         self.owed = owed
         self._answers_to_wait = 0
 
     def is_due(self, request: Request) -> bool:
-        """The endpoint answers `request`: whether all is to be asked for in its place."""
+        """The endpoint answers `request`: whether the whole ring must be requested in its place."""
         if request.purpose is Purpose.START:
             self.owed = False
         if not self.owed or request.paid:

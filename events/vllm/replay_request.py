@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One replay request: what is asked, why, and how far its answer has come. State only; `batch_cursor.py` decides."""
+"""One replay request: what it requests, why, and the progress of its answer. State only; `batch_cursor.py` decides."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import msgspec
 
 
 class Purpose(Enum):
-    """Why a replay was asked for."""
+    """Why a replay is requested."""
 
     # Nothing is known: take the ring from wherever it begins.
     START = auto()
     # Something is known: is this still the same life, and what was missed?
     PROVE = auto()
-    # A live seq came too early.
+    # A live seq was higher than expected.
     FILL = auto()
 
 
@@ -23,22 +23,22 @@ class Request(msgspec.Struct):
     """One replay request. A new number means a new request; its answer must not mix with an older one's."""
 
     number: int
-    # First seq asked for.
+    # The first requested seq.
     start: int
     purpose: Purpose
-    # A check while nothing is known to be wrong: live batches are not held for it.
+    # A check without a known fault: live batches are not held for it.
     silent: bool = False
-    # Whether its end is news even when it brings nothing.
+    # Whether its end is reported even if it returned nothing.
     announced: bool = True
-    # Asked again from where an answer had a hole: ZMQ's ROUTER drops silently above its high-water mark.
+    # Requested again from where an answer had a hole: ZMQ's ROUTER drops silently above its high-water mark.
     again_at: int | None = None
     # The answer's first batch has been compared with the last one handed out, or there was none.
     judged: bool = False
-    # That it is answered has been counted towards reading all anew.
+    # Its answer was counted by `ReplayDebt`.
     paid: bool = False
-    # New batches that the answer brought.
+    # New batches in the answer.
     batches: int = 0
-    # The same, since it was last asked again.
+    # The same, since it was last requested again.
     progress: int = 0
     first_seq: int | None = None
     last_seq: int | None = None

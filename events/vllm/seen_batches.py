@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batches last handed out, by seq and fingerprint: what tells a duplicate from another life. Pure."""
+"""The last batches by seq and fingerprint, to distinguish a duplicate from another life. Pure."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a subscriber hands out: batches in order, and every fact about what is missing or proven. Values only.
+"""What a subscriber yields: batches in order, and every fact about what is missing or proven. Values only.
 
 For the consumer: `GapLost`, `ReadAnew` and `Restarted` void what it knows; whatever is missing is announced by one of
 them before the next `Batch`. All seqs are of the life that the surrounding items speak of.
@@ -18,7 +18,7 @@ FINGERPRINTED_BYTES = 512
 
 
 def fingerprint(payload: bytes) -> int:
-    """64 bits that tell one batch from another with the same seq: BLAKE2b over its length, its head and its tail."""
+    """64 bits that distinguish batches with the same seq: BLAKE2b over its length, its head and its tail."""
     digest = hashlib.blake2b(payload[:FINGERPRINTED_BYTES], digest_size=8)
     if len(payload) > FINGERPRINTED_BYTES:
         digest.update(payload[-FINGERPRINTED_BYTES:])
@@ -27,7 +27,7 @@ def fingerprint(payload: bytes) -> int:
 
 
 class ResumePoint(msgspec.Struct, frozen=True):
-    """The last batch that a consumer has safely kept. incomplete: as `Incomplete` says."""
+    """The last batch that a consumer has stored. incomplete: `Incomplete` followed it."""
 
     seq: int
     fingerprint: int
@@ -54,21 +54,21 @@ class Batch(msgspec.Struct, frozen=True, gc=False):
 
 
 class GapOpened(msgspec.Struct, frozen=True):
-    """Batches first_seq up to next_seq - 1 did not come; replay is being asked and live batches are held."""
+    """Batches first_seq up to next_seq - 1 are missing; a replay is requested and live batches are held."""
 
     first_seq: int
     next_seq: int
 
 
 class GapClosed(msgspec.Struct, frozen=True):
-    """Replay brought them all, as Batches before this item: nothing was lost."""
+    """The replay returned all of them, as Batches before this item: nothing was lost."""
 
     first_seq: int
     next_seq: int
 
 
 class GapLost(msgspec.Struct, frozen=True):
-    """They cannot be had. first_seq == next_seq: nothing need be missing, but it cannot be proven."""
+    """They are lost. first_seq == next_seq: possibly nothing is missing, but that cannot be proven."""
 
     first_seq: int
     next_seq: int
@@ -76,28 +76,27 @@ class GapLost(msgspec.Struct, frozen=True):
 
 
 class Incomplete(msgspec.Struct, frozen=True):
-    """What came before was given up only because the replay endpoint did not answer; all will be read anew when it
+    """Earlier batches were given up only because the replay endpoint did not answer; all is read again when it
     does."""
 
 
 class ReadAnew(msgspec.Struct, frozen=True):
-    """A replay endpoint that did not answer when something was lost answers now: all that it still has follows, from
-    its start."""
+    """A replay endpoint that did not answer when batches were lost answers again: its whole ring follows."""
 
 
 class Restarted(msgspec.Struct, frozen=True):
-    """Another life of the publisher, as far as anybody can tell. last_seq is the last of the old life, seq the first
-    seen of the new one, or the next expected where that is not known."""
+    """Presumably another life of the publisher. last_seq is the last of the old life, seq the first seen of the new
+    one, or the next expected where that is unknown."""
 
     last_seq: int
     seq: int
     reason: str
-    # What it remembers is being asked for.
+    # A replay of its ring is requested.
     replaying: bool = False
 
 
 class Proven(msgspec.Struct, frozen=True):
-    """After a resume or a reconnect: it is the same life, and nothing up to seq was missed.
+    """After a resume or a reconnect: the life is the same, and nothing up to seq was missed.
 
     how: `next_seq`, only where there is no replay endpoint: the next seq came, which another life can reach by
     chance."""
@@ -107,7 +106,7 @@ class Proven(msgspec.Struct, frozen=True):
 
 
 class ReplayFinished(msgspec.Struct, frozen=True):
-    """A replay came to its end; it brought `batches` new batches, first_seq to last_seq (None when 0)."""
+    """A replay ended; it returned `batches` new batches, first_seq to last_seq (None when 0)."""
 
     first_seq: int | None
     last_seq: int | None

@@ -2,7 +2,7 @@
 """vLLM's sockets to an ordered, typed stream: the live and the replay socket of one publisher.
 
 Decides nothing about order (`batch_cursor.py` does) and decodes nothing. One subscriber follows one publisher; several
-publishers behind one endpoint are not told apart.
+publishers behind one endpoint are not distinguished.
 """
 
 from __future__ import annotations
@@ -56,14 +56,13 @@ class Subscriber(Subscription[StreamItem]):
         self._live: Link | None = None
         self._replay = ReplayClient(cursor, self._connect_replay, settings, permits, self._schedule)
         self._heard_s = -math.inf
-        # When to ask whether something was missed, provided that the stream was quiet for so long.
+        # When to check for missed batches, provided that the stream was quiet for so long.
         self._check_due_s = math.inf
         self._quiet_s = 0.0
         self._reopen_due_s = math.inf
 
     def expire(self, reason: str) -> None:
-        """Known from elsewhere: this may be another life of the publisher than the one that was read so far. It is read
-        anew."""
+        """Another source reports that the publisher may have restarted: its whole ring is read again."""
         self._cursor.expire(reason)
         self._schedule()
 

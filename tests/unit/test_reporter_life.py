@@ -27,7 +27,7 @@ if not child:
     for number in range(10):
         reporter.publish(said(stored([number])), number)
     reporter.close()
-    os._exit(len(reporter._intake))
+    os._exit(len(reporter._queue))
 _, status = os.waitpid(child, 0)
 reporter.close()
 sys.exit(os.waitstatus_to_exitcode(status))
@@ -66,10 +66,10 @@ def test_a_turn_that_fails_begins_a_new_epoch_and_ten_end_the_reporter(
         reporter._thread.join(TIMEOUT_MS / 1_000)
         assert not reporter._thread.is_alive()
         # Nothing takes it, so nothing may pile up.
-        waiting = len(reporter._intake)
+        waiting = len(reporter._queue)
         reporter.publish(said(), 2)
         reporter.declare(CATALOG)
-        assert len(reporter._intake) == waiting
+        assert len(reporter._queue) == waiting
 
 
 def test_a_taken_reports_port_is_replaced_by_a_free_one(context: Context, made: Callable[..., Reporter]) -> None:
@@ -128,7 +128,7 @@ def test_close_sends_what_is_queued_and_ends(context: Context, made: Callable[..
         reporter.publish(said(), 99)
         reporter.declare(CATALOG)
         assert [peer.next_events()[0] for _ in range(50)] == list(range(seq, seq + 50))
-        assert len(reporter._intake) == 0
+        assert len(reporter._queue) == 0
 
 
 def test_close_ends_a_reporter_that_is_busy(

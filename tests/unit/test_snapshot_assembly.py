@@ -47,7 +47,7 @@ class TestSnapshotAnswers:
     def test_a_snapshot_older_than_the_last_batch_fails(self) -> None:
         cursor = in_order()
         live(cursor, 10, 11)
-        cursor.ask_snapshot()
+        cursor.request_snapshot()
         cursor.on_request_sent()
         load(cursor, 11)
         assert kinds(cursor.take())[2:] == ["SnapshotFailed"]
