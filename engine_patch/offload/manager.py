@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's view of the tiers: the OffloadingManager that its OffloadingConnector asks in the scheduler's thread.
+"""vLLM's view of the tiers: the OffloadingManager that its OffloadingConnector calls in the scheduler's thread.
 
 Source: vLLM 0.32 v1/kv_offload/base.py OffloadingManager.
 """
@@ -66,7 +66,7 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         if begun is None:
             return None
         stored, slots = begun
-        # Evicted keys are told as events; the connector does not read this field.
+        # Evicted keys are reported as events; the connector does not read this field.
         return base.PrepareStoreOutput(stored, SlotsSpec(slots), [])
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: base.ReqContext, success: bool = True) -> None:
@@ -94,7 +94,7 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         self._tiering.close()
         self._release()
 
-    # What is said
+    # What is reported
 
     def take_events(self) -> Iterable[base.OffloadingEvent]:
         for change in self._tiering.take_changes():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user says of the tiers in `kv_connector_extra_config`."""
+"""The user's settings of the tiers in `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TierSettings(msgspec.Struct, frozen=True):
 
 
 def tier_settings(given: Mapping[str, Any]) -> TierSettings:
-    """From `kv_connector_extra_config`. Raises ValueError that names the key and says what it should be."""
+    """From `kv_connector_extra_config`. Raises ValueError with the key and the values it accepts."""
     known = {
         "cpu_bytes_to_use",
         "eviction_policy",

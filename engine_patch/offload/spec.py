@@ -44,7 +44,7 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
         self._settings = tier_settings(config.extra_config)
         self._ranks = config.parallel.world_size
         if config.worker_kv_bytes_per_block < 1:
-            raise ValueError("vLLM does not say how many bytes a block of the KV cache has; is the cache empty?")
+            raise ValueError("vLLM does not report how many bytes a block of the KV cache has; is the cache empty?")
         # Of one rank. What a group needs of it is known by the worker alone, which says so if it is more.
         self._rank_bytes = config.worker_kv_bytes_per_block * self.blocks_per_chunk
         self._chunk_bytes = self._rank_bytes * self._ranks

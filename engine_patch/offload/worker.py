@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's view of one rank's copies: the OffloadingWorker that its connector tells what to move.
+"""vLLM's view of one rank's copies: the OffloadingWorker to which its connector submits transfers.
 
 Source: vLLM 0.32 v1/kv_offload/base.py OffloadingWorker, offloading/worker.py.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the disk tier tells its caller: jobs that are over, keys that came and went, counts."""
+"""What the disk tier reports to its caller: finished jobs, stored and removed keys, counts."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Counters:
     errors: int = 0
     # Writes that found no space.
     full: int = 0
-    # Manifest entries that the start did not believe, and records whose entry or payload was damaged when they were
-    # read. Of a reader: payloads that are not what their entry says.
+    # Manifest entries found invalid at the start, and records whose entry or payload was damaged when they were read.
+    # Of a reader: payloads that do not match their entry.
     corrupt: int = 0
     # Writes not begun: the queue is full, all records are in use, or the tier takes no writes.
     skipped: int = 0

@@ -14,10 +14,10 @@ import logging
 from collections.abc import Callable
 from enum import Enum, StrEnum
 
-# One bad sector is one error; three in a row, with nothing that went well between, are a disk.
+# One bad sector is one error; three in a row without a success between are a failing disk.
 OFF_AFTER_ERRORS = 3
 RETRY_S = 30.0
-# Half an hour: longer, and nobody believes that it comes back by itself.
+# Half an hour: after longer, it is unlikely to recover by itself.
 MAX_RETRY_S = 1_800.0
 
 
@@ -70,7 +70,7 @@ class Health:
         return ""
 
     def permit(self) -> Permit:
-        """What may be written now. While FULL, once a while GROW: a trial, and whoever asks should make it."""
+        """What may be written now. While FULL, now and then GROW: a trial, which the caller should make."""
         if self.state is State.ON:
             return Permit.GROW
         if self.state is not State.FULL:
@@ -94,7 +94,7 @@ class Health:
             self._recovered()
 
     def no_space(self, grows: bool, reason: str) -> None:
-        """A write failed for want of space. grows: it needed new space, as far as anybody can tell."""
+        """A write failed for want of space. grows: it presumably needed new space."""
         if self.state is State.ON:
             self._wait()
         if self.state in (State.ON, State.FULL):
@@ -114,7 +114,7 @@ class Health:
         self._wait()
 
     def trial_ended(self, reason: str | None) -> None:
-        """What a trial while OFF has found: None, or what went wrong."""
+        """The result of a trial while OFF: None, or the error."""
         if reason is None:
             self._recovered()
         else:

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk tier of an engine that reads what another one writes: the same folder, nothing of its own in it, REMOTE in
+"""The disk tier of an engine that reads what another one writes: the same folder, without records of its own; REMOTE in
 its events.
 
-What is announced was in the manifest at the last look, and is told removed with the look that no longer finds it, or
-with the read that failed. The writer asks nobody before it gives a record to another key: a read compares entry and
-checksum, so that nothing else is ever loaded, and what was gone is a miss. Looks are made while the engine steps, one
-each LOOK_S.
+Announced keys were in the manifest at the last look; a key is announced as removed by the look that no longer finds it,
+or by the read that failed. The writer gives records to other keys without notice: a read compares entry and checksum,
+so that nothing else is ever loaded, and a lost record is a miss. Looks are made while the engine steps, one each
+LOOK_S.
 
-A reset means that the model's weights may be others from here on, and the two engines are not reset at the same moment:
+After a reset the model's weights may differ, and the two engines are not reset at the same moment:
 what the folder holds counts while both were reset equally often since the reader opened it, and is withdrawn otherwise.
 
-All methods run in the caller's thread. The bytes of a slot must stay untouched from `read` until `poll` has told that
-it is done, also after `clear`.
+All methods run in the caller's thread. The bytes of a slot must stay untouched from `read` until `poll` has reported
+that it is done, also after `clear`.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ class DiskReader:
         # What each record holds, of any generation; of the current one by key, the newest where there are two.
         self._entries: dict[int, Entry] = {}
         self._held: dict[OffloadKey, Entry] = {}
-        # Of the header, as it was last to be believed.
+        # Of the last valid header.
         self._generation: int | None = None
-        # Resets of ours less those of the writer, which a new generation tells.
+        # Our resets less those of the writer, which a new generation reveals.
         self._ahead = 0
-        # Why nothing of the folder is believed: as the last look found it, and as it was last said.
+        # Why the folder cannot be used: as the last look found it, and as it was last logged.
         self._problem = ""
         self._doubt = ""
         # Whether what is held is announced.
@@ -110,8 +110,8 @@ class DiskReader:
         self._finished: list[Finished] = []
 
     def open(self) -> list[OffloadKey]:
-        """What can be read now, oldest first, without changes that say so. A folder that is not there is waited for.
-        Once."""
+        """The keys that can be read now, oldest first; they are not among the changes. A missing folder is waited for.
+        Call it once."""
         if self._health.state is not State.NEW:
             raise ValueError(f"the disk tier was opened before and is {self._health.state}: make another one")
         self._jobs.open()
@@ -131,8 +131,7 @@ class DiskReader:
 
     @property
     def pending(self) -> int:
-        """Reads that `poll` has not told yet, and a look that is under way: an engine rests when it has told what it
-        saw."""
+        """Reads that `poll` has not reported yet, and a look under way: an engine rests when it has reported both."""
         return len(self._jobs) + len(self._finished) + self._looking
 
     @property
@@ -168,9 +167,10 @@ class DiskReader:
         return True
 
     def poll(self) -> list[Finished]:
-        """What is over since the last call; asks for the next look when it is due."""
-        for job, result in self._jobs.ended():
-            self._have_read(job, result)
+        """Jobs finished since the last call; starts the next look when it is due."""
+        while self._done:
+            number, result = self._done.popleft()
+            self._have_read(self._jobs.pop(number), result)
         self._take_looks()
         self._incidents.tick()
         open_now = self.state in (State.ON, State.OFF)
@@ -181,7 +181,7 @@ class DiskReader:
         return finished
 
     def take_changes(self) -> list[KeyChange]:
-        """What came and went since the last call, in order."""
+        """Keys stored and removed since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -193,8 +193,8 @@ class DiskReader:
         self._show()
 
     def close(self) -> None:
-        """Waits for the read that each thread is in the middle of; what is queued ends as not ok, for `poll` to
-        tell."""
+        """Waits for the read that each thread is in the middle of; what is queued ends as not ok, reported by
+        `poll`."""
         if self.state in (State.ON, State.OFF):
             left = self._jobs.close()
             for job in [*(job for job, _ in self._jobs.ended()), *left]:
@@ -231,7 +231,7 @@ class DiskReader:
             self._held.clear()
         if look.generation is not None and look.generation != self._generation:
             self._begin_generation(look.generation)
-        # All that left before all that came: a key may have moved from one record to another.
+        # Removals before additions: a key may have moved from one record to another.
         for index, _ in look.changed:
             self._drop(index)
         for index, now in look.changed:
@@ -295,7 +295,7 @@ class DiskReader:
             self.counters.read_bytes += self.record_bytes
             self._health.read_well()
         else:
-            # Given to another key, or damaged: the next look tells what is there instead.
+            # Given to another key, or damaged: the next look finds its present content.
             if self._held.get(job.key) is job.entry:
                 self._drop(job.entry.record)
             if result.outcome is RecordOutcome.CORRUPT:

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk tier: chunks of slots in fixed-size records of one folder, within a byte budget, for one engine.
 
-What is announced is there: a key is told as stored when its payload and its manifest entry are written, and as removed
-before its record is given to another key, or when it can no longer be read. Nothing comes or goes without being told.
-What an earlier process left is found at the start.
+Announcements are exact: a key is announced as stored when its payload and its manifest entry are written, and as
+removed before its record is given to another key, or when it can no longer be read. Every change is announced. Records
+of an earlier process are found at the start.
 
 Limits: one engine a folder writes, others may read it (`reader.py`); the order of use is kept in memory, so that after
 a restart it is the order of writing; reads and writes go through the page cache. No error of the disk reaches the
 caller: it becomes a removal, a count and, when it repeats, the state OFF.
 
 All methods run in the caller's thread. The bytes of a slot must stay as they are from `write`, and untouched from
-`read`, until `poll` has told that it is done, also after `clear`.
+`read`, until `poll` has reported that it is done, also after `clear`.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class DiskTier:
         self._uncleared = False
 
     def open(self) -> list[OffloadKey]:
-        """Claims the folder and returns what is in it, oldest first: stored, without a change that says so.
+        """Claims the folder and returns its keys, oldest first; they are not among the changes.
 
         Raises FolderInUse, ForeignFolder, DiskFolderError (`folder.py`), each with what to do; ValueError for an
         identity whose checksum is not there. Once."""
@@ -165,8 +165,8 @@ class DiskTier:
 
     @property
     def pending(self) -> int:
-        """Reads and writes that `poll` has not told yet."""
-        return len(self._jobs) - self._chores + len(self._finished)
+        """Reads and writes that `poll` has not reported yet."""
+        return len(self._jobs) + len(self._finished)
 
     @property
     def records(self) -> int:
@@ -234,7 +234,7 @@ class DiskTier:
         return finished
 
     def take_changes(self) -> list[KeyChange]:
-        """What came and went since the last call, in order."""
+        """Keys stored and removed since the last call, in order."""
         changes, self._changes = self._changes, []
         return changes
 
@@ -257,8 +257,8 @@ class DiskTier:
             self._health.turn_off(f"{UNCLEARED}: {result.reason}")
 
     def close(self) -> None:
-        """Waits for the read or write that each thread is in the middle of; what is queued ends as not ok, for `poll`
-        to tell.
+        """Waits for the read or write that each thread is in the middle of; what is queued ends as not ok, reported by
+        `poll`.
 
         What is there stays for the next process."""
         if self.state in _OPEN:
@@ -270,7 +270,7 @@ class DiskTier:
                     self._finished.append(Finished(job.kind, job.key, job.slot, False))
             self._chores = 0
             if self._sync_wanted:
-                # The last chance for a clear; nobody is left to be told.
+                # The last chance for a clear; its result is no longer reported.
                 self._store.trial(None)
             self._store.close()
             self._folder.release()

@@ -2,8 +2,8 @@
 """A folder of records as another process writes them: what changed in its manifest since the last look, and reads.
 Writes nothing.
 
-Only on the machine of the writer: what it writes is seen through the page cache, and an entry that is being written is
-told by its check. Runs in the I/O threads: `look` in one at a time, `read` in several.
+Only on the machine of the writer: what it writes is seen through the page cache, and the check
+reveals an entry that is being written. Runs in the I/O threads: `look` in one at a time, `read` in several.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kvrouter.engine_patch.offload.disk.format.records import Records
 
 class ManifestLook(NamedTuple):
     """fresh: these are other files than those of the last look, and all entries are listed; generation: None, while
-    there is no header to be believed; changed: (record, what it holds now) since the last look; problem: None, or why
+    there is no valid header; changed: (record, what it holds now) since the last look; problem: None, or why
     there is nothing."""
 
     fresh: bool = False

@@ -55,7 +55,7 @@ def padded(slot_bytes: int) -> int:
 
 
 def remove_stale(folder: Path) -> list[Path]:
-    """Removes the files of engines that are gone, and says which. Files of live engines and of other users stay."""
+    """Removes the files of engines that are gone, and returns which. Files of live engines and of other users stay."""
     removed = []
     for path in sorted(folder.glob(f"{FILE_PREFIX}*{FILE_SUFFIX}")):
         try:
@@ -91,7 +91,7 @@ class Region:
         self.rank_bytes = rank_bytes
         self.slot_bytes = padded(num_ranks * rank_bytes)
         self.path = path
-        # None once it is closed. Never closed itself: torch does not tell it that a tensor lies over it.
+        # None once it is closed. Never closed itself: a tensor of torch may still use it.
         self._memory: mmap.mmap | None = memory
         self._view = memoryview(memory)
         self._file = file

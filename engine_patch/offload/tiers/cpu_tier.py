@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvrouter.engine_patch.offload.key import OffloadKey
 from kvrouter.engine_patch.offload.tiers.policy import Policy, PolicyError
 
-# Enough to tell keys apart in a message.
+# Enough to distinguish keys in a message.
 SHOWN_BYTES = 12
 
 
@@ -177,8 +177,7 @@ class CpuTier:
                 self._policy.evictable_again(key)
 
     def touch(self, keys: Sequence[OffloadKey]) -> None:
-        """READY chunks were used. Others are passed over: that a chunk is asked for while it is stored is no second
-        use."""
+        """Counts a use of READY chunks. Others are skipped: a lookup while a chunk is being stored is no second use."""
         for key in reversed(keys):
             if key in self._slots and key not in self._writing:
                 self._policy.touch(key)
@@ -230,7 +229,7 @@ class CpuTier:
         self, count: int, protected: AbstractSet[OffloadKey], incoming: Sequence[OffloadKey]
     ) -> list[OffloadKey] | None:
         """Frees `count` slots; None and nothing changed where that cannot be."""
-        # Counted beforehand: to find out by asking the policy it would have to look at every key.
+        # Counted beforehand: the policy would have to look at every key.
         spare = len(self._slots) - len(self._writing) - len(self._pins)
         # Protected keys are looked up only where they could matter: there can be thousands, at each of many small
         # allocations.

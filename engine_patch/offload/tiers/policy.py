@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which chunk of a tier makes room for another: the interface of an eviction policy, and how one is chosen by name.
 
-A policy orders keys and nothing else: it knows no slots, no bytes, no clock. The tier tells it what comes, is used and
-goes, and asks for victims. A third party's policy is a class with these methods that takes the capacity in chunks;
+A policy orders keys and nothing else: it knows no slots, no bytes, no clock. The tier reports stored,
+used and removed keys, and requests victims. A third party's policy is a class with these methods that takes the capacity in chunks;
 users name it as "package.module:Class".
 """
 
@@ -36,7 +36,7 @@ class Policy(Protocol):
         """A resident key was used."""
 
     def discard(self, key: OffloadKey) -> None:
-        """A resident key is gone, but not to make room: it says nothing about what is worth keeping."""
+        """A resident key is gone, but not to make room: no evidence about what is worth keeping."""
 
     def victims(
         self, count: int, may_evict: Callable[[OffloadKey], bool], incoming: Sequence[OffloadKey] = ()
@@ -65,7 +65,7 @@ BUILT_IN: dict[str, Callable[[int], Policy]] = {"lru": LruPolicy, "arc": ArcPoli
 def make_policy(name: str, capacity: int) -> Policy:
     """The policy of that name for a tier of `capacity` chunks: "lru", "arc", or a third party's "package.module:Class".
 
-    Raises PolicyError that says what was tried and what to write instead."""
+    Raises PolicyError with what was tried and what to write instead."""
     if capacity < 1:
         raise PolicyError(f"an eviction policy is for 1 chunk or more, not {capacity}: give the tier more memory")
     built_in = BUILT_IN.get(name)

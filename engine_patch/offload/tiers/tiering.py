@@ -20,13 +20,13 @@ from typing import NamedTuple, Protocol
 from kvrouter.engine_patch.offload.key import OffloadKey
 from kvrouter.engine_patch.offload.tiers.cpu_tier import ChunkState, CpuTier
 
-# A request that waits for the disk is asked for in each step that has room for one more. After so many without, others
-# may have what it needs.
+# vLLM looks up a request that waits for the disk in each step with room for one more. After this many steps without,
+# others may use its room.
 PATIENCE_STEPS = 256
 
 
 class LookupAnswer(Enum):
-    """To the question whether a chunk can be loaded. SOON: it is on its way; ask again."""
+    """Whether a chunk can be loaded. SOON: it is being read; look it up again."""
 
     NO = 0
     SOON = 1
@@ -47,7 +47,7 @@ class TierChange(NamedTuple):
 
 
 class DiskFinished(Protocol):
-    """What a disk tier says of a job. kind: "write" or "read"."""
+    """The disk tier's result of a job. kind: "write" or "read"."""
 
     kind: str
     key: OffloadKey
@@ -76,7 +76,7 @@ class Disk(Protocol):
 
 @dataclass(slots=True)
 class Counts:
-    """Since the start. Chunks, but for what is said otherwise."""
+    """Counts since the start, in chunks unless noted."""
 
     # Asked to be stored when no slot was free: calls.
     stores_refused: int = 0
@@ -92,20 +92,20 @@ class Counts:
 
 @dataclass(slots=True)
 class PromotionRequest:
-    """What one request asked for in its last step. One for each request, kept by who asks."""
+    """What one request needed in its last step. One for each request, kept by the caller."""
 
     step: int = -1
     needed: set[OffloadKey] = field(default_factory=set)
     # To be read from disk.
     missing: list[OffloadKey] = field(default_factory=list)
     waits: bool = False
-    # No room for them: this request goes on without.
+    # No room for them: this request continues without.
     refused: set[OffloadKey] = field(default_factory=set)
     promoted: set[OffloadKey] = field(default_factory=set)
 
 
 class Tiering:
-    """One engine's, in its scheduler's thread. announce: whether anybody takes changes; else none are kept."""
+    """The tiers of one engine, in its scheduler's thread. announce: whether changes are taken; else none are kept."""
 
     def __init__(self, cpu: CpuTier, disk: Disk | None, announce: bool = True) -> None:
         self.counts = Counts()
@@ -193,8 +193,8 @@ class Tiering:
         """After all questions of a step: what the disk has done, and what it is to do."""
         self._collect()
         for name, wish in list(self._waiting.items()):
-            asked = wish.step == self._step
-            if (asked and not wish.waits) or self._step - wish.step > PATIENCE_STEPS:
+            current = wish.step == self._step
+            if (current and not wish.waits) or self._step - wish.step > PATIENCE_STEPS:
                 del self._waiting[name]
         protected = self._protected()
         for wish in [wish for wish in self._waiting.values() if wish.step == self._step]:
@@ -203,7 +203,7 @@ class Tiering:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something to do or to say although no request runs."""
+        """Whether there is work or a report although no request runs."""
         return bool(self._changes or self._reads or self._writes or (self._disk is not None and self._disk.pending))
 
     def take_changes(self) -> list[TierChange]:
@@ -287,7 +287,7 @@ class Tiering:
                 self.counts.promotions_refused += len(refused)
                 return
             if not self._disk.read(key, slots[0]):
-                # Its queue is full: asked for again in the next step.
+                # Its queue is full: requested again in the next step.
                 self._cpu.abandon(key)
                 return
             self._reads[slots[0]] = key

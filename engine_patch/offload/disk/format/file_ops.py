@@ -39,7 +39,7 @@ class FileOps:
         os.fdatasync(fd)
 
     def pread(self, fd: int, into: memoryview, offset: int) -> int:
-        """Bytes read: fewer than asked for at the end of the file, or for no reason."""
+        """Bytes read: fewer than requested at the end of the file, or at the system's discretion."""
         return os.preadv(fd, [into], offset)
 
     def pwrite(self, fd: int, data: memoryview, offset: int) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The folder of one identity within the folder that the user names: who owns it, and what is said in it for people.
+"""The folder of one identity within the folder that the user names: its owner, and its description for people.
 
     FOLDER/<digest of the identity>/identity.json   what the records are of, for people; must be ours
                                     *.damaged       what could not be believed, for people: nothing reads it
@@ -27,7 +27,7 @@ DAMAGED_SUFFIX = ".damaged"
 MANIFEST_FILE = "manifest"
 RECORDS_FILE = "records"
 
-# Prompts can be told from KV caches.
+# Prompts can be recovered from KV caches.
 FOLDER_MODE = 0o700
 LOCK_MODE = 0o600
 # A process id and the name of a host.
@@ -35,7 +35,7 @@ MAX_OWNER_BYTES = 512
 
 
 class DiskFolderError(RuntimeError):
-    """The folder cannot be used; the text says why and what to do."""
+    """The folder cannot be used; the text gives the reason and the fix."""
 
 
 class FolderInUse(DiskFolderError):
@@ -43,7 +43,7 @@ class FolderInUse(DiskFolderError):
 
 
 class ForeignFolder(DiskFolderError):
-    """Its content is not what its name says."""
+    """Its content contradicts its name."""
 
 
 class Folder:
@@ -54,7 +54,7 @@ class Folder:
         self._lock_fd: int | None = lock_fd
 
     def release(self) -> None:
-        """The lock file stays: who unlinked it could not tell whose lock it is."""
+        """The lock file stays: a process that unlinks it cannot know whose lock it is."""
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
@@ -111,9 +111,9 @@ def _lock(path: Path, lock_fd: int, option: str) -> None:
 
 
 def _describe(path: Path, identity: DiskIdentity, option: str, log: logging.Logger) -> None:
-    """Sees to it that identity.json is ours; raises ForeignFolder for another identity's, OSError.
+    """Makes identity.json ours. Raises ForeignFolder for another identity's, OSError.
 
-    One that is neither is damaged: it is set aside, and the records with it, as nobody can say what they are of."""
+    A damaged one is set aside together with the records, whose identity is then unknown."""
     text = identity.readable().encode()
     file = path / IDENTITY_FILE
     try:

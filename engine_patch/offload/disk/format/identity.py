@@ -37,7 +37,7 @@ class DiskIdentity:
     """What a record's bytes depend on.
 
     blocks_per_chunk: blocks under one key; hash_algorithm, hash_root: how the engine names blocks, and its first parent
-    hash in hex, because keys of another scheme are never asked for; record_bytes: of a chunk, all ranks; num_ranks:
+    hash in hex, because keys of another scheme are never looked up; record_bytes: of a chunk, all ranks; num_ranks:
     ranks whose bytes stand in a record; parallel: how they divide the model ("tp=2 pp=1"), and which part of it this
     node has; extra: what else the caller knows to matter, such as the revision of the weights; checksum: of payloads,
     see `checksum.py`.
@@ -66,7 +66,7 @@ class DiskIdentity:
         return self.digest().hex()[:FOLDER_NAME_CHARS]
 
     def readable(self) -> str:
-        """For people who wonder what a folder holds: JSON, with the whole digest."""
+        """A description of the folder for people: JSON, with the whole digest."""
         return json.dumps(self._plain() | {"digest": self.digest().hex()}, sort_keys=True, indent=1) + "\n"
 
     def _plain(self) -> dict[str, object]:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few threads that do I/O, behind queues that never grow beyond a bound: whoever submits is told when there is no
-room.
+"""A few threads that do I/O, behind bounded queues: submitting fails when there is no room.
 
-Reads, which a request waits for, go before writes, which nobody does. A thread that is in the middle of a read or write
+Reads, for which requests wait, go before writes. A thread that is in the middle of a read or write
 uses memory that its owner will free: `close` waits for it, and so does the end of the process, or of this object,
 without a `close`.
 """
@@ -18,7 +17,7 @@ from typing import Protocol, TypeAlias
 
 log = logging.getLogger("vllm.kvrouter.offload")
 
-# Never raises: what went wrong is part of its result, which it hands over itself.
+# Never raises: a failure is part of its result, which it delivers itself.
 Work: TypeAlias = Callable[[], None]
 
 
@@ -96,7 +95,7 @@ def _serve(queues: _Queues) -> None:
         try:
             work()
         except Exception:
-            # The thread goes on: without it, what is queued would wait for ever.
+            # The thread continues: without it, queued jobs would wait for ever.
             log.exception("disk work failed")
         # It holds the memory of a slot, and the next may be long in coming.
         del work

@@ -33,7 +33,7 @@ Entry of record i, at HEADER_BYTES + 128 * i; all zeros: void:
 | 4 | check | CRC-32 of the 124 bytes before |
 
 A header that does not check makes every entry void. Nothing is synced except after a clear: a kill loses nothing that
-the system has taken, and a power cut is told by checksums.
+the system has taken, and checksums detect a power cut.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def encode_entry(entry: Entry) -> bytes:
 
 
 def decode_entry(data: bytes, index: int) -> Entry | None:
-    """The entry of record `index`, None unless every field can be believed. data: (ENTRY_BYTES,)."""
+    """The entry of record `index`, None unless every field is valid. data: (ENTRY_BYTES,)."""
     body = data[: _ENTRY.size]
     if _CHECK.pack(zlib.crc32(body)) != data[_ENTRY.size :]:
         return None
@@ -161,7 +161,7 @@ class Manifest:
         self._files.sync(self._fd)
 
     def get(self, index: int) -> Entry | None:
-        """The entry of a record, None where none is to be believed. Raises OSError."""
+        """The entry of a record, None where it is invalid. Raises OSError."""
         data = bytearray(ENTRY_BYTES)
         read_fully(self._files, self._fd, memoryview(data), _place(index))
         return decode_entry(bytes(data), index)
@@ -190,7 +190,7 @@ class Manifest:
         write_fully(self._files, self._fd, memoryview(data), 0)
 
     def read_header(self) -> int | None:
-        """The generation, None where there is no header to be believed. Raises ForeignManifest, OSError."""
+        """The generation, None where there is no valid header. Raises ForeignManifest, OSError."""
         if self._files.size(self._fd) < HEADER_BYTES:
             return None
         data = bytearray(HEADER_BYTES)

@@ -160,7 +160,7 @@ class Store:
         return DONE
 
     def close(self) -> None:
-        """Failures are of no interest to anybody any more: what was not written is told by its checksum."""
+        """Ignores failures: the checksum reveals whatever was not written."""
         for file in (self._manifest, self._records):
             with contextlib.suppress(OSError):
                 file.close()
@@ -206,6 +206,6 @@ def read_record(
 
 
 def failure(error: Exception) -> Result:
-    """What went wrong, as a result."""
+    """An error as a result."""
     full = isinstance(error, OSError) and error.errno in NO_SPACE
     return Result(RecordOutcome.NO_SPACE if full else RecordOutcome.FAILED, str(error) or repr(error))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from kvrouter.engine_patch.offload.disk.format.checksum import Checksum
 from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps, read_fully, write_fully
 
-# Pages of the page cache, and the alignment that direct I/O asks for nearly everywhere.
+# Pages of the page cache, and the alignment that direct I/O requires nearly everywhere.
 PAGE_BYTES = 4_096
 
 
@@ -27,7 +27,7 @@ class Records:
 
     def write(self, index: int, data: memoryview) -> int:
         """Writes record_bytes of `data` and returns their checksum. Raises OSError; the record then holds anything."""
-        # Before they are written: should they change meanwhile, the next read tells.
+        # Before they are written: if they change meanwhile, the next read detects it.
         checksum = self._checksum(data)
         write_fully(self._files, self._fd, data, index * self.stride_bytes)
         return checksum
