@@ -11,8 +11,6 @@ One thread puts, one takes. There is no lock: deque's ends are atomic, and each 
 
 from __future__ import annotations
 
-import contextlib
-import os
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, TypeAlias
@@ -20,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 import msgspec
 
 from kvrouter.events.patch.messages import ReportEvent, ReportRemoved, ReportStored
+from kvrouter.events.transport.alarm import Alarm
 
 Make: TypeAlias = Callable[[], Iterable[ReportEvent]]
 
@@ -66,7 +65,7 @@ class _Backlog:
 
 
 class EventQueue:
-    """The queue and the pipe that wakes its reader."""
+    """The queue and the alarm that wakes its reader."""
 
     def __init__(self, max_messages: int, max_dropped_bytes: int, wall_clock: Callable[[], float]) -> None:
         self._max_messages = max_messages
@@ -76,12 +75,7 @@ class EventQueue:
         self._asleep = False
         # Until it is taken, new messages are only counted.
         self._lost: EventsLost | None = None
-        read_fd, write_fd = os.pipe()
-        os.set_blocking(read_fd, False)
-        os.set_blocking(write_fd, False)
-        # Objects, not bare descriptors: a write after `close` finds no descriptor, never another file's.
-        self._wake_read = os.fdopen(read_fd, "rb", buffering=0)
-        self._wake_write = os.fdopen(write_fd, "wb", buffering=0)
+        self._alarm = Alarm()
 
     def __len__(self) -> int:
         return len(self._backlog.items)
@@ -103,9 +97,7 @@ class EventQueue:
     def wake(self) -> None:
         """Ends the other side's sleep, from any thread."""
         self._asleep = False
-        # A closed pipe: the reader is gone. A full one, where nothing is written: it is awake.
-        with contextlib.suppress(OSError, ValueError):
-            self._wake_write.write(b"w")
+        self._alarm.ring()
 
     def take(self) -> Item | None:
         """The oldest item, None when there is none."""
@@ -122,7 +114,7 @@ class EventQueue:
 
     def fileno(self) -> int:
         """Readable after `wake`."""
-        return self._wake_read.fileno()
+        return self._alarm.fileno()
 
     def begin_wait(self) -> bool:
         """The taking side is about to sleep: whether nothing waits, so that it may. `end_wait` must follow."""
@@ -133,12 +125,11 @@ class EventQueue:
     def end_wait(self) -> None:
         """The taking side is awake."""
         self._asleep = False
-        self._wake_read.read(64)
+        self._alarm.silence()
 
     def close(self) -> None:
-        """Closes the pipe; what is put afterwards is never taken."""
-        self._wake_read.close()
-        self._wake_write.close()
+        """Frees the alarm; what is put afterwards is never taken."""
+        self._alarm.close()
 
     def _keep(self, make: Make) -> None:
         backlog = self._backlog

@@ -29,7 +29,9 @@ Frames: TypeAlias = tuple[bytes, bytes, bytes]
 
 
 class ReportStream:
-    """One publisher's messages, in order. Clocks: seconds, `wall_clock` since 1970, `clock` monotonic."""
+    """One publisher's messages, in order. Clocks: seconds, `wall_clock` since 1970, `clock` monotonic.
+
+    More than 15 attributes: six of them are one epoch's, begun together by `_begin`."""
 
     def __init__(
         self,

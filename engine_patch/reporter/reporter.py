@@ -62,7 +62,9 @@ JOIN_S = 2.0
 
 
 class Reporter:
-    """Publishes from construction until `close`. In a forked child it does nothing, as its thread is not there."""
+    """Publishes from construction until `close`. In a forked child it does nothing, as its thread is not there.
+
+    More than 15 attributes: it wires the parts of one thread, and everything else belongs to a part."""
 
     # As bound, with the port that the system chose in place of 0 or *.
     requests_endpoint: str

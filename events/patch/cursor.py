@@ -50,7 +50,9 @@ _Message: TypeAlias = Events | Heartbeat | None
 
 
 class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
-    """Where we are in one publisher's reports. Single-threaded; never raises on what the wire brings."""
+    """Where we are in one publisher's reports. Single-threaded; never raises on what the wire brings.
+
+    More than 15 attributes: seq, snapshot, catalog and liveness of one epoch are void together."""
 
     def __init__(
         self,

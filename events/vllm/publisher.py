@@ -13,14 +13,13 @@ It does not encode (see `codec.encode_batch`), and when its queue is full `publi
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import threading
 from collections import deque
 
 import zmq
 
+from kvrouter.events.transport.alarm import Alarm
 from kvrouter.events.transport.binding import bind
 from kvrouter.events.vllm.wire import END_SEQ, SEQ_BYTES
 
@@ -31,7 +30,9 @@ _BATCHES_A_TURN = 64
 
 
 class EventPublisher:
-    """Publishes encoded batches in order, each under the next seq. `publish` may be called from any thread."""
+    """Publishes encoded batches in order, each under the next seq. `publish` may be called from any thread.
+
+    More than 15 attributes: the queue and its counts are under one lock, and the sockets belong to its thread."""
 
     # The bound addresses, with the port that the system chose in place of 0 or *.
     endpoint: str
@@ -79,8 +80,7 @@ class EventPublisher:
         except BaseException:
             self._close_sockets()
             raise
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
+        self._alarm = Alarm()
         self._thread = threading.Thread(target=self._run, daemon=True, name="kvrouter-publisher")
         self._thread.start()
 
@@ -130,8 +130,7 @@ class EventPublisher:
             self._wake()
         self._thread.join()
         self._close_sockets()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
+        self._alarm.close()
 
     def __enter__(self) -> EventPublisher:
         return self
@@ -140,14 +139,13 @@ class EventPublisher:
         self.close()
 
     def _wake(self) -> None:
-        # One byte at most is in the pipe: a write never blocks.
         if not self._woken:
             self._woken = True
-            os.write(self._wake_write, b"w")
+            self._alarm.ring()
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._wake_read, zmq.POLLIN)
+        poller.register(self._alarm, zmq.POLLIN)
         if self._replay is not None:
             poller.register(self._replay, zmq.POLLIN)
         while True:
@@ -162,8 +160,7 @@ class EventPublisher:
                 log.warning("replay request failed", extra={"endpoint": self.endpoint, "error": str(error)})
             with self._changed:
                 if self._woken:
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._wake_read, 1)
+                    self._alarm.silence()
                     self._woken = False
                 turn = [self._queue.popleft() for _ in range(min(_BATCHES_A_TURN, len(self._queue)))]
                 if not turn and self._closed:

@@ -56,8 +56,9 @@ class _Job(NamedTuple):
 
 
 class DiskReader:
-    """See the module; parameters, and why it has so many attributes, as of `tier.DiskTier`. Raises ValueError for a
-    checksum that is not there."""
+    """See the module; parameters as of `tier.DiskTier`. Raises ValueError for a checksum that is not there.
+
+    More than 15 attributes: jobs, looks and the state of the folder change together in one turn of `poll`."""
 
     writable = False
     # Of another engine: REMOTE on the wire.

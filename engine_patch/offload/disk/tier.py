@@ -67,8 +67,9 @@ class DiskTier:
     least record_bytes, where they lie; max_queued: waiting reads, and waiting writes; retry_s: from a failure to the
     next trial; option: the user's name for the folder's setting, in errors; executor: for tests, in place of threads.
 
-    Raises ValueError for a budget without room for one record, and for record_bytes that are not the identity's. Each
-    part that it joins is an attribute, and so is each of its caller's functions: hence so many."""
+    Raises ValueError for a budget without room for one record, and for record_bytes that are not the identity's. More
+    than 15 attributes: jobs, records and the state of the disk change together in one turn of `poll`.
+    """
 
     writable = True
     # Nobody else's: LOCAL on the wire.
