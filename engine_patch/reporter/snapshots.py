@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import msgspec
 
@@ -124,30 +125,12 @@ class SnapshotService:
 
 def parts(moment: Moment, request_id: int) -> Iterator[SnapshotPart]:
     """All parts, the last one with what the others add up to."""
+    part = partial(SnapshotPart, request_id, moment.epoch, moment.started_s, moment.next_seq)
     index = 0
     for place in moment.ledger.places:
         summary = place.summary
+        names = (summary.group_idx, summary.medium, summary.ownership, summary.locality)
         for hashes, copied in place.slices(SNAPSHOT_PART_BLOCKS):
-            yield SnapshotPart(
-                request_id,
-                moment.epoch,
-                moment.started_s,
-                moment.next_seq,
-                index,
-                hashes,
-                summary.group_idx,
-                summary.medium,
-                summary.ownership,
-                summary.locality,
-                copied,
-            )
+            yield part(index, hashes, *names, copied)
             index += 1
-    yield SnapshotPart(
-        request_id,
-        moment.epoch,
-        moment.started_s,
-        moment.next_seq,
-        index,
-        last=True,
-        places=moment.ledger.summaries(),
-    )
+    yield part(index, last=True, places=moment.ledger.summaries())

@@ -73,7 +73,6 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self.greeting_wanted = True
         # Messages of the current life so far; the shell uses its growth as a sign of life.
         self.heard = 0
-        self.malformed_messages = 0
         self._max_snapshot_blocks = max_snapshot_blocks
         self._epoch = resume.epoch if resume else None
         self._past: deque[str] = deque(maxlen=REMEMBERED_EPOCHS)
@@ -116,7 +115,6 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
 
     def malformed(self, reason: str) -> None:
         """A message or an answer that cannot be read."""
-        self.malformed_messages += 1
         self.items.append(Malformed(reason))
 
     def hello(self, hello: Hello) -> None:

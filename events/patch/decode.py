@@ -62,10 +62,7 @@ def read_report(payload: bytes) -> Events | Heartbeat | CatalogMessage | Unreada
     try:
         message = _reports.decode(payload)
     except DECODE_ERRORS as error:
-        head = _read_head(payload)
-        if head is not None and head.type not in _REPORT_TYPES:
-            return None
-        return _unreadable(error, head)
+        return _unreadable(error, payload, _REPORT_TYPES)
     if not 0 < len(message.epoch) <= MAX_EPOCH_CHARS:
         return Unreadable(f"an epoch of {len(message.epoch)} characters", isinstance(message, Events))
     if isinstance(message, Events):
@@ -92,10 +89,7 @@ def read_answer(frames: list[bytes]) -> Hello | SnapshotPart | Refused | Unreada
     try:
         reply = _replies.decode(payload)
     except DECODE_ERRORS as error:
-        head = _read_head(payload)
-        if head is not None and head.type not in _REPLY_TYPES:
-            return None
-        return _unreadable(error, head)
+        return _unreadable(error, payload, _REPLY_TYPES)
     if not isinstance(reply, Refused):
         if not 0 < len(reply.epoch) <= MAX_EPOCH_CHARS:
             return Unreadable(f"an epoch of {len(reply.epoch)} characters")
@@ -113,17 +107,14 @@ def _long_name(said: ReportStored | ReportRemoved | ReportCleared | PlaceSummary
     return f"a name of {longest} characters: expected at most {MAX_NAME_CHARS}" if longest > MAX_NAME_CHARS else None
 
 
-def _read_head(payload: bytes) -> _Head | None:
+def _unreadable(error: BaseException, payload: bytes, known_types: frozenset[str]) -> Unreadable | None:
+    """Why the payload cannot be read; None when its type is unknown."""
+    reason = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
     try:
         head = _head.decode(payload)
     except DECODE_ERRORS:
-        return None
-    return head
-
-
-def _unreadable(error: BaseException, head: _Head | None) -> Unreadable:
-    reason = f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
-    if head is None:
         return Unreadable(reason)
+    if head.type not in known_types:
+        return None
     epoch = head.epoch if isinstance(head.epoch, str) and len(head.epoch) <= MAX_EPOCH_CHARS else None
     return Unreadable(reason, head.type == "events", epoch)

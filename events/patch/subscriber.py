@@ -94,11 +94,6 @@ class ReportSubscriber(Subscription[ReportItem]):
         self._heard_s = -math.inf
         self._silence = Deadline(settings.grace_s)
 
-    @property
-    def malformed(self) -> int:
-        """Messages and answers that could not be read, so far."""
-        return self._cursor.malformed_messages
-
     def request_snapshot(self, reason: str) -> None:
         """The consumer's state disagrees with the publisher's: no batch follows before the next `Loaded`."""
         log.info("snapshot requested", extra={"endpoint": self._endpoint, "reason": reason})
