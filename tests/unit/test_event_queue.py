@@ -35,7 +35,7 @@ def test_first_in_first_out(queue: EventQueue) -> None:
     assert queue.take() is None
 
 
-def test_only_a_sleeper_is_woken_and_once(queue: EventQueue) -> None:
+def test_a_sleeping_reader_is_woken_once(queue: EventQueue) -> None:
     queue.put(said(), 1)
     assert not alarmed(queue)
     assert not queue.begin_wait(), "something waits"
@@ -52,7 +52,7 @@ def test_only_a_sleeper_is_woken_and_once(queue: EventQueue) -> None:
     assert not alarmed(queue)
 
 
-def test_what_does_not_fit_keeps_its_place_in_a_compact_form(queue: EventQueue) -> None:
+def test_a_message_that_does_not_fit_stays_in_compact_form(queue: EventQueue) -> None:
     clear = ReportCleared("CPU")
     for number in range(2):
         queue.put(said(), number)
@@ -72,14 +72,14 @@ def test_what_does_not_fit_keeps_its_place_in_a_compact_form(queue: EventQueue) 
     assert isinstance(queue.take(), EventsDropped)
 
 
-def test_one_that_cannot_be_read_is_a_loss_in_its_place(queue: EventQueue) -> None:
+def test_an_unreadable_message_is_a_loss_in_its_place(queue: EventQueue) -> None:
     for make in (said(), said(), fails, said()):
         queue.put(make, None)
     kinds = [type(queue.take()) for _ in range(4)]
     assert kinds == [Message, Message, EventsLost, EventsDropped]
 
 
-def test_beyond_the_bound_all_is_given_up_until_it_is_seen(queue: EventQueue) -> None:
+def test_beyond_the_bound_the_queue_is_given_up_until_the_reader_sees_it(queue: EventQueue) -> None:
     for number in range(2):
         queue.put(said(), number)
     sized = said(stored(range(50)))
@@ -101,7 +101,7 @@ def test_beyond_the_bound_all_is_given_up_until_it_is_seen(queue: EventQueue) ->
     assert len(queue) == 5
 
 
-def test_what_was_taken_counts_no_more(queue: EventQueue) -> None:
+def test_taken_messages_no_longer_count(queue: EventQueue) -> None:
     sized = said(stored(range(50)))
     queue.put(said(), 0)
     queue.put(said(), 1)

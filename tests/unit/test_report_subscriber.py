@@ -89,14 +89,14 @@ def test_a_valid_resume_needs_no_snapshot(context: Context, run: Any) -> None:
     run(test())
 
 
-@pytest.mark.parametrize(("epoch", "told"), [("a" * 16, "ReportGap"), ("b" * 16, "NewEpoch")])
-def test_an_outdated_resume_takes_a_snapshot(context: Context, run: Any, epoch: str, told: str) -> None:
+@pytest.mark.parametrize(("epoch", "announced"), [("a" * 16, "ReportGap"), ("b" * 16, "NewEpoch")])
+def test_an_outdated_resume_takes_a_snapshot(context: Context, run: Any, epoch: str, announced: str) -> None:
     async def test() -> None:
         async with FakeReporter(context) as reporter:
             reporter.publish(stored(1))
             async with read(reporter, context, resume=ReportResume(epoch, 0)) as stream:
                 items = await stream.until_kind(Loaded)
-                assert only(items, ReportGap, NewEpoch) == [told]
+                assert only(items, ReportGap, NewEpoch) == [announced]
                 await stream.until_proven(reporter)
 
     run(test())
@@ -179,7 +179,7 @@ def test_a_silent_publisher_is_followed_to_its_new_endpoint(context: Context, ru
         async with reporter, elsewhere:
             reporter.heartbeat_s = 0.02
             async with read(reporter, context) as stream:
-                # On a busy machine the silence may be told while the snapshot is on its way.
+                # On a busy machine the silence may be announced during the snapshot.
                 items = await stream.until_kind(Loaded)
                 reporter.reports_said = elsewhere.reports_endpoint
                 items += await stream.until(lambda came: only(came, Disconnected, Connected)[-2:] == MOVED)

@@ -225,7 +225,7 @@ def test_a_backlog_beyond_its_bound_begins_a_new_epoch(context: Context, made: C
         assert (message.epoch, CatalogMessage) in seen
         assert (message.epoch, Heartbeat) in seen
         assert message.epoch == peer.hello().epoch
-        # Only what came after the loss is resident, and nobody is told more.
+        # Only what came after the loss is resident, and readers get no more.
         copies = copies_of(peer.snapshot())
         assert 1 not in {key[3] for key in copies}
         assert copies[0, "GPU", None, 9] == 1

@@ -33,7 +33,7 @@ def filled(reporter: Reporter, peer: Peer, blocks: int) -> None:
 
 
 class Clock:
-    """Stands still until told."""
+    """Stands still until it is set."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
