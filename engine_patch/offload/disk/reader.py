@@ -169,9 +169,8 @@ class DiskReader:
 
     def poll(self) -> list[Finished]:
         """Jobs finished since the last call; starts the next look when it is due."""
-        while self._done:
-            number, result = self._done.popleft()
-            self._have_read(self._jobs.pop(number), result)
+        for job, result in self._jobs.ended():
+            self._have_read(job, result)
         self._take_looks()
         self._incidents.tick()
         open_now = self.state in (State.ON, State.OFF)

@@ -167,7 +167,7 @@ class DiskTier:
     @property
     def pending(self) -> int:
         """Reads and writes that `poll` has not reported yet."""
-        return len(self._jobs) + len(self._finished)
+        return len(self._jobs) - self._chores + len(self._finished)
 
     @property
     def records(self) -> int:
