@@ -142,13 +142,12 @@ def test_workers_are_shared_with_a_peer_that_is_seen_to_beat(world: World) -> No
     workers = [world.add(str(number)).worker for number in range(8)]
     world.beat()
     assert all(map(world.peers.is_mine, workers))
+    assert not world.peers.is_mine(world.add("refused", "not allowed").worker)
     for _ in range(2):
         world.peer_beats()
         world.beat()
     assert world.peers.routers == 2
     assert sum(map(world.peers.is_mine, workers)) == len(workers) / 2
-    world.add("new", "not allowed")
-    assert not world.peers.is_mine(WorkerKey("m", "new"))
 
 
 def test_a_worker_whose_follower_is_not_heard_says_why(world: World) -> None:
