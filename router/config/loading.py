@@ -42,7 +42,7 @@ KUBERNETES_NAME = re.compile(r"KVROUTER_(.*_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\
 
 KUBERNETES_PORT = re.compile(r"(tcp|udp|sctp)://")
 
-REDIS_URL = re.compile(r"unix://.|(rediss?|valkeys?)(\+cluster)?://.")
+REDIS_URL = re.compile(r"unix://.|(rediss?|valkeys?)(\+(cluster|sentinel))?://.")
 
 # YAML reads `none_hash_seed: 0` as a number; to the engines it is text.
 TEXT_SETTINGS = ("host", "redis", "data_dir", "api_key", "worker_api_key", "none_hash_seed")

@@ -209,6 +209,8 @@ class _Reader:
 
         Called when the connection stands: a store that restarts later breaks it, and is checked again."""
         positions = list(self._positions.values())
+        if not positions:
+            return
         try:
             stored = await self._commits(positions)
         except ReplyError as error:

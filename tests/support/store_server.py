@@ -42,10 +42,11 @@ def _stored_seq(client: Any, worker: WorkerKey) -> int:
 class StoreServer:
     """Starts on entry, ends on exit. `client` is for looks and for administration."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
-        """options: of valkey-server, like "--appendonly", "yes"."""
+    def __init__(self, folder: Path, *options: str, settings: Path | None = None) -> None:
+        """options: of valkey-server, like "--appendonly", "yes". settings: a file of them."""
         self._folder = folder
         self._options = options
+        self._settings = settings
         self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.client: Any = redis.Redis(port=self.port, socket_timeout=5.0)
@@ -61,8 +62,9 @@ class StoreServer:
 
     def start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        command = [str(get_binary_path()), "--port", str(self.port), "--bind", "127.0.0.1", "--save", ""]
-        command += ["--dir", str(self._folder), *self._options]
+        first = ["--save", ""] if self._settings is None else [str(self._settings)]
+        command = [str(get_binary_path()), *first]
+        command += ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self._folder), *self._options]
         with (self._folder / "server.log").open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + START_TIMEOUT_S
