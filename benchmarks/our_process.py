@@ -134,7 +134,7 @@ async def fill(folder: Path, endpoints: list[str], last_seqs: list[int]) -> None
         # So that a later `load` is not about streams that are gone.
         for worker in range(len(endpoints)):
             key = WorkerKey(MODEL, str(worker))
-            await store.put_registration(key, registration_without_stream(key))
+            await store.registry.put(key, registration_without_stream(key))
     context.destroy(linger=0)
 
 

@@ -73,7 +73,7 @@ class Fleet:
 
     async def start(self) -> None:
         """Load what Redis holds, and begin to follow it. Raises StoreError when Redis cannot be read."""
-        await self._follow_registry(await self._store.registry_version())
+        await self._follow_registry(await self._store.registry.version())
         # After the loading, which takes its time: from here on others hand workers over to this process.
         await self.peers.beat()
         for stream in self._streams.values():
@@ -90,10 +90,10 @@ class Fleet:
             await asyncio.sleep(REGISTRY_LOOK_S)
             try:
                 async with self._lock:
-                    version = await self._store.registry_version()
+                    version = await self._store.registry.version()
                     if version < self._version:
                         await self._restore_registry()
-                        version = await self._store.registry_version()
+                        version = await self._store.registry.version()
                     due = version != self._version or self._clock() > read_s + REGISTRY_READ_S
                     if due and await self._follow_registry(version):
                         read_s = self._clock()
@@ -106,7 +106,7 @@ class Fleet:
         """The store lost what was written to it: give it the registrations that are known here."""
         known = {worker: msgspec.json.encode(stream.registration) for worker, stream in self._streams.items()}
         log.warning("registry lost, written back", extra={"workers": len(known), "version": self._version})
-        await self._store.restore_registrations(known, self._version)
+        await self._store.registry.restore(known, self._version)
         self._metrics.registry_repairs.inc()
 
     async def _follow_registry(self, version: int) -> bool:
@@ -143,7 +143,7 @@ class Fleet:
     async def _stored_registrations(self) -> tuple[dict[WorkerKey, Registration], dict[WorkerKey, str]]:
         """Those that can be read, and why others cannot. Of those, what is known here stays: they are registered all
         the same."""
-        raws, unreadable = await self._store.registrations()
+        raws, unreadable = await self._store.registry.load()
         stored: dict[WorkerKey, Registration] = {}
         left_out: dict[WorkerKey, str] = {}
         for worker, raw in raws.items():
@@ -187,7 +187,7 @@ class Fleet:
                 _check_owner(self._streams[other].registration, registration)
             raw = msgspec.json.encode(registration)
             if known is not None and _same_stream(known.registration, registration):
-                await self._store.put_registration(worker, raw)
+                await self._store.registry.put(worker, raw)
                 self._update(known, registration)
                 return
             if len(self._streams) >= self._max_workers and not replaced:
@@ -198,7 +198,7 @@ class Fleet:
                 )
             for other in replaced:
                 await self._drop(other)
-            await self._store.put_registration(worker, raw)
+            await self._store.registry.put(worker, raw)
             await self._begin(registration)
             log.info(
                 "registered", extra={"worker": worker, "events": registration.events, "source": registration.source}
@@ -266,7 +266,7 @@ class Fleet:
         """Drop it here and for all."""
         await self._registry.remove(worker).stop()
         await self._forget(worker)
-        await self._store.drop_registration(worker)
+        await self._store.registry.drop(worker)
         log.info("unregistered", extra={"worker": worker})
 
     async def _end(self, worker: WorkerKey) -> None:

@@ -71,13 +71,13 @@ class RouterPeers:
 
     async def _living(self) -> frozenset[str]:
         """Tokens of the routers that live, as far as is known; also of one that only just began."""
-        beating = {token.decode("ascii", "replace") for token in await self._store.heartbeats()}
+        beating = {token.decode("ascii", "replace") for token in await self._store.peers.heartbeats()}
         return self._membership.routers | {token for token in beating if not self._membership.is_gone(token)}
 
     async def beat(self) -> None:
         """Write this router's heartbeat, and judge those of the others. Raises StoreError."""
         membership, ignored = self._membership, self._membership.ignored
-        fields = await self._store.beat(self.token, encode_heartbeat(self._heartbeat()))
+        fields = await self._store.peers.beat(self.token, encode_heartbeat(self._heartbeat()))
         self._contact.answered()
         if membership.look(fields, self._clock()):
             log.info("routers changed", extra={"routers": len(membership.routers), "refused": len(membership.refusals)})
@@ -85,7 +85,7 @@ class RouterPeers:
         self._metrics.heartbeats_ignored.inc(membership.ignored - ignored)
         self.attends = True
         if forgotten := membership.forgotten:
-            await self._store.drop_heartbeats(forgotten)
+            await self._store.peers.drop_heartbeats(forgotten)
 
     def _heartbeat(self) -> Heartbeat:
         self._beats += 1
@@ -112,7 +112,7 @@ class RouterPeers:
         """Count among the routers no longer."""
         if self.attends:
             with contextlib.suppress(StoreError):
-                await self._store.drop_heartbeats([self.token])
+                await self._store.peers.drop_heartbeats([self.token])
 
     async def judge_followers(self) -> None:
         """Mark the workers whose followers are not heard, also while Redis answers nothing."""
@@ -144,17 +144,17 @@ class RouterPeers:
 
     async def claim(self, claims: Claims) -> None:
         """Tell the other routers what the sources of this one see."""
-        await self._store.put_claim(self.token, msgspec.json.encode(claims))
+        await self._store.peers.put_claim(self.token, msgspec.json.encode(claims))
 
     async def disclaim(self) -> None:
-        await self._store.drop_claims([self.token])
+        await self._store.peers.drop_claims([self.token])
 
     async def claimed(self, source: str, *, own: bool = False) -> frozenset[tuple[str, int]]:
         """Ids and ranks that living routers see in a source of this name; own: this process's word counts too."""
         living = await self._living()
         found: set[tuple[str, int]] = set()
         dead = []
-        for token, raw in (await self._store.claims()).items():
+        for token, raw in (await self._store.peers.claims()).items():
             if token not in living:
                 dead.append(token)
             elif own or token != self.token:
@@ -164,5 +164,5 @@ class RouterPeers:
                     self._metrics.unreadable_values.labels("claims").inc()
                     log.warning("claims of another router not readable", extra={"router": token, "error": str(error)})
         if dead:
-            await self._store.drop_claims(dead)
+            await self._store.peers.drop_claims(dead)
         return frozenset(found)

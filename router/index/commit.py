@@ -18,6 +18,16 @@ from kvrouter.router.redis_client.resp import Hashes, command, members_commands
 
 T = TypeVar("T")
 
+# The fields of `meta` that a transaction reads, as `Head.of` takes them.
+HEAD_FIELDS = (
+    keys.META_EPOCH,
+    keys.META_SEQ,
+    keys.META_COMMITS,
+    keys.META_PLACES,
+    keys.META_LEASE,
+    keys.META_UNREADABLE,
+)
+
 # Before the first entry of every log.
 NO_LOG_ID = "0-0"
 
@@ -165,6 +175,10 @@ def epoch_keys(worker: WorkerKey, head: Head) -> list[str]:
     epoch = head.epoch or ""
     sets = [keys.residents(worker, epoch, keys.parse_place(text)) for text in head.places]
     return [*sets, keys.copies(worker, epoch)]
+
+
+def unlink_all(worker: WorkerKey, head: Head) -> bytes:
+    return command("UNLINK", keys.meta(worker), keys.log(worker), keys.lease(worker), *epoch_keys(worker, head))
 
 
 def residency_commands(commit: Commit) -> Iterable[bytes]:

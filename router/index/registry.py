@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A registration as the registry in Redis holds it: decoded and checked, as other programs may have written there.
-Pure."""
+"""Which workers are registered. What is read is decoded and checked, as other programs may have written there."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import msgspec
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.index import keys
+from kvrouter.router.index.commit import Head, unlink_all
+from kvrouter.router.index.transactions import Transactions, pairs
 from kvrouter.router.redis_client.errors import StoredValueError
+from kvrouter.router.redis_client.resp import command
 from kvrouter.router.workers.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, Registration
 from kvrouter.router.workers.worker_spec import (
     endpoint_problem,
@@ -19,6 +22,8 @@ from kvrouter.router.workers.worker_spec import (
     url_problem,
     worker_id_problem,
 )
+
+log = logging.getLogger(__name__)
 
 encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Registration).decode
@@ -64,3 +69,94 @@ def _catalog_problems(catalog: CatalogSpec) -> Iterator[str | None]:
 
 def _size_problem(size: int | None) -> str | None:
     return None if size is None or 0 < size <= MAX_TOKENS else "no size"
+
+
+class Registry:
+    """The registrations in Redis, as bytes. Raises StoreUnavailable and StoreError."""
+
+    def __init__(self, transactions: Transactions) -> None:
+        self._transactions = transactions
+        self._servers = transactions.servers
+
+    async def put(self, worker: WorkerKey, registration: bytes) -> None:
+        """Stores what was registered for `worker`, in place of what was there."""
+        key = keys.registry(worker.model)
+        await self._servers.run(key, command("HSET", key, keys.registry_field(worker), registration))
+        await self._servers.run(keys.MODELS, command("SADD", keys.MODELS, keys.model_member(worker.model)))
+        await self._changed()
+
+    async def _changed(self) -> None:
+        """After the change itself: whoever sees the new number sees the change."""
+        await self._servers.run(keys.REGISTRATIONS, command("INCR", keys.REGISTRATIONS))
+
+    async def version(self) -> int:
+        """Rises with each change of the registry. Lower than it was: the store lost what was written meanwhile, or it
+        is no number, which counts as lost."""
+        key = keys.REGISTRATIONS
+        try:
+            version = await self._transactions.reply(key, command("GET", key))
+            return keys.parse_number(version or b"0")
+        except (ValueError, StoredValueError) as error:
+            # INCR refuses it, and with that every registration.
+            await self._servers.run(key, command("DEL", key))
+            log.warning("stored value dropped", extra={"key": key, "reason": str(error)})
+            return 0
+
+    async def restore(self, known: dict[WorkerKey, bytes], above: int) -> None:
+        """Writes back what the store lost; what is there stays. The version rises over `above`."""
+        for worker, registration in known.items():
+            key = keys.registry(worker.model)
+            await self._servers.run(key, command("HSETNX", key, keys.registry_field(worker), registration))
+            await self._servers.run(keys.MODELS, command("SADD", keys.MODELS, keys.model_member(worker.model)))
+        missing = above + 1 - await self.version()
+        if missing > 0:
+            # Two routers that do this at once raise it twice, which only makes all read once more.
+            await self._servers.run(keys.REGISTRATIONS, command("INCRBY", keys.REGISTRATIONS, missing))
+
+    async def load(self) -> tuple[dict[WorkerKey, bytes], list[StoredValueError]]:
+        """All registered workers, of all models, and what of the registry cannot be read."""
+        found: dict[WorkerKey, bytes] = {}
+        unreadable: list[StoredValueError] = []
+        members = await self._transactions.reply(keys.MODELS, command("SMEMBERS", keys.MODELS))
+        for member in members:
+            try:
+                model = keys.parse_model_member(member)
+            except ValueError:
+                unreadable.append(StoredValueError(keys.MODELS, "a member", member))
+                continue
+            key = keys.registry(model)
+            try:
+                fields = await self._transactions.reply(key, command("HGETALL", key))
+            except StoredValueError as error:
+                unreadable.append(error)
+                continue
+            for field, value in pairs(fields):
+                try:
+                    found[keys.parse_registry_field(model, field)] = value
+                except ValueError:
+                    unreadable.append(StoredValueError(key, "the name of a field", field))
+        return found, unreadable
+
+    async def drop(self, worker: WorkerKey) -> bool:
+        """Forgets `worker` and unlinks all that the index holds of it; its owner is FENCED from then on.
+
+        False: it was not registered."""
+        key = keys.registry(worker.model)
+        (dropped,) = await self._servers.run(key, command("HDEL", key, keys.registry_field(worker)))
+        (left,) = await self._servers.run(key, command("HLEN", key))
+        if not left:
+            member = keys.model_member(worker.model)
+            await self._servers.run(keys.MODELS, command("SREM", keys.MODELS, member))
+            # Another process may have registered a worker of this model between the two; its own SADD may be over
+            # already.
+            (left,) = await self._servers.run(key, command("HLEN", key))
+            if left:
+                await self._servers.run(keys.MODELS, command("SADD", keys.MODELS, member))
+
+        await self._changed()
+
+        def write(holder: bytes | None, head: Head) -> list[bytes]:
+            return [unlink_all(worker, head)]
+
+        await self._transactions.run(worker, write)
+        return bool(dropped)

@@ -106,7 +106,7 @@ class LeaseHolder:
         """Wait for the lease. True: nobody else had it since this process did, as far as the store knows."""
         while True:
             if self._mine():
-                lease = await self._store.take_lease(self._worker, self._token, self._ttl_s, above=self._number)
+                lease = await self._store.leases.take(self._worker, self._token, self._ttl_s, above=self._number)
                 if lease is not None:
                     break
             await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
@@ -127,7 +127,7 @@ class LeaseHolder:
         if lease is None:
             return
         try:
-            await asyncio.shield(self._store.release_lease(self._worker, lease))
+            await asyncio.shield(self._store.leases.release(self._worker, lease))
         except StoreError as error:
             log.warning("lease not released", extra={"worker": self._worker, "reason": str(error)})
 
@@ -153,7 +153,7 @@ class LeaseHolder:
 
     async def _renew(self) -> None:
         assert self._lease is not None
-        head = await self._store.renew_lease(self._worker, self._lease, self._ttl_s)
+        head = await self._store.leases.renew(self._worker, self._lease, self._ttl_s)
         if head is None:
             await self._regain()
         elif head.problem is not None:
@@ -163,7 +163,7 @@ class LeaseHolder:
 
     async def _regain(self) -> None:
         """Take the lease again that ended, if nobody had it since and the store is where we left it."""
-        lease = await self._store.take_lease(self._worker, self._token, self._ttl_s, above=self._number)
+        lease = await self._store.leases.take(self._worker, self._token, self._ttl_s, above=self._number)
         if lease is None:
             self._lose("taken", ELSEWHERE)
         assert lease is not None

@@ -272,8 +272,8 @@ class FollowLaws:
             follower = LogFollower(store.servers, supervisor=supervisor())
             follower.add_image(await store.load(worker))
             await asyncio.sleep(0.01)
-            await store.drop_registration(worker)
-            lease = await store.take_lease(worker, "you", 60)
+            await store.registry.drop(worker)
+            lease = await store.leases.take(worker, "you", 60)
             assert lease is not None
             assert await store.open_epoch(worker, "e1", lease) is APPLIED
             (item,) = await next_items(follower, 1)

@@ -97,7 +97,7 @@ class World:
     async def owned(self, store: IndexStore, epoch: str = "e1") -> WorkerKey:
         """A worker with the lease ME and an epoch."""
         worker = self.worker()
-        assert await store.take_lease(worker, "me", 60) == ME
+        assert await store.leases.take(worker, "me", 60) == ME
         assert await store.open_epoch(worker, epoch, ME) is APPLIED
         return worker
 

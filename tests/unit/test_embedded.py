@@ -45,7 +45,7 @@ from kvrouter.router.common.ids import WorkerKey
 async def main():
     server = await EmbeddedStore.start(Path(sys.argv[1]))
     store = await IndexStore.open(server.url)
-    await store.put_registration(WorkerKey("m", "w"), b"from the killed router")
+    await store.registry.put(WorkerKey("m", "w"), b"from the killed router")
     print(server.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -68,14 +68,14 @@ def with_server(data_dir: Path, body: Callable[[EmbeddedStore], Awaitable[None]]
 async def registrations(server: EmbeddedStore) -> dict[WorkerKey, bytes]:
     store = await IndexStore.open(server.url)
     try:
-        return (await store.registrations())[0]
+        return (await store.registry.load())[0]
     finally:
         await store.close()
 
 
 async def register(server: EmbeddedStore, text: bytes) -> None:
     store = await IndexStore.open(server.url)
-    await store.put_registration(WORKER, text)
+    await store.registry.put(WORKER, text)
     await store.close()
     # Its file may lag behind the answer by a second or two where the disk is busy.
     with redis.Redis.from_url(server.url) as client:
@@ -188,7 +188,7 @@ def test_a_killed_server_comes_back_with_its_data(tmp_path: Path):
 def test_a_follower_is_told_when_the_server_came_back_without_its_last_entries(tmp_path: Path):
     async def body(server: EmbeddedStore) -> None:
         store = await IndexStore.open(server.url)
-        lease = await store.take_lease(WORKER, "me", 60)
+        lease = await store.leases.take(WORKER, "me", 60)
         assert lease is not None
         assert await store.open_epoch(WORKER, "e", lease) is CommitOutcome.APPLIED
         commit = Commit(WORKER, "e", 0, 0, [ResidencyDelta(GPU, np.arange(3, dtype=np.uint64), np.empty(0, np.uint64))])
