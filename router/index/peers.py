@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import Any
 
 from kvrouter.router.index import keys
 from kvrouter.router.index.transactions import Transactions, pairs
-from kvrouter.router.redis_client.connection import Connection
 from kvrouter.router.redis_client.errors import ReplyError, StoreUnavailable
 from kvrouter.router.redis_client.resp import command
 
@@ -26,14 +24,10 @@ class Peers:
 
     async def beat(self, token: str, heartbeat: bytes) -> dict[bytes, bytes]:
         """Writes this router's heartbeat; returns those of all, by token. Whoever wrote them: they are to be judged."""
-        orders = (command("HSET", keys.ROUTERS, token, heartbeat), command("HGETALL", keys.ROUTERS))
-
-        async def work(connection: Connection) -> list[Any]:
-            return await connection.run(b"".join(orders), len(orders))
-
+        orders = command("HSET", keys.ROUTERS, token, heartbeat) + command("HGETALL", keys.ROUTERS)
         try:
             async with asyncio.timeout(BEAT_TIMEOUT_S):
-                _, fields = await self._servers.on(keys.ROUTERS, work, urgent=True)
+                _, fields = await self._servers.on(keys.ROUTERS, lambda one: one.run(orders, 2), urgent=True)
         except TimeoutError:
             raise StoreUnavailable(f"the server did not answer in {BEAT_TIMEOUT_S:g} s") from None
         except ReplyError as error:

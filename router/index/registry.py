@@ -10,7 +10,7 @@ import msgspec
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.index.commit import Head, unlink_all
+from kvrouter.router.index.commit import unlink_all
 from kvrouter.router.index.transactions import Transactions, pairs
 from kvrouter.router.redis_client.errors import StoredValueError
 from kvrouter.router.redis_client.resp import command
@@ -152,11 +152,6 @@ class Registry:
             (left,) = await self._servers.run(key, command("HLEN", key))
             if left:
                 await self._servers.run(keys.MODELS, command("SADD", keys.MODELS, member))
-
         await self._changed()
-
-        def write(holder: bytes | None, head: Head) -> list[bytes]:
-            return [unlink_all(worker, head)]
-
-        await self._transactions.run(worker, write)
+        await self._transactions.run(worker, lambda holder, head: [unlink_all(worker, head)])
         return bool(dropped)

@@ -44,7 +44,7 @@ from kvrouter.router.index.registry import Registry
 from kvrouter.router.index.transactions import Transactions, multi, pairs
 from kvrouter.router.redis_client.connection import Connection
 from kvrouter.router.redis_client.errors import StoredValueError, StoreUnavailable
-from kvrouter.router.redis_client.resp import Hashes, command, hashes_from_bytes
+from kvrouter.router.redis_client.resp import Hashes, command, hashes_from_bytes, info_field
 from kvrouter.router.redis_client.servers import Servers
 
 # A block hash as a member of a SET.
@@ -89,7 +89,7 @@ class IndexStore:
     async def eviction_policies(self) -> dict[str, str]:
         """The maxmemory-policy of each server, by its address; INFO says it also where CONFIG is forbidden."""
         found = await self.servers.each(command("INFO", "memory"))
-        return {server: _policy_in(info) for server, (info,) in found.items()}
+        return {server: info_field(info, "maxmemory_policy") for server, (info,) in found.items()}
 
     async def forget(self, worker: WorkerKey, token: str) -> bool:
         """Unlinks all that the index holds of `worker`, unless another token has its lease: for every process that
@@ -133,7 +133,8 @@ class IndexStore:
         outcome = await self._transactions.run(worker, write) or CommitOutcome.APPLIED
         if garbage and outcome is CommitOutcome.APPLIED:
             # Which keys the old epoch had is not known.
-            await self._transactions.unlink_epochs(worker, epoch)
+            unlink = self._transactions.unlink_epochs
+            await self.servers.on(keys.meta(worker), lambda connection: unlink(connection, worker, epoch))
         return outcome
 
     async def note(self, worker: WorkerKey, epoch: str, lease: Lease, meta: dict[str, bytes]) -> CommitOutcome:
@@ -267,14 +268,6 @@ def _hashes_of(key: str, members: list[Any]) -> Hashes:
         if len(member) != HASH_BYTES:
             raise StoredValueError(key, "a member", member)
     return hashes_from_bytes(b"".join(members))
-
-
-def _policy_in(info: bytes) -> str:
-    for line in info.split(b"\r\n"):
-        name, _, value = line.partition(b":")
-        if name == b"maxmemory_policy":
-            return value.decode("ascii", "replace")
-    return ""
 
 
 def _readable(head: Head) -> Head:

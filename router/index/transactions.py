@@ -44,13 +44,7 @@ class Transactions:
 
         None: the commands were executed. `write` is asked again when lease or meta changed in between."""
         lease, meta = keys.lease(worker), keys.meta(worker)
-        watch = b"".join(
-            (
-                command("WATCH", lease, meta),
-                command("GET", lease),
-                command("HMGET", meta, *HEAD_FIELDS),
-            )
-        )
+        watch = command("WATCH", lease, meta) + command("GET", lease) + command("HMGET", meta, *HEAD_FIELDS)
 
         async def attempt(connection: Connection) -> tuple[bool, T | None]:
             try:
@@ -98,9 +92,9 @@ class Transactions:
             log.warning("stored keys of another type dropped", extra={"keys": foreign})
             await connection.run(command("UNLINK", *foreign), 1)
         if keys.meta(worker) in foreign:
-            await self._unlink_epochs(connection, worker, None)
+            await self.unlink_epochs(connection, worker, None)
 
-    async def _unlink_epochs(self, connection: Connection, worker: WorkerKey, kept: str | None) -> None:
+    async def unlink_epochs(self, connection: Connection, worker: WorkerKey, kept: str | None) -> None:
         """Unlinks what the worker has of all epochs but `kept`. It looks at the names of all keys of the server, ten a
         worker: only for when `meta` does not tell them."""
         cursor = b"0"
@@ -113,10 +107,6 @@ class Transactions:
                 await connection.run(command("UNLINK", *gone), 1)
             if cursor == b"0":
                 return
-
-    async def unlink_epochs(self, worker: WorkerKey, kept: str) -> None:
-        """Unlinks what the worker has of all epochs but `kept`."""
-        await self.servers.on(keys.meta(worker), lambda connection: self._unlink_epochs(connection, worker, kept))
 
     async def read(self, key: str, work: Callable[[Connection], Awaitable[T]], field: str = "") -> T:
         """As `servers.on`; raises StoredValueError, of `field`, where a key is of another type than we write."""

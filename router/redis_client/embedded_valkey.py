@@ -24,7 +24,7 @@ from urllib.parse import quote
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.redis_client.connection import Connection
 from kvrouter.router.redis_client.errors import ReplyError, StoreUnavailable
-from kvrouter.router.redis_client.resp import command
+from kvrouter.router.redis_client.resp import command, info_field
 
 # sun_path holds 108 bytes with its final zero. Source: unix(7).
 SOCKET_PATH_MAX_BYTES = 107
@@ -110,7 +110,7 @@ class EmbeddedStore:
                     deadline = max(deadline, now() + LOADING_PATIENCE_S)
             else:
                 self._check_directory(os.fsdecode(directory))
-                self.pid = _process_id(info)
+                self.pid = int(info_field(info, "process_id"))
                 self.adopted = self._process is None
                 return started
             await asyncio.sleep(POLL_S)
@@ -304,10 +304,3 @@ def _socket_path(data_dir: Path) -> Path:
 
 def _quoted_path(path: Path) -> str:
     return quote(os.fsencode(path))
-
-
-def _process_id(info: bytes) -> int:
-    for line in info.split(b"\r\n"):
-        if line.startswith(b"process_id:"):
-            return int(line.partition(b":")[2])
-    return 0

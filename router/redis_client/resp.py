@@ -39,6 +39,12 @@ def members_commands(name: bytes, key: str, hashes: Hashes) -> Iterator[bytes]:
         yield head + members.tobytes()
 
 
+def info_field(info: bytes, name: str) -> str:
+    """The field `name` of a reply to INFO; empty where it has none."""
+    _, _, after = b"\r\n".join((b"", info)).partition(f"\r\n{name}:".encode())
+    return after.partition(b"\r\n")[0].decode("ascii", "replace")
+
+
 def hashes_to_bytes(hashes: Hashes) -> bytes:
     """8 bytes a hash, big-endian."""
     return hashes.astype(">u8").tobytes()

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from kvrouter.router.redis_client.connection import Connection
 from kvrouter.router.redis_client.errors import ReplyError, StoreError, StoreUnavailable
-from kvrouter.router.redis_client.resp import command
+from kvrouter.router.redis_client.resp import command, info_field
 from kvrouter.router.redis_client.topology import ClusterSlots, OneServer, SentinelPrimary
 from kvrouter.router.redis_client.url import Address, StoreUrl, address_text, parse_url
 
@@ -96,7 +96,7 @@ class Servers:
                 (info,) = await connection.run(command("INFO", "cluster"), 1)
         except ReplyError as error:
             raise _login_error(address, error) from None
-        if b"cluster_enabled:1" in info:
+        if info_field(info, "cluster_enabled") == "1":
             self._topology = ClusterSlots(self._url)
             await self._topology.learn()
         elif self._url.must_be_cluster:

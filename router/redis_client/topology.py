@@ -16,7 +16,7 @@ from redis.exceptions import MovedError, RedisClusterException, RedisError
 
 from kvrouter.router.redis_client.connection import CONNECT_TIMEOUT_S, Connection
 from kvrouter.router.redis_client.errors import ReplyError, StoreError, StoreUnavailable
-from kvrouter.router.redis_client.resp import command
+from kvrouter.router.redis_client.resp import command, info_field
 from kvrouter.router.redis_client.url import Address, StoreUrl, address_text
 
 # Pause while a slot is under way between two nodes (a multi-key command cannot follow an ASK half-way).
@@ -116,7 +116,7 @@ class SentinelPrimary(OneServer):
         """A Sentinel that was cut off still names the server that was the primary, which may follow another now: what
         it holds is old, and says so to nobody who only reads."""
         (info,) = await connection.run(command("INFO", "replication"), 1)
-        if b"role:master" not in info:
+        if info_field(info, "role") != "master":
             raise StoreUnavailable(f"{address_text(self.addresses[0])} is no primary now")
 
     async def close(self) -> None:
