@@ -108,39 +108,41 @@ def _help(text: str, *flags: str, metavar: str | None = None) -> Any:
 
 @app.command(context_settings={"help_option_names": ["-h", "--help"]})
 def sim(
-    replicas: Annotated[int, _help("so many of them; a given --port counts up from one to the next")] = 1,
-    shape: Annotated[str, _help("the KV cache groups: " + ", ".join(SHAPES))] = "gemma3",
+    replicas: Annotated[int, _help("number of replicas; with several, a given --port counts up")] = 1,
+    shape: Annotated[str, _help("KV cache groups: " + ", ".join(SHAPES))] = "gemma3",
     blocks: Annotated[int, _help("blocks of the GPU pool, all groups together")] = 4096,
-    cpu_chunks: Annotated[int, _help("blocks that the CPU tier has room for; 0: there is none")] = 0,
-    block_size: Annotated[int | None, _help("tokens a block; without it, the shape's")] = None,
-    window: Annotated[int | None, _help("tokens of the sliding window; without it, the shape's")] = None,
+    cpu_chunks: Annotated[int, _help("blocks of the CPU tier; 0: no tier")] = 0,
+    block_size: Annotated[int | None, _help("tokens in a block; default: the shape's")] = None,
+    window: Annotated[int | None, _help("tokens of the sliding window; default: the shape's")] = None,
     retention: Annotated[str, _help("tokens between kept checkpoints; 0: resume points only; dense: all")] = "0",
-    chunk_tokens: Annotated[int, _help("tokens that a step computes at most")] = DEFAULT_CHUNK_TOKENS,
-    max_running: Annotated[int, _help("requests that run at a time")] = DEFAULT_MAX_RUNNING,
-    max_text_tokens: Annotated[int, _help("the context: prompt and answer together")] = DEFAULT_MAX_TEXT_TOKENS,
-    model: Annotated[str | None, _help("the served model's name; without it, sim-SHAPE")] = None,
-    host: Annotated[str, _help("where HTTP listens")] = "127.0.0.1",
-    port: Annotated[int, _help("HTTP port; 0: a free one")] = 0,
+    chunk_tokens: Annotated[int, _help("most tokens that a step computes")] = DEFAULT_CHUNK_TOKENS,
+    max_running: Annotated[int, _help("most requests that run at a time")] = DEFAULT_MAX_RUNNING,
+    max_text_tokens: Annotated[int, _help("context length: prompt and answer together")] = DEFAULT_MAX_TEXT_TOKENS,
+    model: Annotated[str | None, _help("served model name; default: sim-SHAPE")] = None,
+    host: Annotated[str, _help("HTTP address")] = "127.0.0.1",
+    port: Annotated[int, _help("HTTP port; 0 takes a free one")] = 0,
     events: Annotated[str, _help("ZMQ endpoint of the event stream; port 0 takes a free one")] = ANY_PORT,
     replay: Annotated[str, _help("ZMQ endpoint of the replay; `none` for no replay")] = ANY_PORT,
-    dp_rank: Annotated[int, _help("data-parallel rank that its events and metrics name")] = 0,
+    dp_rank: Annotated[int, _help("data-parallel rank in events and metrics")] = 0,
     no_event_sources: Annotated[
-        bool, _help("without /kv_event_sources, as vLLM before 0.31", "--no-event-sources")
+        bool, _help("do not serve /kv_event_sources, as vLLM before 0.31", "--no-event-sources")
     ] = False,
     instant: Annotated[bool, _help("steps take no time", "--instant")] = False,
-    prefill_rate: Annotated[float, _help("time: prefill, tokens a second")] = DEFAULT.prefill_tokens_per_s,
-    step_ms: Annotated[float, _help("time: a step without tokens")] = DEFAULT.step_base_s * 1e3,
-    decode_ms: Annotated[float, _help("time: each more decoding request in a step")] = DEFAULT.decode_sequence_s * 1e3,
-    load_rate: Annotated[float, _help("time: tokens a second from the CPU tier")] = DEFAULT.load_tokens_per_s,
+    prefill_rate: Annotated[float, _help("prefill rate, tokens/s")] = DEFAULT.prefill_tokens_per_s,
+    step_ms: Annotated[float, _help("time of a step without tokens, ms")] = DEFAULT.step_base_s * 1e3,
+    decode_ms: Annotated[
+        float, _help("time of each further decoding request in a step, ms")
+    ] = DEFAULT.decode_sequence_s * 1e3,
+    load_rate: Annotated[float, _help("load rate from the CPU tier, tokens/s")] = DEFAULT.load_tokens_per_s,
     drop_events: Annotated[
-        int | None, _help("fault from the start: the next batches are not sent, but replayed")
+        int | None, _help("fault: the next N batches are not sent, but can be replayed", metavar="N")
     ] = None,
-    lose_events: Annotated[int | None, _help("fault: the next batches are nowhere")] = None,
-    stall_s: Annotated[float | None, _help("fault: no step ends for so many seconds", "--stall", metavar="S")] = None,
-    slow: Annotated[float | None, _help("fault: steps take so many times as long", metavar="FACTOR")] = None,
-    fail: Annotated[int | None, _help("fault: the next generation requests are answered with an error")] = None,
+    lose_events: Annotated[int | None, _help("fault: the next N batches are lost", metavar="N")] = None,
+    stall_s: Annotated[float | None, _help("fault: no step ends for S seconds", "--stall", metavar="S")] = None,
+    slow: Annotated[float | None, _help("fault: steps take FACTOR times as long", metavar="FACTOR")] = None,
+    fail: Annotated[int | None, _help("fault: the next N generation requests get an error", metavar="N")] = None,
 ) -> None:
-    """Simulated engine replicas: vLLM's scheduler, cache and event stream without a model.
+    """Run simulated engine replicas: vLLM's scheduler, cache and event stream without a model.
 
     Prints one JSON line a replica with its endpoints, then serves until Ctrl-C."""
     raise typer.Exit(_serve(SimpleNamespace(**locals())))

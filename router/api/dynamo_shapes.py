@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How Dynamo's selection service says what ours says otherwise: a worker's addresses, ranks and groups. Pure.
+"""Translates Dynamo's form of a registration (addresses, ranks, groups) into ours. Pure.
 
-There `endpoint` is the engine's HTTP address, the events stand beside it, and one registration names all ranks.
+In Dynamo's form `endpoint` is the engine's HTTP address, events have their own fields, and one registration names all
+ranks.
 Source: ai-dynamo-runtime 1.6.1, `python -m dynamo.select_service`; tests/golden/dynamo_1_6_1.json has what it answers.
 """
 
@@ -16,22 +17,21 @@ from kvrouter.router.workers.registration_bodies import (
 )
 from kvrouter.router.workers.worker_spec import MAX_DP_RANK
 
-# The name of a model that is not named.
+# The model of a registration without one.
 DEFAULT_MODEL = "default"
-# Its workers of one model may be kept apart in groups; here a model is one group.
+# Dynamo can split the workers of one model into groups; here a model is one group.
 ROUTING_GROUP = "default"
 # More ranks than any engine has; one registration makes a stream for each.
 MAX_RANKS = 256
 
-# What a worker is, by what may be asked of it.
+# Dynamo's lifecycle of a worker.
 SCHEDULABLE = "schedulable"
 INCOMPLETE = "incomplete"
 UNSCHEDULABLE = "unschedulable"
 
 
 def check_group(routing_group: str | None) -> None:
-    """Raises BadQuestion for any group but the one there is: its workers would not be kept apart from those of
-    others."""
+    """Raises BadQuestion for any group but the default one, because its workers would not be separated from others."""
     if routing_group not in (None, "", ROUTING_GROUP):
         raise BadQuestion(
             "routing_group is not supported: all workers of a model are one group; register the group's workers under a "
@@ -45,7 +45,7 @@ def speaks_http(endpoint: object) -> bool:
 
 
 def registrations_in(body: RegisterBody) -> list[RegisterBody]:
-    """The same in our words, one for each rank; the body itself where it is in our words already. Raises
+    """The registration in our form, one for each rank; the body itself if it is in our form already. Raises
     BadQuestion."""
     check_group(body.routing_group)
     if not _is_dynamo(body):
@@ -60,7 +60,7 @@ def registrations_in(body: RegisterBody) -> list[RegisterBody]:
             model=model,
             dp_rank=rank,
             endpoint=found or endpoint,
-            # One address answers for one rank; another rank's batches are not to be taken for this one's.
+            # One replay address serves one rank: another rank's batches must not be taken for this one's.
             replay_endpoint=body.replay_endpoint if len(events) == 1 and (found or endpoint) else None,
             url=url,
         )
@@ -69,14 +69,14 @@ def registrations_in(body: RegisterBody) -> list[RegisterBody]:
 
 
 def patch_in(body: WorkerPatch) -> WorkerPatch:
-    """The same in our words; the body itself where it is in our words already. Raises BadQuestion."""
+    """The patch in our form; the body itself if it is in our form already. Raises BadQuestion."""
     check_group(body.routing_group)
     if not _is_dynamo(body):
         return body
     if body.kv_events_endpoints or body.data_parallel_size is not None or body.data_parallel_start_rank is not None:
-        raise BadQuestion("ranks cannot be changed by PATCH: DELETE the worker and register it anew")
+        raise BadQuestion("ranks cannot be changed by PATCH: DELETE the worker and register it again")
     kept = {
-        # Its clients send all fields, and null for what is to stay.
+        # Dynamo's clients send all fields, with null for those that stay.
         name: msgspec.UNSET
         for name in ("endpoint", "replay_endpoint", "patch_endpoint", "patch_key", "url", "block_size", "lora_name")
         if getattr(body, name) is None

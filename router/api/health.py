@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the router is: health, readiness, metrics, version, and the description of the API."""
+"""Health, readiness, metrics, version, and the description of the API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.telemetry.metrics import Metrics
 
-STOPPING = "this router stops; send new requests to another one"
+STOPPING = "this router is shutting down; send new requests to another one"
 
 
 def watch_routes(
@@ -39,7 +39,7 @@ def watch_routes(
 
     @router.get("/health", summary="Does the process serve?", operation_id="health", responses=gives(HealthReply))
     async def health(request: Request) -> Response:
-        """200 as long as the process serves; `degraded` has its reasons beside it, and warnings degrade nothing."""
+        """200 as long as the process serves; `degraded` comes with its reasons; warnings degrade nothing."""
         reasons = [*core.health(), *placing.health(), *(() if tokens is None else tokens.health())]
         reasons += () if proxy is None else proxy.health()
         reasons += () if sources is None else sources.health()
@@ -49,7 +49,7 @@ def watch_routes(
 
     @router.get("/ready", summary="Can a worker be chosen?", operation_id="ready", responses=gives(ReadyReply, 503))
     async def ready(request: Request) -> Response:
-        """503 with the reason while no request would be placed: as `/select` would find now, and from SIGTERM on."""
+        """503 with the reason while `/select` would place no request, and from SIGTERM on."""
         reason = STOPPING if shutdown.begun else core.readiness()
         waiting = [] if sources is None or shutdown.begun else sources.statuses()
         if reason is not None and waiting and not core.registrations():

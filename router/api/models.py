@@ -19,7 +19,7 @@ def model_routes(core: CorePort) -> APIRouter:
 
     @router.get("/v1/models", summary="All models", operation_id="models", responses=gives(ModelsReply))
     async def models(request: Request) -> Response:
-        """Those that any worker is registered for."""
+        """All names that a request's `model` may have."""
         return respond(request, ModelsReply([ModelReply(model) for model in core.names()]))
 
     @router.get("/v1/models/{model:name}", summary="One model", operation_id="model", responses=gives(ModelReply, 404))

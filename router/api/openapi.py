@@ -39,15 +39,15 @@ SCHEMAS = (
     replies.ErrorReply,
 )
 
-# What can be wrong, by status. No operation says `default`: a client, and the fuzzing, must be able to tell what it may
-# get.
+# What can go wrong, by status. No operation has a `default` answer: clients and the fuzzer must know which ones to
+# expect.
 PROBLEMS = {
-    400: "The body or a parameter cannot be read as what is asked for",
+    400: "The body or a parameter does not fit the endpoint",
     401: "The API key is missing or wrong",
     404: "No such model or worker is registered, or there is no such reservation",
-    409: "It contradicts what is registered or reserved, or there is no room for more workers",
-    413: "The body is over the limit",
-    502: "The engine that was to be asked does not answer",
+    409: "It contradicts what is registered or reserved, or the limit of workers is reached",
+    413: "The body exceeds the limit",
+    502: "The engine that the router had to query does not answer",
     503: "No worker can take it, or the store does not answer",
 }
 
@@ -63,7 +63,7 @@ HOT_OPERATIONS: tuple[tuple[str, str, type, type, tuple[int, ...]], ...] = (
     ("/query_by_hash", "The same, by block hashes", bodies.QueryByHashBody, replies.QueryReply, (400, 404, 413)),
     (
         "/select",
-        "The worker that would compute the least, and why",
+        "The worker with the lowest cost, and why",
         bodies.SelectBody,
         replies.SelectReply,
         (400, 404, 413, 503),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the HTTP API needs of the core. The API depends on this Protocol and never on `router.core`.
+"""What the HTTP API needs from the core. The API depends on these protocols and never on `router_core`.
 
 All of it runs in one asyncio loop; `ask` is synchronous and does no I/O. Errors are those of
 `router.errors`.
@@ -66,7 +66,7 @@ class CorePort(Protocol):
         ...
 
     def cautions(self) -> Sequence[str]:
-        """What works now and is a risk all the same."""
+        """Risks of a configuration that works now."""
         ...
 
     def health(self) -> Sequence[str]:
@@ -84,7 +84,7 @@ class TokensPort(Protocol):
     def status(self, model: str, url: str | None) -> TokensStatus: ...
 
     def health(self) -> Sequence[str]:
-        """Which tokens are not what the engines make; empty where all are."""
+        """Which tokens differ from the engines'; empty if none do."""
         ...
 
 
@@ -92,7 +92,7 @@ class SourcesPort(Protocol):
     """Where workers come from, as the API sees it; `router.discovery.discovery.Discovery` satisfies it."""
 
     async def complete(self, registration: Registration, *, any_rank: bool) -> Sequence[Registration]:
-        """The workers that a registration stands for, with what their engine says of itself."""
+        """The workers that a registration stands for, completed by their engine's answers."""
         ...
 
     def statuses(self) -> Sequence[WorkerStatus]:
@@ -100,5 +100,5 @@ class SourcesPort(Protocol):
         ...
 
     def health(self) -> Sequence[str]:
-        """What is wrong with the sources; empty where nothing is."""
+        """Problems of the sources; empty if there are none."""
         ...

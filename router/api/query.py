@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hot endpoints that ask the index: `/query`, `/query_by_hash`. From the raw body to the reply, synchronous, no
+"""The hot endpoints that query the index: `/query`, `/query_by_hash`. From the raw body to the reply, synchronous, no
 I/O.
 
-They run outside FastAPI, whose parameters and pydantic cost three times the whole rest (215 against 65 us for 512
-hashes).
+They run outside FastAPI, whose parameters and pydantic cost three times as much as everything else.
 """
 
 from __future__ import annotations
@@ -73,7 +72,8 @@ class QueryRoutes:
         exclude_workers: list[str | int] | None = None,
         dp_rank: int | None = None,
     ) -> Question:
-        """What `body` asks of this prompt. workers: where its own field is absent. Raises BadQuestion, UnknownModel."""
+        """The question of `body` about this prompt. workers: used if its own field is absent. Raises BadQuestion,
+        UnknownModel."""
         served = self.served(body)
         model = served.model
         if tokens is not None:
@@ -100,7 +100,7 @@ class QueryRoutes:
         )
 
     def served(self, body: Any) -> ServedModel:
-        """Whom the body's model means. Raises BadQuestion, UnknownModel."""
+        """What the body's model stands for. Raises BadQuestion, UnknownModel."""
         check_group(body.routing_group)
         model = model_of(body)
         if model is None and DEFAULT_MODEL in self._core.models():
@@ -111,7 +111,7 @@ class QueryRoutes:
 
 
 def intersect_optional(some: frozenset[str] | None, others: frozenset[str] | None) -> frozenset[str] | None:
-    """What is in both; None stands for all."""
+    """The intersection; None stands for all."""
     if others is None:
         return some
     return others if some is None else some & others

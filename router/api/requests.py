@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What clients may send, as typed structs, and its decoding from JSON or MessagePack.
+"""Request bodies as typed structs, and their decoding from JSON or MessagePack.
 
-Unknown fields are ignored. The aliases are those of Mooncake's indexer RFC and of Dynamo's services. Nothing here
-looks at the core.
+Unknown fields are ignored. The aliases come from Mooncake's indexer RFC and from Dynamo's services. Nothing here
+depends on the core.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ SelectionId = Annotated[
         min_length=1,
         max_length=128,
         pattern=r"^[^/?#]+$",
-        description="the client's own id of it; without it, one is made",
+        description="the client's own id; generated if absent",
     ),
 ]
 WorkerIds = Annotated[list[str | int], msgspec.Meta(description="only these workers")]
 
 
 class _Asked(msgspec.Struct, kw_only=True):
-    """What every question says: the model, under any of its three names, and what is mixed into its block hashes."""
+    """The fields of every query: the model under any of its three names, and what is part of its block hashes."""
 
     model: str | None = None
     model_name: str | None = None
@@ -70,14 +70,14 @@ class QueryByHashBody(_Asked, kw_only=True):
 
 
 class PinnedBody(msgspec.Struct, kw_only=True):
-    """A worker and no other, as Dynamo's clients name it."""
+    """The only worker allowed, as Dynamo's clients name it."""
 
     worker_id: str | int
     dp_rank: int | None = None
 
 
 class SessionBody(msgspec.Struct, kw_only=True):
-    """What Dynamo's clients say of a session; the rest of it is theirs alone."""
+    """The session as Dynamo's clients send it; their other fields are ignored."""
 
     session_id: str
 
@@ -85,10 +85,10 @@ class SessionBody(msgspec.Struct, kw_only=True):
 class SelectBody(_Asked, kw_only=True):
     """`POST /select` and `/select_and_reserve`: one of token_ids, block_hashes, prompt and messages.
 
-    prompt and messages are those of OpenAI's completions and chats; what stands beside them (tools,
-    chat_template_kwargs, ...) counts as it would there. allowed_worker_ids, isl_tokens, expected_output_tokens,
-    session_context and pinned_worker are Dynamo's names of workers, num_tokens, max_tokens, session_id and of a worker
-    and no other."""
+    prompt and messages are those of OpenAI's completions and chats; the fields beside them (tools,
+    chat_template_kwargs, ...) count as they do there. allowed_worker_ids, isl_tokens, expected_output_tokens and
+    session_context are Dynamo's names for workers, num_tokens, max_tokens and session_id; pinned_worker is the only
+    worker allowed."""
 
     token_ids: TokenIds | None = None
     block_hashes: BlockHashes | None = None
@@ -109,12 +109,11 @@ class SelectBody(_Asked, kw_only=True):
 
 
 class ReservationBody(SelectBody, kw_only=True):
-    """`POST /reservations`: the client has chosen the worker; its load is to count there. isl_tokens alone is enough to
-    know a prompt's load; with its tokens or hashes, what the worker has of it is taken off. Without worker_id: what an
-    earlier `/select` chose under this selection_id.
+    """`POST /reservations`: counts load at a worker that the client has chosen. isl_tokens alone gives a prompt's load;
+    with its tokens or hashes, the worker's hit is subtracted. Without worker_id: claims what an earlier `/select` chose
+    under this selection_id.
 
-    effective_prefill_tokens: what is to be computed, where the client knows better. track_prefill_tokens: whether that
-    counts."""
+    effective_prefill_tokens: overrides the tokens to compute. track_prefill_tokens: whether they count."""
 
     worker_id: str | int | None = None
     effective_prefill_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_NUM_TOKENS)] | None = None
@@ -147,7 +146,7 @@ def is_msgpack(content_type: str) -> bool:
 
 
 class BodyReader:
-    """Decodes one kind of body from both encodings; built once, as decoders are dear to make.
+    """Decodes one kind of body from both encodings; built once, because decoders are expensive to build.
 
     arrays: whether token_ids and block_hashes are decoded too; else they stay msgspec.Raw."""
 
@@ -167,7 +166,7 @@ class BodyReader:
             raise BadQuestion("the body is nested too deeply", code="malformed_body") from None
         except (msgspec.DecodeError, ValueError, OverflowError) as error:
             what = "MessagePack" if packed else "JSON"
-            raise BadQuestion(f"the body is no {what}: {error}", code="malformed_body") from None
+            raise BadQuestion(f"the body is not {what}: {error}", code="malformed_body") from None
 
 
 def worker_ids_of(given: list[str | int] | None) -> frozenset[str] | None:

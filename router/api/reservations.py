@@ -38,7 +38,7 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
 
     @router.post(
         "/reservations",
-        summary="Count the load of a prompt at a worker that the client has chosen",
+        summary="Count a prompt's load at a worker that the client has chosen",
         operation_id="reserve",
         status_code=201,
         openapi_extra=takes(ReservationBody),
@@ -60,7 +60,7 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
         responses=gives(EndedReply, 404, 503),
     )
     async def release(request: Request, selection_id: str) -> Response:
-        """At any router process, whichever reserved it."""
+        """Works at any router process, whichever made the reservation."""
         await placing.release(selection_id)
         return respond(request, EndedReply("ok"))
 
@@ -71,7 +71,7 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
         responses=gives(EndedReply, 404, 413, 503),
     )
     async def prefill_complete(request: Request, selection_id: str) -> Response:
-        """Once more changes nothing."""
+        """Repeating it changes nothing."""
         await placing.prefill_complete(selection_id)
         return respond(request, EndedReply("ok"))
 
@@ -82,7 +82,7 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
         responses=gives(EndedReply, 404, 413, 503),
     )
     async def output_block(request: Request, selection_id: str) -> Response:
-        """What an answer will hold was counted with its prompt, so that a block of it adds nothing."""
+        """The expected length of an answer was counted with its prompt, so a block adds nothing."""
         await placing.prefill_complete(selection_id)
         return respond(request, EndedReply("ok"))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the API answers, as typed structs, and their encoding. docs/reference/http.md describes them; all counts are
+"""Answers of the API as typed structs, and their encoding. docs/reference/http.md describes them; all counts are
 tokens."""
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class InstanceReply(msgspec.Struct, kw_only=True):
     dp: dict[str, int]
     state: str
     reason: str | msgspec.UnsetType = msgspec.UNSET
-    # Only where it is so: guessed from what was sent there.
+    # Present if true: estimated from what was sent there.
     approximate: bool | msgspec.UnsetType = msgspec.UNSET
     groups: tuple[GroupCover, ...] | msgspec.UnsetType = msgspec.UNSET
     limited_by: HitLimit | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class QueryReply(msgspec.Struct):
-    """Of `/query` and `/query_by_hash`: every worker of the model, also those without a hit. frequencies: always empty,
-    as in `dynamo.indexer`, whose clients want it there."""
+    """Of `/query` and `/query_by_hash`: every worker of the model, also those without a hit. frequencies: always empty;
+    clients of `dynamo.indexer` expect it."""
 
     instances: dict[str, InstanceReply]
     scores: dict[str, dict[str, int]]
@@ -58,27 +58,27 @@ class Overlap(msgspec.Struct):
 
 
 class CandidateReply(msgspec.Struct, kw_only=True):
-    """One worker as it stood in the choice; lower cost wins."""
+    """One worker as compared in the choice; the lowest cost wins."""
 
     worker_id: str | int
     dp_rank: int
     overlap: Overlap
-    # Tokens: cost = the parts' sum, session taken off; load = what of it is others' work.
+    # In tokens: cost = sum of the parts minus session; load = the part of it that is other prompts' work.
     load: int
     cost: int
     parts: CostTerms
     saturated: bool
     state: str
     limited_by: HitLimit | None
-    # Only where it is so: tokens of this prompt that are just being computed there.
+    # Present if not zero: tokens of this prompt that are being computed there.
     pending: int | msgspec.UnsetType = msgspec.UNSET
     reason: str | msgspec.UnsetType = msgspec.UNSET
     approximate: bool | msgspec.UnsetType = msgspec.UNSET
 
 
 class TokensReply(msgspec.Struct):
-    """Where the tokens of a text came from (`given`, `render`, `tokenize`, `local`, `none`), how many of them are
-    known, and why not all are."""
+    """The source of a text's tokens (`given`, `render`, `tokenize`, `local`, `none`), how many are known, and why not
+    all are."""
 
     source: str
     num_tokens: int
@@ -87,7 +87,7 @@ class TokensReply(msgspec.Struct):
 
 
 class PrefillReply(msgspec.Struct, kw_only=True):
-    """The worker that is to compute the prompt before the chosen one is asked, and how it is told to that one."""
+    """The worker that is to compute the prompt first, and how the prompt is handed over to the chosen one."""
 
     worker_id: str | int
     dp_rank: int
@@ -113,7 +113,7 @@ class SelectReply(msgspec.Struct, kw_only=True):
     overlap: Overlap
     effective_prefill_tokens: int
     reason: str
-    # Only where a text was asked.
+    # Present for texts.
     tokens: TokensReply | msgspec.UnsetType = msgspec.UNSET
     model_name: str
     routing_group: str
@@ -122,12 +122,12 @@ class SelectReply(msgspec.Struct, kw_only=True):
     potential_decode_blocks: int
     reserved: bool
     candidates: list[CandidateReply] | msgspec.UnsetType = msgspec.UNSET
-    # Only where it is worth it.
+    # Present if another worker is to compute the prompt.
     prefill: PrefillReply | msgspec.UnsetType = msgspec.UNSET
 
 
 class EngineReply(msgspec.Struct):
-    """What an engine said of itself, and how long ago."""
+    """An engine's report of its load, and its age."""
 
     waiting: int
     running: int
@@ -136,8 +136,8 @@ class EngineReply(msgspec.Struct):
 
 
 class WorkerLoadReply(msgspec.Struct):
-    """One worker's load, of all routers and of what came by other ways. The first five are Dynamo's; saturated: it
-    takes no more prompts; rates in tokens/s, null until they are measured."""
+    """One worker's load, from all routers and from requests that bypassed them. The first five are Dynamo's; saturated:
+    it takes no more prompts; rates in tokens/s, null until they are measured."""
 
     worker_id: str | int
     dp_rank: int
@@ -186,7 +186,7 @@ class WorkersReply(msgspec.Struct):
 
 
 class ModelReply(msgspec.Struct):
-    """One model. created: OpenAI's clients want a number, and nobody knows when a model was made."""
+    """One model. created: OpenAI's clients need a number; the real date is unknown."""
 
     id: str
     object: str = "model"
@@ -202,8 +202,8 @@ class ModelsReply(msgspec.Struct):
 
 
 class RegisteredReply(msgspec.Struct):
-    """Of all that register, change or drop a worker; `dropped` counts the ranks that were. What follows it is for
-    Dynamo's clients, where they use its paths. lifecycle: schedulable; incomplete, without an address for requests;
+    """Answer to registering, changing or dropping a worker; `dropped` counts the dropped ranks. The fields after it are
+    for Dynamo's clients, on Dynamo's paths. lifecycle: schedulable; incomplete, without an address for requests;
     unschedulable, once dropped."""
 
     status: str
@@ -216,13 +216,13 @@ class RegisteredReply(msgspec.Struct):
     kv_events_endpoint: str | msgspec.UnsetType | None = msgspec.UNSET
     replay_endpoint: str | msgspec.UnsetType | None = msgspec.UNSET
     block_size: int | msgspec.UnsetType | None = msgspec.UNSET
-    # What the engine did not say, and what follows from that.
+    # What the engine did not report, and what follows from that.
     note: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class HealthReply(msgspec.Struct):
-    """Of `GET /health`; status is ok or degraded, by the reasons. warnings: what works now and is a risk all the same;
-    absent where there is none."""
+    """Of `GET /health`; status is ok or degraded, by the reasons. warnings: risks that degrade nothing yet; absent if
+    there are none."""
 
     status: str
     reasons: list[str]
@@ -263,7 +263,7 @@ _msgpack = msgspec.msgpack.Encoder()
 
 
 def encode(reply: Any, accept: str) -> tuple[bytes, str]:
-    """The reply and its media type: MessagePack where `accept` names it at least as willingly as JSON, else JSON."""
+    """The reply and its media type: MessagePack if `accept` prefers it to JSON or ranks both equal, else JSON."""
     # Nearly every request stops here.
     if "msgpack" in accept and _wants_msgpack(accept):
         return _msgpack.encode(reply), MSGPACK

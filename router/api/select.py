@@ -2,7 +2,7 @@
 """The hot endpoints that choose a worker: `/select`, `/select_and_reserve`; and `/reservations`, for a client that has
 chosen one.
 
-Synchronous, no I/O, outside FastAPI like those of `query.py`; but for a text, whose tokens have to be found first.
+Synchronous, without I/O, outside FastAPI like those of `query.py`; only texts wait until their tokens are found.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ USUAL_BLOCK_TOKENS = 16
 
 
 class SelectRoutes:
-    """Turns bodies into asks to `placing` and its choices into replies.
+    """Turns bodies into placement requests and choices into replies.
 
-    tokens: finds those of texts; None: texts are refused. clock: seconds, for `kvrouter_decide_seconds`, which covers
+    tokens: tokenizes texts; None: texts are refused. clock: seconds, for `kvrouter_decide_seconds`, which covers
     `placing` alone."""
 
     def __init__(
@@ -84,19 +84,19 @@ class SelectRoutes:
         elif length is not None:
             question = self._asking.question(body, None, np.empty(0, np.uint64), length)
         else:
-            raise BadQuestion("give token_ids, block_hashes or isl_tokens: they say how much load the prompt is")
+            raise BadQuestion("give token_ids, block_hashes or isl_tokens: they determine the prompt's load")
         pinned = Pin(str(body.worker_id), body.dp_rank)
         ask = msgspec.structs.replace(_ask(body, question), pinned=pinned)
         prefill_tokens = 0 if body.track_prefill_tokens is False else body.effective_prefill_tokens
         if prefill_tokens is not None and prefill_tokens > question.num_tokens:
-            raise BadQuestion(f"effective_prefill_tokens is over the prompt's {question.num_tokens} tokens")
+            raise BadQuestion(f"effective_prefill_tokens exceeds the prompt's {question.num_tokens} tokens")
         return self._placing.reserve(ask, anyway=True, prefill_tokens=prefill_tokens)
 
     def _claim(self, body: Any) -> Placement:
         """What was selected before, by its id."""
         check_group(body.routing_group)
         if body.selection_id is None:
-            raise BadQuestion("give worker_id, or selection_id alone for what an earlier /select chose under it")
+            raise BadQuestion("give worker_id, or only selection_id to claim what an earlier /select chose under it")
         return self._placing.claim(body.selection_id, model_of(body))
 
     def _select(
@@ -106,7 +106,7 @@ class SelectRoutes:
         has_text = bytes(body.prompt) not in NULLS or bytes(body.messages) not in NULLS
         given = (bytes(body.token_ids) not in NULLS) + (bytes(body.block_hashes) not in NULLS) + has_text
         if given != 1:
-            raise BadQuestion("give one of token_ids, block_hashes, prompt and messages: that is the prompt to place")
+            raise BadQuestion("give exactly one of token_ids, block_hashes, prompt and messages: the prompt to place")
         if has_text:
             return self._select_text(body, raw, packed, decide)
         return decide(_ask(body, self._known(body, packed)))
@@ -142,11 +142,11 @@ class SelectRoutes:
             try:
                 raw = msgspec.json.encode(msgspec.msgpack.decode(raw))
             except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
-                raise BadQuestion(f"the body has what JSON has no form for: {error}") from None
+                raise BadQuestion(f"the body has a value that JSON cannot express: {error}") from None
         path = TEXT_PATH if bytes(body.messages) in NULLS else CHAT_PATH
         prompt = await self._tokens.prompt(path, served.model, raw)
         if prompt.refused:
-            raise BadQuestion(f"the prompt is refused: {prompt.problem}", code="prompt_refused")
+            raise BadQuestion(f"the engine rejects the prompt: {prompt.problem}", code="prompt_refused")
         question = prompt.question(
             served.model,
             lora_name=body.lora_name or served.lora_name,

@@ -39,7 +39,7 @@ from kvrouter.router.workers.worker_spec import MAX_DP_RANK
 
 
 class _Name(Convertor[str]):
-    """A name in a path, whatever it holds: starlette's `path` ends at a line break."""
+    """A name in a path with any characters: starlette's `path` ends at a line break."""
 
     regex = r"[\s\S]*"
 
@@ -57,7 +57,7 @@ Model = Annotated[str | None, Query(description="only of this model")]
 
 
 def respond(request: Request, reply: Any) -> Response:
-    """The reply in the encoding that the client asked for."""
+    """The reply in the encoding that the client accepts."""
     content, media_type = encode(reply, request.headers.get("accept", ""))
     return Response(content, media_type=media_type)
 
@@ -65,8 +65,8 @@ def respond(request: Request, reply: Any) -> Response:
 def worker_routes(
     core: CorePort, tokens: TokensPort | None, proxy: Proxy | None, sources: SourcesPort | None
 ) -> APIRouter:
-    """The routes, bound to `core`; `tokens` says how those of texts are found, `proxy` why a worker takes no new
-    request, `sources` what engines say of themselves."""
+    """The routes, bound to `core`. `tokens` reports how texts are tokenized, `proxy` why a worker takes no new
+    requests, `sources` what engines report about themselves."""
     router = APIRouter(tags=["workers"])
     register_reader = BodyReader(RegisterBody)
     unregister_reader = BodyReader(UnregisterBody)
@@ -95,7 +95,7 @@ def worker_routes(
         return known[0] if known else None, RegisteredReply("ok", given_id, dropped)
 
     async def add(request: Request) -> tuple[Registration, bool]:
-        """The first that was registered, and whether its engine was asked for more than the client said."""
+        """The first registration, and whether its engine added anything to the body."""
         registrations: list[Registration] = []
         learned = False
         for body in registrations_in(await read(request, register_reader)):
@@ -108,20 +108,20 @@ def worker_routes(
                 learned |= completed != [given]
                 registrations += completed
         for registration in registrations:
-            # Engines may register again and again, and know nothing of what an operator said with PATCH.
+            # Engines may register repeatedly and must not undo an operator's PATCH.
             draining = any(known.draining for known in core.registrations() if known.worker == registration.worker)
             await core.register(msgspec.structs.replace(registration, draining=draining))
         return registrations[0], learned
 
     async def register(request: Request) -> Response:
-        """The same again is a no-op; a different one for the same id and rank replaces it. An engine with a url is
-        asked for its model and its event endpoints where the body lacks them, and the answer says what was learned."""
+        """The same registration again changes nothing; a different one for the same id and rank replaces it. If the
+        body has a url but no model or event endpoints, the engine is queried for them, and the answer says what was
+        learned."""
         registration, learned = await add(request)
         return respond(request, _described(registration) if learned else RegisteredReply("ok", registration.given_id))
 
     async def add_worker(request: Request) -> Response:
-        """As /register, and the answer says what is registered, as Dynamo's does; with data_parallel_size, each of its
-        ranks."""
+        """Like /register, with Dynamo's form of answer; data_parallel_size registers each rank."""
         return respond(request, _described((await add(request))[0]))
 
     for path, name, handler in (("/register", "register", register), ("/workers", "add_worker", add_worker)):
@@ -165,7 +165,7 @@ def worker_routes(
         responses=gives(RegisteredReply, 400, 404, 409, 413, 503),
     )
     async def patch(request: Request, worker_id: str) -> Response:
-        """What is absent stays; null unsets. All ranks change, where dp_rank is absent."""
+        """Absent fields stay; null unsets. Without dp_rank all ranks change."""
         body = patch_in(await read(request, patch_reader))
         model, dp_rank = model_of(body), dp_rank_of(body.dp_rank)
         known = named(worker_id, dp_rank, model)
@@ -173,7 +173,7 @@ def worker_routes(
             raise UnknownWorker(missing(worker_id, dp_rank, model))
         if len(known) > 1 and not (body.endpoint is msgspec.UNSET and body.replay_endpoint is msgspec.UNSET):
             # Each rank has its own stream: one endpoint for all would count its blocks for each.
-            raise Conflict(f"worker {worker_id!r} has {len(known)} ranks or models; say which by dp_rank and model")
+            raise Conflict(f"worker {worker_id!r} has {len(known)} ranks or models; select one by dp_rank and model")
         changes = [(registration, patched(registration, body)) for registration in known]
         for before, changed in changes:
             if before.source != REGISTER and msgspec.structs.replace(before, draining=changed.draining) != changed:

@@ -15,11 +15,11 @@ TIMEOUT_S = 30.0
 
 
 class ClientError(Exception):
-    """The router cannot be asked, or refuses: one line with the cause and the fix."""
+    """The router cannot be reached, or refuses: one line with the cause and the fix."""
 
 
 class Client:
-    """Asks the router at `url`."""
+    """A client of the router at `url`."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         if not url.startswith(("http://", "https://")):

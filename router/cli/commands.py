@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `kvrouter`. Every failure is one line on stderr: the cause and the fix.
 
-Exit codes: 0 done, 1 it could not be done, 2 a wrong flag or setting, 130 interrupted. `app` is open: other parts add
-their commands to it.
+Exit codes: 0 done, 1 failed, 2 a wrong flag or setting, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ PIPE_WIDTH = 400
 
 app = typer.Typer(
     name="kvrouter",
-    help="Routes requests to the engine replica that reuses the most of their KV cache, exactly predicted.",
+    help="Routes requests to the engine replica with the least left to compute, by exact predictions of KV cache reuse.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-config_app = typer.Typer(help="What can be set.", add_completion=False, no_args_is_help=True)
+config_app = typer.Typer(help="Describe the settings.", add_completion=False, no_args_is_help=True)
 app.add_typer(config_app, name="config")
 
 # typer wraps click in some versions and carries its own copy in others; this is its base of usage errors in both.
@@ -58,8 +57,8 @@ UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.
 def serve(config: Path | None, flags: dict[str, Any]) -> None:
     """Run the router.
 
-    Every setting can also stand in the YAML file (port: 30000) or in the environment (KVROUTER_PORT=30000; lists
-    apart by spaces, as in KVROUTER_WORKERS). A flag wins over the environment, and that over the file.
+    Every setting can also come from the YAML file (port: 30000) or the environment (KVROUTER_PORT=30000; lists are
+    separated by spaces, as in KVROUTER_WORKERS). Flags override the environment, which overrides the file.
     """
     named = os.environ.get("KVROUTER_CONFIG")
     file = config if config is not None else Path(named) if named else None
@@ -81,9 +80,9 @@ def _run(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 Url = Annotated[str, typer.Option(envvar="KVROUTER_URL", metavar="URL", help="where the router listens")]
 Key = Annotated[
-    str | None, typer.Option(envvar="KVROUTER_API_KEY", metavar="KEY", help="its API key", show_envvar=True)
+    str | None, typer.Option(envvar="KVROUTER_API_KEY", metavar="KEY", help="the router's API key", show_envvar=True)
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="the answer as JSON, for programs")]
+AsJson = Annotated[bool, typer.Option("--json", help="print the answer as JSON")]
 
 
 @app.command()
@@ -104,7 +103,7 @@ def workers(url: Url = DEFAULT_URL, api_key: Key = None, as_json: AsJson = False
 def explain(
     model: Annotated[str, typer.Option("--model", "-m", metavar="NAME", help="the model, as registered")],
     tokens: Annotated[
-        str | None, typer.Option(metavar="FILE", help="token ids, apart by spaces, commas or lines; - for stdin")
+        str | None, typer.Option(metavar="FILE", help="token ids, separated by spaces, commas or lines; - for stdin")
     ] = None,
     prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="the prompt as text")] = None,
     messages: Annotated[
@@ -119,7 +118,9 @@ def explain(
 ) -> None:
     """Show which worker would get a prompt, and why: hits by tier, what limits them, load and cost, in tokens."""
     if (tokens is not None) + (prompt is not None) + (messages is not None) != 1:
-        raise SettingError("explain needs the prompt: give one of --tokens FILE, --prompt TEXT and --messages FILE")
+        raise SettingError(
+            "explain needs a prompt: give exactly one of --tokens FILE, --prompt TEXT and --messages FILE"
+        )
     body: dict[str, Any] = {}
     if tokens is not None:
         body["token_ids"] = read_tokens(tokens)
@@ -169,7 +170,7 @@ def _content(flag: str, source: str, form: str) -> str:
     try:
         return sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise SettingError(f"{flag} {source} is no text; write {form}") from None
+        raise SettingError(f"{flag} {source} is not text; write {form}") from None
     except OSError as error:
         raise SettingError(f"cannot read {flag} {source}: {error.strerror}; name a readable file") from None
 
@@ -180,7 +181,7 @@ def read_chat(source: str) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(_content("--messages", source, form).encode())
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        raise SettingError(f"--messages {source} is no JSON; write {form}") from None
+        raise SettingError(f"--messages {source} is not JSON; write {form}") from None
     body = {"messages": found} if isinstance(found, list) else found
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise SettingError(f"--messages {source} has no messages; write {form}")
@@ -188,7 +189,7 @@ def read_chat(source: str) -> dict[str, Any]:
 
 
 def read_tokens(source: str) -> list[int]:
-    """Token ids from a file or, for `-`, from stdin: numbers apart by white space or commas, brackets allowed.
+    """Token ids from a file or, for `-`, from stdin: numbers separated by white space or commas, brackets allowed.
 
     Raises SettingError."""
     content = _content("--tokens", source, "token ids like [1, 2, 3]")
@@ -196,7 +197,9 @@ def read_tokens(source: str) -> list[int]:
     found = [word for word in words if word]
     for word in found:
         if not re.fullmatch(r"[0-9]{1,19}", word):
-            raise SettingError(f"--tokens {source} has {word[:40]!r}, which is no token id; write ids like [1, 2, 3]")
+            raise SettingError(
+                f"--tokens {source} has {word[:40]!r}, which is not a token id; write ids like [1, 2, 3]"
+            )
     if not found:
         raise SettingError(f"--tokens {source} is empty; write token ids like [1, 2, 3]")
     return [int(word) for word in found]
@@ -218,18 +221,18 @@ def _shaped(read: Callable[[], Any]) -> Any:
     try:
         return read()
     except (KeyError, TypeError):
-        raise ClientError("the answer is not that of a router, or of another version; check --url") from None
+        raise ClientError("the answer does not come from a router of this version; check --url") from None
 
 
 @app.command()
 def demo(
-    replicas: Annotated[int, typer.Option(min=2, max=8, help="simulated engine replicas")] = 3,
-    shape: Annotated[str, typer.Option(help="the KV cache groups: gemma3, gpt-oss, qwen3-next or llama")] = "gemma3",
-    requests: Annotated[int, typer.Option(min=1, max=500, help="prompts to send")] = 48,
-    seed: Annotated[int, typer.Option(help="another seed, other prompts")] = 7,
-    as_json: Annotated[bool, typer.Option("--json", help="the rows and the summary as JSON")] = False,
+    replicas: Annotated[int, typer.Option(min=2, max=8, help="number of simulated replicas")] = 3,
+    shape: Annotated[str, typer.Option(help="KV cache groups: gemma3, gpt-oss, qwen3-next or llama")] = "gemma3",
+    requests: Annotated[int, typer.Option(min=1, max=500, help="number of prompts")] = 48,
+    seed: Annotated[int, typer.Option(help="seed of the prompts")] = 7,
+    as_json: Annotated[bool, typer.Option("--json", help="print the rows and the summary as JSON")] = False,
 ) -> None:
-    """Start a router and simulated replicas, and compare every prediction with what was reused. Ends by itself."""
+    """Start a router and simulated replicas, and compare every prediction with the actual reuse. Ends by itself."""
     from kvrouter.simulator.demo.demo import run_demo
 
     raise typer.Exit(run_demo(replicas=replicas, shape=shape, requests=requests, seed=seed, json_output=as_json))
@@ -237,7 +240,7 @@ def demo(
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def sim(context: typer.Context) -> None:
-    """Run simulated engine replicas: vLLM's scheduler and cache without a model. `kvrouter sim --help` for more."""
+    """Run simulated engine replicas: vLLM's scheduler and cache without a model."""
     from kvrouter.simulator.command import main as run_replica
 
     raise typer.Exit(run_replica(context.args))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of the API as tables for people. Pure: decoded JSON in, rich tables out."""
+"""Answers of the API as tables. Pure: decoded JSON in, rich tables out."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def candidates_table(answer: dict[str, Any], num_tokens: int) -> Table:
 
 
 def tokens_line(tokens: dict[str, Any]) -> str:
-    """How many tokens a text has, how that was found, and what is not known of it."""
+    """How many tokens a text has, their source, and how many are unknown."""
     known, whole = tokens["known_tokens"], tokens["num_tokens"]
     count = f"{whole} tokens" if known == whole else f"about {whole} tokens, {known} of them known"
     problem = f": {text(tokens['problem'])}" if tokens["problem"] else ""
@@ -99,7 +99,7 @@ def worker_name(worker: dict[str, Any]) -> str:
 
 
 def _standing(worker: dict[str, Any]) -> str:
-    """The state of its stream, and what keeps requests away from it besides."""
+    """The state of its stream, and whether it drains or its breaker is open."""
     state = str(worker["state"])
     if worker.get("draining"):
         return f"{state}, draining"
@@ -107,7 +107,7 @@ def _standing(worker: dict[str, Any]) -> str:
 
 
 def _breaker(worker: dict[str, Any]) -> str:
-    """Why its breaker lets nothing through; what is down or drains says so already."""
+    """Why its breaker admits no requests; empty if its state says that already."""
     return "" if worker.get("draining") or worker["state"] == DOWN else str(worker.get("closed") or "")
 
 

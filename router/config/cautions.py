@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What works now and is a risk all the same: shown in /health beside the reasons, and degrades nothing. Pure."""
+"""Risks of a configuration that works now: /health shows them beside its reasons; they degrade nothing. Pure."""
 
 from __future__ import annotations
 

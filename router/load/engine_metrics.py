@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine says of its own load in its /metrics, in vLLM's names. Pure.
+"""An engine's load as its /metrics report it, in vLLM's names. Pure.
 
-It corrects what the router counts: requests that came by another way, and reservations that nobody ended.
+It corrects the router's count: requests that bypassed the routers, and reservations that nobody released.
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 def parse_engine_load(page: bytes, dp_rank: int) -> EngineLoad | None:
-    """Of the core with this rank; None where the page has no such numbers.
+    """The load of the core with this rank; None if the page has no such numbers.
 
-    An engine with several cores tells them apart by the label `engine`; where none is that rank's, the one that there
-    is speaks."""
+    An engine with several cores labels them with `engine`; if none has that rank, the only core counts."""
     found: dict[int | None, dict[bytes, float]] = {}
     for name, labels, value in _LINE.findall(page):
         engine = _ENGINE.search(labels)
@@ -58,5 +57,5 @@ def parse_engine_load(page: bytes, dp_rank: int) -> EngineLoad | None:
 
 
 def _count(value: float) -> int:
-    # An engine that says 1e300 is broken; what it says must not decide for hours.
+    # An engine that reports 1e300 is broken; its report must not decide for hours.
     return int(min(max(value, 0.0), 1e6))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What router processes tell each other of load, on the stream `kvr:loads` in Redis. Pure.
+"""The messages about load between router processes, on the stream `kvr:loads` in Redis. Pure.
 
-A message says totals, never differences; what is older than a moment is of no use to anybody, so nothing is kept.
+A message has totals, never differences; older messages are useless, so nothing is kept.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WorkerTotals(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerGauge(msgspec.Struct, frozen=True, array_like=True):
-    """What an engine that the sender follows said of itself just now."""
+    """The latest report of an engine that the sender follows."""
 
     model: str
     worker_id: str
@@ -57,7 +57,7 @@ class WorkerGauge(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ReservationEnd(msgspec.Struct, frozen=True, array_like=True):
-    """A reservation of somebody is over, or its prefill is. number: by which the sender knows the answer."""
+    """A reservation of another process is over, or its prefill is. number: identifies the answer."""
 
     number: int
     selection_id: str

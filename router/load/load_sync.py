@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes all router processes see one load: tells the others what this one has in flight, and hears what they have. The
+"""Shares load between router processes: publishes what this one has in flight, and reads what the others have. The
 async shell.
 
-Nothing that chooses waits for it: changes are collected for a moment and written behind. A process that is not heard
-for SILENT_S is gone, and its load with it, however it ended.
+No choice waits for it: changes are collected briefly and written in the background. A process that is not heard for
+SILENT_S is considered gone, and its load with it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ log = logging.getLogger("kvrouter.load")
 # How long changes are collected. With it, a round trip and a busy loop, others see them well within a tenth of a
 # second; at 50 messages a second and process, 64 processes still cost the server little.
 BATCH_S = 0.02
-# All is told so often even if nothing changed: it mends what was lost, and says that this process lives.
+# Interval of complete messages, even without changes: they repair lost ones and show that this process is alive.
 WHOLE_EVERY_S = 0.5
-# Four of those missed: a process that stands still so long serves nobody either.
+# Four of those missed: a process that stands still for so long serves nobody either.
 SILENT_S = 2.0
-# Messages kept: some seconds of 64 processes. A reader that is further behind learns all anew from the next whole ones.
+# Messages kept: some seconds of 64 processes. A reader that is further behind learns everything from the next complete
+# ones.
 STREAM_MESSAGES = 4_096
 # Messages read at once, so that other things get their turn.
 MESSAGES_PER_READ = 256
@@ -96,7 +97,7 @@ class LoadShare:
         ]
 
     async def stop(self) -> None:
-        """Ends it; the others are told, so that they need not wait until it is missed."""
+        """Ends it, and notifies the others, so that they need not wait for the timeout."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -109,12 +110,12 @@ class LoadShare:
         return self._table.others
 
     def touched(self) -> None:
-        """This process's load changed. Where nobody else is, nobody is told."""
+        """This process's load changed. Without other processes nothing is sent."""
         if self._table.others:
             self._news.set()
 
     def gauge(self, worker: WorkerKey, said: EngineLoad) -> None:
-        """An engine that this process asks said this of itself; the others ask another one."""
+        """Report of an engine that this process polls; the others poll other engines."""
         if self._table.others:
             self._gauges[worker] = said
             self._news.set()
@@ -153,7 +154,7 @@ class LoadShare:
             try:
                 await self._send(message)
             except StoreError as error:
-                # What it had to say of load is said again as a whole.
+                # Its load is published again as a whole.
                 self._whole_wanted = True
                 self._refuse(message.endings, str(error))
                 await asyncio.sleep(retry_s * self._rng.uniform(0.5, 1.0))
@@ -198,7 +199,7 @@ class LoadShare:
             try:
                 connection = await self._servers.dedicated(keys.LOADS)
                 last = await self._newest(connection)
-                # Whoever heard nothing of this process tells it all, and it tells them.
+                # A process that had not heard of this one sends everything, and gets everything.
                 self._whole_wanted = True
                 self._news.set()
                 self._regained()
@@ -277,4 +278,6 @@ class LoadShare:
 
 
 def _unasked(reason: str) -> StoreDown:
-    return StoreDown(f"whose reservation this is cannot be asked now ({reason}); it ends by itself, or try again")
+    return StoreDown(
+        f"the owner of this reservation cannot be determined now ({reason}); it ends by itself, or try again"
+    )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load of every worker: what this process has reserved there, and what other processes said that they have. Pure.
+"""The load of every worker: what this process has reserved there, and what other processes report. Pure.
 
 A reservation counts from the choice until its release or expiry: its prefill tokens until the first token at the
-latest, its decode tokens to the end. Others say totals, never differences, so a lost message is mended by the next one.
+latest, its decode tokens to the end. Others report totals, never differences, so the next message repairs a lost one.
 Invariants: no total is ever negative; all are 0 once all reservations have ended and all other processes are silent or
 have none.
 """
@@ -21,7 +21,7 @@ from kvrouter.router.common.ids import WorkerKey
 # A client that reserved and was never heard again: longer than nearly all answers take, and the engine's own numbers
 # take the load away earlier where the engine turns out to be idle.
 RESERVATION_TTL_S = 600.0
-# A prefill of which nobody says that it is over; a gateway that only knows `DELETE` never does.
+# A prefill whose end nobody reports, as a gateway that only uses `DELETE`.
 PREFILL_TTL_S = 60.0
 # Some 300 bytes each. More in flight at one process than any has connections for; beyond, the oldest count no longer.
 MAX_RESERVATIONS = 100_000
@@ -97,7 +97,7 @@ class LoadTable:
         self._own: dict[WorkerKey, Totals] = {}
         self._others: dict[str, tuple[float, dict[WorkerKey, Totals]]] = {}
         self._loads: dict[WorkerKey, WorkerLoad] = {}
-        # Workers whose own totals are not what was last taken.
+        # Workers whose own totals changed since they were last taken.
         self._changed: set[WorkerKey] = set()
 
     def __len__(self) -> int:
@@ -116,10 +116,10 @@ class LoadTable:
     def reserve(
         self, selection_id: str, worker: WorkerKey, prefill_tokens: int, decode_tokens: int, now: float
     ) -> list[str]:
-        """Counts from now on; returns which of the oldest had to go for want of room. Raises Conflict for an id in
+        """Counts from now on; returns the oldest ones that were dropped to make room. Raises Conflict for an id in
         use."""
         if selection_id in self._reservations:
-            raise Conflict(f"selection {selection_id!r} is reserved already: release it first, or name another")
+            raise Conflict(f"selection {selection_id!r} is already reserved: release it first, or use another id")
         dropped = []
         while len(self._reservations) >= self._max:
             dropped.append(next(iter(self._reservations)))
@@ -142,8 +142,8 @@ class LoadTable:
         return True
 
     def renew(self, selection_id: str, now: float, prefill_tokens: int | None = None) -> None:
-        """It begins only now: its time runs anew, and it counts although its engine said before that it is idle.
-        prefill_tokens: in place of what it was reserved with. One that ended stays ended."""
+        """It begins only now: its time starts again, and it counts although its engine reported before that it is idle.
+        prefill_tokens: replaces the reserved amount. A reservation that ended stays ended."""
         found = self._reservations.pop(selection_id, None)
         if found is None:
             return
@@ -166,7 +166,8 @@ class LoadTable:
         return True
 
     def void(self, worker: WorkerKey, before: float, now: float) -> int:
-        """The engine says that it is idle: what was reserved there before then is over, whoever forgot to say so."""
+        """The engine reports that it is idle: reservations made there before `then` are over, even if nobody released
+        them."""
         ended = 0
         if worker not in self._own:
             return 0
@@ -222,7 +223,7 @@ class LoadTable:
         return dict(self._own)
 
     def own_changes(self) -> dict[WorkerKey, Totals]:
-        """Of `own`, what is new since it or this was last asked, with what fell to nothing."""
+        """The part of `own` that changed since it or this was last called, including workers that fell to zero."""
         changes = {worker: self._own.get(worker, NOTHING) for worker in self._changed}
         self._changed.clear()
         return changes
@@ -234,7 +235,7 @@ class LoadTable:
     # -- what other processes have in flight
 
     def heard(self, process: str, totals: Mapping[WorkerKey, Totals], *, whole: bool, now: float) -> None:
-        """What `process` says of itself. whole: of all workers; else of these, and the others are as they were."""
+        """The report of `process`. whole: of all workers; else only of these, and the others are unchanged."""
         _, known = self._others.get(process, (now, {}))
         for worker in [worker for worker in known if whole and worker not in totals]:
             self._change(worker, known.pop(worker), NOTHING, now)

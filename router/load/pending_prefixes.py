@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefixes that a worker is just having computed: credit for the choice alone, until the engine's events say what it
-holds. Pure.
+"""Prefixes that are being computed at a worker: credit for choices only, until the engine's events arrive. Pure.
 
-Siblings that come in a burst go together, though no event has told of the first one yet. It is never shown as a hit. It
-ends by itself: soon after the first token (the events are here by then), else after a short life. A prefix is named by
+A burst of siblings stays together although no event has reported the first one yet. This is never shown as a hit. It
+expires soon after the first token (events have arrived by then), else after a short time. A prefix is named by
 a hash chained over pieces of PIECE_TOKENS tokens; where only block hashes are known, they are names already.
 """
 
@@ -21,9 +20,9 @@ from kvrouter.router.matching.question import Question
 
 # Finer pieces find more of what siblings share and cost more to name: 32 names for 8,192 tokens.
 PIECE_TOKENS = 256
-# The prefill of a long prompt behind others; without word of its first token, this is as long as it is believed in.
+# The prefill of a long prompt behind others; without a first token it counts for this time.
 PENDING_TTL_S = 10.0
-# A worker that was only selected, with no reservation: whether the request was sent there is not known.
+# A selection without reservation: it is unknown whether the request was sent there.
 SELECTED_TTL_S = 2.0
 # From the first token until the engine's events are in the mirror: some milliseconds, a flush and a busy machine.
 SETTLE_S = 0.5
@@ -32,9 +31,9 @@ MAX_NAMES = 200_000
 
 
 def names_of(question: Question, hash_block_size: int, seed: int) -> tuple[list[int], int]:
-    """Names of the prompt's beginnings, and the tokens from one to the next.
+    """Names of the prompt's prefixes, and the tokens from one to the next.
 
-    seed: secret of the process, so that nobody can make two prompts of one name."""
+    seed: secret of the process, so that no client can construct two prompts with one name."""
     if question.token_ids is not None:
         space = f"{question.model}\0{question.lora_name or ''}\0{question.cache_salt or ''}"
         name = xxh3_64_intdigest(space.encode("utf-8", "surrogatepass"), seed)
@@ -65,8 +64,8 @@ class PendingPrefixes:
         return len(self._expiry_s)
 
     def sent(self, worker: WorkerKey, names: Sequence[int], ends_s: float) -> None:
-        """A prompt of these beginnings went there, and is believed in until then."""
-        # The last first: where room is lacking, a prompt's end must go before its start.
+        """A prompt with these prefixes went there, and counts until then."""
+        # The last first: when room is short, a prompt's end is dropped before its start.
         for name in reversed(names):
             known = self._expiry_s.setdefault(name, {})
             known[worker] = max(known.get(worker, 0.0), ends_s)

@@ -12,7 +12,7 @@ from kvrouter.router.common.ids import WorkerKey
 SESSION_TTL_S = 900.0
 # Some 300 bytes each with a name of usual length.
 MAX_SESSIONS = 50_000
-# Longer names are no names; they are not remembered.
+# Longer names are not remembered.
 MAX_SESSION_ID_CHARS = 256
 
 
@@ -38,7 +38,7 @@ class SessionMemory:
         return place if place is not None and place.expiry_s > now else None
 
     def record_choice(self, session_id: str, worker: WorkerKey, tokens: int, now: float) -> None:
-        """The session's prompt of so many tokens went there."""
+        """The session's prompt, with this number of tokens, went there."""
         if len(session_id) > MAX_SESSION_ID_CHARS:
             return
         name = (worker.model, session_id)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that wait because every worker that may take them is saturated: who is next, and who may wait at all. Pure.
+"""The queue of prompts whose possible workers are all saturated: order and limit. Pure.
 
-First come, first served within a model. One that waits for fewer workers than the others (pinned, or some left out)
-does not keep them waiting: a few behind it are tried too. Bounded in number; who is tired of waiting leaves by itself.
+First come, first served within a model. A prompt that waits for fewer workers than the others (pinned, or some
+excluded) does not block them: a few behind it are tried, too. The queue is bounded; a prompt whose time is over leaves
+by itself.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class WaitQueue(Generic[T]):
         return self._count
 
     def waits_for(self, model: str) -> bool:
-        """Whether somebody does, so that one who comes now must stand behind."""
+        """Whether a prompt waits for the model, so that a new one must queue behind it."""
         return model in self._lines
 
     def of(self, model: str) -> tuple[int, int]:
@@ -62,7 +63,7 @@ class WaitQueue(Generic[T]):
         self._count += 1
 
     def leave(self, waiter: Waiter[T]) -> None:
-        """It is served, or waits no longer; once more changes nothing."""
+        """It is served, or waits no longer. Repeating it changes nothing."""
         line = self._lines.get(waiter.model, {})
         if waiter in line:
             del line[waiter]

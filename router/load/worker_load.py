@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The load as the cost takes it: what the routers count, corrected by what the engines say, with each worker's measured
+"""The load as the cost uses it: the routers' count, corrected by the engines' reports, with each worker's measured
 speed. Pure.
 
-Belongs to one process; what others have in flight and what they heard from the engines comes in by `LoadTable` and
-`engine_said`."""
+Belongs to one process; the load of others comes from `LoadTable`, the engines' reports from `engine_said`."""
 
 from __future__ import annotations
 
@@ -17,17 +16,16 @@ from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.load.load_table import LoadTable, WorkerLoad
 from kvrouter.router.load.worker_speed import DISK_TOKEN_COST, TierCosts, WorkerSpeed, slowness
 
-# What an engine said of itself counts for some of its polls; then nobody asks it any more.
+# An engine's report counts for a few of its polls; after that nobody polls it.
 GAUGE_TTL_S = 10.0
 # A request that was just reserved is on its way to the engine; one older than this and not seen by an engine that says
 # that it is idle has ended, or never came.
 IDLE_GRACE_S = 3.0
 # A full cache and prompts that wait: what runs is about to be preempted, and a new prompt makes it worse.
 KV_USAGE_FULL = 0.95
-# Of the prompt that a worker is at, at most so much counts as computed: one that takes longer than it should is not
-# done yet.
+# The share of a worker's current prompt that counts as computed at most: a late prompt is not done yet.
 PROGRESS_MAX = 0.9
-# Requests whose share of a running mean counts like the rest together; and the mean before the first one.
+# Requests whose weight in the running mean equals that of all earlier ones; and the mean before the first one.
 TYPICAL_REQUESTS = 64
 FIRST_PREFILL_TOKENS = 1_000.0
 FIRST_CONTEXT_TOKENS = 2_000.0
@@ -61,14 +59,14 @@ class LoadModel:
         self.saturation_tokens = saturation_tokens
         self.corrections: dict[WorkerKey, Correction] = {}
         self.rates: dict[WorkerKey, WorkerSpeed] = {}
-        # Only workers that differ from the usual; made anew by `tick`.
+        # Only workers that differ from the usual; rebuilt by `tick`.
         self.slowness: dict[WorkerKey, float] = {}
         self.tiers = TierCosts()
         self._prefill_tokens = FIRST_PREFILL_TOKENS
         self._context_tokens = FIRST_CONTEXT_TOKENS
 
     def typical(self, prefill_tokens: float, context_tokens: float) -> None:
-        """One more request of these sizes went to some worker: requests of others are taken to be like ours."""
+        """One more request of these sizes went to some worker. Requests of others are assumed to be similar."""
         self._prefill_tokens += (prefill_tokens - self._prefill_tokens) / TYPICAL_REQUESTS
         self._context_tokens += (context_tokens - self._context_tokens) / TYPICAL_REQUESTS
 
@@ -80,7 +78,7 @@ class LoadModel:
         load = self.table.loads.get(worker)
         foreign = max(0, said.requests - (load.requests if load is not None else 0))
         before = self.corrections.get(worker)
-        # The less of two in a row: one of them alone may have been asked while requests began or ended.
+        # The smaller of two in a row: a single report may fall between the start or end of requests.
         counted = min(foreign, before.foreign) if before is not None else 0
         waiting = min(counted, said.waiting)
         self.corrections[worker] = Correction(
@@ -104,7 +102,7 @@ class LoadModel:
         rates = self.rates.get(worker)
         if rates is None or rates.prefill_rate is None:
             return 0.0
-        # Another process's prompt is taken to be like ours.
+        # Another process's prompt is assumed to be a usual one.
         head = load.head_tokens or min(load.prefill_tokens, self._prefill_tokens)
         return min(head * PROGRESS_MAX, rates.prefill_rate * max(0.0, now - load.since_s))
 
@@ -136,7 +134,7 @@ class LoadModel:
         return found
 
     def drain_s(self, worker: WorkerKey, tokens: int) -> float | None:
-        """How long the worker takes for so many tokens, None while its speed is not known."""
+        """How long the worker takes for this number of tokens, None while its speed is unknown."""
         rates = self.rates.get(worker)
         return tokens / rates.prefill_rate if rates is not None and rates.prefill_rate else None
 

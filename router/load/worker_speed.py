@@ -14,14 +14,14 @@ import msgspec
 
 # A worker's last minutes under load; older ones are of another batch, another time of day.
 SAMPLES = 64
-# Fewer say nothing yet.
+# Fewer prove nothing yet.
 SAMPLES_MIN = 8
 # Shorter prompts are overhead (a step, the network), not computing.
 PREFILL_TOKENS_MIN = 512
 LOADED_TOKENS_MIN = 1_024
 # An answer of a few tokens is the time of its last chunk on the way.
 DECODE_TOKENS_MIN = 16
-# What may be learned of loading back: between nothing and dearer than computing, which no engine would do.
+# Limits of the learned price of loading: between free and more expensive than computing, which no engine would do.
 TOKEN_COST_MAX = 1.0
 
 # What a token costs that is loaded back instead of computed, in computed tokens, until it was measured. An 8 B model

@@ -50,7 +50,7 @@ class WorkerView(msgspec.Struct, frozen=True, eq=False):
     catalog: Catalog
     scheme: HashScheme | None
     lora_paths: dict[str, str]
-    # It has no events that could be used: all that is known is what was sent there.
+    # It has no usable events: only what was sent there is known.
     approximate: bool = False
 
 
@@ -91,7 +91,7 @@ def match_workers(
 
 
 class HashPlan(msgspec.Struct, frozen=True, eq=False):
-    """Workers that are asked together, as the arrays that the kernels want. Valid for one version of the mirror's
+    """Workers of one hash space, as the arrays that the kernels need. Valid for one version of the mirror's
     places."""
 
     views: tuple[WorkerView, ...]
@@ -144,7 +144,7 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
 
 
 class HashPlans(msgspec.Struct, frozen=True, eq=False):
-    """All workers of a model: those that can be judged, by hash space, and the others with the reason why not."""
+    """All workers of a model: those that can be judged, by hash space, and the others with the reason."""
 
     by_scheme: dict[tuple[HashScheme, int], HashPlan]
     by_hash: HashPlan | None

@@ -32,7 +32,7 @@ class Question(msgspec.Struct, frozen=True):
     cache_salt: str | None = None
     worker_ids: frozenset[str] | None = None
     exclude_worker_ids: frozenset[str] = frozenset()
-    # Exactly these, rank by rank: to whom it was sent in vain.
+    # Exactly these ranks: the request failed there.
     exclude_workers: frozenset[WorkerKey] = frozenset()
     # Only this data-parallel rank of each worker.
     dp_rank: int | None = None
@@ -71,14 +71,14 @@ class Hit(msgspec.Struct, frozen=True):
     groups: tuple[GroupCover, ...] = ()
     limited_by: HitLimit | None = None
     approximate: bool = False
-    # How far full attention's blocks on the GPU alone would reach: breaks ties, and is what a router believes that
-    # knows no other group.
+    # How far full attention's blocks on the GPU alone would reach: breaks ties, and is the hit of policy
+    # full_attention_only.
     full_attention: int = 0
 
 
 def filter_hits(hits: Sequence[Hit], question: Question) -> Sequence[Hit]:
-    """Those of the workers that the question does not leave out. Raises UnknownWorker for one that it names and that is
-    not there."""
+    """The hits of workers that the question does not exclude. Raises UnknownWorker for one that it names and that does
+    not exist."""
     only, without, rank = question.worker_ids, question.exclude_worker_ids, question.dp_rank
     if only is not None:
         missing = only - {hit.worker.worker_id for hit in hits}

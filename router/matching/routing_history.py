@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines that tell nothing may hold: the prompts that this router sent them a short while ago. A guess, and
-marked as one.
+"""What engines without events may hold: the prompts that this router recently sent them. An estimate, marked as such.
 
-Nothing is known of evictions, groups, tiers, nor of what others sent there; so what is remembered expires. Pieces of
+Evictions, groups, tiers and the requests of others are unknown, so entries expire. Pieces of
 PIECE_TOKENS tokens are named by a hash chained from the prompt's start. Pure: the clock's value is passed in.
 """
 
@@ -30,8 +29,8 @@ Life: TypeAlias = tuple[WorkerKey, int]
 
 
 class RoutingHistory:
-    """Pieces by the life of a worker (`WorkerStream.life`), the least lately sent first. ttl_s: how long a piece is
-    believed in."""
+    """Pieces by the life of a worker (`WorkerStream.life`), the least lately sent first. ttl_s: how long a piece
+    counts."""
 
     def __init__(self, ttl_s: float, max_pieces: int = MAX_PIECES) -> None:
         self._ttl_s = ttl_s
@@ -64,7 +63,7 @@ class RoutingHistory:
             del self._expiry_s[name]
 
     def expire(self, now_s: float) -> None:
-        """Drop what is no longer believed in."""
+        """Drops what has expired."""
         while self._expiry_s:
             name, expiry_s = next(iter(self._expiry_s.items()))
             if expiry_s > now_s:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes prompts wait while every worker that may take them is saturated, and places them when there is room. The async
+"""Queues prompts while every worker that may take them is saturated, and places them when there is room. The async
 shell.
 
-Belongs to one asyncio loop. Who is next and who may wait at all is decided in `load/waiting.py`.
+Belongs to one asyncio loop. `load/wait_queue.py` decides who is next and who may wait.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from kvrouter.router.load.wait_queue import Waiter, WaitQueue
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.telemetry.metrics import Metrics
 
-# How often those in line are looked at even if nothing is heard: engines' own numbers and expiry make room too.
+# How often queued prompts are tried without any signal: engines' reports and expiry free workers, too.
 LINE_LOOK_S = 0.05
 TICK_S = 1.0
-# What a client is told to wait, where no better guess is there.
+# The Retry-After if there is no better estimate.
 RETRY_AFTER_S = 1.0
 
 
 class AdmissionQueue:
-    """Those who wait. reserve: places one or raises Saturated; tick: what is to be done now and then besides."""
+    """The waiting prompts. reserve: places one or raises Saturated; tick: periodic housekeeping."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class AdmissionQueue:
                 return await future
         except BaseException as error:
             if future.done() and not future.cancelled() and future.exception() is None:
-                # Served in the very moment in which it ceased to wait.
+                # Served just when its wait ended.
                 if isinstance(error, TimeoutError):
                     return future.result()
                 future.result().done()
@@ -105,7 +105,7 @@ class AdmissionQueue:
         return placement
 
     def look_soon(self) -> None:
-        """There may be room: serve the line once all that happens now has happened."""
+        """There may be room: serves the queue after the current events."""
         if len(self._waiting) and not self._looking:
             self._looking = True
             asyncio.get_running_loop().call_soon(self.look)

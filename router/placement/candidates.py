@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may take a prompt, of all whose hits are known; and why the others may not. Pure."""
+"""Which workers may take a prompt, and why the others may not. Pure."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ REFUSALS_SHOWN = 8
 
 
 class Pin(NamedTuple):
-    """This worker and no other; dp_rank None: whichever of its ranks."""
+    """The only worker allowed; dp_rank None: any of its ranks."""
 
     worker_id: str
     dp_rank: int | None = None
 
 
 class Candidates(NamedTuple):
-    """hits: of those that may take it. wanted: of those that the client left in, whatever their state."""
+    """hits: of the workers that may take it. wanted: of those that the client did not exclude, in any state."""
 
     hits: list[Hit]
     wanted: Sequence[Hit]
@@ -35,7 +35,8 @@ class Candidates(NamedTuple):
 def candidates(
     everybody: Sequence[Hit], question: Question, pin: Pin | str | None, unavailable: Callable[[WorkerKey], str | None]
 ) -> Candidates:
-    """Of `everybody`, who may take the prompt. unavailable: why a worker takes nothing now. Raises UnknownWorker."""
+    """Those of `everybody` that may take the prompt. unavailable: why a worker takes no requests now. Raises
+    UnknownWorker."""
     wanted = filter_hits(everybody, question)
     if pin is not None:
         wanted = _pinned(everybody, pin, question.model)
@@ -66,7 +67,7 @@ def no_worker_error(
 
 
 def split_by_role(hits: Sequence[Hit], prefillers: Collection[WorkerKey]) -> tuple[list[Hit], list[Hit]]:
-    """Those that decode, and those that compute prompts for them."""
+    """Splits into workers that decode, and workers that compute prompts for them."""
     decoders: list[Hit] = []
     others: list[Hit] = []
     for hit in hits:

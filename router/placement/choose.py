@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker takes a prompt: the one whom it costs least (`cost.py`), and why. Pure: hits and load in, choice out.
+"""Chooses the worker with the lowest cost (`cost.py`), and says why. Pure: hits and load in, choice out.
 
-The best worker's affinity ends where it is saturated: as long as another one is not, the prompt goes there.
+Saturated workers are skipped while any other is not; affinity never overrides this.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from kvrouter.router.placement.cost import Candidate, ChoiceContext, Costs, weig
 from kvrouter.router.placement.policies import KV, LEAST_COST, PolicyInput
 
 # Why the chosen worker reuses less of the prompt than the best one would.
-EXCLUSION = "exclusion"  # the client left it out, or pinned another
-STATE = "state"  # it takes nothing now: down, draining, circuit breaker open
+EXCLUSION = "exclusion"  # the client excluded it, or pinned another
+STATE = "state"  # it takes no requests now: down, draining, circuit breaker open
 LOAD = "load"  # too much is queued or decoded there, or it is slow
-AFFINITY = "affinity"  # the session, or a prompt that begins alike, was elsewhere
+AFFINITY = "affinity"  # the session, or a prompt with the same beginning, was elsewhere
 TEMPERATURE = "temperature"
-POLICY = "policy"  # another policy than kv
+POLICY = "policy"  # a policy other than kv
 TIER = "tier"  # loading it back would take longer than computing it elsewhere
 
 
 class Choice(msgspec.Struct, frozen=True):
     """The chosen worker and a sentence why. prefill_tokens: what it must do before the first token, in computed tokens.
-    best_hit_tokens: the longest hit among all that were compared; lost: why the chosen one has less, empty when it has
-    not. candidates: what was compared, best first, where it was asked for. all_saturated: no worker should have taken
-    it. prefill: the worker that computes the prompt and hands it over, None where the chosen one does that itself;
-    alone_tokens: what prefill_tokens would be then."""
+    best_hit_tokens: the longest hit of all workers compared; lost: why the chosen one has less, empty if it does not.
+    candidates: the workers compared, best first, if requested. all_saturated: every worker was saturated. prefill: the
+    worker that computes the prompt and hands it over, None where the chosen one does that itself; alone_tokens: what
+    prefill_tokens would be then."""
 
     hit: Hit
     url: str | None
@@ -121,7 +121,7 @@ def _reason(hits: Sequence[Hit], found: Costs, best: int, chosen: int, lost: str
             tiers.append(f"{hit.disk - hit.cpu} more from storage")
         text = f"reuses {hit.disk} of {num_tokens} tokens ({', '.join(tiers)})"
     if (coming := scene.pending.get(hit.worker, 0)) > hit.disk:
-        text += f"; {coming} tokens of it are just being computed there"
+        text += f"; {coming} tokens of it are being computed there"
     if lost:
         other = hits[best]
         why = _but(lost, best, found)
@@ -137,12 +137,12 @@ def _but(lost: str, best: int, found: Costs) -> str:
     if lost == LOAD:
         return f"has {found.loads[best]} tokens of load"
     if lost == AFFINITY:
-        return "the session, or a prompt that begins alike, was here"
+        return "the session, or a prompt with the same beginning, was here"
     if lost == TEMPERATURE:
         return "the choice was made by temperature sampling"
     if lost == TIER:
         return "would load them back more slowly than they are computed"
-    return "the policy is another than kv"
+    return "the policy is not kv"
 
 
 def _among(hits: Sequence[Hit], found: Costs, chosen: int) -> str:

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What it costs a worker to take a prompt: one number in tokens, lower wins. Pure.
+"""The cost of a prompt at a worker: one number in tokens; the lowest wins. Pure.
 
     cost = slowness * (prefill + queued) + decode + delay - junction - session
 
-prefill: what the worker must still do for this prompt before its first token, in tokens it would compute in the same
-time. queued: the same of all prompts before it there, less what is computed of the one under way. decode: what the
-sequences that run there take from prefill. delay: what prompts to come will wait longer. junction: a bonus for the
-worker that will keep a checkpoint where the prompt leaves what it knows. session: one for the worker that has the
-session.
+prefill: the worker's work on this prompt before its first token, in tokens computed in the same time. queued: the same
+for all prompts ahead of it there, minus what is already computed of the current one. decode: what running sequences
+take from prefill. delay: how much longer later prompts will wait. junction: a bonus for the worker that will keep a
+checkpoint where the prompt diverges from what it holds. session: a bonus for the worker that has the session.
 Invariants: a cost is a whole number, so equal costs are equal, and ties are real; of two workers the one that is no
 worse in any respect costs no more."""
 
@@ -27,28 +26,28 @@ from kvrouter.router.placement.policies import LEAST_COST, Policy
 
 # What a token of context that is being decoded costs a new prompt. Its chunks share their steps with the running
 # sequences, and a sequence of some thousand tokens takes 0.2 to 0.4 ms of a step (simulator/engine/timing.py), as much
-# as 4 to 6 tokens of prefill, in each of the one to three steps of a prompt. docs/reference/benchmarks.md has what more
-# brings: longer queues elsewhere.
+# as 4 to 6 tokens of prefill, in each of the one to three steps of a prompt. With a higher value, queues elsewhere get
+# longer (docs/reference/benchmarks.md).
 DECODE_TOKEN_COST = 0.001
 
-# A worker may hold full attention's blocks of a hybrid model's prompt further than anybody can resume at, as windows or
-# states there were not kept. Where such a prompt leaves that run, vLLM keeps a checkpoint (a junction), so the next
-# prompt with this beginning does resume there: for that part, computing it there is worth nearly as much as a hit.
-# Below 1, so that of two equal lengths the actual hit wins. docs/reference/benchmarks.md has what it brings; with 0.25
-# a short queue outweighs most of it.
+# A worker may hold full attention's blocks of a hybrid model's prompt beyond the last point where it can be resumed,
+# because windows or states were not kept there. Where such a prompt diverges, vLLM keeps a checkpoint (a junction), and
+# the next prompt with this beginning resumes there: computing that part there is worth nearly as much as a hit. Below
+# 1, so that of two equal lengths the actual hit wins. With 0.25 a short queue outweighs most of it;
+# docs/reference/benchmarks.md has the effect.
 JUNCTION_SHARE = 0.9
 
-# Computing a prompt keeps those back that come after it, and evicts what they might have reused. By queueing theory
-# (one server, first come first served, arrivals by chance, mean work m, load r) work x behind queued work q makes all
-# later ones together wait r / (1 - r) * x * (2 * q + x) / (2 * m) longer: once that at a load of a half. What is
-# evicted by a second copy of a prefix, and computed again for it, costs more than the wait; how much depends on the
-# workload. By a sweep from 0 to 16 (docs/reference/benchmarks.md): up to here reuse grows and first tokens come as
-# soon, or sooner under load; beyond, they come later.
+# Computing a prompt delays all later ones and evicts what they might have reused. By queueing theory (one server, first
+# come first served, random arrivals, mean work m, load r), work x behind queued work q makes all later prompts together
+# wait r / (1 - r) * x * (2 * q + x) / (2 * m) longer; at r = 0.5 the first factor is 1. A second copy of a prefix
+# evicts another one, and computing that again costs more than the wait; how much depends on the workload. From a sweep
+# from 0 to 16 (docs/reference/benchmarks.md): up to this value reuse grows and first tokens come as soon, or sooner
+# under load; beyond it they come later.
 DELAY_WEIGHT = 8.0
 
-# A bonus and never a rule: of what the session's worker would have to compute anyway. Where its cache is known, the hit
-# says what the session is worth there, and the bonus only decides what is nearly equal. Where nothing is known of it
-# (text that was not tokenized, a worker without events), the last prompt of the session is most likely still there.
+# A bonus, never a rule: a share of what the session's worker would have to compute. If its cache is known, the hit
+# already contains the session's value, and the bonus only decides near ties. If it is unknown (text that was not
+# tokenized, a worker without events), the session's last prompt is most likely still there.
 SESSION_SHARE_KNOWN = 0.05
 SESSION_SHARE_BLIND = 0.5
 

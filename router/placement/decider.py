@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides where a prompt goes, by all that is known: hits, load, what is on its way, who takes something now.
+"""Decides where a prompt goes, from hits, load, pending prefixes and the workers' availability.
 
 Synchronous, no I/O, for one asyncio loop. Everything that decides is pure (`candidates.py`, `choose.py`,
 `prefill_split.py`); this joins it with the fleet and remembers what went where. Nothing is reserved here.
@@ -65,8 +65,8 @@ class Decider:
         unavailable: Callable[[WorkerKey], str | None],
         prefillers: Callable[[str], frozenset[WorkerKey]],
     ) -> None:
-        """unavailable: why a worker takes nothing now, None when it may. prefillers: those of a model that only compute
-        prompts."""
+        """unavailable: why a worker takes no requests now, None if it does. prefillers: those of a model that only
+        compute prompts."""
         self._fleet = fleet
         self._weights = weights
         self._metrics = metrics
@@ -83,8 +83,8 @@ class Decider:
         self._turns: dict[str, int] = {}
 
     def decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, list[int]]:
-        """The choice, and the names of the prompt's beginnings. anyway: whatever a worker is there for. Raises
-        UnknownModel, UnknownWorker, NoWorker."""
+        """The choice, and the names of the prompt's prefixes. anyway: ignore the workers' roles. Raises UnknownModel,
+        UnknownWorker, NoWorker."""
         question, unavailable = ask.question, self._unavailable
         everybody = self._fleet.hits(question)
         found = candidates(everybody, question, ask.pinned, unavailable)
@@ -114,8 +114,8 @@ class Decider:
         return msgspec.structs.replace(choice, url=self._fleet.url(choice.hit.worker)), names
 
     def takers(self, model: str) -> list[WorkerKey]:
-        """Who may take a prompt of this model now. Raises UnknownModel, and NoWorker with the reasons where nobody
-        may."""
+        """The workers that may take a prompt of this model now. Raises UnknownModel, and NoWorker with the reasons if
+        none may."""
         question = Question(model, 1, block_hashes=np.empty(0, np.uint64))
         found = candidates(self._fleet.hits(question), question, None, self._unavailable)
         hits, others = split_by_role(found.hits, self._prefillers(model))
@@ -184,7 +184,7 @@ class Decider:
         return there and msgspec.structs.replace(there, url=self._fleet.url(there.hit.worker))
 
     def record_choice(self, ask: PlacementRequest, choice: Choice, names: list[int], now: float, ttl_s: float) -> None:
-        """The prompt goes there now, and is believed in for so long."""
+        """The prompt goes there now, and counts as pending for this time."""
         worker = choice.hit.worker
         self._turns[worker.model] = self._turns.get(worker.model, 0) + 1
         self._fleet.sent(ask.question, worker)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a choice leaves unused of what the fleet holds, counted with the reason of each lost token."""
+"""Reuse that a choice gives up, counted by the reason for each lost token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from kvrouter.router.telemetry.metrics import Metrics
 
 
 def count_losses(metrics: Metrics, choice: Choice, everybody: Sequence[Hit], wanted: Sequence[Hit]) -> None:
-    """Tokens that the best worker of all would have reused, and this one does not. wanted: whom the client left in."""
+    """Tokens that the best of all workers would have reused and this one does not. wanted: workers that the client did
+    not exclude."""
     best = max(hit.disk for hit in everybody)
     if best == 0:
         return

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One request to be placed, and the place that it was given: where it is decoded, and where it is computed, if
-elsewhere."""
+"""A request to be placed, and its placement: where it is decoded, and where its prompt is computed, if elsewhere."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
 
 
 class PlacementOwner(Protocol):
-    """Who is told how a placement goes on."""
+    """Receives the progress of a placement."""
 
     def first_token(self, placement: Placement) -> None: ...
 
@@ -102,18 +101,18 @@ class Placement:
         self.told_s: float | None = None
 
     def handed_over(self) -> None:
-        """The prefill worker has computed the prompt: its load there is over, and the decode worker is asked next."""
+        """The prefill worker has computed the prompt: its load there ends, and the decode worker is next."""
         self._ends.handed_over(self)
 
     def prefill_failed(self, ask: PlacementRequest | None) -> None:
-        """The prefill worker did not compute it. With `ask`, another one is looked for, which `prefill` then is; where
-        there is none, or none is asked for, the decode worker does it alone."""
+        """The prefill worker did not compute it. With `ask`, `prefill` becomes another one if there is one; otherwise
+        the decode worker computes it alone."""
         self._ends.prefill_failed(self, ask)
 
     def first_token(self) -> None:
-        """Its prefill is over. Once more changes nothing."""
+        """The prefill is over. Repeating it changes nothing."""
         self._ends.first_token(self)
 
     def done(self, output_tokens: int | None = None) -> None:
-        """All of it is over, well or not. Once more changes nothing."""
+        """The request is over, successful or not. Repeating it changes nothing."""
         self._ends.done(self, output_tokens)

@@ -35,7 +35,7 @@ from kvrouter.router.telemetry.metrics import Metrics
 
 # Models whose problems one answer names.
 MODELS_SHOWN = 8
-# The most that a client is told to wait by what is queued.
+# The longest Retry-After that is derived from the queue.
 RETRY_AFTER_MAX_S = 30.0
 
 
@@ -50,8 +50,7 @@ class WorkerLoadView(msgspec.Struct, frozen=True):
 
 
 class Placer:
-    """Where prompts go. `start` shares the load with other processes; without it, everything works for this one
-    alone."""
+    """Places prompts. `start` shares the load with other processes; without it, this process works alone."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class Placer:
         process: str = "",
         supervisor: TaskSupervisor | None = None,
     ) -> None:
-        """unavailable: why a worker takes nothing now, None when it may. prefillers: a model's workers that only
+        """unavailable: why a worker takes no requests now, None if it does. prefillers: a model's workers that only
         compute prompts. servers, process: where and under which name load is shared."""
         self._fleet = fleet
         self._metrics = metrics
@@ -115,8 +114,7 @@ class Placer:
             await self._share.stop()
 
     def takers(self, models: Iterable[str]) -> list[WorkerKey]:
-        """Who would take a prompt of any of these models now, wherever it is asked for. Raises NoWorker where nobody
-        would."""
+        """The workers that would take a prompt of any of these models now. Raises NoWorker if there are none."""
         found: list[WorkerKey] = []
         problems = []
         for model in models:
@@ -133,7 +131,7 @@ class Placer:
 
         selection_id: under which it can be claimed later.
 
-        Also where all are saturated: the cheapest, and its reason says so."""
+        If all are saturated, the cheapest is chosen, and its reason says so."""
         now = self._clock()
         choice, names = self._decide(ask, now)
         self._decider.record_choice(ask, choice, names, now, SELECTED_TTL_S)
@@ -147,8 +145,8 @@ class Placer:
         """Chooses, and counts the load there from now on. Raises what `choose` raises, Saturated, and Conflict for an
         id in use.
 
-        anyway: also where all are saturated, and whatever a worker is there for; the client has decided already.
-        prefill_tokens: what it says is to be computed."""
+        anyway: ignore saturation and roles, because the client has decided already. prefill_tokens: what the client
+        says is to be computed."""
         now = self._clock()
         choice, names = self._decide(ask, now, anyway=anyway)
         if choice.all_saturated and not anyway:
@@ -173,8 +171,8 @@ class Placer:
         gone = selected is None or selected.choice.hit.worker not in self._fleet.workers()
         if selected is None or gone or model not in (None, selected.model):
             raise UnknownSelection(
-                f"no selection {printable(selection_id)!r} to reserve: it was reserved before, has expired, never was made here, "
-                "or its worker is gone; send worker_id and the prompt, or use /select_and_reserve"
+                f"no selection {printable(selection_id)!r} to reserve: it was already reserved, has expired, was never made at "
+                "this process, or its worker is gone; send worker_id and the prompt, or use /select_and_reserve"
             )
         placement = self._reservations.book(
             selection_id, selected.choice, selected.names, selected.num_tokens, selected.max_tokens, now
@@ -211,11 +209,11 @@ class Placer:
             return
         if self._share is None or not await self._share.end_elsewhere(selection_id, how):
             raise UnknownSelection(
-                f"no reservation {printable(selection_id)!r}: it was released, has expired, or never was made"
+                f"no reservation {printable(selection_id)!r}: it was released, has expired, or was never made"
             )
 
     def engine_said(self, worker: WorkerKey, said: EngineLoad) -> None:
-        """An engine told its load to this process."""
+        """An engine reported its load to this process."""
         ended = self.weights.engine_said(worker, said, self._clock())
         self._metrics.reservations_voided.inc(ended)
         if self._share is not None:
@@ -254,7 +252,7 @@ class Placer:
         return self._line.of(model)
 
     def health(self) -> list[str]:
-        """What is not well about the load."""
+        """Problems of the load."""
         if self._share is None or self._share.problem is None:
             return []
         return [f"the load of other routers is not known ({self._share.problem}): each counts its own alone"]
@@ -268,7 +266,7 @@ class Placer:
         self._line.look_soon()
 
     def tick(self) -> None:
-        """Once in a while: what is too old ends, and the numbers are shown."""
+        """Periodic work: old entries expire, and the metrics are updated."""
         now = self._clock()
         workers = list(self._fleet.workers())
         self._reservations.expire(now)

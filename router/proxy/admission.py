@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which workers take new requests: not those that drain, nor those whose breaker is open.
+"""Which workers take new requests: those that are not draining and whose breaker is not open.
 
-Also knows the requests that wait for a worker's first byte, as these need not wait on when its health check says that
-it is gone.
+It also tracks the requests that wait for a worker's first byte: they stop waiting when its health check fails.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ log = logging.getLogger("kvrouter.proxy")
 class Admission:
     """One breaker for each worker that was sent a request or was lost.
 
-    drains: whether a worker was asked to take no more. clock: seconds, monotonic."""
+    drains: whether a worker is draining. clock: seconds, monotonic."""
 
     def __init__(self, drains: Callable[[WorkerKey], bool], clock: Callable[[], float], metrics: Metrics) -> None:
         self._drains = drains
@@ -40,14 +39,14 @@ class Admission:
         self._down: set[WorkerKey] = set()
 
     def problem(self, worker: WorkerKey) -> str | None:
-        """Why no new request should go to `worker` now; None when one may."""
+        """Why `worker` takes no new requests now; None if it does."""
         if self._drains(worker):
             return DRAINING
         breaker = self._known.get(worker)
         return None if breaker is None else breaker.problem(self._clock())
 
     def health(self) -> list[str]:
-        """Breakers that are open; an engine without its health checks is told of with its stream."""
+        """Breakers that are open; an engine whose health checks fail is reported with its stream."""
         now = self._clock()
         found = []
         for worker, breaker in self._known.items():
@@ -89,7 +88,7 @@ class Admission:
                 self._waiting.pop(worker, None)
 
     def on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
-        """The core knows something new of `worker`; None: it was dropped."""
+        """Called when the core's status of `worker` changes; None: it was dropped."""
         if view is None:
             self._down.discard(worker)
             self._known.pop(worker, None)

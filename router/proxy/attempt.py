@@ -29,8 +29,8 @@ class Sent(NamedTuple):
 
 
 class Attempt:
-    """addresses: as they are now. authorization: what engines get for such headers. silence_s: how long one may say
-    nothing."""
+    """addresses: as they are now. authorization: what engines get for such headers. silence_s: how long an engine may
+    send nothing."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class Attempt:
         *,
         judged: bool = True,
     ) -> Sent:
-        """headers: the client's. added: the router's own. judged: the breaker is told by the answer's status; else the
-        caller tells it, when it has read the answer. Raises Failure."""
+        """headers: the client's. added: the router's own. judged: the answer's status goes to the breaker; otherwise
+        the caller reports the outcome when it has read the answer. Raises Failure."""
         client = request.client
         addresses = self._addresses()
         target = addresses.targets[worker]

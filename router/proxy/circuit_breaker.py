@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether one worker is sent requests now, judged by how the last ones went. Pure: the time is passed in.
 
-Only what the worker is to blame for counts: connections that fail, silence, answers of 5xx. A client's error (4xx) is
-an answer like any other, and a client that hangs up says nothing of the worker.
+Only failures that the worker causes count: failed connections, silence, answers of 5xx. A client's error (4xx) is an
+ordinary answer, and a client that hangs up proves nothing about the worker.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-# One failure is chance (an engine that restarts its HTTP server, a request that no engine can answer); with five in a
-# row and not one answer between them, the sixth request had better go elsewhere.
+# One failure may be an accident (an engine that restarts its HTTP server, a request that no engine can answer). After
+# five in a row without any answer, the sixth request is better sent elsewhere.
 FAILURES_TO_OPEN = 5
 # An engine that restarts is away for a minute: the first pauses are short for what mends itself, and the last is short
 # enough for one request in half a minute to find it again where no health check does.
@@ -45,7 +45,7 @@ class Breaker:
         return BreakerState.OPEN if self._lost or now < self._until_s else BreakerState.HALF_OPEN
 
     def problem(self, now: float) -> str | None:
-        """Why no further request should go there now; None when one may."""
+        """Why the worker takes no requests now; None if it does."""
         match self.state(now):
             case BreakerState.CLOSED:
                 return None

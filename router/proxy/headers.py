@@ -26,8 +26,8 @@ PREDICTED_HIT = b"x-kvrouter-predicted-hit"
 RETRIED = b"x-kvrouter-retried"
 PREFILL_WORKER = b"x-kvrouter-prefill-worker"
 
-# Tells a decode worker's sidecar where the prompt is to be computed first, as host:port; its other name is the
-# sidecar's older one. Only the router says it: a sidecar goes wherever it is sent.
+# Names the prefill worker to a decode worker's sidecar, as host:port; the second is the sidecar's older name for it.
+# Only the router may send it: a sidecar connects wherever it points.
 # Source: llm-d-routing-sidecar internal/proxy/chat_completions.go.
 PREFILLER = b"x-prefiller-host-port"
 PREFILLER_URL = b"x-prefiller-url"
@@ -47,7 +47,7 @@ CONNECTION_HEADERS = frozenset(
         b"upgrade",
     }
 )
-# Said anew for the engine; `expect` was answered here.
+# Rewritten for the engine; `expect` was answered here.
 _REQUEST_HEADERS = CONNECTION_HEADERS | {
     b"authorization",
     b"content-length",
@@ -57,7 +57,7 @@ _REQUEST_HEADERS = CONNECTION_HEADERS | {
     PREFILLER,
     PREFILLER_URL,
 }
-# The length is said again with the body, where the engine said it.
+# The length is sent with the body, if the engine sent one.
 _ANSWER_HEADERS = CONNECTION_HEADERS | {b"content-length"}
 
 # A name in a header is ASCII without spaces and commas, which part names in RETRIED.

@@ -2,9 +2,9 @@
 """The bodies of a prompt that one engine computes and another one decodes: vLLM's `kv_transfer_params`. Pure.
 
 The first request has the prompt computed and is answered with where its blocks are; the second one carries that answer.
-What is changed for the first is what would make more of it than a prompt: its length, its stream, and what is only told
-of the answer. Source: vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py:194
-(request_finished), and its tests/v1/kv_connector/nixl_integration/toy_proxy_server.py.
+The first request loses whatever goes beyond computing the prompt: its length, its stream, and options of the answer.
+Source: vLLM 0.32.0 distributed/kv_transfer/kv_connector/v1/nixl/pull_scheduler.py:194 (request_finished), and its
+tests/v1/kv_connector/nixl_integration/toy_proxy_server.py.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def can_be_handed_over(path: str, raw: bytes) -> bool:
     try:
         asked = _asked.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError):
-        # What is wrong with it is for the engine to say.
+        # The engine reports what is wrong with it.
         return False
     limit = asked.max_completion_tokens if asked.max_completion_tokens is not None else asked.max_tokens
     if limit in (0, 1) or asked.n not in (None, 1) or asked.best_of not in (None, 1):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the proxy reads of an OpenAI body: who is asked, and how much may come of it. The bytes themselves go on as they
-came.
+"""The fields of an OpenAI body that the proxy reads: the model, and the length of the answer. The bytes are forwarded
+unchanged.
 
-All values may be of any type: what is wrong with them is for the engine to say.
+All values may be of any type: the engine reports what is wrong with them.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ def read_body(raw: bytes) -> OpenAIBody:
     try:
         return _decoder.decode(raw)
     except msgspec.ValidationError:
-        raise BadQuestion("the body is no JSON object; send one as OpenAI's API has it") from None
+        raise BadQuestion("the body is not a JSON object; send one as in OpenAI's API") from None
     except RecursionError:
         raise BadQuestion("the body is nested too deeply", code="malformed_body") from None
     except (msgspec.DecodeError, ValueError) as error:
-        raise BadQuestion(f"the body is no JSON: {error}", code="malformed_body") from None
+        raise BadQuestion(f"the body is not JSON: {error}", code="malformed_body") from None
 
 
 def renamed(raw: bytes, model: str) -> bytes:

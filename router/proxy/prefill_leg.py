@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has a prompt computed by the prefill worker that was chosen for it, and makes of its answer what the decode worker is
-sent.
+"""Has the chosen prefill worker compute a prompt, and turns its answer into the decode worker's request.
 
 Whatever goes wrong there, the decode worker can compute the prompt itself: nothing is lost but time. So a failure here
-is never the client's, as long as the client is there. What an engine may have begun on is not sent to a second prefill
-worker; what two may have begun on is sent to nobody any more.
+is never the client's, as long as the client is there. A request that an engine may have started is not sent to a second
+prefill worker; one that two engines may have started is not sent again.
 """
 
 from __future__ import annotations
@@ -55,17 +54,22 @@ class PrefillLeg:
         self._metrics = metrics
 
     async def hand_over(
-        self, request: Request, ask: PlacementRequest, placement: Placement, addresses: Addresses, vain: set[WorkerKey]
+        self,
+        request: Request,
+        ask: PlacementRequest,
+        placement: Placement,
+        addresses: Addresses,
+        failed: set[WorkerKey],
     ) -> Given:
-        """For the placement's worker. vain: to whom it was sent in vain; prefill workers that fail come to it. Raises
+        """For the placement's worker. failed: the workers that failed; prefill workers that fail are added. Raises
         Spent."""
         while (part := placement.prefill) is not None:
             if part.worker not in addresses.targets:
-                vain.add(part.worker)
-                placement.prefill_failed(excluding(ask, vain))
+                failed.add(part.worker)
+                placement.prefill_failed(excluding(ask, failed))
                 continue
             if placement.worker in addresses.by_header:
-                # Its sidecar asks the prefill worker; the load there is over at the first token.
+                # Its sidecar calls the prefill worker; the load there ends with the first token.
                 self._count("named")
                 where = addresses.targets[part.worker].host_port
                 return Given(request.body, [(h.PREFILLER, where)])
@@ -73,12 +77,12 @@ class PrefillLeg:
                 params = await self._prefill(request, part)
             except Failure as failure:
                 self._count(FAILED)
-                vain |= addresses.sharing(part.worker)
+                failed |= addresses.sharing(part.worker)
                 again = request.attempts.prefill_failed(named(part.worker), failure)
-                placement.prefill_failed(excluding(ask, vain) if again else None)
+                placement.prefill_failed(excluding(ask, failed) if again else None)
             except _Declined as declined:
                 self._count(declined.outcome)
-                vain.add(part.worker)
+                failed.add(part.worker)
                 if declined.outcome == FAILED:
                     # vLLM's server answers 500 when its engine's core died.
                     request.attempts.prefill_broke(Failure(Kind.GONE, "the prefill worker answers with an error"))
@@ -126,7 +130,7 @@ class PrefillLeg:
             request.watch.failed(gone.kind.value, gone.text)
             raise gone
         if status != OK:
-            # The client's error, most likely; the decode worker will say so.
+            # Most likely the client's error; the decode worker will report it.
             raise _Declined("refused" if status < FIRST_SERVER_ERROR else FAILED)
         if params is None:
             raise _Declined("declined")

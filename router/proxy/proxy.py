@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One OpenAI request from its client to an engine, and the answer back: bodies and streams as they are, byte for byte.
+"""One OpenAI request from its client to an engine, and the answer back: bodies and streams unchanged, byte for byte.
 
-What is to be placed is read in `request_reader.py`, which worker takes it is `placer.py`'s, when another one is asked
-is `failure.py`'s. An engine's errors are the client's; the router's own say what to do."""
+`request_reader.py` reads the request, `placer.py` chooses the worker, `failure.py` decides about retries. An engine's
+errors go to the client; the router's own errors say what to do."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class _Answer:
 
 
 class Proxy:
-    """Belongs to one loop. `close` when no request is under way any more.
+    """Belongs to one loop. `close` when no request is in progress.
 
     worker_key: sent to engines in place of the client's Authorization, which goes on where the router has no key of its
     own."""
@@ -119,11 +119,12 @@ class Proxy:
             watch.ended(outcome)
 
     def closed(self, worker: WorkerKey) -> str | None:
-        """Why a worker takes no new request now; None when it does."""
+        """Why a worker takes no new requests now; None if it does."""
         return self._admission.problem(worker)
 
     def health(self) -> list[str]:
-        """Which workers are sent nothing because requests to them failed, and whose predictions do not come true."""
+        """Workers that get no requests because requests to them failed, and workers whose predictions do not come
+        true."""
         return [*self._admission.health(), *self._quality.health()]
 
     def predictions_problem(self, worker: WorkerKey) -> str | None:
@@ -141,10 +142,10 @@ class Proxy:
 
     async def _answer(self, request: Request, ask: PlacementRequest) -> _Answer:
         """The first byte of an answer, from whichever worker gives one. Raises RouterError."""
-        # A gateway's word that its engine is gone: the client's, if nobody has a better one.
+        # A gateway's answer that its engine is gone: the client gets it if no worker has a better one.
         spare: _Answer | None = None
         error: RouterError | None = None
-        vain: set[WorkerKey] = set()
+        failed: set[WorkerKey] = set()
         if ask.question.model in self._addresses().prefillers:
             splits = can_be_handed_over(request.client.path, request.body)
             ask = msgspec.structs.replace(ask, may_hand_over=splits)
@@ -165,14 +166,14 @@ class Proxy:
                     spare.connection.close()
                     spare = None
                 try:
-                    answer = await self._attempt(request, ask, placement, vain)
+                    answer = await self._attempt(request, ask, placement, failed)
                 except AttemptsSpent as spent:
                     raise _error_of(spent.failure) from None
                 except Failure as caught:
                     failure, error = caught, _error_of(caught)
                     if not request.attempts.failed(named(placement.worker), failure):
                         raise error from None
-                    vain |= self._addresses().sharing(placement.worker)
+                    failed |= self._addresses().sharing(placement.worker)
                 else:
                     status, is_gone = answer.head.status, answer.head.status in GONE_STATUSES
                     handed_over = _computed_at(placement) is not None
@@ -183,16 +184,16 @@ class Proxy:
                     if not request.attempts.failed(named(placement.worker), failure):
                         return answer
                     if handed_over and (placement.prefill is not None or not is_gone):
-                        # A sidecar that did not reach the prefill worker, or blocks that it did not get: alone it can
-                        # do it.
+                        # The sidecar did not reach the prefill worker, or the blocks did not arrive: the worker can do
+                        # it alone.
                         ask = msgspec.structs.replace(ask, may_hand_over=False)
                     else:
-                        vain |= self._addresses().sharing(placement.worker)
+                        failed |= self._addresses().sharing(placement.worker)
                     placement.done()
                     request.watch.failed(failure.kind.value, failure.text)
                     spare = answer
                 self._metrics.proxy_retries.labels(failure.kind.value).inc()
-                ask = excluding(ask, vain)
+                ask = excluding(ask, failed)
         finally:
             if spare is not None:
                 spare.connection.close()
@@ -209,7 +210,7 @@ class Proxy:
             if placement.worker in addresses.targets:
                 return placement
             placement.done()
-        raise NoWorker("no worker can take it: register the engine's HTTP address (url), one that is allowed")
+        raise NoWorker("no worker can take it: register the engine's HTTP address (url), and let allow_hosts admit it")
 
     def _addresses(self) -> Addresses:
         registrations = self._registrations()
@@ -219,12 +220,12 @@ class Proxy:
         return self._known_addresses
 
     async def _attempt(
-        self, request: Request, ask: PlacementRequest, placement: Placement, vain: set[WorkerKey]
+        self, request: Request, ask: PlacementRequest, placement: Placement, failed: set[WorkerKey]
     ) -> _Answer:
-        """The first byte of this worker's answer. vain: to whom the request was sent in vain. Raises Failure,
+        """The first byte of this worker's answer. failed: the workers that failed. Raises Failure,
         Spent."""
         try:
-            given = await self._prefilling.hand_over(request, ask, placement, self._addresses(), vain)
+            given = await self._prefilling.hand_over(request, ask, placement, self._addresses(), failed)
             sent = await self._sending.send(
                 request, placement.worker, given.body, request.client.headers, given.headers
             )
@@ -297,7 +298,7 @@ def _retried(request: Request) -> h.Headers:
 
 
 def _error_of(failure: Failure) -> RouterError:
-    """What the client is told when no worker answered."""
+    """The client's error when no worker answered."""
     if failure.kind in (Kind.SILENT, Kind.CONNECT_TIMEOUT):
         return WorkerSilent(f"{failure.text}; send the request again, or raise answer_timeout_s of the router")
-    return WorkerUnreachable(f"{failure.text}; no other worker was asked or could answer; send the request again")
+    return WorkerUnreachable(f"{failure.text}; no other worker was tried or could answer; send the request again")

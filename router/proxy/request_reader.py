@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From what a client sent to what is to be placed: the model, the prompt's tokens, whose it is, and how much may
-come."""
+"""Turns a client's request into a placement request: the model, the prompt's tokens, its session, and the length of
+the answer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tokens(Protocol):
 
 
 class Request:
-    """One request under way. body: what the engine gets. watch: is told of each step."""
+    """One request under way. body: what the engine gets. watch: observes each step."""
 
     def __init__(self, client: Client, watch: RequestWatch) -> None:
         self.client = client
@@ -94,7 +94,7 @@ class RequestReader:
                 authorization=None if authorization is None else authorization.decode("latin-1"),
             )
         except BadQuestion as error:
-            # What is wrong with it is for the engine to say.
+            # The engine reports what is wrong with it.
             prompt = Prompt(estimated_tokens(len(request.body)), None, "none", error.message)
         if prompt.broke_engine:
             request.attempts.tokens_failed()
@@ -108,7 +108,7 @@ class RequestReader:
             return body.model
         models = self._models()
         if body.model is None and len(models) == 1:
-            # As vLLM itself has it.
+            # As in vLLM.
             return models[0]
         known = ", ".join(map(printable, models)) or "none yet"
         raise BadQuestion(f"model must name one of the registered models: {known}", code="invalid_model")

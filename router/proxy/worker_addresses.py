@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the registered workers' HTTP is, and which of them share one. Pure; made anew when a registration changed."""
+"""HTTP addresses of the registered workers, and which workers share one. Pure; rebuilt when a registration changes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from kvrouter.router.workers.role import HandoverWay, Role
 
 
 class Addresses:
-    """targets: of the workers that may be sent requests. ranks: what an engine has to be told, where several of its
-    ranks are registered under one URL; one with a URL of its own has no other rank, and refuses to be asked for one.
+    """targets: of the workers that may be sent requests. ranks: the rank to send with a request, if several ranks are
+    registered under one URL; an engine with one rank rejects requests for another.
 
-    unreachable: workers that nothing can be sent to: registered without a URL, or at one that is not allowed.
-    by_header: decode workers whose sidecar is told by a header where a prompt is to be computed. prefillers: models
-    that have prefill workers."""
+    unreachable: workers registered without a URL, or with one that is not allowed. by_header: decode workers whose
+    sidecar gets the prefill worker by header. prefillers: models that have prefill workers."""
 
     def __init__(self, registrations: Sequence[Registration], allowed: AllowList) -> None:
         self.targets: dict[WorkerKey, Target] = {}

@@ -48,5 +48,5 @@ class Concurrency:
         return Flight(traffic)
 
     def forget(self, worker: WorkerKey) -> None:
-        """It was dropped; what is still under way there ends on its own."""
+        """It was dropped; requests in progress there end on their own."""
         self._traffic.pop(worker, None)

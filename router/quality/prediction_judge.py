@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether what is predicted of one worker comes true, judged by what its engine says afterwards. Pure.
+"""Judges whether predictions for one worker come true, by its engine's reports. Pure.
 
-One request proves nothing: between the choice and the moment in which the engine looks into its cache, siblings make a
-prompt reuse more, and what others need evicts some of it. A request that was alone at its worker has neither, so few of
-these say much; of those among others only a majority that loses a good part says anything.
+One request proves nothing: between the choice and the engine's lookup, siblings make a prompt reuse more, and evictions
+make it reuse less. A request that was alone at its worker meets neither, so few of these are conclusive; among other
+requests only a majority that loses a good part is.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ ALONE_MIN = 8
 BUSY_WINDOW = 64
 BUSY_MIN = 32
 BUSY_LOST_SHARE = 0.25
-# Answers in a row that could have told of cached tokens and did not. vLLM before 0.25 leaves a zero out, so a few prove
+# Answers in a row that could have reported cached tokens and did not. vLLM before 0.25 omits zeros, so a few prove
 # nothing.
 SILENT_MIN = 8
-# Prompts whose lengths the engine told: of the last 16, at least 8, more than half of them other than counted here.
+# Prompts whose length the engine reported: of the last 16, at least 8, more than half differ from the count here.
 COUNTED_WINDOW = 16
 COUNTED_MIN = 8
 HALF = 0.5
 
 
 class PredictionOutcome(StrEnum):
-    """Of one prediction: what was reused, beside what was said. untold: nobody can know."""
+    """The result of one prediction; untold: the engine did not report what it reused."""
 
     EXACT = "exact"
     LESS = "less"
@@ -47,7 +47,7 @@ def outcome_of(predicted: int, delivered: int) -> PredictionOutcome:
 
 
 class PredictionJudge:
-    """One worker's last predictions that said that something would be reused, and what came of them."""
+    """One worker's last predictions above zero, and their results."""
 
     def __init__(self) -> None:
         # (predicted, delivered)
@@ -59,10 +59,10 @@ class PredictionJudge:
         self._silent = 0
 
     def delivered_of(self, cached_tokens: int | None, predicted: int | None) -> int | None:
-        """What an answer that tells its usage says of reuse, None where nobody knows. predicted: as `judge`, None: no
-        prediction.
+        """The reuse that an answer with usage reports, None if unknown. predicted: as in `judge`, None: no prediction.
 
-        An engine that has told before and says nothing means zero (vLLM before 0.25), unless it goes on like that."""
+        If an engine reported it before and now omits it, that means zero (vLLM before 0.25), unless it continues to
+        omit it."""
         if cached_tokens is not None:
             self._tells, self._silent = True, 0
             return cached_tokens
@@ -71,7 +71,7 @@ class PredictionJudge:
         return 0 if self._tells and self._silent < SILENT_MIN else None
 
     def judge(self, predicted: int, delivered: int, *, alone: bool) -> None:
-        """alone: no other request was on its way to this worker, or being answered there, from the choice to the first
+        """alone: no other request was on its way to this worker or being answered there, from the choice to the first
         token."""
         if not predicted:
             return

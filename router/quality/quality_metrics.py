@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of quality: how true predictions come, and how long clients wait. What each means is in
-docs/reference/metrics.md."""
+"""Metrics of predictions and latencies. docs/reference/metrics.md describes each."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ E2E_BUCKETS_S = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 12
 # million. 0 has a bucket of its own: what is up to -1 is over-credit, what is over 0 under-credit.
 ERROR_BUCKETS_TOKENS = (-16_384, -4_096, -1_024, -256, -64, -16, -1, 0, 16, 64, 256, 1_024, 4_096, 16_384)
 
-# Why nobody can know whether a prediction came true.
+# Why a prediction cannot be judged.
 UNTOLD_REASONS = (
     "unpredicted",  # the prompt's tokens were not known, or its worker's hits are handed over
     "no_usage",  # a stream without stream_options.include_usage, or an answer that has none
@@ -64,10 +63,10 @@ class QualityMetrics:
             return Histogram(f"kvrouter_{name}", text, labels, buckets=buckets, registry=registry)
 
         self.predictions = counter(
-            "predictions_total", "Answered requests, by what came of their prediction", "worker", "outcome"
+            "predictions_total", "Answered requests, by the result of their prediction", "worker", "outcome"
         )
         self.untold = counter(
-            "predictions_untold_total", "Answered requests whose prediction cannot be judged, by why", "reason"
+            "predictions_untold_total", "Answered requests whose prediction cannot be judged, by reason", "reason"
         )
         self.predicted_tokens = counter(
             "predicted_cached_tokens_total", "Tokens that were predicted to be reused, of judged requests", "worker"
@@ -81,9 +80,9 @@ class QualityMetrics:
             "prediction_error_tokens", "Reused less predicted, of each judged request", ERROR_BUCKETS_TOKENS
         )
         self.length_mismatches = counter(
-            "token_count_mismatches_total", "Prompts that the engine counts otherwise than the router", "worker"
+            "token_count_mismatches_total", "Prompts whose length the engine counts differently", "worker"
         )
-        self.completion_tokens = counter("completion_tokens_total", "Generated tokens, as far as told", "worker")
+        self.completion_tokens = counter("completion_tokens_total", "Generated tokens, as far as reported", "worker")
         self.ttft = histogram(
             "ttft_seconds", "Streams: from a whole request to the first event", TTFT_BUCKETS_S, "worker"
         )
@@ -96,7 +95,7 @@ class QualityMetrics:
         self.e2e = histogram(
             "e2e_seconds", "From a whole request to the end of a whole, successful answer", E2E_BUCKETS_S, "worker"
         )
-        self.spans = counter("trace_spans_total", "Spans of traces, by what became of them", "outcome")
+        self.spans = counter("trace_spans_total", "Spans of traces, by outcome", "outcome")
         for reason in UNTOLD_REASONS:
             self.untold.labels(reason)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watches requests on their way: what was predicted for each, what came of it, and how long it all took.
+"""Observes requests: what was predicted for each, what was delivered, and how long each step took.
 
-The proxy tells a `RequestWatch` of each step; nothing here decides anything, waits or fails a request. Belongs to one
+The proxy reports each step to a `RequestWatch`; nothing here decides anything, waits or fails a request. Belongs to one
 loop.
 """
 
@@ -29,7 +29,7 @@ Headers = list[tuple[bytes, bytes]]
 
 OK = "ok"
 CLIENT_GONE = "client_gone"
-# Where a model answers; the rest is the engine's HTTP process alone.
+# Paths on which a model answers; the engine's HTTP process alone answers the others.
 INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
 # The shortest answer that has a time between its tokens.
 TOKENS_MIN = 2
@@ -122,7 +122,7 @@ class RequestWatch:
         self._told: ReuseReport | None = None
 
     def asked(self, ask: PlacementRequest) -> None:
-        """Its tokens are known, or known not to be had."""
+        """The lookup of its tokens ended, with or without tokens."""
         question = ask.question
         # Where only the beginning of a prompt is known, more may be reused than can be predicted.
         self._predicted = question.token_ids is not None and len(question.token_ids) == question.num_tokens
@@ -145,13 +145,13 @@ class RequestWatch:
         return self._trace.sending(worker, host, port, headers, self._quality.clock())
 
     def failed(self, kind: str, text: str) -> None:
-        """It failed; what follows is another one, or the end. Once more changes nothing."""
+        """It failed; another attempt or the end follows. Repeating it changes nothing."""
         self._land()
         if self._trace is not None:
             self._trace.failed(kind, text, self._quality.clock())
 
     def handed_over(self) -> None:
-        """Another worker computes the prompt: what the engine reuses says nothing of its own cache."""
+        """Another worker computes the prompt: what the engine reuses proves nothing about its own cache."""
         self._predicted = False
 
     def tap(self, send: Send, status: int, headers: Headers, *, streams: bool) -> AnswerTap:
@@ -216,7 +216,7 @@ class RequestWatch:
         if completion_tokens:
             children.completion.inc(completion_tokens)
         if self._streams and tap.first_s is not None:
-            # Where the engine does not tell, an event is taken for a token.
+            # If the engine does not report it, each event counts as one token.
             tokens = completion_tokens or tap.events
             if tokens >= TOKENS_MIN:
                 children.itl.observe((tap.last_s - tap.first_s) / (tokens - 1))

@@ -36,8 +36,8 @@ log = logging.getLogger("kvrouter.quality")
 
 # Where collectors take traces over HTTP, under the address that is usually given. Source: OTLP 1.x specification.
 TRACES_PATH = "/v1/traces"
-# Some seconds of a busy router (1,000 requests/s with six spans), some ten MB; a collector that is away for longer
-# loses spans.
+# Some seconds of a busy router (1,000 requests/s with six spans), some ten MB; a longer outage of the collector loses
+# spans.
 QUEUE_SPANS = 16_384
 # At the end: what a collector that answers needs, and one that does not must not hold up.
 CLOSE_S = 3.0
@@ -315,7 +315,7 @@ def _usage(told: ReuseReport) -> Attributes:
 
 
 def _carrier(headers: Headers) -> dict[str, str]:
-    """What a client says of its trace; several tracestate headers are one list (W3C Trace Context, 3.3)."""
+    """The client's trace context; several tracestate headers are one list (W3C Trace Context, 3.3)."""
     found: dict[str, list[str]] = {}
     for name, value in headers:
         if name in TRACE_HEADERS:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine says of its own work, found in its answer as that passes by. Pure: bytes in, numbers out.
+"""Finds an engine's usage report in its answer as it passes. Pure: bytes in, numbers out.
 
 No event is decoded: what follows the key `usage` is kept, a few candidates at most, and the last one that is a usage
 counts (an answer may have others: a tool's schema, one in every event). Where the bytes are cut makes no difference.
@@ -24,14 +24,14 @@ MAX_CANDIDATES = 4
 # Enough to know a cut key, a cut line and the last event, `data: [DONE]` with its line ends.
 TAIL_BYTES = 16
 DONE = b"[DONE]"
-# More tokens than a prompt can have: a number that is none.
+# More tokens than a prompt can have: not a real count.
 MAX_TOKENS = 2**40
 
 _decoder = json.JSONDecoder()
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """In tokens; None: not told. cached_tokens: of the prompt, not computed again."""
+    """In tokens; None: not reported. cached_tokens: of the prompt, not computed again."""
 
     prompt_tokens: int
     completion_tokens: int | None = None
@@ -39,7 +39,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class UsageReader:
-    """One answer's. `feed` all of it in its order, then ask for `usage` and `events`."""
+    """The reader of one answer: `feed` it in order, then read `usage` and `events`."""
 
     __slots__ = ("_begun", "_candidates", "_streams", "_tail", "_value")
 
@@ -95,7 +95,7 @@ class UsageReader:
         return self._streams and self._tail.rstrip().endswith(DONE)
 
     def usage(self) -> Usage | None:
-        """The last usage that the answer tells, None where it tells none."""
+        """The last usage in the answer, None if there is none."""
         self._settle()
         for value in reversed(self._candidates):
             if (found := _usage(bytes(value))) is not None:

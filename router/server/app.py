@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wiring: from settings to a serving process, and back down in order. The only place that names clocks and chance."""
+"""Wiring: from settings to a serving process, and back down in order. The only place that names clocks and random
+sources."""
 
 from __future__ import annotations
 
@@ -62,15 +63,15 @@ from kvrouter.router.workers.allow_list import AllowList
 
 log = logging.getLogger(__name__)
 
-# As many open files again as clients have, for Redis, engines (six a worker) and the libraries' own.
+# Open files are split in halves: one for clients, one for Redis, engines (six a worker) and libraries.
 FILES_PER_CONNECTION = 2
 # A worker with the patch has two connections, a snapshot under way, a look for another life, and a monitor's pair for
 # each. ZMQ's own limit of 1,023 would refuse some of a hundred workers.
 SOCKETS_PER_WORKER = 10
 SPARE_SOCKETS = 64
-# Compiling takes half a minute on a slow machine: somebody who waits reads a line as often as this.
+# Compiling takes half a minute on a slow machine: interval of progress lines.
 WARM_LOOK_S = 2.0
-# A private server that died is noticed by this; questions are answered from memory meanwhile.
+# Interval at which a dead private server is noticed; queries are answered from memory meanwhile.
 STORE_CHECK_S = 1.0
 # The data directory's lock admits one router, so its leases need no name of their own, and a restart takes over at
 # once.
@@ -139,7 +140,7 @@ async def serve(config: Config, origin: Origin, part: ProcessPart | None = None)
         if part is not None:
             asyncio.get_running_loop().add_reader(sys.stdin.fileno(), stopping.on_supervisor_gone)
         async with AsyncExitStack() as stack:
-            # First, as it is what fails most often, and fails fast.
+            # First, because it fails most often, and fails fast.
             opened = bound_socket(config.host, config.port) if part is None else socket.socket(fileno=part.listener)
             listener = stack.enter_context(contextlib.closing(opened))
             server = await stopping.unless_stopped(_start(config, origin, part, listener, stopping.shutdown, stack))
@@ -292,7 +293,7 @@ async def _start(
         server_header=False,
         timeout_graceful_shutdown=config.drain_s,
     )
-    # What lives now lives for long: the collector need not walk it again and again between requests.
+    # Objects alive now live long: the garbage collector need not scan them between requests.
     gc.collect()
     gc.freeze()
 
@@ -308,7 +309,7 @@ def count_callbacks(metrics: Metrics) -> None:
     """Have errors counted that nobody awaits, of timers and of transports; the loop logs them."""
 
     def count(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        # A connection that broke is nobody's bug.
+        # A broken connection is not a bug.
         if not isinstance(context.get("exception"), OSError):
             metrics.internal_errors.labels("callback").inc()
         loop.default_exception_handler(context)
@@ -378,7 +379,7 @@ async def _keep_running(store: EmbeddedStore) -> None:
         await asyncio.sleep(STORE_CHECK_S)
         try:
             if await store.ensure_running():
-                log.warning("private store was gone and was started again", extra={"data_dir": store.data_dir})
+                log.warning("private store ended and was restarted", extra={"data_dir": store.data_dir})
             told = ""
         except (EmbeddedStoreError, StoreError, OSError) as error:
             if str(error) != told:

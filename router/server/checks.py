@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is checked before anything is compiled or started."""
+"""Checks before anything is compiled or started."""
 
 from __future__ import annotations
 

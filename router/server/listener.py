@@ -12,7 +12,7 @@ from kvrouter.router.config.settings import Config, without_password
 
 
 def start_line(config: Config, listener: socket.socket, workers: int) -> str:
-    """What a user reads when the router is up: where it listens, where its data is, and what to do next."""
+    """The line for users when the router is up: where it listens, where its data is, and what to do next."""
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     if config.redis is None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The metrics of several processes behind one port, on one page.
 
-A scrape reaches any one of them. Each tells its own numbers to whoever connects to its unix socket; the one that is
-scraped asks all and labels every sample with `process`, adding nothing up: sums are the business of whoever reads them.
-One that does not answer is left out, which `kvrouter_processes_answering` shows.
+A scrape reaches any one of them. Each serves its own page on a unix socket; the scraped process reads all pages and
+labels every sample with `process`, without adding anything up. A process that does not answer is left out, which
+`kvrouter_processes_answering` shows.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SiblingMetrics:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Tell the own page to whoever connects."""
+        """Sends this process's page to every connection."""
         path = socket_path(self._folder, self._number)
         # Left there by the process that had this number before.
         path.unlink(missing_ok=True)
@@ -48,7 +48,7 @@ class SiblingMetrics:
             writer.write(self._own())
             await writer.drain()
         except ConnectionError:
-            # Whoever asked has gone, or gave up waiting.
+            # The reader is gone, or gave up waiting.
             pass
         finally:
             writer.close()

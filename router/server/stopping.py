@@ -19,14 +19,14 @@ from kvrouter.router.common.shutdown import Shutdown, take_waiting
 log = logging.getLogger(__name__)
 
 
-# Tells a part that the supervisor had a second signal. Not SIGTERM, which a service manager may send to all processes
-# at once.
+# Notifies a part that the supervisor got a second signal. Not SIGTERM, which a service manager may send to all
+# processes at once.
 HURRY = signal.SIGINT
 
 
 class Server(uvicorn.Server):
-    """uvicorn that tells when it serves and leaves the signals to us: it would take them over and raise them once more
-    when HTTP is down, in the middle of our own way down."""
+    """uvicorn that reports when it serves and leaves signals alone: it would handle them itself and raise them again
+    when HTTP is down, during our own shutdown."""
 
     def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
         super().__init__(config)

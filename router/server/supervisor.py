@@ -41,8 +41,8 @@ from kvrouter.router.telemetry.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-# Pause before a process that ended is started again: doubled from the first to the last, so that one that cannot live
-# does not take the machine; forgotten by one that lived for STEADY_S.
+# Pause before a process that ended is restarted: doubled from the first to the last, so that a process that keeps
+# failing does not load the machine; reset by one that ran for STEADY_S.
 RESTART_FIRST_S = 0.1
 RESTART_LAST_S = 5.0
 STEADY_S = 30.0
@@ -53,7 +53,7 @@ CLOSE_TIMEOUT_S = 10.0
 
 
 class ChildOrder(msgspec.Struct, frozen=True):
-    """What a process is told, as one line on its stdin."""
+    """A process's orders, as one line on its stdin."""
 
     config: Config
     part: ProcessPart
@@ -156,7 +156,7 @@ class _Child:
             number = self._order.part.number
             if not self.ready.is_set():
                 raise StartError(f"process {number} of the router did not start; the line before this one says why")
-            log.error("a process ended and is started again", extra={"number": number, "code": code})
+            log.error("a process ended and is restarted", extra={"number": number, "code": code})
             if loop.time() - began_s > STEADY_S:
                 pause_s = RESTART_FIRST_S
             await asyncio.sleep(pause_s)

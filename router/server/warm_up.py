@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile every kernel before the first question comes.
+"""Compiles every kernel before the first query.
 
 The first call of a kernel compiles it, for seconds; later processes read numba's cache in milliseconds. Arrays that
 come from buffers are read-only, which to numba is another type, so both kinds are called.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reference pages list what the code has, no less and no more: endpoints, fields, error codes, commands, metrics."""
+"""The reference pages list what the code has, no less and no more: endpoints, fields, error codes, commands,
+metrics."""
 
 from __future__ import annotations
 

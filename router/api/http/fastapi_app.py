@@ -77,7 +77,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _methods(route: BaseRoute, request: Request) -> Iterable[str]:
-    """What `route` takes, nothing when it has another path."""
+    """The methods of `route` if it matches the request's path, else none."""
     if not isinstance(route, APIRoute) or not route.path_regex.match(request.scope["path"]):
         return ()
     return route.methods or ()
@@ -109,9 +109,9 @@ def build_api(
 ) -> HttpApi:
     """The whole HTTP API on `core` and `placing`. Holds no global state: several live side by side in one process.
 
-    tokens: finds those of texts; without it texts are refused. clock: seconds, monotonic; measures decisions. proxy:
-    without it nothing is passed on. tracing: None where no traces are wanted. sources: say what is wrong with them.
-    shutdown: told by whoever ends the process."""
+    tokens: tokenizes texts; without it texts are refused. clock: monotonic, in seconds; measures decisions. proxy:
+    without it nothing is forwarded. tracing: None turns traces off. sources: where workers come from; they report their
+    problems. shutdown: set when the process is to end."""
     shutdown = shutdown or Shutdown()
     app = FastAPI(
         title=PACKAGE,

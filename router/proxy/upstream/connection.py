@@ -167,7 +167,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._head is None or self._whole:
-            # An answer that nobody asked for: not to be taken for that of the next request.
+            # An answer without a request: it must not be taken for that of the next one.
             self._stays_open = False
             self.close()
             return
@@ -181,7 +181,7 @@ class Connection(asyncio.Protocol):
                 return
             # Of what a callback raises, the parser's own error says no more than that it did.
             why = error.__context__ or error or type(error).__name__
-            self._fail(Failure(Kind.MALFORMED, f"the engine's answer is no HTTP/1.1: {why}"))
+            self._fail(Failure(Kind.MALFORMED, f"the engine's answer is not HTTP/1.1: {why}"))
             return
         if self._fruitless_bytes > MAX_HEAD_BYTES and not self._whole:
             self._fail(Failure(Kind.MALFORMED, f"the head of the engine's answer is over {MAX_HEAD_BYTES} bytes"))
@@ -207,7 +207,7 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         if self._whole:
             # In one read with the answer's end. Nothing else keeps the parser from going on.
-            raise httptools.HttpParserError("more than was asked for")
+            raise httptools.HttpParserError("more data than one answer")
 
     def on_status(self, reason: bytes) -> None:
         self._reason += reason
@@ -227,7 +227,7 @@ class Connection(asyncio.Protocol):
         self._got_on()
         codings = [value.lower() for name, value in self._headers if name == b"transfer-encoding"]
         if codings not in ([], [b"chunked"]) or self._parser.get_http_version() not in VERSIONS:
-            raise httptools.HttpParserError("another transfer coding than chunked, or another version")
+            raise httptools.HttpParserError("a transfer coding other than chunked, or another version")
         self._head_whole = True
         chunked = bool(codings)
         self._until_close = not chunked and self._length() is None and self._status not in NO_CONTENT

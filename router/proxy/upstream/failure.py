@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an attempt at a worker can fail, and whether another worker may be asked then. Pure.
+"""How an attempt at a worker can fail, and whether the request may go to another worker. Pure.
 
 Never after the first byte of an answer went to the client, and never for a client's error. A request that an engine may
-have begun on is sent once more at most, whoever it was and whatever the age of the connection: one that kills engines
-must not go through the fleet.
+have started is sent once more at most, whatever the age of the connection: a request that kills engines must not go
+through the fleet.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 # The first and two more: with a third of a fleet gone at once, one request in thirty meets three of the gone.
 MAX_ATTEMPTS = 3
-# Engines that may have begun on it in vain, of these and of those that were asked for its tokens or its prefill.
+# Failed engines that may have started it, including those that were to find its tokens or compute its prompt.
 MAX_ARRIVALS = 2
 
 # What a gateway in front of an engine answers when the engine is gone, and vLLM itself while it scales.
@@ -38,8 +38,8 @@ class Kind(StrEnum):
 
 # The request cannot have reached the engine.
 _BEFORE_ARRIVAL = frozenset({Kind.REFUSED, Kind.CONNECT_TIMEOUT})
-# Whoever waited so long has given up, and the next engine would need as long; what is no HTTP is no engine's; of a cut
-# answer the client has a part.
+# After such a wait the client has given up, and the next engine would need as long; what is not HTTP does not come from
+# an engine; of a cut answer the client has a part.
 _FINAL = frozenset({Kind.SILENT, Kind.MALFORMED, Kind.CUT})
 
 
@@ -61,14 +61,14 @@ class AttemptsSpent(Exception):
 
 
 class Attempts:
-    """The attempts of one request. `trail` names those that failed, as the client is told: `w0 refused, w1 reset`."""
+    """The attempts of one request. `trail` names those that failed, as the client sees them: `w0 refused, w1 reset`."""
 
     def __init__(self, path: str, *, pinned: bool) -> None:
         self._repeatable = path in REPEATABLE_PATHS
         self._pinned = pinned
         self._made = 0
         self._arrived = 0
-        # Of engines that were asked for a part of it.
+        # Engines that were to do a part of it.
         self._arrived_before = 0
         self._prefills = 0
         self.trail: list[str] = []
@@ -84,7 +84,7 @@ class Attempts:
         return self._arrived + self._arrived_before >= MAX_ARRIVALS
 
     def tokens_failed(self) -> None:
-        """An engine that was asked for the prompt's tokens may have begun on it, and did not answer."""
+        """An engine that was to find the prompt's tokens may have started it, and did not answer."""
         self._arrived_before += 1
 
     def stale(self, worker: str) -> None:
@@ -92,8 +92,8 @@ class Attempts:
         self.trail.append(f"{worker} {Kind.STALE.value}")
 
     def prefill_failed(self, worker: str, failure: Failure) -> bool:
-        """A prefill worker did not compute the prompt; whether another one may be asked. Where not, the decode worker
-        may be. Raises Spent."""
+        """A prefill worker did not compute the prompt; whether another one may try. If not, the decode worker may.
+        Raises Spent."""
         self.trail.append(f"{worker} {failure.kind.value}")
         self._prefills += 1
         if failure.kind in _BEFORE_ARRIVAL:
@@ -108,7 +108,7 @@ class Attempts:
             raise AttemptsSpent(failure)
 
     def failed(self, worker: str, failure: Failure) -> bool:
-        """One more failed; whether another worker may be asked."""
+        """One more attempt failed; whether another worker may try."""
         self.trail.append(f"{worker} {failure.kind.value}")
         self._made += 1
         # A gateway's 502 does not say how far the request came; vLLM's own 503 does, but looks the same.

@@ -53,7 +53,7 @@ class Pool:
         except TimeoutError:
             raise Failure(Kind.CONNECT_TIMEOUT, f"no connection to {where} in {CONNECT_TIMEOUT_S:g} s") from None
         except (OSError, UnicodeError) as error:
-            # UnicodeError: a host name that the name service cannot be asked for.
+            # UnicodeError: a host name that cannot be looked up.
             what = getattr(error, "strerror", None) or error
             raise Failure(Kind.REFUSED, f"no connection to {where}: {what}") from None
         return connection
