@@ -30,11 +30,11 @@ class CorePort(Protocol):
         ...
 
     def registrations(self) -> Sequence[Registration]:
-        """What is registered now, as it was given; `PATCH /workers/{id}` changes one of these."""
+        """The registrations as given; `PATCH /workers/{id}` changes one of these."""
         ...
 
     def given_id(self, worker: WorkerKey) -> str | int:
-        """The worker's id as it was registered, a number where it was one."""
+        """The worker's id as registered, a number if it was one."""
         ...
 
     def statuses(self) -> Sequence[WorkerStatus]: ...

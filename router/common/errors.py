@@ -103,7 +103,7 @@ class MethodNotAllowed(RouterError):
 
 
 class Conflict(RouterError):
-    """409: what is asked contradicts what is."""
+    """409: the request contradicts the current state."""
 
     status = 409
     type = INVALID_REQUEST

@@ -3,7 +3,7 @@
 
 A kernel is compiled by numba without the GIL and cached on disk: in NUMBA_CACHE_DIR, beside its source, or in the
 user's cache folder, whichever can be written first. Where none can (a read-only installation without a home), a private
-folder under the temporary one does, and failing that the kernel is compiled anew in each process. With
+folder under the temporary one does, and failing that each process compiles the kernel again. With
 NUMBA_DISABLE_JIT=1 it runs as plain Python, so that it can be read, debugged and covered; tests hold both ways equal.
 """
 

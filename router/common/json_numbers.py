@@ -19,7 +19,7 @@ _SPACE = np.uint8(ord(" "))
 _MAX_TENTH = np.uint64((2**64 - 1) // 10)
 _MAX_LAST = np.uint64((2**64 - 1) % 10)
 _TEN = np.uint64(10)
-# So many digits fit 64 bits whatever they are.
+# Any number with this many digits fits 64 bits.
 _SAFE_DIGITS = np.uint64(19)
 _ONE = np.uint64(1)
 _ALL = np.uint64(2**64 - 1)

@@ -37,14 +37,14 @@ NO_SYN = (
 
 
 class Shutdown:
-    """Whether this process was told to end. From then on it is not ready, and its answers end their connections."""
+    """Whether this process is to end. From then on it is not ready, and its answers close their connections."""
 
     def __init__(self) -> None:
         self.begun = False
 
 
 async def take_waiting(listeners: Sequence[socket.socket], given_up: Callable[[], bool]) -> None:
-    """Returns when no connection waits at these, which are being accepted from, and none is made any more."""
+    """Returns when no connection waits at these listeners and no new one is made; they are being accepted from."""
     waiting = select.poll()
     for listener in listeners:
         _make_no_more(listener)

@@ -63,7 +63,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             extra={"metavar": "FILE"}, description="a YAML or JSON file that lists workers, watched for changes"
         ),
     ] = None
-    # With none, Kubernetes is not asked. The others say where it is, for a router that does not run in the cluster
+    # Without one, Kubernetes is not used. The others say where it is, for a router that does not run in the cluster
     # itself.
     kubernetes_selector: Annotated[
         Annotated[str, msgspec.Meta(min_length=1)] | None,
@@ -284,7 +284,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_workers: Annotated[
         int, msgspec.Meta(ge=1, le=6_000, description="1 to 6000: how many workers (ranks) this router follows")
     ] = 1_024
-    # Without one, engines are asked: exact whatever they are, for a round trip and some work of theirs.
+    # Without one, engines tokenize: exact for every engine, at the cost of a round trip and some of its work.
     tokenizers: Annotated[
         tuple[str, ...],
         msgspec.Meta(
@@ -335,7 +335,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 FIELDS = {field.name: field for field in msgspec.structs.fields(Config)}
 
 
-# Settings that are lists, one value a flag. In the environment the values stand apart by white space: none of theirs
+# Settings that are lists, one value a flag. In the environment white space separates the values: none of theirs
 # has any.
 LISTS = frozenset(name for name, field in FIELDS.items() if field.default == ())
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker as a source knows it, and what becomes of it with what its engine tells. Pure."""
+"""A worker as a source describes it, completed by its engine's answers. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from kvrouter.router.workers.worker_spec import MAX_DP_RANK, WorkerSpec
 class Candidate(msgspec.Struct, frozen=True):
     """registration: as far as it is known; its model may be UNKNOWN_MODEL.
 
-    any_rank: no rank was named, so it stands for all that its engine tells. fallback: where its events are if its
-    engine cannot tell that. only_known: it takes no request now, and is only of interest if it is registered already.
-    problem: why it cannot be registered as it is described; what is registered of it stays."""
+    any_rank: no rank was named, so it stands for all ranks that its engine reports. fallback: where its events are if
+    its engine cannot report that. only_known: it takes no request now, and is only of interest if it is registered
+    already. problem: why it cannot be registered as it is described; what is registered of it stays."""
 
     registration: Registration
     any_rank: bool = False
@@ -47,8 +47,8 @@ def candidate_of(spec: WorkerSpec, source: str) -> Candidate:
 def completed(candidate: Candidate, told: EngineAnswers, known: Sequence[Registration]) -> list[Registration]:
     """The workers that the candidate is. Empty while its model is not known.
 
-    known: what is registered under its id by its source. While the engine does not answer, that stays as it is: a
-    router that begins anew while an engine is away must not forget where its events are."""
+    known: what is registered under its id by its source. It stays while the engine does not answer: a router that
+    restarts while an engine is away must not forget where its events are."""
     given = candidate.registration
     known = [one for one in known if one.url == given.url]
     model = given.worker.model
@@ -89,7 +89,7 @@ def completed(candidate: Candidate, told: EngineAnswers, known: Sequence[Registr
 
 
 def ranked(candidate: Candidate, ranks: int) -> list[Candidate]:
-    """One for each of so many ranks, their ports counted up as vLLM does (distributed/kv_events.py,
+    """The endpoints of this number of ranks, with ports counted up as in vLLM (distributed/kv_events.py,
     offset_endpoint_port)."""
     given = candidate.registration
 

@@ -33,25 +33,24 @@ from kvrouter.router.workers.worker_status import WorkerStatus
 
 log = logging.getLogger(__name__)
 
-# What nobody told of (a registry that lost something, a router that is gone) is seen after this.
+# Changes without a notification (a registry that lost entries, a router that is gone) are noticed after this.
 LOOK_S = 1.0
-# So long a start waits for what engines tell of themselves: those that run answer at once, and what is not known comes
-# later.
+# How long a start waits for engines' answers: running engines answer at once, the others are completed later.
 FIRST_ASK_S = 2.5
 # Claims are written again now and then, for a store that lost them.
 CLAIM_S = 5.0
-# Of the workers that something is wrong with, so many are named in /health.
+# The number of problem workers that /health names.
 NAMED = 3
 
 
 class _Kept:
-    """What is known of one source beside what it shows."""
+    """State of one source beside the workers that it lists."""
 
     def __init__(self) -> None:
         # What of it this process last registered, or saw registered.
         self.asserted: dict[Name, Registration] = {}
         self.contested: dict[Name, str] = {}
-        # Of whom the model is not known, or that the fleet refuses.
+        # Workers whose model is unknown, or that the fleet refuses.
         self.waiting: dict[Name, str] = {}
         self.told_problem = ""
 
@@ -114,8 +113,7 @@ class Discovery:
         try:
             await source.run(self._news.set)
         except Exception:
-            # Until it runs again, what it shows is not compared: workers would be withdrawn by a list that nobody keeps
-            # true.
+            # Until it runs again, its list is not compared: a stale list would withdraw workers.
             source.problem = "internal error, a bug in the router: its log has the details"
             self._news.set()
             raise
@@ -195,8 +193,8 @@ class Discovery:
             if given.url is not None and (candidate.asks_model or candidate.asks_events):
                 told = self._asker.told(given.url)
             if told is None and not ours:
-                # It is being asked for the first time, which takes a moment.
-                kept.waiting[name_of(given)] = "its engine is being asked"
+                # Its first query is in progress.
+                kept.waiting[name_of(given)] = "its engine is being queried"
                 continue
             told = told or EngineAnswers()
             workers = completed(candidate, told, ours)

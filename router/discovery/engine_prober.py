@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks engines for what nobody wrote down: their model, and where their events are. The async shell around
+"""Queries engines for what their registration lacks: their model, and where their events are. The async shell around
 `engine_answers.py`.
 
-They are asked again and again: an engine that was started anew may have other ports, ranks or another model.
+The queries repeat, because an engine that restarts may have other ports, ranks or another model.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from kvrouter.router.workers.engine_answers import (
 
 log = logging.getLogger(__name__)
 
-# An answer costs an engine some microseconds; what an engine that was started anew says otherwise is known here after
-# this.
+# An answer costs an engine some microseconds; changes of a restarted engine are known after this.
 AGAIN_S = 5.0
 # An engine takes minutes to load its weights; a shorter interval would only fill its log.
 RETRY_S = 2.0
-# Of either, to both sides: many engines that came at once are not asked at once for ever.
+# Jitter of either, to both sides: engines that started at once are not queried at once forever.
 JITTER = 0.2
 # Both are answered at once.
 TIMEOUT_S = 2.0
@@ -43,18 +42,18 @@ ENGINES_AT_ONCE = 16
 
 
 class ProbeRequest(msgspec.Struct, frozen=True):
-    """What an engine is to be asked for."""
+    """What to query an engine for."""
 
     model: bool = False
     streams: bool = False
 
 
 class ProbeFailed(Exception):
-    """Why nothing came that could be used."""
+    """Why there is no usable answer."""
 
 
 class NoSuchPath(Exception):
-    """The engine does not have what was asked for."""
+    """The engine does not have this path."""
 
 
 class EngineProber:
@@ -83,7 +82,7 @@ class EngineProber:
         self._told: dict[str, EngineAnswers] = {}
 
     def want(self, wanted: Mapping[str, ProbeRequest]) -> None:
-        """By URL, in place of what was wanted before."""
+        """Replaces the queries, by URL."""
         for url in self._wanted.keys() - wanted.keys():
             self._told.pop(url, None)
             self._due_s.pop(url, None)
@@ -94,7 +93,7 @@ class EngineProber:
         self._wanted = dict(wanted)
 
     def told(self, url: str) -> EngineAnswers | None:
-        """What it said last; None while it was not asked once."""
+        """Its last answer; None before its first query."""
         return self._told.get(url)
 
     async def run(self) -> None:
@@ -110,13 +109,13 @@ class EngineProber:
                 continue
 
     async def look(self) -> None:
-        """Ask all whose turn it is."""
+        """Queries all engines that are due."""
         now = self._clock()
         due = [url for url, due_s in self._due_s.items() if due_s <= now]
         await asyncio.gather(*map(self._ask, due))
 
     async def ask(self, url: str, what: ProbeRequest) -> EngineAnswers:
-        """What it says now, for once."""
+        """Its answer to a single query."""
         async with self._slots:
             return await self._asked(url, what, EngineAnswers())
 
@@ -134,11 +133,13 @@ class EngineProber:
         if found != before:
             self._told[url] = found
             level = logging.WARNING if found.problem else logging.INFO
-            log.log(level, "engine told", extra={"url": url, "model": found.model, "problem": found.problem})
+            log.log(
+                level, "engine described itself", extra={"url": url, "model": found.model, "problem": found.problem}
+            )
             self._changed()
 
     async def _asked(self, url: str, what: ProbeRequest, before: EngineAnswers) -> EngineAnswers:
-        """What it says now; what it does not say any more, for it does not answer, stays."""
+        """Its current answer; while it does not answer, its last one stays."""
         model, problems = before.model, []
         if what.model:
             try:
@@ -155,7 +156,7 @@ class EngineProber:
             except NoSuchPath:
                 streams, silent = {}, True
                 problems.append(
-                    f"its engine does not tell where its KV events are (no {SOURCES_PATH}: vLLM before 0.31, or another engine): "
+                    f"its engine does not report where its KV events are (no {SOURCES_PATH}: vLLM before 0.31, or another engine): "
                     f"{WRITE_THEM}"
                 )
             except (ProbeFailed, ValueError) as error:

@@ -267,9 +267,9 @@ def extra_keys_for(space: HashSpace, block_index: int, items: Items = ()) -> Ext
 def tag_extra_keys(
     extra_keys: Sequence[object] | None, *, lora_name: str | None, lora_paths: Mapping[str, str]
 ) -> ExtraKeys | SchemeUnknown | None:
-    """One block's extra keys as hashed, from the untagged ones of its event; Unjudged when they cannot be told.
+    """One block's extra keys as hashed, from the untagged ones of its event; Unjudged if they are ambiguous.
 
-    The LoRA comes first, so a cache salt that equals its name is still told apart. Inverse of vLLM 0.32.0
+    The LoRA comes first, so a cache salt that equals its name is still distinguished. Inverse of vLLM 0.32.0
     kv_cache_utils.py:666 (to_event_extra_keys), but for the LoRA path, which `lora_paths` (name -> path) must have.
     """
     rest = list(extra_keys or ())

@@ -16,7 +16,7 @@ from kvrouter.router.workers.registration import MAX_GROUPS, CatalogSpec
 MAX_ROOTS = 4_096
 
 # Events of a worker after which an odd one no longer counts: a removal of a group that nothing else speaks of, or what
-# contradicts all that came since. An engine under load publishes so many in seconds.
+# contradicts all that came since. An engine under load publishes that many in seconds.
 ODD_EVENTS_FORGOTTEN_AFTER = 1_024
 
 # Stores of a group whose blocks came one at a time so far that are remembered: some prompts, of which one shows the
@@ -95,7 +95,7 @@ class CatalogLearner:
     """Learns a worker's catalog from its events.
 
     Groups seen so far are taken for all there are; one that shows up later counts at once. A group known only from
-    placeholders or removals, or one that contradicts itself, makes the catalog incomplete, until so many events came
+    placeholders or removals, or one that contradicts itself, makes the catalog incomplete, until this many events came
     without another sign of it (ODD_EVENTS_FORGOTTEN_AFTER) that it was one odd event. `version` changes whenever the
     catalog does.
     """
@@ -166,7 +166,7 @@ class CatalogLearner:
         return bool(self._judged_at)
 
     def elapse(self, events: int) -> None:
-        """So many events were taken."""
+        """This many events were applied."""
         self._events += events
         if self._judged_at:
             for group_idx in [group for group, at in self._judged_at.items() if at <= self._events]:

@@ -140,7 +140,7 @@ def floor_sliding_window(
         need += 1
     run = 0
     blocks = -1
-    # Nothing is resident past the hashes that were asked for; a claimed length costs no time.
+    # Nothing is resident past the given hashes; a claimed length costs no time.
     for i in range(min(max_length // block, (rows.shape[1] - shift) // scale) - 1, -1, -1):
         if not resident(rows, row, shift + (i + 1) * scale - 1, members, start, end):
             run = 0

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images, sounds and videos in a prompt: where their placeholder tokens stand, and what names their content.
 
-The placeholders of two images are the same tokens; what tells their blocks apart is in the blocks' extra keys. Pure.
+The placeholders of two images are the same tokens; the blocks' extra keys distinguish them. Pure.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def within(items: Items, start_tokens: int, end_tokens: int) -> Items:
 
 
 def named(name: int, items: Items, start_tokens: int, end_tokens: int) -> int:
-    """A name of some tokens that tells their items, too: another for another picture; `name` itself where there are
+    """A name of some tokens that includes their items: another for another picture; `name` itself where there are
     none."""
     for item in within(items, start_tokens, end_tokens):
         name = xxh3_64_intdigest(f"{item.offset_tokens}\0{item.identifier}".encode("utf-8", "surrogatepass"), seed=name)

@@ -21,7 +21,7 @@ OFFLOADING = "OffloadingConnector"
 SIMPLE_CPU = "SimpleCPUOffloadConnector"
 
 # Owner of this project's disk tier (engine_patch/offload), the one tier of an OffloadingConnector on disk whose
-# removals are told.
+# removals are published.
 DISK_OWNER = "kvrouter"
 
 # They bring what another engine computed for the same request, and nothing to any other request.
@@ -71,7 +71,8 @@ class OffloadTier(msgspec.Struct, frozen=True):
             if (medium, owner or None) not in earning:
                 whose = f" of {owner}" if owner else ""
                 return (
-                    self.problem or f"blocks on {medium}{whose} earn no credit: nothing proves that removals are told"
+                    self.problem
+                    or f"blocks on {medium}{whose} earn no credit: nothing proves that removals are published"
                 )
         return ""
 
@@ -79,7 +80,7 @@ class OffloadTier(msgspec.Struct, frozen=True):
 UNKNOWN = OffloadTier(
     None,
     None,
-    "which KV connector keeps its blocks on CPU or disk cannot be told from its events yet, so they earn no credit: load the "
+    "its events do not show yet which KV connector keeps its blocks on CPU or disk, so they earn no credit: load the "
     "engine patch there, or state offload_connector",
 )
 
@@ -137,7 +138,7 @@ class TierEvidence(msgspec.Struct, frozen=True):
 
 
 def shown_connector(event: BlockStored, gpu_block_sizes: Collection[int]) -> str | None:
-    """The connector that sends such an event: a name of RULES, a sentence about others, None where it cannot be told.
+    """The connector that sends such an event: a name of RULES, a sentence about others, None if it is ambiguous.
 
     Sources: vLLM 0.24 to 0.33 kv_connector/v1/offloading/events.py, v1/simple_kv_offload/manager.py (since 0.30),
     mooncake/store/worker.py, umbp/scheduler.py, lmcache_connector.py; v1/core/single_type_kv_cache_manager.py
@@ -145,7 +146,7 @@ def shown_connector(event: BlockStored, gpu_block_sizes: Collection[int]) -> str
     """
     if event.ownership == DISK_OWNER:
         return OFFLOADING
-    # On disk, a SimpleCPUOffloadConnector and the fs tier of an OffloadingConnector cannot be told apart.
+    # On disk, a SimpleCPUOffloadConnector and the fs tier of an OffloadingConnector look the same.
     if event.medium != CPU or event.ownership is not None:
         return None
     if event.block_size == 0 and event.locality is None:

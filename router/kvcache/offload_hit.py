@@ -74,7 +74,7 @@ def offload_window(
     run = 0
     need = initial
     if last > rows.shape[1] // scale:
-        # The chunks past the hashes that were asked for are missing, and a miss ends the claim of the rightmost run.
+        # The chunks past the given hashes are missing, and a miss ends the claim of the rightmost run.
         need = window
         last = rows.shape[1] // scale
     for chunk in range(last - 1, first - 1, -1):
@@ -232,8 +232,8 @@ def tier_hit(
 ) -> int:
     """Tokens the engine reuses with its CPU tier, or with `storage` with its disk tier too; at least `gpu`.
 
-    The tiers are asked behind the last whole scheduler block. A sub-block tail of the GPU hit is given up only for a
-    longer hit.
+    The tiers are looked up behind the last whole scheduler block. A sub-block tail of the GPU hit is given up only for
+    a longer hit.
     """
     tail = gpu % geo[GEO_SCHEDULER_BLOCK]
     local = gpu - tail

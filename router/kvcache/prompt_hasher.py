@@ -35,7 +35,7 @@ ENTRY_OVERHEAD_BYTES = 640
 ITEM_OVERHEAD_BYTES = 220
 
 # (space, parent's full digest or None at the root, blocks, raw token bytes, items with offsets from the segment's
-# start); the block count tells the ids' width.
+# start); the block count gives the ids' width.
 _Key = tuple[HashSpace, bytes | None, int, bytes, Items]
 _Value = tuple[NDArray[np.uint64], bytes]
 
@@ -116,7 +116,7 @@ def _entry_bytes(key: _Key, value: _Value) -> int:
 
 
 class PromptHasher:
-    """The block hashes of one prompt in one space, as far as `extend` was asked.
+    """The block hashes of one prompt in one space, as far as `extend` has computed them.
 
     token_ids: shape (num_tokens,); do not change them meanwhile. items: the prompt's. Raises ValueError on ids outside
     0..2**63-1. total_blocks: num_tokens // block_size; tokens after the last full block have no hash.

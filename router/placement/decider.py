@@ -35,7 +35,7 @@ NOBODY: frozenset[WorkerKey] = frozenset()
 
 
 class HitSource(Protocol):
-    """What is asked of the core."""
+    """What a decision needs from the core."""
 
     def hits(self, question: Question) -> Sequence[Hit]:
         """One hit for each worker of the model. Raises UnknownModel."""

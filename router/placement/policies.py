@@ -42,8 +42,8 @@ def least_cost(contest: PolicyInput, rng: Random) -> int:
 
 
 def softened(temperature: float) -> Pick:
-    """`least_cost` with chance: a cost that is higher by temperature * the prompt's length is chosen e times more
-    seldom."""
+    """`least_cost` with sampling: a cost that is higher by temperature * the prompt's length is chosen e times less
+    often."""
 
     def pick(contest: PolicyInput, rng: Random) -> int:
         least = min(contest.costs)
@@ -100,7 +100,7 @@ NAMES = (KV, *OTHERS)
 
 
 class Policy(NamedTuple):
-    """A way to pick. softened: chance has a part in it beyond ties."""
+    """A way to pick. softened: it samples beyond ties."""
 
     name: str
     pick: Pick

@@ -26,7 +26,7 @@ from kvrouter.router.placement.cost import Candidate, ChoiceContext, weigh
 HANDOVER_TOKENS = 1_000
 
 # A second for which a request that runs at the decode worker stands still, as a prompt is computed between its steps,
-# counts like one for which the prompt waits. Only so many of them: a prompt is not to wait for many times its own
+# counts like one for which the prompt waits. Limited to this many: a prompt must not wait for many times its own
 # length to spare others.
 DISTURBED_MAX = 4
 
@@ -51,7 +51,7 @@ class SplitRules(msgspec.Struct, frozen=True):
     token_cost: float
 
     def handover_tokens(self, tokens: int) -> float:
-        """What it takes to hand over so many, in tokens computed."""
+        """The cost of handing over this many tokens, in computed tokens."""
         return HANDOVER_TOKENS + self.token_cost * tokens
 
 

@@ -88,7 +88,7 @@ class Breaker:
         self._trying = False
 
     def lost(self, problem: str, now: float) -> None:
-        """The health check had answers, and has none any more."""
+        """The health check no longer gets answers."""
         self._lost = True
         self._problem = problem
         self._until_s = now

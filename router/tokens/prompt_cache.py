@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts whose tokens an engine was asked for, remembered by all that decides them.
+"""A cache of tokens that engines returned, under everything that decides them.
 
 Whole bodies and no prefixes of conversations: a template may rewrite earlier turns when one is added (many drop their
 reasoning), so the tokens of a shorter conversation say nothing certain of those of a longer one. Exact for any
@@ -24,7 +24,7 @@ OVERHEAD_BYTES = 300
 # After midnight, a prompt with the date of yesterday finds less than it could; not for longer than this.
 LIFE_S = 300.0
 
-# The model, and the key of what was asked.
+# The model, and the key of the request.
 Key = tuple[str, bytes]
 
 

@@ -20,7 +20,7 @@ SOURCES: tuple[Source, ...] = ("given", "render", "tokenize", "local", "none")
 Reason = Literal[
     "timeout",  # not found before the deadline
     "busy",  # too many requests wait for tokens
-    "no_engine",  # no engine can be asked, and there is no tokenizer here
+    "no_engine",  # no engine can be queried, and there is no tokenizer here
     "unreachable",  # the engine did not answer, or not with tokens
     "refused",  # the engine says that the request is wrong
     "unverified",  # nothing that answers is known to answer as the engine would
@@ -47,11 +47,11 @@ class FoundTokens(NamedTuple):
 class Prompt(msgspec.Struct, frozen=True, eq=False):
     """num_tokens: its length, an estimate where not all ids are known. token_ids: int64, as the engine will have them.
 
-    known_tokens: where only so many ids are known, from the beginning; token_ids then has these alone. problem: why not
-    all are known, with the fix. refused: the engine says that the request itself is wrong, in `problem`. replaces: the
-    ids may be sent in place of the text, as all engines of the model are known to make the same of one. items: the
-    images and the like among the ids. broke_engine: an engine that was asked may have begun on it, and did not
-    answer."""
+    known_tokens: the number of known ids, from the beginning, if not all are; token_ids then has only these. problem:
+    why not all are known, with the fix. refused: the engine says that the request itself is wrong, in `problem`.
+    replaces: the ids may be sent in place of the text, as all engines of the model are known to make the same of one.
+    items: the images and the like among the ids. broke_engine: an engine that was queried may have started it, and did
+    not answer."""
 
     num_tokens: int
     token_ids: NDArray[np.int64] | None
@@ -73,8 +73,8 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
 
 class TokensUnknown(Exception):
-    """The tokens cannot be had, at least not this way. broke_engine: as in `Prompt`; nobody else should be asked
-    then."""
+    """The tokens cannot be found, at least not this way. broke_engine: as in `Prompt`; no other engine should be
+    queried then."""
 
     def __init__(self, reason: Reason, problem: str, *, broke_engine: bool = False) -> None:
         super().__init__(problem)
@@ -84,5 +84,5 @@ class TokensUnknown(Exception):
 
 
 def estimated_tokens(size_bytes: int) -> int:
-    """Tokens of so many bytes of text; at least one."""
+    """Estimated tokens of this many bytes of text; at least one."""
     return max(1, size_bytes // BYTES_PER_TOKEN)

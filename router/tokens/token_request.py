@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What of a client's body decides its tokens. Pure; reads the body once and keeps its bytes.
 
-All that is not known to be without influence is kept: an engine that is asked gets it, and two bodies that differ in it
+Everything that may have influence is kept: an engine that is queried gets it, and two bodies that differ in it
 are two prompts. What is known to be without influence (sampling, streaming, names) is left out.
 """
 
@@ -44,7 +44,7 @@ WITHOUT_TOKENS = frozenset(
         *("logit_bias", "allowed_token_ids", "bad_words", "watermarking", "structured_outputs"),
         *("thinking_token_budget", "include_reasoning", "parallel_tool_calls", "verbosity"),
         *("modalities", "prediction"),
-        # where it ends, and what is told with it
+        # where it ends, and what is reported with it
         *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "min_tokens", "max_tokens"),
         *("max_completion_tokens", "echo", "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids"),
         *("skip_special_tokens", "spaces_between_special_tokens"),
@@ -147,7 +147,7 @@ class TokenRequest:
 
 
 def read(path: str, raw: bytes) -> TokenRequest | NDArray[np.int64]:
-    """What is asked, or the ids where the client has given them (int64). Of several prompts, the first decides.
+    """The request for tokens, or the ids if the client has given them (int64). Of several prompts, the first decides.
 
     Raises BadQuestion where the body is no JSON object, and Unknown where it has no tokens or none that could be found
     out."""

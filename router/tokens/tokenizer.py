@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokens of what clients send: given, made here, or asked of an engine. The async shell around the pure parts.
+"""The tokens of clients' prompts: given, made here, or made by an engine. The async shell around the pure parts.
 
 Nothing here waits without a deadline, and nothing long runs in the event loop. What cannot be found out in time is a
 Prompt without ids, with its reason: the request is then placed by load.
@@ -63,8 +63,8 @@ T = TypeVar("T")
 
 
 class TextTokenizer:
-    """engines: those of a model that may be asked now. session: for those. local: tokenizers here, by model. clock: in
-    seconds."""
+    """engines: those of a model that may be queried now. session: for those. local: tokenizers here, by model. clock:
+    in seconds."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class TextTokenizer:
         )
         self.status = self._engines.status
         self.health = self._engines.health
-        # By what is asked and with which key; those that wait for the same share one.
+        # By request and key; callers that wait for the same one share it.
         self._under_way: dict[tuple[str, bytes, str | None], asyncio.Task[FoundTokens]] = {}
         self._waiting = 0
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
@@ -129,19 +129,19 @@ class TextTokenizer:
         authorization: the header that the client sent for the engine. Raises BadQuestion where the body cannot be
         read."""
         start_s = self._clock()
-        asked: TokenRequest | NDArray[np.int64] | TokensUnknown | None = None
+        request: TokenRequest | NDArray[np.int64] | TokensUnknown | None = None
         if len(raw) <= READ_BYTES:
             try:
-                asked = read(path, raw)
+                request = read(path, raw)
             except TokensUnknown as unknown:
-                asked = unknown
-        if asked is None or isinstance(asked, TokenRequest):
-            prompt = await self._prompt(path, model, raw, asked, authorization)
-        elif isinstance(asked, TokensUnknown):
-            prompt = _unknown(asked, len(raw))
+                request = unknown
+        if request is None or isinstance(request, TokenRequest):
+            prompt = await self._prompt(path, model, raw, request, authorization)
+        elif isinstance(request, TokensUnknown):
+            prompt = _unknown(request, len(raw))
         else:
             # Nothing is waited for: no deadline, no place among those that wait.
-            prompt = Prompt(len(asked), asked, "given")
+            prompt = Prompt(len(request), request, "given")
         self._metrics.count_prompt(prompt.source, prompt.reason, self._clock() - start_s)
         return prompt
 
@@ -150,10 +150,10 @@ class TextTokenizer:
         path: str,
         model: str,
         raw: bytes,
-        asked: TokenRequest | NDArray[np.int64] | None,
+        request: TokenRequest | NDArray[np.int64] | None,
         authorization: str | None,
     ) -> Prompt:
-        """asked: what is in `raw`, None where it was too long to be read at once."""
+        """request: the content of `raw`, None if it was too long to be read at once."""
         size_bytes = len(raw)
         if self._waiting >= MAX_WAITING:
             return _unknown(
@@ -162,14 +162,14 @@ class TextTokenizer:
         self._waiting += 1
         try:
             async with asyncio.timeout(self._timeout_s):
-                if asked is None:
-                    asked = await self._in_thread(lambda: _whole(path, raw))
-                if not isinstance(asked, TokenRequest):
-                    return Prompt(len(asked), asked, "given")
-                if asked.media_at is not None:
-                    size_bytes = asked.text_bytes
-                    return await self._with_media(model, asked, asked.media_at, authorization)
-                ids, source, items = await self._found(model, asked, authorization)
+                if request is None:
+                    request = await self._in_thread(lambda: _whole(path, raw))
+                if not isinstance(request, TokenRequest):
+                    return Prompt(len(request), request, "given")
+                if request.media_at is not None:
+                    size_bytes = request.text_bytes
+                    return await self._with_media(model, request, request.media_at, authorization)
+                ids, source, items = await self._found(model, request, authorization)
                 return Prompt(len(ids), ids, source, replaces=self._engines.all_alike(model), items=items)
         except TokensUnknown as unknown:
             return _unknown(unknown, size_bytes)
@@ -179,12 +179,12 @@ class TextTokenizer:
         finally:
             self._waiting -= 1
 
-    async def _with_media(self, model: str, asked: TokenRequest, at: int, authorization: str | None) -> Prompt:
-        """All of it where an engine's render tells its items, else what comes before message `at`, the first that has
+    async def _with_media(self, model: str, request: TokenRequest, at: int, authorization: str | None) -> Prompt:
+        """All of it if an engine's render returns its items, else what comes before message `at`, the first that has
         media."""
         try:
             async with asyncio.timeout(self._timeout_s * MEDIA_SHARE):
-                ids, source, items = await self._asked_once(model, asked, authorization)
+                ids, source, items = await self._ask_once(model, request, authorization)
         except (TokensUnknown, TimeoutError) as error:
             if isinstance(error, TokensUnknown) and error.broke_engine:
                 raise
@@ -192,16 +192,16 @@ class TextTokenizer:
         else:
             if items:
                 return Prompt(len(ids), ids, source, items=items)
-        return await self._before_media(model, asked, at, authorization)
+        return await self._before_media(model, request, at, authorization)
 
-    async def _before_media(self, model: str, asked: TokenRequest, at: int, authorization: str | None) -> Prompt:
+    async def _before_media(self, model: str, request: TokenRequest, at: int, authorization: str | None) -> Prompt:
         """What comes before the first message with more than text: that which two chats have in common that differ in
         it alone."""
-        before = asked.messages[:at]
-        role = asked.messages[at].get("role") or "user"
+        before = request.messages[:at]
+        role = request.messages[at].get("role") or "user"
         both = []
         for text in STAND_INS:
-            stand_in = asked.with_fields(
+            stand_in = request.with_fields(
                 messages=[*before, {"role": role, "content": text}],
                 continue_final_message=None,
                 add_generation_prompt=None,
@@ -219,7 +219,7 @@ class TextTokenizer:
         # Less one: what stands before the message's text may become one token with what is put there instead.
         known = max(0, (int(apart[0]) if len(apart) else most) - 1)
         return Prompt(
-            num_tokens=max(known, estimated_tokens(asked.text_bytes)) + TOKENS_OF_MEDIA,
+            num_tokens=max(known, estimated_tokens(request.text_bytes)) + TOKENS_OF_MEDIA,
             token_ids=one[:known],
             source=source,
             problem="its messages have more than text: tokens are known up to the first that has",
@@ -227,26 +227,26 @@ class TextTokenizer:
             reason="media",
         )
 
-    async def _found(self, model: str, asked: TokenRequest, authorization: str | None) -> FoundTokens:
+    async def _found(self, model: str, request: TokenRequest, authorization: str | None) -> FoundTokens:
         """Raises Unknown."""
         local = self._local.get(model)
         if local is not None:
-            habits = await self._trusted_local(model, asked)
+            habits = await self._trusted_local(model, request)
             if habits is not None:
                 try:
-                    if asked.size_bytes <= MAKE_BYTES:
-                        return FoundTokens(local.ids(asked, habits), "local")
-                    return FoundTokens(await self._in_thread(lambda: local.ids(asked, habits)), "local")
+                    if request.size_bytes <= MAKE_BYTES:
+                        return FoundTokens(local.ids(request, habits), "local")
+                    return FoundTokens(await self._in_thread(lambda: local.ids(request, habits)), "local")
                 except TokensUnknown as unknown:
                     # What it does not read, or its template refuses, the engine decides; where there is one.
                     if not self._engines.of(model):
                         raise
                     log.debug("left to the engine", extra={"reason": unknown.problem})
-        return await self._asked_once(model, asked, authorization)
+        return await self._ask_once(model, request, authorization)
 
-    async def _asked_once(self, model: str, asked: TokenRequest, authorization: str | None) -> FoundTokens:
+    async def _ask_once(self, model: str, request: TokenRequest, authorization: str | None) -> FoundTokens:
         """What an engine said or says of it; those that wait for the same share one question. Raises Unknown."""
-        key = (model, asked.key)
+        key = (model, request.key)
         known = self._memory.get(key)
         if known is not None:
             self._metrics.prompt_memory_hits.inc()
@@ -254,7 +254,7 @@ class TextTokenizer:
         flight = (*key, authorization)
         task = self._under_way.get(flight)
         if task is None:
-            task = asyncio.get_running_loop().create_task(self._asked_in_time(key, asked, authorization))
+            task = asyncio.get_running_loop().create_task(self._ask_in_time(key, request, authorization))
             self._under_way[flight] = task
             task.add_done_callback(lambda done: self._landed(flight, done))
         # Others may wait for the same.
@@ -266,29 +266,29 @@ class TextTokenizer:
             # All who waited may be gone; then nobody else looks at it.
             task.exception()
 
-    async def _asked_in_time(self, key: Key, asked: TokenRequest, authorization: str | None) -> FoundTokens:
+    async def _ask_in_time(self, key: Key, request: TokenRequest, authorization: str | None) -> FoundTokens:
         async with asyncio.timeout(self._timeout_s):
-            found = await self._ask_engines(key[0], asked, authorization)
+            found = await self._ask_engines(key[0], request, authorization)
         self._memory.put(key, found)
         return found
 
-    async def _ask_engines(self, model: str, asked: TokenRequest, authorization: str | None) -> FoundTokens:
+    async def _ask_engines(self, model: str, request: TokenRequest, authorization: str | None) -> FoundTokens:
         """Raises Unknown."""
         verdicts = await self._engines.verdicts(model)
-        able = [url for url, verdict in verdicts.items() if token_path(verdict, asked) is not None]
+        able = [url for url, verdict in verdicts.items() if token_path(verdict, request) is not None]
         if not able:
-            raise self._engines.why_none(model, asked, verdicts)
-        # The least asked first, equals in any order.
+            raise self._engines.why_none(model, request, verdicts)
+        # The least used first, equals in any order.
         self._rng.shuffle(able)
         able.sort(key=self._client.asks)
         problem = None
         for url in able[:ENGINES_TRIED]:
             try:
-                return await self._ask(url, verdicts[url], asked, authorization)
+                return await self._ask(url, verdicts[url], request, authorization)
             except Absent:
                 # It had the endpoint when it was judged.
                 self._engines.doubt(model, url)
-                problem = TokensUnknown("unreachable", f"{url} is not what it was; it is judged anew")
+                problem = TokensUnknown("unreachable", f"{url} has changed and is being verified again")
             except TokensUnknown as unknown:
                 if unknown.reason == "refused" or unknown.broke_engine:
                     raise
@@ -296,14 +296,14 @@ class TextTokenizer:
         assert problem is not None
         raise problem
 
-    async def _ask(self, url: str, verdict: Verdict, asked: TokenRequest, authorization: str | None) -> FoundTokens:
+    async def _ask(self, url: str, verdict: Verdict, request: TokenRequest, authorization: str | None) -> FoundTokens:
         """Raises Absent and Unknown."""
-        if token_path(verdict, asked) == "render":
-            answer = await self._client.post(url, RENDER_PATHS[asked.kind], render_body(asked), authorization)
-            ids, items = await self._parsed(answer, lambda: rendered(asked.kind, answer))
+        if token_path(verdict, request) == "render":
+            answer = await self._client.post(url, RENDER_PATHS[request.kind], render_body(request), authorization)
+            ids, items = await self._parsed(answer, lambda: rendered(request.kind, answer))
             return FoundTokens(ids, "render", items)
         answer = await self._client.post(
-            url, TOKENIZE_PATH, tokenize_body(asked, verdict.tokenize_habits), authorization
+            url, TOKENIZE_PATH, tokenize_body(request, verdict.tokenize_habits), authorization
         )
         return FoundTokens(await self._parsed(answer, lambda: tokenized_ids(answer)), "tokenize")
 
@@ -313,22 +313,22 @@ class TextTokenizer:
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def _trusted_local(self, model: str, asked: TokenRequest) -> RenderQuirks | None:
+    async def _trusted_local(self, model: str, request: TokenRequest) -> RenderQuirks | None:
         """What to make the prompt here with; None where it is not known to become what the engines make."""
         if not self._engines.of(model):
             # Nobody to hold it against; `health` says so.
             return self._local[model].likely_habits()[0]
         verdicts = list((await self._engines.verdicts(model)).values())
-        trusted = all(verdict.local.get(feature) == EQUAL for verdict in verdicts for feature in asked.features)
+        trusted = all(verdict.local.get(feature) == EQUAL for verdict in verdicts for feature in request.features)
         return verdicts[0].local_habits if verdicts and trusted else None
 
 
 def _whole(path: str, raw: bytes) -> TokenRequest | NDArray[np.int64]:
     """`read`, with all that is worked out of a long body later."""
-    asked = read(path, raw)
-    if isinstance(asked, TokenRequest):
-        asked.key, asked.media_at, asked.features  # noqa: B018
-    return asked
+    request = read(path, raw)
+    if isinstance(request, TokenRequest):
+        request.key, request.media_at, request.features  # noqa: B018
+    return request
 
 
 def _unknown(unknown: TokensUnknown, size_bytes: int) -> Prompt:

@@ -118,9 +118,9 @@ def _published_at(endpoint: str, host: str) -> str | None:
 
 
 def _bound_at(endpoint: str, host: str) -> str | None:
-    """Where an endpoint that the engine binds can be reached, if that can be told."""
+    """Where an endpoint that the engine binds can be reached, if that is known."""
     if endpoint.startswith("ipc://"):
-        # On the engine's machine; this one, if it is asked over loopback.
+        # On the engine's machine; this one, if it is reached over loopback.
         return endpoint if _is_loopback(host) and not endpoint_problem(endpoint) else None
     given = _host_of(endpoint)
     if given is None:

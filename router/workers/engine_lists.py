@@ -25,8 +25,8 @@ TIMEOUT_S = 2.0
 # Some hundred adapters and their paths; an answer beyond this is no engine's.
 MAX_ANSWER_BYTES = 1024**2
 ENGINES_AT_ONCE = 16
-# vLLM before 0.31 has no list of event sources, and logs each request for one: it is asked again when it may have been
-# exchanged.
+# vLLM before 0.31 has no list of event sources, and logs each request for one: it is queried again when it may have
+# been exchanged.
 LOOKS_WITHOUT_SOURCES = 60
 
 
@@ -77,7 +77,7 @@ class EngineLists:
         self._slots = asyncio.Semaphore(ENGINES_AT_ONCE)
         self._looks = 0
         self._new = asyncio.Event()
-        # By URL, the look at which an engine without event sources is asked for them again.
+        # By URL, the round in which an engine without event sources is queried for them again.
         self._sources_due: dict[str, int] = {}
         # All by URL.
         self.served: dict[str, ServedModels] = {}

@@ -9,7 +9,7 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.workers.role import HandoverWay, Role
 from kvrouter.router.workers.source_precedence import REGISTER
 
-# The largest hybrid models have below ten groups. The hit rule's kernels have room for so many, and do not check.
+# The largest hybrid models have below ten groups. The hit rule's kernels have room for this many, and do not check.
 MAX_GROUPS = 64
 
 # Far over any engine's block (vLLM: up to some thousand tokens for Mamba) and any window; the product of two still fits
@@ -27,7 +27,7 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     attention_chunk_size: int | None = None
     eagle: bool = False
     prefix_cacheable: bool = True
-    # Groups of one class are looked up jointly, as vLLM does for equal specs; None: told from kind, block size and
+    # Groups of one class are looked up jointly, as vLLM does for equal specs; None: derived from kind, block size and
     # window.
     spec_class: int | None = None
 
@@ -51,7 +51,7 @@ class CatalogSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     lora_paths: dict[str, str] = {}
 
 
-# The model of a registration whose engine has to be asked for it.
+# The model of a registration whose engine must be queried for it.
 UNKNOWN_MODEL = ""
 
 # In place of the patch's endpoint: do not look for one.
@@ -62,8 +62,8 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     """One worker as registered. `events` and `replay` are ZMQ endpoints, `url` the engine's HTTP address.
 
     patch: where the engine patch answers requests; None: beside `events`, if it does; NO_PATCH: not looked for.
-    draining: it gets no new request, and is followed as ever, because a client said so; retiring: because its source
-    did. numbered: see `given_id`.
+    draining: it gets no new requests, because a client said so, and its events are still followed; retiring: the same,
+    because its source said so. numbered: see `given_id`.
     patch_key: the public key (Z85) that the patch must prove; then nothing that is not encrypted with it is listened
     to. handover: how it is handed a prompt that a prefill worker has computed.
     source: who says that it is there (source_precedence.py). note: what that source could not find out, for people.
@@ -94,5 +94,5 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def given_id(self) -> str | int:
-        """The worker's id as it was given."""
+        """The worker's id as given."""
         return int(self.worker.worker_id) if self.numbered else self.worker.worker_id

@@ -16,7 +16,7 @@ class Role(StrEnum):
 
 
 class HandoverWay(StrEnum):
-    """How a decode worker is told where its prompt was computed.
+    """How a decode worker learns where its prompt was computed.
 
     kv_transfer_params: the router asks the prefill worker first and puts its answer into the decode worker's body, as
     vLLM's connectors want it. header: the decode worker's sidecar does that; the router only names the prefill worker

@@ -45,7 +45,7 @@ KEYS = (
 
 
 class WorkerSpec(msgspec.Struct, frozen=True):
-    """One `--worker`. `model` None: the engine at `url` has to be asked for its name; `dp_rank` None: all that it
+    """One `--worker`. `model` None: the engine at `url` is queried for its name; `dp_rank` None: all ranks that it
     has."""
 
     worker_id: str

@@ -26,8 +26,8 @@ class PatchStatus(msgspec.Struct, frozen=True):
 
 
 class Recovery(msgspec.Struct, frozen=True):
-    """What went missing, how it came back (batches replayed, a snapshot, all learned anew), and by how many blocks a
-    snapshot showed the index to be wrong. Since this process began to follow the worker."""
+    """What went missing, how it was recovered (batches replayed, a snapshot, everything learned again), and by how many
+    blocks a snapshot showed the index to be wrong. Since this process began to follow the worker."""
 
     missed_batches: int = 0
     replays: int = 0

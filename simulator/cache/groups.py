@@ -63,7 +63,7 @@ class Group:
     ) -> int:
         """Free blocks that a text of `tokens` tokens takes from the pool, unheld ones among its hit counted in.
 
-        cap: the most that are held at once, where the whole text is asked about. Source: get_num_blocks_to_allocate.
+        cap: the most that are held at once, if the whole text is meant. Source: get_num_blocks_to_allocate.
         """
         required = -(-tokens // self.block_size)
         if cap is not None:
@@ -89,7 +89,7 @@ class Group:
     def quiet_until(self, table: Table, computed: int) -> int:
         """The length that steps of one token may reach without dropping, adding or committing a block.
 
-        computed: what `drop_skipped` was last told.
+        computed: the last argument of `drop_skipped`.
         """
         quiet = min(len(table.blocks) * self.block_size, (table.cached_blocks + 1) * self.block_size - 1)
         drops = self.drops_at(computed)
@@ -300,7 +300,7 @@ class MambaGroup(Group):
         unit = self.geometry.hash_block_size
         boundary = (request.prompt_tokens - 1) // unit * unit
         if tokens == boundary > 0:
-            # vLLM registers the prompt's last state anew as long as no further boundary is reached
+            # vLLM registers the prompt's last state again as long as no further boundary is reached
             # (single_type_kv_cache_manager.py _cache_partial_tail_block), so whoever wants it waits a step more.
             self._unwritten.update(table.blocks[-(-boundary // self.block_size) - 1].keys)
 

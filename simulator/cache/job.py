@@ -70,7 +70,7 @@ class Job:
 
     @property
     def cached(self) -> int:
-        """Prompt tokens that were not computed: what `usage` tells. 0 before it is admitted."""
+        """Prompt tokens that were not computed, as `usage` reports them. 0 before it is admitted."""
         return (self.reused or 0) + self.loaded
 
     @property

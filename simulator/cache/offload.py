@@ -231,7 +231,7 @@ class Offload:
         return 1 if shape.kind == "mamba" else -(-reach // shape.block_size)
 
     def _load_window(self, shape: GroupShape, tokens: int) -> int:
-        """The same for a hit of so many tokens, which may end inside a chunk."""
+        """The same for a hit of this many tokens, which may end inside a chunk."""
         window = self._window_chunks(shape)
         if shape.kind in WINDOW_KINDS:
             assert shape.sliding_window is not None

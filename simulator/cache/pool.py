@@ -49,7 +49,7 @@ Event = Stored | Removed | Cleared
 
 
 class PoolExhausted(RuntimeError):
-    """More blocks were asked for than are free."""
+    """More blocks were requested than are free."""
 
 
 class Block:
@@ -154,7 +154,8 @@ class BlockPool:
             self._free.move_to_end(block.block_id, last=False)
 
     def cache(self, block: Block, key: Key) -> bool:
-        """Make `block` findable by `key`; False when it already is. No event: the caller tells a range at a time."""
+        """Make `block` findable by `key`; False when it already is. No event: the caller publishes a range at a
+        time."""
         if key in block.keys:
             return False
         block.keys = (*block.keys, key)

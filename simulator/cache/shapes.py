@@ -145,7 +145,7 @@ def llama4(
 
 
 def deepseek_v4(block_size: int = 256, window: int = 128, retention_interval: int | None = 0) -> Geometry:
-    """Compressed attention beside a sliding window: one block of it holds so many tokens, a compressor's state few.
+    """Compressed attention beside a sliding window: one block of it holds this many tokens, a compressor's state few.
 
     The groups that vLLM 0.32.0 makes of 43 layers with the compression ratios 0, 0, 4, 128, 4, ...
     (kv_cache_utils.py:1860 _get_packed_kv_cache_groups): two of sliding windows, in blocks of a quarter; the compressed

@@ -98,8 +98,8 @@ class PieceText:
     def __init__(
         self, piece_ids: Sequence[int], num_tokens: int, *, piece_tokens: int, hash_block_size: int, number: int
     ) -> None:
-        """number: tells this text's own tokens from those of every other one. Raises ValueError for sizes that do not
-        fit.
+        """number: distinguishes this text's own tokens from those of every other one. Raises ValueError for sizes that
+        do not fit.
 
         A prompt's last piece is mostly not full; its id stands for the tokens that are there.
         """

@@ -38,7 +38,7 @@ from kvrouter.simulator.demo.trace import (
 from kvrouter.simulator.demo.view import View
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 
-# One prompt in so many goes round robin before the router takes over, as traffic did before there was one: so prefixes
+# One prompt in this many goes round robin before the router takes over, as traffic without one does: so prefixes
 # lie on several replicas, which is when a choice matters.
 WARMUP_SHARE = 4
 

@@ -32,7 +32,7 @@ class DemoFailed(RuntimeError):
 
 
 class Http:
-    """JSON over HTTP to local servers. Proxies of the environment are not asked."""
+    """JSON over HTTP to local servers. Proxies of the environment are not used."""
 
     def __init__(self) -> None:
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

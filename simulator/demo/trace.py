@@ -24,7 +24,7 @@ class DemoScene:
     chunk_tokens: int = 128
 
     def replica(self) -> Replica:
-        """A replica of this scene that tells nobody what it does."""
+        """A replica of this scene that publishes nothing."""
         return Replica(self.geometry, self.num_blocks, on_step=lambda _: None, chunk_tokens=self.chunk_tokens)
 
 

@@ -68,7 +68,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that do not run yet, or not any more."""
+        """Requests that do not run yet, or no longer run."""
         return len(self.waiting) + len(self.loading)
 
     def add(self, job: Job) -> None:
@@ -127,7 +127,7 @@ class Scheduler:
         """How many of the next steps decode one token of each running request and do nothing else: nobody is admitted
         or ends,
 
-        no block is taken, dropped or committed, no event arises. 0 where that cannot be told."""
+        no block is taken, dropped or committed, no event arises. 0 if that is unknown."""
         running = self.running
         if self.waiting or self.loading or self._receiving or self.offload is not None:
             return 0
@@ -144,7 +144,7 @@ class Scheduler:
         return steps
 
     def skip(self, steps: int) -> None:
-        """Do at once what so many steps would, of which `quiet_steps` said that they do nothing else."""
+        """Does at once what this many steps would; `quiet_steps` said that they do nothing else."""
         self.cache.step_starts()
         for job in self.running:
             job.computed += steps

@@ -108,7 +108,7 @@ class ReplicaFleet:
         self.replicas = list(replicas)
 
     def submit(self, replica: int, text: Text, max_tokens: int, now_s: float) -> Job:
-        """A request arrives at one replica; all that happened before `now_s` must have been asked for."""
+        """A request arrives at one replica; everything before `now_s` must have been fetched."""
         return self.replicas[replica].submit(text, max_tokens, now_s)
 
     def advance(self, until_s: float = float("inf")) -> Iterator[Moment]:

@@ -75,7 +75,7 @@ class Api:
         event_sources: bool = True,
     ) -> None:
         """address: where HTTP listens. streams: the endpoints of events and replay. clock: wall-clock
-        seconds. restart: gives the replica a new life after so many seconds. dp_rank: among its peers.
+        seconds. restart: restarts the replica after this many seconds. dp_rank: among its peers.
         event_sources: whether /kv_event_sources exists."""
         self.life = life
         self.down = False
@@ -161,7 +161,7 @@ class Api:
     ) -> web.StreamResponse:
         if self._fail:
             self._fail -= 1
-            raise Refused(self._fail_status, "this replica was told to fail")
+            raise Refused(self._fail_status, "this replica was set to fail")
         engine = self.life.engine
         answer = Answer(
             request_id=request.headers.get("x-request-id") or str(next(self._numbers)),

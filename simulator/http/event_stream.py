@@ -18,7 +18,8 @@ GPU, CPU = "GPU", "CPU"
 def to_wire(event: CacheEvent, geometry: Geometry) -> WireEvent:
     """The event as vLLM 0.32 would publish it, with whole 32-byte hashes; the encoder shortens them.
 
-    Of what arrives on the CPU it tells the hash and the group alone, as vLLM does without self_describing_kv_events.
+    For blocks that arrive on the CPU it publishes only the hash and the group, as vLLM does without
+    self_describing_kv_events.
     """
     if isinstance(event, OffloadedChunk):
         return WireStored(

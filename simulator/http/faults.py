@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faults that a replica can be told to have, over HTTP (POST /sim/faults) or from the command line.
+"""Faults that a replica can have, set over HTTP (POST /sim/faults) or from the command line.
 
 Every field that is given takes effect at once, the others change nothing.
 """
@@ -17,10 +17,10 @@ Seconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 class Faults(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """What shall go wrong.
 
-    drop_events: the next so many batches are not sent, but a replay has them (PUB drops for a slow subscriber).
-    lose_events: the next so many batches are nowhere, only their numbers are used up (a failed encode in vLLM).
-    stall_s: no step ends for so long; HTTP answers on. slow: every step takes so many times as long; 1 ends it.
-    fail: the next so many generation requests are answered with `fail_status` and not begun.
+    drop_events: the next N batches are not sent, but a replay has them (PUB drops for a slow subscriber).
+    lose_events: the next N batches are lost, only their numbers are used up (a failed encode in vLLM).
+    stall_s: no step ends for this time; HTTP keeps answering. slow: every step takes F times as long; 1 ends it.
+    fail: the next N generation requests get `fail_status` and do not start.
     unhealthy: /health answers 503 while true.
     restart: a new life: the cache is empty, the event stream begins at 0, running requests lose their connection, and
     for `down_s` every connection is closed without an answer.

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Disaggregated prefill over HTTP: the `kv_transfer_params` of vLLM's NixlConnector, read and written.
 
-A prefill replica is asked with `do_remote_decode` and answers with where the prompt's blocks are. A decode replica is
-asked with that answer, which says `do_remote_prefill`, and receives the prompt in place of computing it: at the rate of
-a load, whole, and without the other replica being asked. The giver's blocks are free at once, where vLLM keeps them
-until they are read.
+A prefill replica gets a request with `do_remote_decode` and answers where the prompt's blocks are. A decode replica
+gets that answer, which says `do_remote_prefill`, and receives the prompt instead of computing it: at the rate of a
+load, whole, and without contacting the other replica. The giver's blocks are free at once, where vLLM keeps them until
+they are read.
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ def given(job: Job, *, engine_id: str, request_id: str, host: str, port: int) ->
 
 
 def cached_tokens(job: Job, params: Mapping[str, Any] | None) -> int:
-    """What usage tells as cached: of a received prompt, what the prefill replica had, as in vLLM."""
+    """What usage reports as cached: for a received prompt, what the prefill replica had, as in vLLM."""
     told = params.get(PROMPT_CACHED) if params and job.handover is Handover.TAKES else None
     return told if isinstance(told, int) else job.cached

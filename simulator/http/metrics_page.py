@@ -12,7 +12,7 @@ from kvrouter.simulator.engine.realtime import Engine
 
 
 class _Page:
-    """Reads an engine's state when it is asked, so that nothing has to be kept up to date."""
+    """Reads an engine's state when it is scraped, so that nothing has to be kept up to date."""
 
     def __init__(self, engine: Engine, model: str, started_s: float, dp_rank: int) -> None:
         self._engine = engine

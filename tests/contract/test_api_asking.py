@@ -143,9 +143,9 @@ BAD_BODIES = [
     ("/query_by_hash", {"model": "m", "block_hashes": ["a" * 20]}, "block_hashes[0]"),
     ("/query_by_hash", {"model": "m", "block_hashes": [1], "num_tokens": 0}, "num_tokens"),
     ("/query_by_hash", {"model": "m", "block_hashes": [1], "num_tokens": 2**31}, "num_tokens"),
-    ("/select", {"model": "m"}, "give one of"),
-    ("/select", {"model": "m", "token_ids": [1], "block_hashes": [1]}, "give one of"),
-    ("/select", {"model": "m", "token_ids": [1], "prompt": "x"}, "give one of"),
+    ("/select", {"model": "m"}, "give exactly one of"),
+    ("/select", {"model": "m", "token_ids": [1], "block_hashes": [1]}, "give exactly one of"),
+    ("/select", {"model": "m", "token_ids": [1], "prompt": "x"}, "give exactly one of"),
     ("/query", [1, 2], "object"),
 ]
 

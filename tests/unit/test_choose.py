@@ -147,7 +147,7 @@ def test_a_prompt_that_is_just_being_computed_is_worth_what_it_will_be() -> None
     choice = chosen(hit("a", 0), hit("b", 64), pending={key("a"): 128}, weights=weights(a=10))
     assert name_of(choice) == "a" and choice.hit.disk == 0 and choice.lost == "affinity"
     assert choice.prefill_tokens == TOKENS - 128
-    assert "128 tokens of it are just being computed there" in choice.reason
+    assert "128 tokens of it are being computed there" in choice.reason
 
 
 def test_a_session_is_a_bonus_and_no_rule() -> None:

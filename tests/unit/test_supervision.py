@@ -32,7 +32,7 @@ ALLOWED = {
         "tokens/engine/verified_engines.py",
         "_begin_judging",
     ): "one judgement; its failure is logged and it is begun again by `look`",
-    ("tokens/tokenizer.py", "_asked_once"): "one question; whoever asked awaits it",
+    ("tokens/tokenizer.py", "_ask_once"): "one request; its callers await it",
 }
 STARTERS = {"create_task", "ensure_future", "run_coroutine_threadsafe"}
 

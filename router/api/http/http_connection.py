@@ -128,7 +128,7 @@ class HttpConnection(asyncio.Protocol):
     # uvicorn's side.
 
     def shutdown(self) -> None:
-        """The server stops. What was asked is answered, also what is just coming; then the connection ends."""
+        """The server stops: requests that arrived or are arriving are answered, then the connection closes."""
         self._stops = True
         if self._queue:
             self._queue[-1].keep_alive = False
@@ -307,7 +307,7 @@ class HttpConnection(asyncio.Protocol):
         elif parser.in_message:
             self._refuse("head_time", TooSlow(f"the head did not come in {limits.head_timeout_s:g} s; send it at once"))
         else:
-            # Nothing was asked, so nobody reads an answer.
+            # There was no request, so nobody reads an answer.
             self._api.count_cut("head_time")
             self._transport.close()
 

@@ -77,7 +77,7 @@ class RequestParser:
     def on_header(self, name: bytes, value: bytes) -> None:
         self._fields += 1
         self._count_head(len(name) + len(value) + HEADER_LINE_BYTES)
-        # Trailers come here too, and are nobody's headers (RFC 9110, 6.5.1).
+        # Trailers come here too, and are not headers (RFC 9110, 6.5.1).
         if not self.in_body:
             self._headers.append((name.lower(), value))
 

@@ -52,7 +52,7 @@ class FileSource:
         try:
             if self._watch.due():
                 found = self._content()
-                # A settings file that named workers and does not any more names none.
+                # A settings file that no longer names workers names none.
                 self.shown = () if found is None and self.shown is not None else found
                 self.problem = ""
         except SettingError as error:

@@ -28,7 +28,7 @@ def overridden(origin: Origin, environ: Mapping[str, str]) -> bool:
 
 
 class SettingsFile:
-    """Reads it as it was read at the start, by the same flags and environment."""
+    """Reads it as at the start, with the same flags and environment."""
 
     def __init__(self, path: Path, origin: Origin, environ: Mapping[str, str]) -> None:
         self._path = path

@@ -88,7 +88,7 @@ def _candidate(entry: Any, source: str) -> Candidate:
         raise SettingError(f"{field} is wrong: {what}") from None
     registration = registration_of(body, UNKNOWN_MODEL)
     if registration.url is None and registration.worker.model == UNKNOWN_MODEL:
-        raise SettingError("model is missing: without url its engine cannot be asked for it")
+        raise SettingError("model is missing: without url the router cannot get it from the engine")
     known = msgspec.structs.replace(registration, source=source, retiring=state == "draining")
     return Candidate(known, any_rank=body.dp_rank is None)
 

@@ -45,7 +45,7 @@ class WatchExpired(Exception):
 
 
 class ClusterError(Exception):
-    """The API did not give what was asked for. The message says why, and what to do."""
+    """The API did not answer as required. The message says why, and what to do."""
 
 
 class Access(msgspec.Struct, frozen=True):

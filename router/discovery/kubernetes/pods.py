@@ -4,9 +4,10 @@
 worker_id: the pod's name. url: its IP, and the port of annotation `kvrouter/port`, else of the container port named
 `http`, else
 8000. events and replay: annotations `kvrouter/events-port` and `kvrouter/replay-port`, else the container ports named `kv-events`
-and `kv-replay`; without the first, the engine is asked, and if it has no way to tell, 5557 and 5558. Ranks: annotation
-`kvrouter/dp-ranks`, so many, the ports counted up; else those that the engine tells. model, role, handover: annotation,
-else label `kvrouter/model`, `kvrouter/role`, `kvrouter/handover`; without a model, the engine is asked.
+and `kv-replay`; without the first, those of the engine's answer, and if it has no such path, 5557 and 5558. Ranks:
+annotation `kvrouter/dp-ranks` (their number, with ports counted up), else those of the engine's answer. model, role,
+handover: annotation, else label `kvrouter/model`, `kvrouter/role`, `kvrouter/handover`; the engine's answer completes a
+missing model.
 """
 
 from __future__ import annotations

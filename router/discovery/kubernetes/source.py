@@ -12,8 +12,8 @@ from kvrouter.router.discovery.kubernetes.api import ClusterApi, ClusterError, W
 from kvrouter.router.discovery.kubernetes.pods import Pod, candidates_of
 from kvrouter.router.workers.source_precedence import KUBERNETES
 
-# Pauses before it is tried again, doubled from the first to the last and each taken by chance from half of it on: all
-# routers of a fleet lose an API server at once, and must not come back at once.
+# Pauses before a retry, doubled from the first to the last, each at random between half of it and all of it: all
+# routers of a fleet lose an API server at once, and must not return at once.
 RETRY_FIRST_S = 0.5
 RETRY_LAST_S = 30.0
 
@@ -50,7 +50,7 @@ class KubernetesSource:
                         self._pods.pop(event.pod.metadata.name, None)
                     if event.type != "BOOKMARK" or self.problem:
                         self._show(changed)
-                # Ended by the server, as agreed; one that ends all at once must not be asked in a loop.
+                # Ended by the server, as agreed; a server that ends every watch at once must not be queried in a loop.
                 self._show(changed)
                 await asyncio.sleep(self._first_s * self._rng.uniform(0.5, 1.0))
             except WatchExpired:
@@ -58,7 +58,7 @@ class KubernetesSource:
                 await asyncio.sleep(self._first_s * self._rng.uniform(0.5, 1.0))
             except ClusterError as error:
                 failures += 1
-                # A watch that is cut is only asked for again: proxies cut what was silent for a while.
+                # A watch that is cut is simply renewed: proxies cut silent connections.
                 if (failures > 1 or version is None) and self.problem != str(error):
                     self.problem = str(error)
                     changed()

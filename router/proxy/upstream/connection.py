@@ -213,7 +213,7 @@ class Connection(asyncio.Protocol):
         self._reason += reason
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        # Behind the head it is a trailer, which is nobody's header (RFC 9110, 6.5.1).
+        # After the head it is a trailer, not a header (RFC 9110, 6.5.1).
         if not self._head_whole:
             self._headers.append((name.lower(), value))
 

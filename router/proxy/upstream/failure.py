@@ -53,7 +53,7 @@ class Failure(Exception):
 
 
 class AttemptsSpent(Exception):
-    """No engine is to be sent it any more: as many as may have begun on it already. failure: the last one."""
+    """The request must not be sent again: as many engines as allowed may have started it. failure: the last one."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.text)

@@ -33,7 +33,7 @@ REFUSED = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
 
 class Engine(NamedTuple):
-    """One that may be asked. life: changes when it starts anew, maybe with another template."""
+    """An engine that may be queried. life: changes when it restarts, maybe with another template."""
 
     url: str
     life: str
@@ -56,7 +56,7 @@ class EngineClient:
         return self._asks[url]
 
     def forget(self, url: str) -> None:
-        """It is not asked any more."""
+        """It is no longer queried."""
         self._slots.pop(url, None)
         self._asks.pop(url, None)
 

@@ -77,12 +77,12 @@ Truth = NDArray[np.int64] | int | str
 
 
 def running(probe: TokenRequest) -> bytes:
-    """The body by which the engine runs the probe, for one token, and tells what it made of it."""
+    """The body with which the engine runs the probe for one token and returns its ids."""
     return msgspec.json.encode(probe.fields | {"max_tokens": 1, "temperature": 0, "return_token_ids": True})
 
 
 def agrees(truth: Truth, ids: NDArray[np.int64]) -> bool:
-    """Whether `ids` are what the engine has, as far as it tells."""
+    """Whether `ids` equal the engine's, as far as it reports them."""
     if isinstance(truth, str):
         return False
     return len(ids) == truth if isinstance(truth, int) else np.array_equal(truth, ids)

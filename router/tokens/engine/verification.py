@@ -3,7 +3,7 @@
 same.
 
 Where the engine has a render endpoint that is the truth, as it is the code by which the engine reads requests. Else the
-engine runs each probe for one token and tells its prompt: /tokenize is another code, and differs for some models
+engine runs each probe for one token and returns its prompt: /tokenize is other code, and differs for some models
 (gpt-oss) and flags.
 """
 
@@ -37,7 +37,7 @@ from kvrouter.router.tokens.token_request import Feature, TokenRequest
 # The same as the engine.
 EQUAL = ""
 
-# What an engine may do where /tokenize is asked: a template's parts are its own affair there.
+# Quirks that can matter with /tokenize, which handles a template's content parts itself.
 TOKENIZE_HABITS = (RenderQuirks(), RenderQuirks(keeps_unused_tools=False))
 
 Make = Callable[[TokenRequest, RenderQuirks], NDArray[np.int64]]

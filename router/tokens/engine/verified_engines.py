@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engines that may be asked for tokens, and what is known of each: judged when it is needed, and anew in each of
+"""The engines that may be queried for tokens, and their verification: done when needed, and again in each of
 its lives.
 
 With a tokenizer here engines are judged when they are registered; else when the first text of their model comes, so
-that no engine is bothered whose clients send ids.
+that engines whose clients send ids are never probed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOOK_S = 0.25
 RETRY_S = 2.0
 # Some tens of probes, and an engine that is busy.
 JUDGE_TIMEOUT_S = 15.0
-# A life of an engine is told by its event stream, which may begin anew more often than the engine.
+# An engine's restarts are detected by its event stream, which may restart more often than the engine.
 MIN_JUDGE_INTERVAL_S = 5.0
 
 PROBE_NAMES: dict[Feature, str] = {
@@ -45,14 +45,14 @@ class _Judged:
     def __init__(self) -> None:
         self.life = ""
         self.verdict: Verdict | None = None
-        self.problem = "it was not asked yet"
+        self.problem = "it was not probed yet"
         self.task: asyncio.Task[None] | None = None
         self.next_s = 0.0
 
 
 class VerifiedEngines:
-    """engines: those of a model that may be asked now. local: tokenizers here, by model. changed: told of a model when
-    an engine of it was judged anew. clock: in seconds."""
+    """engines: those of a model that may be queried now. local: tokenizers here, by model. changed: called with a model
+    when one of its engines was verified again. clock: in seconds."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class VerifiedEngines:
         self._metrics = metrics
         self._clock = clock
         self._judged: dict[tuple[str, str], _Judged] = {}
-        # Models of which a text was asked.
+        # Models that have got a text.
         self._wanted: set[str] = set()
 
     async def stop(self) -> None:
@@ -135,7 +135,7 @@ class VerifiedEngines:
             judged.life = ""
 
     def look(self) -> None:
-        """Judge who is new or began anew, and forget who is gone."""
+        """Verifies new and restarted engines, and forgets those that are gone."""
         models = set(self._models())
         self._wanted &= models
         models &= self._wanted | self._local.keys()
@@ -225,7 +225,7 @@ class VerifiedEngines:
 
 
 def token_path(verdict: Verdict, asked: TokenRequest) -> Source | None:
-    """How this engine can be asked."""
+    """How this engine can be queried."""
     if verdict.renders:
         return "render"
     if all(verdict.tokenizes.get(feature) == EQUAL for feature in asked.features) and _tokenizable(asked):

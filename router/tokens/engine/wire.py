@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine is asked for tokens with, and what it answers. Pure.
+"""Requests to engines for tokens, and their answers. Pure.
 
 Source: vLLM 0.32.0 entrypoints/scale_out/render, entrypoints/serve/tokenize, renderers/online_renderer.py. A model's
 name is never sent: vLLM takes none for its own, whatever it serves it as.
@@ -225,7 +225,7 @@ def real_ids(answer: bytes) -> NDArray[np.int64] | int:
             return np.array(ids, np.int64)
     if found.usage is not None and found.usage.prompt_tokens > 0:
         return found.usage.prompt_tokens
-    raise TokensUnknown("unreachable", "its answer to a probe tells neither prompt_token_ids nor usage.prompt_tokens")
+    raise TokensUnknown("unreachable", "its answer to a probe has neither prompt_token_ids nor usage.prompt_tokens")
 
 
 def refusal_of(answer: bytes) -> str:
