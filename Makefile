@@ -19,7 +19,7 @@ help:
 	@echo "make chaos        random schedules of faults: the index is right, or says that it is not (minutes; make test has a short part)"
 	@echo "make takeover     two routers, one killed again and again: how long until the other has its workers, and is it right"
 	@echo "make soak         an hour under load: does its memory stay flat, and are its answers right at the end"
-	@echo "make lint         ruff, mypy and spelling"
+	@echo "make lint         ruff, mypy, spelling and plain words"
 	@echo "make bench        the numbers of docs/reference/benchmarks.md, beside dynamo.indexer"
 	@echo "make audit        known vulnerabilities of the installed packages (needs the public database)"
 	@echo "make lock         renew requirements-test.lock"
@@ -70,6 +70,7 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
+	$(BIN)/python .ci/prose.py
 	$(BIN)/mypy --config-file pyproject.toml -p kvrouter.events -p kvrouter.router -p kvrouter.engine_patch -p kvrouter.simulator
 
 format: $(VENV)/installed

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`make audit`: known vulnerabilities of the installed packages, by pip-audit. Exit code 0 none, 1 some, 2 it could not
-be told.
+"""`make audit`: known vulnerabilities of the installed packages, by pip-audit. Exit code 0: none, 1: some, 2: unknown.
 
 pip-audit itself ends with 0 when its database answers nothing for any package, which reads like a clean bill.
 """

@@ -3,7 +3,7 @@
 
     python .ci/prose.py [PATH...]
 
-Prints `file:line: word: use X`. Code itself, quotations in backticks and blocks of code are not looked at.
+Prints `file:line: word: use X`. It skips code itself, quotations in backticks and blocks of code.
 """
 
 from __future__ import annotations
@@ -57,6 +57,17 @@ RULES = [(re.compile(rf"\A(?:{word})\Z", re.IGNORECASE), better) for word, bette
 
 # Quotations and the targets of links have their own words.
 QUOTED = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)")
+# Folders whose prose is still to be put into plain words, and the next to be taken off this list.
+LATER = (
+    "engine_patch/",
+    "events/",
+    "router/index/",
+    "router/ingest/",
+    "router/redis_client/",
+    "router/streams/",
+    "router/telemetry/",
+    "tests/",
+)
 SUFFIXES = {".py", ".md", ".yml", ".yaml"}
 NAMES = {"Makefile", "Dockerfile"}
 
@@ -104,7 +115,8 @@ def problems(path: Path, shown: str) -> Iterator[str]:
 
 def tracked() -> list[str]:
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    return [name for name in listed.split("\0") if Path(name).suffix in SUFFIXES or Path(name).name in NAMES]
+    names = [name for name in listed.split("\0") if Path(name).suffix in SUFFIXES or Path(name).name in NAMES]
+    return [name for name in names if not name.startswith(LATER) and name != ".ci/prose.py"]
 
 
 def main() -> int:

@@ -85,7 +85,7 @@ def ignore(parts: list[bytes]) -> None:
 
 
 def pieces(part: bytes, *, streams: bool) -> Callable[[int], None]:
-    """One answer of so many pieces, each read for itself; its usage is asked for at the end."""
+    """One answer of this many pieces, each read for itself; its usage is requested at the end."""
 
     def work(count: int) -> None:
         tap = AnswerTap(ignore, time.monotonic, Concurrency().begun(WORKER), streams=streams, readable=True)

@@ -37,7 +37,7 @@ def make_load(folder: Path, entries: int) -> Load:
 
 
 def fill_ours(folder: Path, load: Load) -> dict[str, Any]:
-    """Runs the whole way once; the store is in folder/data afterwards. Returns what our_process.fill told."""
+    """Runs the whole way once; the store is in folder/data afterwards. Returns what our_process.fill reported."""
     with Publisher.run(load.path, WORKERS) as publisher:
         command = [sys.executable, str(HERE / "our_process.py"), "fill", str(folder / "data")]
         command += ["--endpoints", *publisher.endpoints, "--last-seqs", *map(str, load.last_seqs)]

@@ -47,7 +47,7 @@ PIECE_TOKENS = 512
 REPLICAS = 8
 # Longer than any prompt of a trace: none is refused.
 CONTEXT_TOKENS = 2**20
-# A trace tells prompts apart in whole pieces, so a next turn leaves the prompt before it at a piece's end. With smaller
+# A trace distinguishes prompts in whole pieces, so a next turn leaves the prompt before it at a piece's end. With smaller
 # blocks the checkpoint at a prompt's end would lie in its last, partial piece, where no trace can show that the next
 # turn goes on.
 BLOCK_TOKENS = PIECE_TOKENS
@@ -286,9 +286,9 @@ def main() -> None:
     parser.add_argument("--shape", action="append", choices=SHAPES)
     parser.add_argument("--policy", action="append", choices=(ENDLESS, *NAMES))
     parser.add_argument("--seed", action="append", type=int)
-    parser.add_argument("--requests", type=int, default=0, help="only the first so many")
+    parser.add_argument("--requests", type=int, default=0, help="only the first N")
     parser.add_argument("--count-from", type=int, default=0, help="the table counts the requests from this one on")
-    parser.add_argument("--speedup", type=float, default=1.0, help="requests come so many times as fast")
+    parser.add_argument("--speedup", type=float, default=1.0, help="factor by which requests come faster")
     parser.add_argument("--cache-tokens", type=int, default=CACHE_TOKENS, help="what a replica's cache holds")
     parser.add_argument(
         "--results", type=Path, help="JSON lines: runs that are there are not made again, others are added"

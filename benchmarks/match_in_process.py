@@ -2,7 +2,7 @@
 """Claim: a match of 512 blocks over 16 workers takes at most 25 us in process.
 
 `Matcher.match` on a mirror of 200,000 and of 10^6 (worker, block) entries: the same prompt again and again (hot),
-random prompts of the index (cold: their table entries are seldom in the CPU's caches), and prompts of 8,192 token ids,
+random prompts of the index (cold: their table entries are rarely in the CPU's caches), and prompts of 8,192 token ids,
 remembered and not.
 """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of its prompts a CPU tier of so many chunks saves the engine from computing again, with LRU and with ARC.
+"""How much of its prompts a CPU tier of this many chunks saves the engine from computing again, with LRU and with ARC.
 
 Request traces are replayed against the tier's own books (CpuTier and its policies; no bytes are moved). Each hash id of
 a trace is one chunk of 512 tokens. A request reuses the longest run of resident chunks from its start; then all its
 chunks are resident: those that are there count as used, the others are stored. A request is done before the next one
-begins. The hit ratio is chunks reused of all chunks asked for; with endless memory nothing is ever evicted, so no
+begins. The hit ratio is chunks reused of all chunks requested; with endless memory nothing is ever evicted, so no
 policy can do better.
 """
 
@@ -119,7 +119,7 @@ def measure(
         endless = percent(replay(trace, "lru", trace.distinct).reused, trace.chunks)
         rows.append(Row(f"hit ratio, {trace.name}, endless memory", "%", endless))
         notes.append(
-            f"{trace.name}: {len(trace.requests):,} requests, {trace.chunks:,} chunks asked for, {trace.distinct:,} different ones"
+            f"{trace.name}: {len(trace.requests):,} requests, {trace.chunks:,} chunks requested, {trace.distinct:,} different ones"
         )
         for capacity in capacities:
             found = []

@@ -100,7 +100,7 @@ def entries(core: Core) -> int:
 
 
 async def fill(folder: Path, endpoints: list[str], last_seqs: list[int]) -> None:
-    """Registers, tells `ready`, and when all is visible tells the memory it took."""
+    """Registers, reports `ready`, and when all is visible reports the memory it took."""
     warm()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     async with private_store(folder) as store:

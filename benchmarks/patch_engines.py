@@ -86,7 +86,7 @@ class Engine(Oracle):
         return super()._run_model(output)
 
     def block(self, steps: int, model_s: float = 0.0) -> Steps:
-        """So many steps under full load. model_s: how long the model takes, during which other threads may run."""
+        """This many steps under full load. model_s: how long the model takes, during which other threads may run."""
         self._model_s = model_s
         walls, cpus = [], []
         for _ in range(steps):
@@ -129,7 +129,7 @@ def resident_bytes() -> int:
 
 
 def alone(case: str, model: Path, patch: bool, requests: int) -> dict[str, int]:
-    """Memory of a process that runs nothing but one engine: before it, with it, after so many requests."""
+    """Memory of a process that runs nothing but one engine: before it, with it, after this many requests."""
     before = resident_bytes()
     engine = Engine(case, model, patch)
     built = resident_bytes()

@@ -3,7 +3,7 @@
 resident block.
 
 Memory is what Python and numpy allocated (tracemalloc), after as many changes as there are blocks. The engine's thread
-is timed at `publish`, the reporter's thread at everything but sending: ledger and encoding, with the events at hand.
+is timed at `publish`, the reporter's thread at everything but sending: ledger and encoding, with the events available.
 The pause is the longest that a second thread was kept from running while a snapshot was frozen.
 """
 
@@ -54,7 +54,7 @@ def removed(hashes: HashArray, step: int) -> Iterator[ReportRemoved]:
 
 
 def churned(blocks: int) -> Ledger:
-    """A ledger of so many blocks, every one of which has taken the place of another."""
+    """A ledger of this many blocks, every one of which has taken the place of another."""
     ledger = Ledger(MAX_BLOCKS)
     old, new = hashes_of(blocks, 1), hashes_of(blocks, 2)
     for event in stored(old):

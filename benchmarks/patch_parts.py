@@ -63,7 +63,7 @@ def step_rows(what: str, without: Sequence[Steps], with_: Sequence[Steps]) -> li
 
 
 def alternate(rounds: int, without: Callable[[], Steps], with_: Callable[[], Steps]) -> Sides:
-    """So many blocks of each, who is first by turns."""
+    """This many blocks of each, who is first by turns."""
     found: Sides = ([], [])
     for turn in range(rounds):
         for side in (0, 1) if turn % 2 else (1, 0):

@@ -26,7 +26,7 @@ HERE = Path(__file__).resolve().parent
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
 VISIBLE_TIMEOUT_S = 120.0
-# Seldom enough that asking costs the server little, often enough beside ingests of half a second and more.
+# Rarely enough that asking costs the server little, often enough beside ingests of half a second and more.
 POLL_S = 0.005
 
 
@@ -112,7 +112,7 @@ class Index(Protocol):
     client: HttpClient
 
     def hashes(self, chain: Chain) -> NDArray[np.uint64]:
-        """What this server is asked with for a prompt."""
+        """The request to this server for a prompt."""
         ...
 
 
@@ -189,7 +189,7 @@ class Ours(Served):
 
 
 class Dynamo(Served):
-    """`python -m dynamo.indexer`. Its block hashes are its own: it reads the tokens of events, and is asked with
+    """`python -m dynamo.indexer`. Its block hashes are its own: it reads the tokens of events, and is queried with
     i64."""
 
     name = "dynamo"

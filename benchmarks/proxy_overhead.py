@@ -94,7 +94,7 @@ class Prompts:
         if self._kind == "ids":
             prompt: dict[str, object] = {"prompt": ids}
         else:
-            # Four tokens of the tokenizer at hand for each of these words, so a quarter as many of them.
+            # Four tokens of the tokenizer available for each of these words, so a quarter as many of them.
             text = " ".join(f"{token % 997:03d}" for token in ids[::4])
             prompt = {"messages": [{"role": "user", "content": text}]}
         more = {"max_tokens": CHUNKS, "stream": True} if stream else {"max_tokens": 1}

@@ -3,7 +3,7 @@
 front.
 
 A stream has CHUNKS chunks, one every CHUNK_S; each says when it was sent (CLOCK_MONOTONIC, ns). With `--tokenizer
-FOLDER` it also answers `/tokenize` and `/v1/chat/completions/render`, and tells the ids of a prompt to whom asks for
+FOLDER` it also answers `/tokenize` and `/v1/chat/completions/render`, and reports the ids of a prompt to whom asks for
 them, as vLLM does.
 """
 
@@ -35,7 +35,7 @@ ANSWER = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 
 MODELS = b'{"object":"list","data":[{"id":"m","object":"model","created":1,"owned_by":"stub"}]}'
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 EVENT = b'data: {"id":"c","object":"text_completion","choices":[{"index":0,"text":" yes"}],"sent_ns":%d}\n\n'
-# Routers write the body anew, each in its own way.
+# Routers write the body again, each in its own way.
 STREAM_ASKED = re.compile(rb'"stream":\s*true')
 LAST_EVENT = b"data: [DONE]\n\n"
 

@@ -98,7 +98,7 @@ def _wait_for_tokens(ports: dict[str, int]) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     for name, way in ((OURS, "render"), (OURS_LOCAL, "local")):
         client = HttpClient(ports[name])
-        # Engines are judged once a text was asked for.
+        # Engines are verified once a text was requested.
         client.call("POST", "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})
         while True:
             rows = client.call("GET", "/workers")["workers"]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that publishes batches encoded beforehand, one socket a worker, as fast as told; for whoever subscribes.
+"""A process that publishes batches encoded beforehand, one socket a worker, at a given rate, for any subscriber.
 
 Commands on stdin, one line each, answered by one line of JSON: `wait` until every socket has a subscriber; `send COUNT
 RATE` the next COUNT batches at RATE blocks/s (0: as fast as it goes); `quit`. Sockets are XPUB, which on the wire is
-PUB but tells of subscriptions, without a high-water mark: nothing is ever dropped, so that what arrives late is the
+PUB that reports subscriptions, without a high-water mark: nothing is ever dropped, so that what arrives late is the
 subscriber's doing.
 """
 
@@ -40,7 +40,7 @@ def wait_for_subscribers(sockets: list[zmq.Socket[bytes]], timeout_s: float) -> 
 
 
 def send(sockets: list[zmq.Socket[bytes]], frames: list[Frame], rate: float) -> None:
-    """Sends frames, at `rate` blocks/s when that is not 0, and tells when it began and ended (CLOCK_MONOTONIC)."""
+    """Sends frames, at `rate` blocks/s when that is not 0, and reports when it began and ended (CLOCK_MONOTONIC)."""
     start = time.monotonic()
     sent = 0
     for frame in frames:

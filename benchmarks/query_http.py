@@ -2,8 +2,8 @@
 """Claim: `POST /query_by_hash` of 512 blocks over HTTP is faster than dynamo's at the median and at the 99th
 percentile.
 
-Both servers follow the same 16 event streams (200,000 entries) and are asked by the same client over one kept
-connection, in turns; once idle, and once while 50,000 blocks/s are published to the one that is asked. Answers are
+Both servers follow the same 16 event streams (200,000 entries) and are queried by the same client over one kept
+connection, in turns; once idle, and once while 50,000 blocks/s are published to the one that is queried. Answers are
 compared first.
 """
 
@@ -19,7 +19,7 @@ from workload import WORKERS, Publishing, Workload, chains_for, write_frames
 
 BLOCKS_PER_EVENT = 32
 INGEST_BLOCKS_S = 50_000
-# Prompts asked in turn.
+# Prompts queried in turn.
 PROMPTS = 64
 
 
@@ -114,7 +114,7 @@ def measure(settings: Settings) -> tuple[list[Row], list[str]]:
     for quantile in (50, 99):
         values_u = [float(np.percentile(x, quantile)) for x in samples["u64", "kvrouter"]]
         rows.append(median_row(f"the same, idle, hashes written as u64, p{quantile}", "us", values_u))
-    return rows, [f"published while asked: {np.median(lag):,.0f} blocks/s"]
+    return rows, [f"published meanwhile: {np.median(lag):,.0f} blocks/s"]
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def main() -> None:
         for name in NAMES:
             saved = folder / f"{name}.json"
             if arguments.only and name not in arguments.only:
-                # The page shows all; what is not measured now stands as it was measured last.
+                # The page shows all; what is not measured now keeps its last measurement.
                 if saved.exists():
                     results[name] = msgspec.json.decode(saved.read_bytes(), type=Result[Row])
                 continue

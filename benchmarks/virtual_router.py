@@ -127,7 +127,7 @@ class VirtualFleet:
 
 
 class VirtualRouter:
-    """Places prompts at the times that it is told."""
+    """Places prompts at given times."""
 
     def __init__(self, fleet: VirtualFleet, policy: str, seed: int = 1) -> None:
         self.fleet = fleet

@@ -43,7 +43,7 @@ FRAME = struct.Struct("=HQII")
 
 
 class Chain(NamedTuple):
-    """One prompt. hashes: what the engine announces; dynamo_hashes: what dynamo is asked with. Both uint64, per
+    """One prompt. hashes: what the engine announces; dynamo_hashes: what dynamo is queried with. Both uint64, per
     block."""
 
     family: int
@@ -62,7 +62,7 @@ class Frame(NamedTuple):
 
 
 class Workload:
-    """Prompts and their places, made as they are asked for; the same seed gives the same ones."""
+    """Prompts and their places, made as they are requested; the same seed gives the same ones."""
 
     def __init__(self, seed: int = 1) -> None:
         self._rng = np.random.default_rng(seed)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values and helpers that know nothing of routing."""
+"""Values and helpers that do not depend on routing."""

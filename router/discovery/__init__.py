@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where workers come from that nobody registers."""
+"""Sources of workers besides registration."""

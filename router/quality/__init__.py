@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was predicted beside what engines delivered."""
+"""Predicted and delivered reuse."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers and settings from files that are watched."""
+"""Workers and settings from watched files."""
