@@ -43,7 +43,7 @@ def test_explain_adds_groups_and_limit_and_an_explicit_null(core: TinyCore) -> N
     assert core.asked[0].explain
 
 
-def test_ranks_of_one_worker_are_merged_and_the_best_one_speaks(core: TinyCore) -> None:
+def test_ranks_of_one_worker_are_merged_and_the_best_rank_counts(core: TinyCore) -> None:
     core.hits_known = [hit("w0", 64, 64, 64, 0), hit("w0", 32, 32, 96, 1, "why"), hit("w0", 16, 16, 16, 2)]
     answer = call(build(core)[0], "POST", "/query", {"model": "m", "token_ids": [1]}).json()
     instance = answer["instances"]["w0"]
@@ -53,7 +53,7 @@ def test_ranks_of_one_worker_are_merged_and_the_best_one_speaks(core: TinyCore) 
     assert answer["scores"] == {"w0": {"0": 64, "1": 96, "2": 16}}
 
 
-def test_a_question_carries_everything_that_was_said(core: TinyCore) -> None:
+def test_a_question_carries_every_field_of_the_body(core: TinyCore) -> None:
     body = {
         "model_name": "m",
         "token_ids": [0, 5, 2**31 - 1],
@@ -162,7 +162,7 @@ def test_a_bad_body_is_400_and_names_the_field(core: TinyCore, path: str, body: 
 @pytest.mark.parametrize(
     "raw", [b"", b"{", b'{"model": "m", "token_ids": [1]} x', b"\xff\xfe", b'{"model":"\xff"}', b'{"x":' + b"[" * 99999]
 )
-def test_what_is_no_json_is_400(core: TinyCore, raw: bytes) -> None:
+def test_a_body_that_is_not_json_is_400(core: TinyCore, raw: bytes) -> None:
     answer = call(build(core)[0], "POST", "/query", raw)
     assert answer.status == 400
     assert answer.error["code"] in ("malformed_body", "invalid_body")
@@ -200,7 +200,7 @@ def test_messagepack_in_and_out(core: TinyCore) -> None:
         ("application/msgpack;q=oops", False),
     ],
 )
-def test_the_reply_is_in_what_the_client_prefers(core: TinyCore, accept: str, msgpack: bool) -> None:
+def test_the_reply_has_the_encoding_that_the_client_prefers(core: TinyCore, accept: str, msgpack: bool) -> None:
     answer = call(build(core)[0], "POST", "/query", {"model": "m", "token_ids": [1]}, headers={"accept": accept})
     assert ("msgpack" in answer.headers["content-type"]) is msgpack
 
@@ -248,13 +248,13 @@ def test_select_explains_every_candidate(core: TinyCore) -> None:
 
 
 @pytest.mark.parametrize("text", [{"prompt": "hi"}, {"messages": [{"role": "user", "content": "hi"}]}])
-def test_text_without_anybody_to_read_it_is_refused_honestly(core: TinyCore, text: dict[str, Any]) -> None:
+def test_text_is_refused_without_a_tokenizer(core: TinyCore, text: dict[str, Any]) -> None:
     answer = call(build(core)[0], "POST", "/select", {"model": "m", **text})
     assert (answer.status, answer.error["code"]) == (400, "tokens_required")
     assert "token_ids" in answer.error["message"]
 
 
-def test_null_text_beside_tokens_is_no_text(core: TinyCore) -> None:
+def test_null_text_beside_tokens_is_ignored(core: TinyCore) -> None:
     body = {"model": "m", "token_ids": [1], "prompt": None, "messages": None}
     assert call(build(core)[0], "POST", "/select", body).status == 200
     raw = msgspec.msgpack.encode(body)
@@ -267,7 +267,7 @@ def test_no_worker_is_503(core: TinyCore) -> None:
     assert (answer.status, answer.error["code"]) == (503, "no_worker")
 
 
-def test_decisions_are_timed_by_the_clock_that_was_given(core: TinyCore) -> None:
+def test_decisions_are_timed_by_the_given_clock(core: TinyCore) -> None:
     ticks = iter([10.0, 10.25, 20.0, 20.2, 20.3, 20.5])
     app, metrics = build(core, clock=lambda: next(ticks))
     call(app, "POST", "/query", {"model": "m", "token_ids": [1]})
@@ -278,7 +278,7 @@ def test_decisions_are_timed_by_the_clock_that_was_given(core: TinyCore) -> None
     assert metrics.registry.get_sample_value("kvrouter_choice_seconds_sum") == pytest.approx(0.1)
 
 
-def test_a_text_is_asked_as_its_tokens(core: TinyCore) -> None:
+def test_a_text_is_placed_by_its_tokens(core: TinyCore) -> None:
     tokens = TinyTokens()
     body = {"model": "m", "prompt": "Paris", "cache_salt": "s", "dp_rank": 0, "add_special_tokens": False}
     answer = call(build(core, tokens=tokens)[0], "POST", "/select", body)
@@ -291,7 +291,7 @@ def test_a_text_is_asked_as_its_tokens(core: TinyCore) -> None:
     assert tokens.asked == [("/v1/completions", "m", body)]
 
 
-def test_a_chat_and_its_tools_are_asked_as_they_came(core: TinyCore) -> None:
+def test_a_chat_and_its_tools_reach_the_tokenizer_unchanged(core: TinyCore) -> None:
     tokens = TinyTokens()
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "tools": [{"type": "function"}]}
     for given in (body, {**body, "prompt": None}):
@@ -303,7 +303,7 @@ def test_a_chat_and_its_tools_are_asked_as_they_came(core: TinyCore) -> None:
     assert tokens.asked[-1] == tokens.asked[0]
 
 
-def test_a_text_without_known_tokens_is_placed_all_the_same(core: TinyCore) -> None:
+def test_a_text_without_known_tokens_is_placed_by_load(core: TinyCore) -> None:
     answer = call(build(core, tokens=TinyTokens())[0], "POST", "/select", {"model": "m", "prompt": "unknown"})
     assert answer.status == 200
     expected = {"source": "none", "num_tokens": 1000, "known_tokens": 0, "problem": "no engine to ask"}
@@ -312,19 +312,19 @@ def test_a_text_without_known_tokens_is_placed_all_the_same(core: TinyCore) -> N
     assert question.token_ids is None and question.block_hashes is not None and not len(question.block_hashes)
 
 
-def test_a_text_that_the_engine_refuses_is_the_clients_fault(core: TinyCore) -> None:
+def test_a_text_that_the_engine_rejects_is_400(core: TinyCore) -> None:
     answer = call(build(core, tokens=TinyTokens())[0], "POST", "/select", {"model": "m", "prompt": "refused"})
     assert (answer.status, answer.error["code"]) == (400, "prompt_refused")
     assert "the template says no" in answer.error["message"]
 
 
-def test_a_bug_on_the_way_to_tokens_is_ours(core: TinyCore) -> None:
+def test_a_bug_while_tokenizing_is_500(core: TinyCore) -> None:
     answer = call(build(core, tokens=TinyTokens())[0], "POST", "/select", {"model": "m", "prompt": "bug"})
     assert (answer.status, answer.error["code"]) == (500, "internal_error")
 
 
 @pytest.mark.parametrize("path", ["/query", "/select"])
-def test_an_adapter_is_a_model_of_those_who_have_it(core: TinyCore, path: str) -> None:
+def test_an_adapter_is_a_model_of_the_workers_that_have_it(core: TinyCore, path: str) -> None:
     app = build(core, tokens=TinyTokens())[0]
     assert call(app, "POST", path, {"model": "adapter", "token_ids": [1, 2]}).status == 200
     question = core.asked[-1]

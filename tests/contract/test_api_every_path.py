@@ -35,7 +35,7 @@ def core() -> TinyCore:
 
 
 @pytest.mark.parametrize(("method", "path", "body"), EVERY_WAY)
-def test_with_a_key_all_but_health_and_ready_want_it(core: TinyCore, method: str, path: str, body: Any) -> None:
+def test_all_paths_but_health_and_ready_require_the_key(core: TinyCore, method: str, path: str, body: Any) -> None:
     app, _ = build(core, api_key=KEY)
     for wrong in ({}, {"authorization": KEY}, {"authorization": f"Bearer {KEY}x"}, {"authorization": f"Basic {KEY}"}):
         answer = call(app, method, path, body, headers=wrong)
@@ -53,7 +53,7 @@ def test_a_load_balancer_needs_no_key(core: TinyCore, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/query", "/register", "/nowhere"])
-def test_a_body_over_the_limit_is_413_however_it_comes(core: TinyCore, path: str) -> None:
+def test_a_body_over_the_limit_is_413_in_every_framing(core: TinyCore, path: str) -> None:
     app, _ = build(core, max_body_bytes=1024)
     for body in (b"x" * 1025, (b"x" * 1000, b"x" * 25), (b"x" * 1025,), (b"x",) * 1025):
         answer = call(app, "POST", path, body)
@@ -68,13 +68,13 @@ def test_a_body_of_exactly_the_limit_is_read(core: TinyCore) -> None:
     assert call(app, "POST", "/query", (raw[:7], b"", raw[7:])).status == 200
 
 
-def test_a_false_content_length_alone_is_not_read_into_memory(core: TinyCore) -> None:
+def test_a_false_content_length_reserves_no_memory(core: TinyCore) -> None:
     app, _ = build(core, max_body_bytes=1024)
     answer = call(app, "POST", "/query", b"{}", headers={"content-length": "99999999"}, with_length=False)
     assert answer.status == 413
 
 
-def test_a_client_that_hangs_up_gets_no_answer_and_is_no_error(core: TinyCore) -> None:
+def test_a_client_that_hangs_up_is_not_counted_as_an_error(core: TinyCore) -> None:
     app, metrics = build(core)
     sent = b"POST /query HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
     assert asyncio.run(exchange(app, sent, hang_up=True)) == b""
@@ -151,7 +151,7 @@ def test_health_is_200_and_says_why_it_is_degraded(core: TinyCore) -> None:
     assert call(app, "GET", "/health").json() == {"status": "ok", "reasons": [], "warnings": ["Redis evicts"]}
 
 
-def test_ready_is_503_until_it_is(core: TinyCore) -> None:
+def test_ready_is_503_until_a_worker_can_be_chosen(core: TinyCore) -> None:
     core.unready = "no worker is registered"
     app, _ = build(core)
     answer = call(app, "GET", "/ready")
@@ -161,7 +161,7 @@ def test_ready_is_503_until_it_is(core: TinyCore) -> None:
     assert call(app, "GET", "/ready").json().items() >= {"status": "ready", "ready": True}.items()
 
 
-def test_metrics_are_those_of_the_registry_that_was_given(core: TinyCore) -> None:
+def test_metrics_are_those_of_the_given_registry(core: TinyCore) -> None:
     app, metrics = build(core)
     metrics.mirror_entries.set(17)
     answer = call(app, "GET", "/metrics")
@@ -244,7 +244,7 @@ def test_answers_fit_the_schemas_of_the_document(core: TinyCore) -> None:
     jsonschema.validate(failed.json(), schema)
 
 
-def test_the_docs_page_needs_nothing_from_elsewhere(core: TinyCore) -> None:
+def test_the_docs_page_is_self_contained(core: TinyCore) -> None:
     answer = call(build(core)[0], "GET", "/docs")
     page = answer.body.decode()
     assert answer.headers["content-type"].startswith("text/html")
@@ -252,7 +252,7 @@ def test_the_docs_page_needs_nothing_from_elsewhere(core: TinyCore) -> None:
     assert not re.search(r"<(script|link|img|iframe)|url\(|@import|https?://", page)
 
 
-def test_with_a_key_the_document_says_so(core: TinyCore) -> None:
+def test_the_document_declares_the_key(core: TinyCore) -> None:
     document = call(
         build(core, api_key=KEY)[0], "GET", "/openapi.json", headers={"authorization": f"Bearer {KEY}"}
     ).json()

@@ -55,7 +55,7 @@ def code_of(answer: bytes) -> str:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_host_is_there_once_and_is_one(served: tuple[ProxyServer, ScriptedEngine], way: str) -> None:
+def test_exactly_one_valid_host_is_required(served: tuple[ProxyServer, ScriptedEngine], way: str) -> None:
     router, engine = served
     for host in ("x", "", "127.0.0.1:30000", "[::1]:30000", "my_service.ns.svc"):
         assert status_of(router.exchange(sent(way, host=f"host: {host}"))) == 200, host
@@ -149,7 +149,7 @@ def test_a_body_has_one_length_and_no_coding_but_chunked(served: tuple[ProxyServ
     assert len(engine.asked) == asked
 
 
-def test_trailers_of_a_request_are_no_headers(served: tuple[ProxyServer, ScriptedEngine]) -> None:
+def test_trailers_of_a_request_are_not_headers(served: tuple[ProxyServer, ScriptedEngine]) -> None:
     router, engine = served
     head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     trailers = b"0\r\nauthorization: Bearer other\r\nx-request-id: other\r\nx-kvrouter-worker: other\r\nx-own: 1\r\nhost: y\r\n\r\n"
@@ -159,7 +159,7 @@ def test_trailers_of_a_request_are_no_headers(served: tuple[ProxyServer, Scripte
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_upgrade_is_refused_where_there_is_a_body_and_else_left_out(
+def test_an_upgrade_with_a_body_is_refused_and_ignored_without_one(
     served: tuple[ProxyServer, ScriptedEngine], way: str
 ) -> None:
     router, _ = served
@@ -173,7 +173,7 @@ def test_an_upgrade_is_refused_where_there_is_a_body_and_else_left_out(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("apart", [False, True], ids=["with the request", "behind it"])
-def test_who_closes_their_half_behind_a_request_gets_the_answer(
+def test_a_client_that_closes_its_half_after_a_request_gets_the_answer(
     served: tuple[ProxyServer, ScriptedEngine], way: str, apart: bool
 ) -> None:
     router, _ = served
@@ -188,7 +188,7 @@ def test_who_closes_their_half_behind_a_request_gets_the_answer(
 
 
 @pytest.mark.parametrize("requests", [1, 2])
-def test_who_closes_their_half_while_the_engine_computes_gets_all_of_the_stream(requests: int) -> None:
+def test_a_client_that_closes_its_half_during_computation_gets_the_whole_stream(requests: int) -> None:
     go_on = []
 
     async def script(asked: Asked, wire: Wire) -> None:
@@ -215,7 +215,7 @@ def test_who_closes_their_half_while_the_engine_computes_gets_all_of_the_stream(
         assert not engine.given_up
 
 
-def test_who_closes_their_half_within_a_request_has_hung_up() -> None:
+def test_a_client_that_closes_its_half_within_a_request_has_hung_up() -> None:
     with fleet(hang) as (router, engine):
         whole = raw_request(CHAT, CHAT_BODY)
         for part in (b"", whole[:20], whole[:-5]):
@@ -226,7 +226,7 @@ def test_who_closes_their_half_within_a_request_has_hung_up() -> None:
         assert not engine.asked
 
 
-def test_who_closes_the_other_half_later_ends_the_stream_at_the_engine() -> None:
+def test_closing_the_other_half_later_ends_the_stream_at_the_engine() -> None:
     async def endless(asked: Asked, wire: Wire) -> None:
         await wire.send(STREAM_HEAD)
         while not wire.gone.is_set():

@@ -167,7 +167,7 @@ def test_a_slow_client_is_cut_while_others_are_served(
     assert small.serves()
 
 
-def test_a_client_that_says_nothing_is_cut(small: Server) -> None:
+def test_a_silent_client_is_cut(small: Server) -> None:
     with small.connect() as silent:
         assert received(silent) == b""
     assert small.cuts() == {"head_time": 1.0}
@@ -258,7 +258,7 @@ def test_a_body_of_frames_alone_is_cut(patient: Server, head: bytes, begun: byte
     assert sum(patient.cuts().values()) == 1.0
 
 
-def test_what_is_no_http_is_told_so_and_counted(patient: Server) -> None:
+def test_invalid_http_gets_an_error_and_is_counted(patient: Server) -> None:
     with patient.connect() as client:
         client.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
         answer = received(client)
@@ -287,7 +287,7 @@ def test_connections_are_bounded_and_their_places_free_again(patient: Server) ->
         assert time.monotonic() < deadline
 
 
-def test_who_reads_no_answers_gets_no_more_questions_in_and_is_cut() -> None:
+def test_a_client_that_reads_no_answers_is_not_read_and_then_cut() -> None:
     with running(SMALL, workers=400) as server, server.connect() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
         deaf.setblocking(False)
@@ -309,7 +309,7 @@ def test_who_reads_no_answers_gets_no_more_questions_in_and_is_cut() -> None:
         assert server.cuts() == {"send_time": 1.0}
 
 
-def test_questions_that_come_at_once_wait_for_the_reader_of_their_answers() -> None:
+def test_pipelined_queries_wait_until_their_answers_are_read() -> None:
     # One piece of the network's size, so that no pause in reading can come between; an answer has 60 kB.
     questions = 600
     with running(SMALL, workers=400) as server, server.connect() as deaf:

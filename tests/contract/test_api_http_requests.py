@@ -175,7 +175,7 @@ def test_a_kept_connection_serves_again(server: Server) -> None:
 
 @pytest.mark.parametrize(("header", "status"), [("Bearer right", 200), ("Bearer wrong", 401), ("", 401)])
 @pytest.mark.parametrize("path", ["/query_by_hash", "/nowhere"])
-def test_a_key_is_demanded_before_the_body_is_read(path: str, header: str, status: int) -> None:
+def test_the_key_is_checked_before_the_body_is_read(path: str, header: str, status: int) -> None:
     server = Server(api_key="right")
     try:
         given = [f"authorization: {header}"] if header else []

@@ -98,7 +98,7 @@ def test_it_starts_answers_and_stops_cleanly(tmp_path: Path, number: signal.Sign
     assert log.rstrip().endswith("stopped")
 
 
-def test_what_was_registered_is_there_after_a_restart(tmp_path: Path) -> None:
+def test_registrations_survive_a_restart(tmp_path: Path) -> None:
     with serving(tmp_path) as (process, line):
         url = line.split("listens on ")[1].split(";")[0]
         assert "no worker yet" in line
@@ -112,7 +112,7 @@ def test_what_was_registered_is_there_after_a_restart(tmp_path: Path) -> None:
         assert process.wait(STOP_TIMEOUT_S) == 0
 
 
-def test_a_second_router_on_the_same_data_is_one_line(tmp_path: Path) -> None:
+def test_a_second_router_on_the_same_data_ends_with_one_line(tmp_path: Path) -> None:
     with serving(tmp_path) as (process, _):
         command = [
             sys.executable,

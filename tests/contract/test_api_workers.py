@@ -199,7 +199,7 @@ def test_patch_keeps_what_is_absent_and_unsets_null(core: TinyCore) -> None:
     assert core.registered[W0] == Registration(W0, events=BARE["endpoint"], url="http://h:9", block_size=16)
 
 
-def test_patch_refuses_what_makes_no_sense(core: TinyCore) -> None:
+def test_patch_refuses_contradictions(core: TinyCore) -> None:
     app, _ = build(core)
     assert call(app, "PATCH", "/workers/w0", {"url": "http://h:1"}).error["code"] == "unknown_worker"
     for rank in range(2):
@@ -285,7 +285,7 @@ def test_a_role_is_kept_changed_and_unset(core: TinyCore) -> None:
 
 
 @pytest.mark.parametrize("method", ["POST", "PATCH"])
-def test_a_role_that_is_none_says_which_there_are(core: TinyCore, method: str) -> None:
+def test_an_unknown_role_lists_the_known_ones(core: TinyCore, method: str) -> None:
     app, _ = build(core)
     body = {"worker_id": "w0", "model": "m", "url": "http://h:1"}
     path = "/register" if method == "POST" else "/workers/w0"

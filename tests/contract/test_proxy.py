@@ -112,12 +112,12 @@ def test_no_content_interim_answers_and_compression_pass() -> None:
         assert engine.asked[1].all("accept-encoding") == ["gzip"]
 
 
-def test_what_is_wrong_with_a_prompt_is_for_the_engine_to_say() -> None:
+def test_the_engine_judges_a_wrong_prompt() -> None:
     with fleet(plain(b"its own words", "400 Bad Request")) as (router, _):
         assert router.post(COMPLETIONS, {"model": "m", "prompt": 7})[::2] == (400, b"its own words")
 
 
-def test_redirects_are_the_clients() -> None:
+def test_redirects_go_to_the_client() -> None:
     moved = plain(b"", "307 Temporary Redirect", ["location: http://169.254.169.254/"])
     with ScriptedEngine(moved) as engine, proxying(worker("w0", engine.url)) as router:
         status, headers, _ = router.post(CHAT, BODY)
@@ -158,7 +158,7 @@ def test_headers_of_a_connection_stay_on_it() -> None:
         assert len(names) == len(set(names))
 
 
-def test_the_answer_says_where_it_comes_from() -> None:
+def test_the_answer_names_its_worker() -> None:
     with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w ä,0", engine.url, rank=2)) as router:
         _, headers, _ = router.post(COMPLETIONS, TOKENS)
         assert headers["x-kvrouter-worker"] == "w%20%C3%A4%2C0@2"
@@ -182,7 +182,7 @@ def test_a_request_id_is_kept_or_made() -> None:
         assert (status, headers["x-request-id"]) == (404, "mine")
 
 
-def test_a_pinned_worker_is_the_one_that_is_asked() -> None:
+def test_a_pinned_request_goes_to_the_pinned_worker() -> None:
     with (
         ScriptedEngine(plain(b"0")) as one,
         ScriptedEngine(plain(b"1")) as other,
@@ -231,7 +231,7 @@ def test_whose_key_reaches_the_engine(settings: dict[str, str], sent: str | None
         assert engine.asked[0].all("authorization") == received
 
 
-def test_without_the_routers_key_nothing_goes_on() -> None:
+def test_without_the_routers_key_nothing_is_forwarded() -> None:
     with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), api_key="k") as router:
         assert router.post(CHAT, BODY)[0] == 401
         assert router.post(CHAT, BODY, {"authorization": "Bearer no"})[0] == 401
@@ -250,7 +250,7 @@ def test_without_the_routers_key_nothing_goes_on() -> None:
         (b'{"x": ' + b"[" * 4_000, 400, "malformed_body"),
     ],
 )
-def test_what_the_router_itself_refuses(body: bytes, status: int, code: str) -> None:
+def test_the_router_refuses_invalid_bodies_and_unknown_models(body: bytes, status: int, code: str) -> None:
     with (
         ScriptedEngine(plain(b"{}")) as engine,
         proxying(worker("w0", engine.url), worker("v0", engine.url, "other"), max_body_bytes=4_096) as router,
@@ -261,7 +261,7 @@ def test_what_the_router_itself_refuses(body: bytes, status: int, code: str) -> 
         assert not engine.asked
 
 
-def test_a_name_that_only_the_router_knows_is_not_sent_on() -> None:
+def test_an_alias_is_replaced_by_the_engines_name() -> None:
     with fleet(plain(b"{}")) as (router, engine):
         sent = b'{"n":  1.50,"model": "other name", "messages":[ {"content":"\\u00e4"} ]}'
         assert router.post(CHAT, sent)[0] == 200
@@ -273,7 +273,7 @@ def test_a_single_model_need_not_be_named() -> None:
         assert router.post("/detokenize", b'{"tokens": [1]}')[0] == 200
 
 
-def test_other_methods_and_spellings_are_told() -> None:
+def test_other_methods_and_spellings_get_an_error_with_the_right_one() -> None:
     with (
         ScriptedEngine(plain(b"{}")) as engine,
         proxying(worker("w0", engine.url)) as router,
@@ -285,7 +285,7 @@ def test_other_methods_and_spellings_are_told() -> None:
         assert (status, json.loads(answer)["error"]["code"]) == (400, "invalid_path")
 
 
-def test_only_addresses_that_are_allowed_are_asked() -> None:
+def test_only_allowed_addresses_get_requests() -> None:
     with ScriptedEngine(plain(b"{}")) as engine, ScriptedEngine(plain(b"ok")) as allowed:
         far = worker("w0", engine.url.replace("127.0.0.1", "localhost"))
         with proxying(far, worker("w1", None), allow_hosts=("127.0.0.1",)) as router:
@@ -297,7 +297,7 @@ def test_only_addresses_that_are_allowed_are_asked() -> None:
         assert not engine.asked
 
 
-def test_a_stream_tells_of_its_first_token_and_every_answer_of_its_end() -> None:
+def test_the_first_token_and_the_end_of_an_answer_are_reported() -> None:
     with fleet(stream([b"a", b"b"])) as (router, engine):
         router.post(CHAT, BODY)
         engine.script = plain(b"{}")

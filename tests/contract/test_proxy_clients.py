@@ -79,7 +79,7 @@ def test_a_client_that_does_not_read_holds_the_engine_back() -> None:
 
 
 @pytest.mark.slow
-def test_who_reads_slowly_is_not_cut_and_who_does_not_read_is() -> None:
+def test_a_slow_reader_is_kept_and_a_client_that_does_not_read_is_cut() -> None:
     body = b"y" * (24 * 1024**2)
     limits = HttpLimits(send_timeout_s=7 * PAUSE_S)
     with fleet(plain(body), limits=limits) as (router, _):
@@ -131,7 +131,7 @@ def test_a_body_that_waits_behind_a_slow_answer_is_not_late() -> None:
         assert received(client).count(b"HTTP/1.1 200 OK") == 2
 
 
-def test_who_hangs_up_with_another_request_in_the_pipeline_ends_the_one_that_runs() -> None:
+def test_hanging_up_with_a_pipelined_request_ends_the_running_one() -> None:
     with fleet(endless) as (router, engine):
         with router.connect() as client:
             client.sendall(raw_request(CHAT, RAW, close=False))
@@ -143,7 +143,7 @@ def test_who_hangs_up_with_another_request_in_the_pipeline_ends_the_one_that_run
         until(lambda: router.sample("proxy_open_requests") == 0, "nothing is left")
 
 
-def test_a_client_that_asks_before_it_sends_its_body() -> None:
+def test_a_client_that_expects_100_continue() -> None:
     with fleet(OK) as (router, engine), router.connect() as client:
         head, body = raw_request(CHAT, RAW, "expect: 100-continue").split(b"\r\n\r\n")
         client.sendall(head + b"\r\n\r\n")
@@ -172,7 +172,7 @@ def test_a_body_in_many_pieces_arrives_whole() -> None:
         assert engine.asked[0].all("content-length") == [str(len(RAW))]
 
 
-def test_who_wants_another_protocol_is_told() -> None:
+def test_an_upgrade_to_another_protocol_is_refused() -> None:
     with fleet(OK) as (router, engine):
         answer = router.exchange(raw_request(CHAT, RAW, "connection: upgrade", "upgrade: h2c", close=False))
         assert answer.startswith(b"HTTP/1.1 400 ") and b"upgrade_not_supported" in answer

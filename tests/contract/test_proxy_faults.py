@@ -72,7 +72,7 @@ def test_nobody_listens_at_two_workers() -> None:
             assert (status, answer, headers["x-kvrouter-retried"]) == (200, b"ok", "w0 refused, w1 refused")
 
 
-def test_a_request_that_engines_die_of_is_not_sent_through_the_fleet() -> None:
+def test_a_request_that_kills_engines_is_sent_to_two_at_most() -> None:
     with fleet(reset, reset, OK) as (router, _, _, third):
         status, headers, answer = router.post(CHAT, BODY)
         assert (status, code(answer), headers["x-kvrouter-retried"]) == (
@@ -84,14 +84,14 @@ def test_a_request_that_engines_die_of_is_not_sent_through_the_fleet() -> None:
         assert router.sample("proxy_requests_total", path=CHAT, outcome="unreachable") == 1
 
 
-def test_what_may_have_changed_something_is_not_sent_twice() -> None:
+def test_a_request_that_may_have_changed_state_is_not_sent_twice() -> None:
     with fleet(reset, OK) as (router, _, other):
         status, headers, answer = router.post(RESPONSES, BODY)
         assert (status, code(answer), headers["x-kvrouter-retried"]) == (502, "worker_unreachable", "w0 reset")
         assert not other.asked
 
 
-def test_another_rank_of_the_same_worker_is_asked_where_it_has_a_url_of_its_own() -> None:
+def test_a_retry_may_use_another_rank_with_its_own_url() -> None:
     with ExitStack() as stack:
         one, two = (stack.enter_context(ScriptedEngine(script)) for script in (reset, OK))
         router = stack.enter_context(proxying(worker("w0", one.url), worker("w0", two.url, rank=1)))
@@ -111,7 +111,7 @@ def test_a_pinned_request_goes_nowhere_else() -> None:
         assert not other.asked
 
 
-def test_the_last_word_is_passed_on_where_nobody_has_a_better_one() -> None:
+def test_the_last_gateway_error_is_passed_on_if_no_worker_answers() -> None:
     with fleet(UNAVAILABLE, OK) as (router, _, other):
         other.kill()
         status, headers, answer = router.post(CHAT, BODY)
@@ -194,7 +194,7 @@ def test_a_request_that_waits_at_an_engine_that_is_lost_goes_to_another() -> Non
         assert router.admission.problem(W0) is None
 
 
-def test_an_engine_that_says_nothing_is_waited_for_so_long() -> None:
+def test_a_silent_engine_is_given_up_after_the_timeout() -> None:
     with fleet(hang, OK, answer_timeout_s=0.3) as (router, _, other):
         status, _, answer = router.post(CHAT, BODY)
         assert (status, code(answer)) == (504, "worker_timeout")
@@ -203,7 +203,7 @@ def test_an_engine_that_says_nothing_is_waited_for_so_long() -> None:
 
 
 @pytest.mark.parametrize("piece", [b"HTTP/1.1 103 Early Hints\r\n\r\n", b"HTTP/1.1 102 Processing\r\nx: y\r\n\r\n"])
-def test_interim_answers_break_no_silence_and_are_few(piece: bytes) -> None:
+def test_interim_answers_do_not_count_as_progress_and_are_bounded(piece: bytes) -> None:
     async def now_and_then(asked: Asked, wire: Wire) -> None:
         while not wire.gone.is_set():
             await wire.send(piece)
@@ -241,7 +241,7 @@ def test_interim_answers_are_bounded_in_bytes() -> None:
 
 
 @pytest.mark.parametrize("drip", [b"x", b"x: y\r\n"])
-def test_a_head_or_trailers_without_an_end_break_no_silence(drip: bytes) -> None:
+def test_endless_heads_and_trailers_do_not_count_as_progress(drip: bytes) -> None:
     async def in_the_head(asked: Asked, wire: Wire) -> None:
         await wire.send(b"HTTP/1.1 200 OK\r\n")
         await drips(wire)
@@ -262,7 +262,7 @@ def test_a_head_or_trailers_without_an_end_break_no_silence(drip: bytes) -> None
         until(lambda: engine.given_up == 1, "the engine's request is over")
 
 
-def test_trailers_of_an_answer_are_no_headers() -> None:
+def test_trailers_of_an_answer_are_not_headers() -> None:
     async def at_once(asked: Asked, wire: Wire) -> None:
         trailers = b"0\r\nset-cookie: a=b\r\nx-request-id: other\r\nx-own: 1\r\n\r\n"
         await wire.send(STREAM_HEAD + chunk(b"whole") + trailers)
@@ -289,7 +289,7 @@ def test_trailers_of_an_answer_are_no_headers() -> None:
         "HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade",
     ],
 )
-def test_an_answer_of_two_lengths_or_another_coding_is_none(head: str) -> None:
+def test_an_answer_with_two_lengths_or_another_coding_is_malformed(head: str) -> None:
     async def script(asked: Asked, wire: Wire) -> None:
         await wire.send(head.encode() + b"\r\n\r\nok")
         wire.close()
@@ -343,7 +343,7 @@ def test_an_engine_that_falls_silent_within_a_stream_is_given_up() -> None:
         until(lambda: engine.given_up == 1, "the engine's request is over")
 
 
-def test_what_is_no_http_is_told_and_not_sent_on() -> None:
+def test_an_answer_that_is_not_http_is_502() -> None:
     async def nonsense(asked: Asked, wire: Wire) -> None:
         await wire.send(b"SSH-2.0-OpenSSH_9.6\r\n")
 
@@ -382,7 +382,7 @@ def test_connections_are_kept_and_a_closed_one_costs_no_request() -> None:
 
 
 @pytest.mark.parametrize("end", [Wire.reset, Wire.close])
-def test_what_came_over_a_kept_connection_may_have_been_begun_on(end: Callable[[Wire], None]) -> None:
+def test_a_request_on_a_kept_connection_may_have_been_started(end: Callable[[Wire], None]) -> None:
     async def die(asked: Asked, wire: Wire) -> None:
         if b"poison" in asked.body:
             end(wire)
@@ -446,7 +446,7 @@ def test_a_kept_connection_whose_end_was_on_its_way_when_the_request_went_is_sta
         assert runner.run(exchange(listener, read=True)).kind is Kind.RESET
 
 
-def test_bytes_that_nobody_asked_for_answer_no_other_request() -> None:
+def test_unrequested_bytes_never_answer_another_request() -> None:
     async def twice(asked: Asked, wire: Wire) -> None:
         one = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s"
         await wire.send(one % (5, b"right") + one % (5, b"wrong"))

@@ -145,7 +145,7 @@ def test_an_engine_renders_a_chat_and_a_text() -> None:
     run(test())
 
 
-def test_without_a_render_endpoint_tokenize_is_asked_and_held_against_the_engine() -> None:
+def test_without_a_render_endpoint_tokenize_is_used_and_verified() -> None:
     async def test() -> None:
         async with case(statuses=NO_RENDER) as it:
             prompt = await it.chat()
@@ -159,7 +159,7 @@ def test_without_a_render_endpoint_tokenize_is_asked_and_held_against_the_engine
     run(test())
 
 
-def test_tokenize_that_is_not_what_the_engine_makes_is_not_believed() -> None:
+def test_tokenize_that_differs_from_the_engine_is_not_used() -> None:
     async def test() -> None:
         def harmony(body: dict[str, Any]) -> list[int]:
             return tokens_of(body) if "prompt" in body else [5, *tokens_of(body)]
@@ -178,7 +178,7 @@ def test_tokenize_that_is_not_what_the_engine_makes_is_not_believed() -> None:
     run(test())
 
 
-def test_an_engine_that_tells_no_ids_is_held_by_length() -> None:
+def test_an_engine_without_ids_is_verified_by_length() -> None:
     async def test() -> None:
         async with case(statuses=NO_RENDER, tells_ids=False) as it:
             assert (await it.chat()).source == "tokenize"
@@ -205,7 +205,7 @@ def test_tools_that_an_engine_leaves_out_are_left_out() -> None:
     run(test())
 
 
-def test_a_tokenizer_here_is_used_where_it_makes_what_the_engine_makes() -> None:
+def test_a_local_tokenizer_that_agrees_is_used() -> None:
     async def test() -> None:
         async with case(local=Here()) as it:
             prompt = await it.chat()
@@ -218,7 +218,7 @@ def test_a_tokenizer_here_is_used_where_it_makes_what_the_engine_makes() -> None
 
 
 @pytest.mark.parametrize(("wrong", "way"), [("chat", "chat"), ("tools", "chat with tools"), ("text", "text")])
-def test_a_tokenizer_here_that_differs_is_named_and_not_used(wrong: str, way: str) -> None:
+def test_a_local_tokenizer_that_differs_is_reported_and_not_used(wrong: str, way: str) -> None:
     async def test() -> None:
         async with case(local=Here(wrong)) as it:
             # Judged when it is known, not when it is first asked.
@@ -234,7 +234,7 @@ def test_a_tokenizer_here_that_differs_is_named_and_not_used(wrong: str, way: st
     run(test())
 
 
-def test_an_engine_that_starts_anew_is_judged_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_restarted_engine_is_verified_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judged_engines, "MIN_JUDGE_INTERVAL_S", 0.0)
 
     async def test() -> None:
@@ -249,7 +249,7 @@ def test_an_engine_that_starts_anew_is_judged_anew(monkeypatch: pytest.MonkeyPat
     run(test())
 
 
-def test_what_was_asked_is_remembered_and_asked_once() -> None:
+def test_tokens_are_cached_and_requested_once() -> None:
     async def test() -> None:
         async with case(delay_s=0.05) as it:
             prompts = await asyncio.gather(*(it.chat(seed=number) for number in range(20)))
@@ -282,7 +282,7 @@ def test_a_slow_engine_costs_the_deadline_and_no_more() -> None:
     run(test())
 
 
-def test_few_ask_one_engine_at_once() -> None:
+def test_requests_to_one_engine_are_bounded() -> None:
     async def test() -> None:
         async with case() as it:
             await it.text("first")
@@ -295,7 +295,7 @@ def test_few_ask_one_engine_at_once() -> None:
     run(test())
 
 
-def test_more_than_can_wait_are_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_beyond_the_queue_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 3)
 
     async def test() -> None:
@@ -308,7 +308,7 @@ def test_more_than_can_wait_are_not_kept_waiting(monkeypatch: pytest.MonkeyPatch
     run(test())
 
 
-def test_another_engine_is_asked_where_one_fails() -> None:
+def test_another_engine_tokenizes_if_one_fails() -> None:
     async def test() -> None:
         async with case(engines=2) as it:
             await it.chat()
@@ -323,7 +323,7 @@ def test_another_engine_is_asked_where_one_fails() -> None:
     run(test())
 
 
-def test_a_prompt_that_breaks_the_engine_that_renders_it_is_asked_of_no_other() -> None:
+def test_a_prompt_that_breaks_a_rendering_engine_is_sent_to_no_other() -> None:
     async def test() -> None:
         async with case(engines=2) as it:
             await it.chat()
@@ -362,7 +362,7 @@ def test_engines_that_make_different_tokens_are_named() -> None:
     run(test())
 
 
-def test_what_the_engine_refuses_is_refused() -> None:
+def test_a_prompt_that_the_engine_rejects_is_refused() -> None:
     async def test() -> None:
         async with case() as it:
             await it.chat()
@@ -411,7 +411,7 @@ def test_an_answer_too_long_to_be_tokens_is_not_read(monkeypatch: pytest.MonkeyP
     run(test())
 
 
-def test_an_engine_with_nothing_to_ask_is_told_so() -> None:
+def test_an_engine_without_token_endpoints_is_reported() -> None:
     async def test() -> None:
         everything = {RENDER_CHAT: 404, RENDER_TEXT: 404, "/tokenize": 404, CHAT_PATH: 404, TEXT_PATH: 404}
         async with case(statuses=everything) as it:
@@ -454,7 +454,7 @@ def test_images_are_known_up_to_the_first() -> None:
     run(test())
 
 
-def test_an_engine_that_tells_its_items_makes_all_of_it_known() -> None:
+def test_an_engine_that_returns_its_items_makes_all_tokens_known() -> None:
     async def test() -> None:
         part = {"type": "image_url", "image_url": {"url": "data:,x"}}
         picture = {"role": "user", "content": [part, {"type": "text", "text": "what?"}]}
@@ -518,7 +518,7 @@ def test_a_picture_is_not_counted_by_its_bytes_nor_its_stand_in_held_against_the
     run(test())
 
 
-def test_responses_are_rendered_whatever_is_here() -> None:
+def test_responses_are_always_rendered() -> None:
     async def test() -> None:
         async with case(local=Here()) as it:
             it.engines[0].tokens = lambda body: [6] if "input" in body else tokens_of(body)
@@ -528,7 +528,7 @@ def test_responses_are_rendered_whatever_is_here() -> None:
     run(test())
 
 
-def test_ids_of_the_client_are_taken_as_they_are() -> None:
+def test_ids_of_the_client_are_used_unchanged() -> None:
     async def test() -> None:
         async with case() as it:
             assert ids(await it.text([3, 4, 5])) == [3, 4, 5]
@@ -550,7 +550,7 @@ def test_ids_of_the_client_are_taken_as_they_are() -> None:
         ("/v1/audio/speech", {"input": "a"}, "unsupported"),
     ],
 )
-def test_what_has_no_tokens_to_be_found_says_why(path: str, body: dict[str, Any], reason: str) -> None:
+def test_a_request_without_tokens_says_why(path: str, body: dict[str, Any], reason: str) -> None:
     async def test() -> None:
         async with case() as it:
             prompt = await it.tokenizing.prompt(path, MODEL, msgspec.json.encode(body))

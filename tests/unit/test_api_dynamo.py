@@ -38,7 +38,7 @@ def test_what_is_no_64_bit_number_goes_back_as_text() -> None:
         assert one.given_id == back
 
 
-def test_ours_stays_as_it_is() -> None:
+def test_a_registration_in_our_form_is_unchanged() -> None:
     (one,) = registered(model="m", endpoint="tcp://h:5557", url=URL)
     assert (one.url, one.events) == (URL, "tcp://h:5557")
     with pytest.raises(BadQuestion, match="model"):

@@ -170,7 +170,7 @@ def test_a_slow_worker_costs_more_for_the_same_tokens() -> None:
     assert name_of(chosen(hit("slow", 80), hit("b", 0), weights=load)) == "b"
 
 
-def test_temperature_gives_chance_a_part_and_more_of_it_the_higher_it_is() -> None:
+def test_a_higher_temperature_samples_more_widely() -> None:
     def share(temperature: float) -> float:
         picked = policy("kv", temperature)
         wins = [name_of(chosen(hit("a", 100), hit("b", 0), policy=picked, seed=seed)) for seed in range(400)]

@@ -171,7 +171,7 @@ def test_explain_as_json_and_from_a_file(stub: Any, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["messages", "a body"])
-def test_explain_asks_a_chat_and_says_where_its_tokens_are_from(
+def test_explain_takes_a_chat_and_names_the_source_of_its_tokens(
     stub: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, whole: bool
 ) -> None:
     url, handler = stub
@@ -185,7 +185,7 @@ def test_explain_asks_a_chat_and_says_where_its_tokens_are_from(
     assert capsys.readouterr().out.startswith("3 tokens (source: render)\n")
 
 
-def test_explain_says_what_is_not_known_of_a_text(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_says_how_many_tokens_are_unknown(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
     url, handler = stub
     tokens = {"source": "none", "num_tokens": 9, "known_tokens": 0, "problem": "no engine [x] to ask"}
     handler.answers["/select"] = (200, json.dumps(SELECTED | {"tokens": tokens}).encode())
@@ -200,7 +200,7 @@ def test_a_file_without_a_chat(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert code == 2 and '"role": "user"' in line
 
 
-def test_the_routers_own_words_are_shown(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_routers_error_message_is_shown(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
     url, handler = stub
     error = {"error": {"message": "send\n token_ids", "type": "t", "code": "tokens_required"}}
     handler.answers["/select"] = (400, json.dumps(error).encode())
@@ -217,7 +217,9 @@ def test_a_wrong_key_says_how_to_give_one(stub: Any, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("content", [b"<html>", b"[1]", b'{"x": 1}', b"\xff"])
-def test_another_server_is_told_from_a_router(stub: Any, capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+def test_a_server_that_is_not_a_router_is_detected(
+    stub: Any, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
     url, handler = stub
     handler.answers["/workers"] = (200, content)
     code, line = failing(capsys, "workers", "--url", url)
@@ -354,7 +356,7 @@ def test_a_worker_is_in_one_state_and_leaves_no_series_behind() -> None:
         ({"state": "live", "reason": "", "predictions": "untrue"}, "live", "untrue"),
     ],
 )
-def test_the_table_says_what_keeps_requests_away(changes: dict[str, Any], state: str, reason: str) -> None:
+def test_the_table_says_why_a_worker_gets_no_requests(changes: dict[str, Any], state: str, reason: str) -> None:
     table = workers_table([WORKER | changes])
     cells = {str(column.header): str(next(iter(column.cells))) for column in table.columns}
     assert cells["STATE"] == state and cells["REASON"].startswith(reason)

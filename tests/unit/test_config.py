@@ -191,7 +191,7 @@ def test_yaml_numbers_where_text_is_meant(tmp_path: Path) -> None:
     assert load_config(file, {}, {}).none_hash_seed == "0"
 
 
-def test_what_kubernetes_and_our_other_parts_set_is_no_setting_of_ours() -> None:
+def test_variables_of_kubernetes_and_of_other_parts_are_ignored() -> None:
     environ = {
         "KVROUTER_PORT": "tcp://10.0.0.7:30000",
         "KVROUTER_SERVICE_HOST": "10.0.0.7",
@@ -205,7 +205,7 @@ def test_what_kubernetes_and_our_other_parts_set_is_no_setting_of_ours() -> None
     assert load_config(None, environ, {}) == Config()
 
 
-def test_the_data_is_either_here_or_there() -> None:
+def test_redis_and_data_dir_exclude_each_other() -> None:
     assert "--redis and --data-dir" in wrong(flags={"redis": "redis://h", "data_dir": "d"})
     environ = {"KVROUTER_REDIS": "redis://h:1", "KVROUTER_DATA_DIR": "/image/default"}
     assert load_config(None, environ, {}).redis == "redis://h:1"
@@ -238,7 +238,7 @@ def test_a_worker_spec_with_everything() -> None:
     )
 
 
-def test_a_worker_spec_says_what_a_worker_is_there_for() -> None:
+def test_a_worker_spec_has_a_role() -> None:
     parsed = parse_worker("w0=http://h:8000,role=decode,handover=header")
     assert (parsed.role, parsed.handover) == (Role.DECODE, HandoverWay.HEADER)
     registration = parsed.registration("m")

@@ -103,7 +103,7 @@ def test_each_reason_to_compute_it_where_it_is_decoded(hits: Any, fields: Any, o
     assert decided(stage) == {outcome: 1}
 
 
-def test_what_the_client_says_keeps_it_where_it_is_decoded() -> None:
+def test_requests_that_cannot_be_handed_over_stay_at_the_decode_worker() -> None:
     stage = stage_of()
     for fields, outcome in (
         ({"exclude_worker_ids": frozenset({"p"})}, "excluded"),

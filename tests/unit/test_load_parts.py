@@ -104,7 +104,7 @@ def test_each_rank_of_an_engine_has_its_numbers() -> None:
     assert parse_engine_load(PAGE, 2) is None
 
 
-def test_an_engine_that_does_not_tell_its_cores_apart_speaks_for_the_one() -> None:
+def test_an_engine_without_core_labels_reports_its_only_core() -> None:
     page = b"vllm:num_requests_running 3\r\nvllm:num_requests_waiting 1\r\n"
     assert parse_engine_load(page, 4) == EngineLoad(1, 3, 0.0)
     one = b'vllm:num_requests_running{engine="0"} 3\nvllm:num_requests_waiting{engine="0"} 1\n'
@@ -121,7 +121,7 @@ def test_an_engine_that_does_not_tell_its_cores_apart_speaks_for_the_one() -> No
         b"\xff\xfe vllm:num_requests_running 3",
     ],
 )
-def test_a_page_without_the_numbers_says_nothing(page: bytes) -> None:
+def test_a_page_without_the_numbers_gives_no_report(page: bytes) -> None:
     assert parse_engine_load(page, 0) is None
 
 
@@ -132,7 +132,7 @@ def test_absurd_numbers_are_bounded() -> None:
     assert said == EngineLoad(1_000_000, 1_000_000, 1.0)
 
 
-def test_requests_that_came_by_other_ways_count_when_they_are_seen_twice() -> None:
+def test_requests_that_bypass_the_router_count_when_seen_twice() -> None:
     weights = LoadModel(LoadTable(), 10_000)
     weights.table.reserve("mine", A, 100, 500, 0.0)
     weights.engine_said(A, EngineLoad(3, 2), 1.0)
@@ -176,7 +176,7 @@ def test_a_worker_is_slow_beside_the_others_of_its_model_only() -> None:
 # -- sessions
 
 
-def test_a_session_is_remembered_for_a_while_and_only_so_many_are() -> None:
+def test_sessions_are_bounded_in_time_and_number() -> None:
     memory = SessionMemory(ttl_s=10.0, max_sessions=3)
     memory.record_choice("s", A, 100, 0.0)
     place = memory.find("m", "s", 9.0)
@@ -251,7 +251,7 @@ def test_the_first_token_ends_it_soon_and_never_later() -> None:
     assert len(pending) == 0
 
 
-def test_only_so_many_names_are_kept_and_a_prompts_end_goes_first() -> None:
+def test_names_are_bounded_and_a_prompts_end_goes_first() -> None:
     pending = PendingPrefixes(max_names=3)
     pending.sent(A, [1, 2, 3, 4], 10.0)
     assert pending.tokens([1, 2, 3, 4], 10, 1_000, 0.0) == {A: 30}
@@ -260,7 +260,7 @@ def test_only_so_many_names_are_kept_and_a_prompts_end_goes_first() -> None:
 # -- the waiting line
 
 
-def test_the_line_is_served_in_order_and_leaves_room_for_so_many() -> None:
+def test_the_queue_is_served_in_order_and_bounded() -> None:
     line: WaitQueue[str] = WaitQueue(3)
     waiters = [Waiter("m", 10, name) for name in "abc"]
     for waiter in waiters:

@@ -42,7 +42,7 @@ def test_an_alias_stands_for_a_model_or_an_adapter_and_wins_over_a_model_of_its_
     assert found.resolve(OTHER) == ServedModel(BASE)
 
 
-def test_an_adapter_is_of_those_who_have_it_however_that_is_known() -> None:
+def test_an_adapter_belongs_to_the_workers_that_have_it() -> None:
     found = names(
         worker("w0", lora="style"),
         worker("w1", paths={"style": "/a"}),
@@ -55,14 +55,14 @@ def test_an_adapter_is_of_those_who_have_it_however_that_is_known() -> None:
     assert found.resolve("tone") == ServedModel(BASE, "tone", frozenset({"w2"}))
 
 
-def test_a_name_of_nobody_is_unknown_and_the_error_lists_what_there_is() -> None:
+def test_an_unknown_name_gets_an_error_with_the_known_ones() -> None:
     with pytest.raises(UnknownModel, match="base, gpt, style"):
         names(worker("w0", lora="style"), gpt=BASE, gone="nobody").resolve("x")
     with pytest.raises(UnknownModel, match="none yet"):
         ModelNames({}).resolve("x")
 
 
-def test_an_adapter_of_two_models_is_neither_ones() -> None:
+def test_an_adapter_of_two_models_is_ambiguous() -> None:
     found = names(worker("w0", lora="style"), worker("w1", OTHER, lora="style"))
     with pytest.raises(UnknownModel) as caught:
         found.resolve("style")
@@ -77,7 +77,7 @@ def test_what_is_gone_is_forgotten() -> None:
         found.resolve("style")
 
 
-def test_names_are_all_that_a_request_may_say() -> None:
+def test_names_lists_every_name_that_a_request_may_use() -> None:
     assert names(worker("w0", lora="style"), gpt=BASE, gone="nobody").names() == [BASE, "gpt", "style"]
 
 
@@ -89,7 +89,7 @@ def test_an_engines_list_names_its_adapters_and_their_paths() -> None:
     assert served_in(b'{"data": []}') == ServedModels()
 
 
-def test_a_name_that_the_engine_does_not_serve_is_named_with_the_flags_that_mend_it() -> None:
+def test_an_unserved_name_is_reported_with_the_flags_that_fix_it() -> None:
     problem = unserved_problem("gemma", ("google/gemma-3-27b-it", "other"), ())
     assert "serves google/gemma-3-27b-it, other" in problem and "--served-model-name gemma" in problem
     assert "model=google/gemma-3-27b-it" in problem and "--model-alias gemma=google/gemma-3-27b-it" in problem
@@ -99,5 +99,5 @@ def test_a_name_that_the_engine_does_not_serve_is_named_with_the_flags_that_mend
 
 
 @pytest.mark.parametrize("answer", [b"", b"{}", b"[]", b'{"data": [{}]}', b'{"data": 3}', b"[" * 5000])
-def test_what_is_no_list_of_models_is_none(answer: bytes) -> None:
+def test_an_answer_that_is_not_a_list_of_models_is_ignored(answer: bytes) -> None:
     assert served_in(answer) is None

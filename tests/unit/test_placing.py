@@ -94,7 +94,7 @@ def test_the_session_comes_back_where_nothing_else_is_known() -> None:
     assert len({stage.placing.choose(PlacementRequest(unknown, session_id=f"s{n}")).hit.worker for n in range(40)}) > 4
 
 
-def test_who_is_asked_for_left_out_pinned_or_takes_nothing() -> None:
+def test_pins_exclusions_and_unavailable_workers() -> None:
     stage = Stage(
         hit("a", 900), hit("b", 800), hit("b", 700, rank=1), hit("c", 0, "down"), unavailable={"a": "draining"}
     )
@@ -129,7 +129,7 @@ def test_each_lost_token_has_its_reason() -> None:
     assert stage.counted("achievable_hit_tokens_total") == stage.counted("chosen_hit_tokens_total") + lost
 
 
-def test_what_nobody_ends_expires() -> None:
+def test_unreleased_reservations_expire() -> None:
     stage = Stage(hit("a"))
     stage.placing.reserve(ask())
     stage.now = PREFILL_TTL_S + 0.1
@@ -164,7 +164,7 @@ def test_a_client_names_its_reservation_once() -> None:
             asyncio.run(end("other"))
 
 
-def test_rates_are_learned_from_placements_and_tell_when_to_come_again() -> None:
+def test_rates_are_learned_from_placements_and_give_retry_after() -> None:
     stage = Stage(hit("a"), saturation_tokens=3 * TOKENS)
     for seed in range(20):
         placement = stage.placing.reserve(ask(seed))
@@ -220,7 +220,7 @@ def test_prompts_wait_while_all_are_saturated_and_are_served_in_their_order() ->
     run(main)
 
 
-def test_the_line_is_bounded_and_nobody_waits_for_ever() -> None:
+def test_the_queue_is_bounded_in_length_and_time() -> None:
     async def main() -> None:
         stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_size=1, queue_deadline_s=0.05)
         await stage.placing.place(ask(0))
@@ -240,7 +240,7 @@ def test_the_line_is_bounded_and_nobody_waits_for_ever() -> None:
     run(main)
 
 
-def test_who_gives_up_in_the_line_leaves_no_load() -> None:
+def test_a_client_that_leaves_the_queue_leaves_no_load() -> None:
     async def main() -> None:
         stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_deadline_s=PATIENCE_S)
         first = await stage.placing.place(ask(0))
@@ -258,7 +258,7 @@ def test_who_gives_up_in_the_line_leaves_no_load() -> None:
     run(main)
 
 
-def test_a_worker_that_is_gone_while_prompts_wait_is_told_to_them() -> None:
+def test_waiting_prompts_learn_that_their_worker_is_gone() -> None:
     async def main() -> None:
         stage = Stage(hit("a"), saturation_tokens=TOKENS - 1, queue_deadline_s=PATIENCE_S)
         await stage.placing.place(ask(0))

@@ -46,7 +46,7 @@ def test_a_rule_that_is_a_block_too_generous_is_found_by_requests_that_were_alon
     assert "PYTHONHASHSEED" in problem
 
 
-def test_it_is_over_when_they_come_true_again() -> None:
+def test_the_alarm_ends_when_predictions_come_true_again() -> None:
     predictions = judged(*[(96, 0)] * ALONE_WINDOW)
     assert predictions.problem()
     for _ in range(ALONE_WINDOW // 2):
@@ -74,14 +74,14 @@ def test_evictions_and_siblings_among_others_are_no_alarm() -> None:
     assert judged(*[(4_096, 4_080)] * 100, alone=False).problem() is None
 
 
-def test_a_cache_that_loses_most_of_what_is_predicted_is_told_also_among_others() -> None:
+def test_a_cache_that_loses_most_predictions_is_reported_under_load() -> None:
     assert judged(*[(768, 0)] * (BUSY_MIN - 1), alone=False).problem() is None
     problem = judged(*[(768, 0)] * BUSY_MIN, alone=False).problem()
     assert problem is not None
     assert "evicted before it is used" in problem and "(0 of 24576 tokens)" in problem
 
 
-def test_an_engine_that_never_tells_is_named() -> None:
+def test_an_engine_that_never_reports_reuse_is_named() -> None:
     predictions = PredictionJudge()
     for _ in range(SILENT_MIN):
         assert predictions.problem() is None
@@ -114,7 +114,7 @@ def test_other_lengths_are_another_tokenizer() -> None:
     assert predictions.problem() is None
 
 
-def test_alone_is_who_met_nobody_until_then() -> None:
+def test_a_request_is_alone_if_no_other_overlaps_until_its_first_token() -> None:
     flights = Concurrency()
     first = flights.begun(W0)
     elsewhere = flights.begun(W1)

@@ -16,7 +16,7 @@ def opened(now: float = 0.0) -> Breaker:
     return breaker
 
 
-def test_it_opens_at_so_many_failures_in_a_row() -> None:
+def test_the_breaker_opens_after_five_failures_in_a_row() -> None:
     breaker = Breaker()
     for _ in range(FAILURES_TO_OPEN - 1):
         breaker.failed("reset", 0.0)
@@ -35,7 +35,7 @@ def test_an_answer_between_failures_keeps_it_closed() -> None:
     assert breaker.state(0.0) is BreakerState.CLOSED
 
 
-def test_what_is_not_the_workers_fault_changes_nothing() -> None:
+def test_failures_that_the_worker_did_not_cause_change_nothing() -> None:
     breaker = Breaker()
     for _ in range(10 * FAILURES_TO_OPEN):
         breaker.begun(0.0)

@@ -26,12 +26,12 @@ def test_the_kinds_are_all_of_them() -> None:
 
 @pytest.mark.parametrize("path", sorted(PATHS))
 @pytest.mark.parametrize("kind", NOT_ARRIVED)
-def test_what_never_arrived_may_be_sent_elsewhere_whatever_it_is(path: str, kind: Kind) -> None:
+def test_a_request_that_never_arrived_may_always_be_sent_again(path: str, kind: Kind) -> None:
     assert tried(path, *[kind] * MAX_ATTEMPTS) == [True] * (MAX_ATTEMPTS - 1) + [False]
 
 
 @pytest.mark.parametrize("kind", MAY_HAVE_ARRIVED)
-def test_what_an_engine_may_have_begun_on_is_sent_once_more(kind: Kind) -> None:
+def test_a_request_that_may_have_started_is_sent_once_more(kind: Kind) -> None:
     assert tried(CHAT, *[kind] * MAX_ARRIVALS) == [True, False]
     assert tried(RESPONSES, kind) == [False]
     assert tried(CHAT, Kind.REFUSED, kind, Kind.REFUSED) == [True, True, False]
@@ -39,7 +39,7 @@ def test_what_an_engine_may_have_begun_on_is_sent_once_more(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", FINAL)
-def test_some_failures_are_the_last(kind: Kind) -> None:
+def test_some_failures_are_never_retried(kind: Kind) -> None:
     assert tried(CHAT, kind) == [False]
 
 

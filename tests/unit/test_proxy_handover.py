@@ -55,11 +55,11 @@ def test_one_prompt_with_one_answer_can_be_handed_over(path: str, fields: dict[s
         (COMPLETION, {"prompt": "a", "prompt_embeds": "x"}),
     ],
 )
-def test_what_needs_more_than_the_blocks_is_not(path: str, fields: dict[str, Any]) -> None:
+def test_requests_that_need_more_than_blocks_are_not_handed_over(path: str, fields: dict[str, Any]) -> None:
     assert not can_be_handed_over(path, raw(**fields))
 
 
-def test_a_body_that_is_broken_is_the_engines() -> None:
+def test_a_broken_body_is_left_to_the_engine() -> None:
     for broken in (b"", b"{", b"[]", b'"x"', b"[" * 100_000):
         assert not can_be_handed_over(CHAT, broken)
 

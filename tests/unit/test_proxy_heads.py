@@ -51,7 +51,7 @@ def test_several_connection_headers_name_what_stays() -> None:
     assert b"x-" not in head(given).replace(b"x-request-id", b"")
 
 
-def test_a_key_of_ours_takes_the_place_of_the_clients() -> None:
+def test_the_workers_key_replaces_the_clients() -> None:
     given = [(b"authorization", b"Bearer client")]
     assert b"authorization" not in head(given)
     changed = head(given, authorization=b"Bearer engine")
@@ -122,5 +122,5 @@ def test_addresses_of_a_fleet() -> None:
         (b"{}", None),
     ],
 )
-def test_how_much_may_come(raw: bytes, limit: int | None) -> None:
+def test_limits_of_the_answers_length_are_read(raw: bytes, limit: int | None) -> None:
     assert read_body(raw).limit_tokens == limit

@@ -35,7 +35,7 @@ def test_names_are_whole_words() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_TOKENS - {"kv_transfer_params"}))
-def test_what_decides_nothing_makes_no_other_prompt(name: str) -> None:
+def test_fields_without_influence_do_not_change_the_key(name: str) -> None:
     assert asked(CHAT | {name: 3}).key == asked(CHAT).key
 
 
@@ -51,7 +51,7 @@ def test_what_decides_nothing_makes_no_other_prompt(name: str) -> None:
         {"messages": [USER, USER]},
     ],
 )
-def test_what_may_decide_makes_another_prompt(more: dict[str, Any]) -> None:
+def test_fields_with_influence_change_the_key(more: dict[str, Any]) -> None:
     assert asked(CHAT | more).key != asked(CHAT).key
 
 
@@ -60,7 +60,7 @@ def test_limits_of_the_answer_decide_where_the_prompt_is_cut() -> None:
     assert asked(cut | {"max_tokens": 5}).key != asked(cut | {"max_tokens": 6}).key
 
 
-def test_a_field_cannot_pass_for_two() -> None:
+def test_two_fields_cannot_collide_with_one() -> None:
     one = TokenRequest("chat", {"a": msgspec.Raw(b'"1b=3:222"')})
     two = TokenRequest("chat", {"a": msgspec.Raw(b'"1'), "b": msgspec.Raw(b'222"')})
     assert one.key != two.key
@@ -95,7 +95,7 @@ def test_features_are_those_that_the_probes_prove() -> None:
     assert asked({"prompt": "a"}, TEXT_PATH).features == ("text",)
 
 
-def test_tokenize_is_told_what_the_chat_endpoint_would_make_of_its_own_fields() -> None:
+def test_tokenize_gets_the_fields_as_the_chat_endpoint_reads_them() -> None:
     message = {"role": "assistant", "content": "a", "reasoning_content": "r"}
     body = {
         "messages": [message],
@@ -131,7 +131,7 @@ def test_tokenize_is_told_what_the_chat_endpoint_would_make_of_its_own_fields() 
         (b'{"error": {"message": "' + b"x" * 9999 + b'"}}', "x" * 500),
     ],
 )
-def test_an_engines_refusal_is_told_in_its_own_words(answer: bytes, said: str) -> None:
+def test_an_engines_refusal_keeps_its_message(answer: bytes, said: str) -> None:
     assert refusal_of(answer) == said
 
 
@@ -154,7 +154,7 @@ def body(**fields: Any) -> bytes:
     return msgspec.json.encode({"model": "m", "prompt": "text", "temperature": 0.1} | fields)
 
 
-def test_a_completion_goes_on_with_its_ids() -> None:
+def test_a_completion_is_forwarded_with_its_ids() -> None:
     sent = msgspec.json.decode(forwarded_body(TEXT_PATH, body(stream=True, echo=False), FOUND))
     expected = {"model": "m", "prompt": IDS.tolist(), "temperature": 0.1, "stream": True, "echo": False}
     assert sent == expected
@@ -176,7 +176,7 @@ def test_a_completion_goes_on_with_its_ids() -> None:
         (TEXT_PATH, body(), Prompt(9, None, "none", replaces=True)),
     ],
 )
-def test_in_doubt_the_clients_own_body_goes_on(path: str, raw: bytes, prompt: Prompt) -> None:
+def test_in_doubt_the_clients_body_is_forwarded(path: str, raw: bytes, prompt: Prompt) -> None:
     assert forwarded_body(path, raw, prompt) is raw
 
 

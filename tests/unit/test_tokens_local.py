@@ -149,7 +149,7 @@ def test_a_model_may_have_a_template_of_its_own_for_tools(folder: Path) -> None:
         {"messages": [USER], "chat_template_kwargs": {"chat_template": "x"}},
     ],
 )
-def test_what_is_not_surely_read_alike_is_left_to_the_engine(folder: Path, body: dict[str, Any]) -> None:
+def test_ambiguous_chats_are_left_to_the_engine(folder: Path, body: dict[str, Any]) -> None:
     with pytest.raises(TokensUnknown) as caught:
         LocalTokenizer(folder, now).ids(asked(body), RenderQuirks())
     assert caught.value.reason == "unsupported"

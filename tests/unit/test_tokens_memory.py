@@ -33,7 +33,7 @@ def test_the_least_recently_used_goes() -> None:
     assert memory.held_bytes == 0
 
 
-def test_what_is_got_is_what_was_put() -> None:
+def test_the_cache_returns_what_was_stored() -> None:
     memory = PromptMemory(Clock())
     memory.put(("m", b"a"), FoundTokens(ids(5), "tokenize"))
     memory.put(("m", b"a"), FoundTokens(ids(6), "render"))
@@ -44,7 +44,7 @@ def test_what_is_got_is_what_was_put() -> None:
     assert memory.get(("n", b"a")) is None
 
 
-def test_a_date_in_a_template_is_not_believed_for_long() -> None:
+def test_cached_tokens_expire_because_templates_may_write_dates() -> None:
     clock = Clock()
     memory = PromptMemory(clock)
     memory.put(("m", b"a"), FoundTokens(ids(5), "render"))
