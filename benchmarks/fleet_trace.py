@@ -47,9 +47,9 @@ PIECE_TOKENS = 512
 REPLICAS = 8
 # Longer than any prompt of a trace: none is refused.
 CONTEXT_TOKENS = 2**20
-# A trace distinguishes prompts in whole pieces, so a next turn leaves the prompt before it at a piece's end. With smaller
-# blocks the checkpoint at a prompt's end would lie in its last, partial piece, where no trace can show that the next
-# turn goes on.
+# A trace distinguishes prompts in whole pieces, so a next turn leaves the prompt before it at a piece's end. With
+# smaller blocks the checkpoint at a prompt's end would lie in its last, partial piece, where no trace can show that the
+# next turn goes on.
 BLOCK_TOKENS = PIECE_TOKENS
 # What a replica's cache holds, in tokens of all layers: an H100's 80 GB less 16 GB of weights, at 128 KiB a token.
 CACHE_TOKENS = 400_000

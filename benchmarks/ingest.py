@@ -2,8 +2,8 @@
 """Claim: from the socket to visible answers, blocks are taken in at least as fast as by dynamo.
 
 One worker's stream, encoded beforehand and published as fast as it goes; the time from the first send until
-/query_by_hash shows the last prompt whole. Each round starts both servers again. All prompts are compared after the last
-round. Ours also writes them to Valkey on the way; dynamo keeps them in memory only.
+/query_by_hash shows the last prompt whole. Each round starts both servers again. All prompts are compared after the
+last round. Ours also writes them to Valkey on the way; dynamo keeps them in memory only.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ for nobody.
 
 Two processes share a real Valkey. One places prompts (`Placer.reserve`, 8 workers, no hits) at random moments, the
 other notes when it hears how many there are. Both read one clock, so the time from placing to being counted there is
-seen directly; a burst is published in one message, so the first of it waits longest. Beside it, how long the placing itself
-took."""
+seen directly; a burst is published in one message, so the first of it waits longest. Beside it, how long the placing
+itself took."""
 
 from __future__ import annotations
 

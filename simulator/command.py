@@ -130,9 +130,7 @@ def sim(
     instant: Annotated[bool, _help("steps take no time", "--instant")] = False,
     prefill_rate: Annotated[float, _help("prefill rate, tokens/s")] = DEFAULT.prefill_tokens_per_s,
     step_ms: Annotated[float, _help("time of a step without tokens, ms")] = DEFAULT.step_base_s * 1e3,
-    decode_ms: Annotated[
-        float, _help("time of each further decoding request in a step, ms")
-    ] = DEFAULT.decode_sequence_s * 1e3,
+    decode_ms: Annotated[float, _help("time of each decoding request in a step, ms")] = DEFAULT.decode_sequence_s * 1e3,
     load_rate: Annotated[float, _help("load rate from the CPU tier, tokens/s")] = DEFAULT.load_tokens_per_s,
     drop_events: Annotated[
         int | None, _help("fault: the next N batches are not sent, but can be replayed", metavar="N")

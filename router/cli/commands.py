@@ -118,9 +118,7 @@ def explain(
 ) -> None:
     """Show which worker would get a prompt, and why: hits by tier, what limits them, load and cost, in tokens."""
     if (tokens is not None) + (prompt is not None) + (messages is not None) != 1:
-        raise SettingError(
-            "explain needs a prompt: give exactly one of --tokens FILE, --prompt TEXT and --messages FILE"
-        )
+        raise SettingError("explain needs a prompt: give exactly one of --tokens FILE, --prompt TEXT, --messages FILE")
     body: dict[str, Any] = {}
     if tokens is not None:
         body["token_ids"] = read_tokens(tokens)
@@ -197,9 +195,7 @@ def read_tokens(source: str) -> list[int]:
     found = [word for word in words if word]
     for word in found:
         if not re.fullmatch(r"[0-9]{1,19}", word):
-            raise SettingError(
-                f"--tokens {source} has {word[:40]!r}, which is not a token id; write ids like [1, 2, 3]"
-            )
+            raise SettingError(f"--tokens {source} has {word[:40]!r}, not a token id; write ids like [1, 2, 3]")
     if not found:
         raise SettingError(f"--tokens {source} is empty; write token ids like [1, 2, 3]")
     return [int(word) for word in found]

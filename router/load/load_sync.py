@@ -36,8 +36,7 @@ BATCH_S = 0.02
 WHOLE_EVERY_S = 0.5
 # Four of those missed: a process that stands still for so long serves nobody either.
 SILENT_S = 2.0
-# Messages kept: some seconds of 64 processes. A reader that is further behind learns everything from the next complete
-# ones.
+# Messages kept: some seconds of 64 processes. A reader that is further behind learns all from the next complete ones.
 STREAM_MESSAGES = 4_096
 # Messages read at once, so that other things get their turn.
 MESSAGES_PER_READ = 256
@@ -278,6 +277,4 @@ class LoadShare:
 
 
 def _unasked(reason: str) -> StoreDown:
-    return StoreDown(
-        f"the owner of this reservation cannot be determined now ({reason}); it ends by itself, or try again"
-    )
+    return StoreDown(f"the owner of this reservation is unknown now ({reason}); it ends by itself, or try again")

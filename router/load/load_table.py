@@ -166,8 +166,7 @@ class LoadTable:
         return True
 
     def void(self, worker: WorkerKey, before: float, now: float) -> int:
-        """The engine reports that it is idle: reservations made there before `then` are over, even if nobody released
-        them."""
+        """The engine reports that it is idle: reservations made there before `then` are over, released or not."""
         ended = 0
         if worker not in self._own:
             return 0

@@ -2,8 +2,7 @@
 """The queue of prompts whose possible workers are all saturated: order and limit. Pure.
 
 First come, first served within a model. A prompt that waits for fewer workers than the others (pinned, or some
-excluded) does not block them: a few behind it are tried, too. The queue is bounded; a prompt whose time is over leaves
-by itself.
+excluded) does not block them: a few behind it are tried, too. Bounded; expired prompts leave.
 """
 
 from __future__ import annotations

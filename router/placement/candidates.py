@@ -35,8 +35,7 @@ class Candidates(NamedTuple):
 def candidates(
     everybody: Sequence[Hit], question: Question, pin: Pin | str | None, unavailable: Callable[[WorkerKey], str | None]
 ) -> Candidates:
-    """Those of `everybody` that may take the prompt. unavailable: why a worker takes no requests now. Raises
-    UnknownWorker."""
+    """Those of `everybody` that may take it. unavailable: why a worker takes no requests now. Raises UnknownWorker."""
     wanted = filter_hits(everybody, question)
     if pin is not None:
         wanted = _pinned(everybody, pin, question.model)

@@ -11,8 +11,7 @@ from kvrouter.router.telemetry.metrics import Metrics
 
 
 def count_losses(metrics: Metrics, choice: Choice, everybody: Sequence[Hit], wanted: Sequence[Hit]) -> None:
-    """Tokens that the best of all workers would have reused and this one does not. wanted: workers that the client did
-    not exclude."""
+    """Tokens that the best of all workers would have reused and this one does not. wanted: not excluded."""
     best = max(hit.disk for hit in everybody)
     if best == 0:
         return

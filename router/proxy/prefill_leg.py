@@ -61,8 +61,7 @@ class PrefillLeg:
         addresses: Addresses,
         failed: set[WorkerKey],
     ) -> Given:
-        """For the placement's worker. failed: the workers that failed; prefill workers that fail are added. Raises
-        Spent."""
+        """For the placement's worker. failed: workers to leave out; those that fail are added. Raises Spent."""
         while (part := placement.prefill) is not None:
             if part.worker not in addresses.targets:
                 failed.add(part.worker)

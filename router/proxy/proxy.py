@@ -123,8 +123,7 @@ class Proxy:
         return self._admission.problem(worker)
 
     def health(self) -> list[str]:
-        """Workers that get no requests because requests to them failed, and workers whose predictions do not come
-        true."""
+        """Workers behind an open breaker, and workers whose predictions do not come true."""
         return [*self._admission.health(), *self._quality.health()]
 
     def predictions_problem(self, worker: WorkerKey) -> str | None:
@@ -184,8 +183,7 @@ class Proxy:
                     if not request.attempts.failed(named(placement.worker), failure):
                         return answer
                     if handed_over and (placement.prefill is not None or not is_gone):
-                        # The sidecar did not reach the prefill worker, or the blocks did not arrive: the worker can do
-                        # it alone.
+                        # The sidecar or the blocks were not reached: the worker can do it alone.
                         ask = msgspec.structs.replace(ask, may_hand_over=False)
                     else:
                         failed |= self._addresses().sharing(placement.worker)

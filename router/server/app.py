@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wiring: from settings to a serving process, and back down in order. The only place that names clocks and random
-sources."""
+"""Wiring: from settings to a serving process, and back down in order. Only this module names clocks and randomness."""
 
 from __future__ import annotations
 

@@ -33,8 +33,7 @@ class GroupSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class CatalogSpec(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A catalog as stated; what is None is learned or derived. Shapes as in docs/reference/http.md, `POST
-    /register`."""
+    """A catalog as stated; what is None is learned or derived. docs/reference/http.md has the fields."""
 
     groups: tuple[GroupSpec, ...] = ()
     hash_block_size: int | None = None

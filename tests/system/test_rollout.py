@@ -111,7 +111,7 @@ def test_it_is_not_ready_from_the_signal_on_and_serves_on_for_the_delay(tmp_path
         while not all(asked(router.port)[0] == 503 for _ in range(20)):
             assert time.monotonic() < deadline
         status, answer = asked(router.port)
-        assert status == 503 and "this router stops" in json.loads(answer)["error"]["message"]
+        assert status == 503 and "this router is shutting down" in json.loads(answer)["error"]["message"]
         assert asked(router.port, "/health")[0] == 200
         assert stream(router.port).count(b"data: ") == PIECES
         # A kept connection is given up with its answer, so that its client comes to another router.

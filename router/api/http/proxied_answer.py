@@ -18,9 +18,9 @@ from kvrouter.router.proxy.upstream.connection import NO_CONTENT, AnswerHead, Co
 LAST_CHUNK = b"0\r\n\r\n"
 PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-# Checks in a row for which a started answer may stand still if the client closed its sending half: with nothing to send,
-# only time distinguishes a client that still reads from one that hung up. Tokens come several times a second; an engine
-# that pauses for 5 s is stalled.
+# Checks in a row for which a started answer may stand still if the client closed its sending half: with nothing to
+# send, only time distinguishes a client that still reads from one that hung up. Tokens come several times a second; an
+# engine that pauses for 5 s is stalled.
 STILL_LOOKS = 50
 
 
