@@ -93,7 +93,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[str, msgspec.Meta(min_length=1)] | None,
         msgspec.Meta(
             extra={"metavar": "FILE"},
-            description="the certificates that the API is known by; without it, the cluster's in a pod",
+            description="the CA certificates of the API server; without it, the cluster's in a pod",
         ),
     ] = None
     # Empty allows all: engines come and go under addresses that only the operator knows, and who may register is

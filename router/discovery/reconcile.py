@@ -68,7 +68,7 @@ def plan(
             found.register.append(wanted)
             continue
         if now.source != source and not wins(source, now.source):
-            found.contested[name] = f"{now.source} says where it is, and that counts"
+            found.contested[name] = f"{now.source} registers it, too, and takes precedence"
             continue
         if now.url == wanted.url:
             # What a client said with PATCH stays while it is the same engine.
@@ -80,7 +80,7 @@ def plan(
             # It was said already, and another router said otherwise after that: saying it again would go on for ever.
             if msgspec.structs.replace(now, note=wanted.note) == wanted:
                 continue
-            found.contested[name] = f"another router's {source} says something else of it: give all routers the same"
+            found.contested[name] = f"another router's {source} describes it differently: give all routers the same"
             continue
         found.register.append(wanted)
     for name, now in known.items():

@@ -197,9 +197,11 @@ def build_catalog(
     scheduler_block_size = spec.scheduler_block_size or math.lcm(*(g.block_size for g in ordered if g.block_size > 0))
     for group in cacheable:
         if group.block_size % hash_block_size:
-            problem = f"{group.name}: block size {group.block_size} is no multiple of hash_block_size {hash_block_size}"
+            problem = (
+                f"{group.name}: block size {group.block_size} is not a multiple of hash_block_size {hash_block_size}"
+            )
     if scheduler_block_size % hash_block_size:
-        problem = f"scheduler_block_size {scheduler_block_size} is no multiple of hash_block_size {hash_block_size}"
+        problem = f"scheduler_block_size {scheduler_block_size} is not a multiple of hash_block_size {hash_block_size}"
     if scheduler_block_size > MAX_TOKENS:
         problem = (
             f"its groups' block sizes have no common multiple up to {MAX_TOKENS} tokens; state scheduler_block_size"

@@ -19,7 +19,7 @@ from kvrouter.router.proxy.upstream.failure import Failure, Kind
 from kvrouter.router.telemetry.metrics import BREAKER_STATES, Metrics
 from kvrouter.router.workers.stream_state import StreamState
 
-DRAINING = "it drains: it takes no new request until its state is set to active again"
+DRAINING = "it is draining and takes no new requests until its state is set to active"
 
 log = logging.getLogger("kvrouter.proxy")
 

@@ -298,5 +298,5 @@ def _retried(request: Request) -> h.Headers:
 def _error_of(failure: Failure) -> RouterError:
     """The client's error when no worker answered."""
     if failure.kind in (Kind.SILENT, Kind.CONNECT_TIMEOUT):
-        return WorkerSilent(f"{failure.text}; send the request again, or raise answer_timeout_s of the router")
+        return WorkerSilent(f"{failure.text}; send the request again, or raise the router's answer_timeout_s")
     return WorkerUnreachable(f"{failure.text}; no other worker was tried or could answer; send the request again")

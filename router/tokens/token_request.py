@@ -107,7 +107,7 @@ class TokenRequest:
         """The messages, decoded. Raises BadQuestion."""
         found = self.value("messages")
         if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
-            raise BadQuestion('messages is no list of messages: write [{"role": "user", "content": "..."}]')
+            raise BadQuestion('messages must be a list of messages: write [{"role": "user", "content": "..."}]')
         return found
 
     @cached_property
@@ -149,12 +149,12 @@ class TokenRequest:
 def read(path: str, raw: bytes) -> TokenRequest | NDArray[np.int64]:
     """The request for tokens, or the ids if the client has given them (int64). Of several prompts, the first decides.
 
-    Raises BadQuestion where the body is no JSON object, and Unknown where it has no tokens or none that could be found
+    Raises BadQuestion where the body is not a JSON object, and Unknown where it has no tokens or none that could be found
     out."""
     try:
         body = _fields.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BadQuestion(f"the body is no JSON object: {error}", code="malformed_body") from None
+        raise BadQuestion(f"the body is not a JSON object: {error}", code="malformed_body") from None
     truncated = bytes(body.get(TRUNCATION, NULL)) != NULL
     kept = {
         name: value
@@ -175,7 +175,7 @@ def read(path: str, raw: bytes) -> TokenRequest | NDArray[np.int64]:
         found = _first_prompt(kept["input"])
         if not isinstance(found, msgspec.Raw):
             return found
-    raise TokensUnknown("unsupported", f"{path}: its tokens are not looked for; it is placed by load")
+    raise TokensUnknown("unsupported", f"{path}: its tokens are not looked up; it is placed by load")
 
 
 def _chat(kept: dict[str, msgspec.Raw], body: dict[str, msgspec.Raw]) -> TokenRequest | NDArray[np.int64]:

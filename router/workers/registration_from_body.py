@@ -197,7 +197,7 @@ def catalog_of(body: CatalogBody) -> CatalogSpec:
 
 def _group_of(body: GroupBody, where: str) -> GroupSpec:
     if body.kind.lower() not in GROUP_KINDS:
-        raise BadQuestion(f"{where}.kind is no kind of KV cache group; write one of {', '.join(GROUP_KINDS)}")
+        raise BadQuestion(f"{where}.kind is not a kind of KV cache group; write one of {', '.join(GROUP_KINDS)}")
     _check_number(f"{where}.group_idx", body.group_idx, 0, MAX_GROUPS - 1)
     _check_number(f"{where}.block_size", body.block_size)
     _check_number(f"{where}.sliding_window", body.sliding_window)

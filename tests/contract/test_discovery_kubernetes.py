@@ -158,7 +158,7 @@ def test_a_watch_that_is_cut_or_ends_goes_on_where_it_was(tmp_path: Path, monkey
     ("status", "words"),
     [
         (403, "the service account may not list pods in namespace 'serving' (403): apply deploy/kubernetes/rbac.yaml"),
-        (401, "the API server does not know who asks (401)"),
+        (401, "the API server rejects the credentials (401)"),
         (500, "the API server answers 500 to list pods in namespace 'serving': etcdserver: no leader"),
         (429, "the API server answers 429"),
     ],

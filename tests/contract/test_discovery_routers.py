@@ -283,7 +283,7 @@ def test_of_two_sources_the_first_counts_and_the_other_is_named_and_steps_in(url
             assert router.metric("discovery_contested", source=KUBERNETES) == 1
             assert router.metric("discovery_conflicts_total", source=KUBERNETES) == 1
             assert router.discovery.health() == [
-                "worker a (rank 0) of kubernetes is contested: static says where it is, and that counts"
+                "worker a (rank 0) of kubernetes is contested: static registers it, too, and takes precedence"
             ]
             with pytest.raises(Conflict, match="kept by --worker"):
                 await router.core.register(Registration(WorkerKey("m", "a"), url="http://127.0.0.1:9"))

@@ -423,7 +423,7 @@ def test_an_engine_without_token_endpoints_is_reported() -> None:
             assert (prompt.source, prompt.reason) == ("none", "no_engine")
         async with case(engines=0, local=Here()) as it:
             assert (await it.chat()).source == "local"
-            assert "not held against any engine" in it.tokenizing.health()[0]
+            assert "not verified against any engine" in it.tokenizing.health()[0]
 
     run(test())
 

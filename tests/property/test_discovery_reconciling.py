@@ -186,6 +186,8 @@ def test_two_routers_that_were_told_otherwise_do_not_write_in_turns() -> None:
 def test_a_source_that_wins_takes_over_and_gives_back() -> None:
     assert plan(STATIC, [one(STATIC)], (), [one(FILE)], asserted={}, claimed=()).register == [one(STATIC)]
     contested = plan(FILE, [one(FILE)], (), [one(STATIC)], asserted={}, claimed=())
-    assert not contested.register and contested.contested == {("a", 0): "static says where it is, and that counts"}
+    assert not contested.register and contested.contested == {
+        ("a", 0): "static registers it, too, and takes precedence"
+    }
     assert plan(STATIC, [], (), [one(STATIC)], asserted={}, claimed=()).withdraw == [WorkerKey("m", "a", 0)]
     assert plan(FILE, [one(FILE)], (), [], asserted={}, claimed=()).register == [one(FILE)]

@@ -118,7 +118,7 @@ def test_a_file_is_followed_and_a_wrong_one_changes_nothing(tmp_path: Path, repl
         until(live(router, "w0", "w1"), "the second")
         file.write_text(f"- w0={first}\n- worker_id: w1\n  urll: {second}\n")
         until(lambda: "source file is down" in said(router), "told")
-        assert f"{file} line 3: urll is no field of a worker; did you mean url?" in said(router)
+        assert f"{file} line 3: urll is not a field of a worker; did you mean url?" in said(router)
         assert set(rows(router)) == {"w0", "w1"}
         until(lambda: router.metric("kvrouter_discovery_up", source="file") == 0, "shown as down")
         file.unlink()

@@ -244,7 +244,7 @@ def test_no_router_at_all(capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "--worker", "w0"], "--worker 'w0'"),
         (["serve", "--redis", "redis://h", "--data-dir", "d"], "--redis and --data-dir"),
         (["serve", "--config", "/nope.yaml"], "/nope.yaml"),
-        (["explain", "--model", "m"], "--tokens FILE, --prompt TEXT and --messages FILE"),
+        (["explain", "--model", "m"], "--tokens FILE, --prompt TEXT, --messages FILE"),
         (["explain", "--model", "m", "--tokens", "f", "--prompt", "x"], "give exactly one of --tokens FILE"),
         (["explain", "--model", "m", "--messages", "/nope"], "/nope"),
         (["explain", "--prompt", "x"], "--model"),

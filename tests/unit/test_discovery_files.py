@@ -75,7 +75,7 @@ def test_an_entry_is_a_spec_or_the_fields_of_register() -> None:
         ("- worker_id: a\n  endpoint: tcp://h:1\n", "line 1: model is missing"),
         (
             "- worker_id: a\n  url: http://h:1\n  modell: m\n",
-            "line 3: modell is no field of a worker; did you mean model?",
+            "line 3: modell is not a field of a worker; did you mean model?",
         ),
         ("- worker_id: a\n  url: http://h:1\n  dp_rank: one\n", "line 3: dp_rank is wrong: Expected"),
         ("- worker_id: a\n  url: http://h:1\n  state: off\n", "line 3: state must be one of active, draining"),

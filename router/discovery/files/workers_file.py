@@ -70,12 +70,14 @@ def _candidate(entry: Any, source: str) -> Candidate:
     if isinstance(entry, str):
         return candidate_of(parse_worker(entry), source)
     if not isinstance(entry, dict):
-        raise SettingError("is no worker; write a mapping like {worker_id: w0, url: http://10.0.0.5:8000}, or a SPEC")
+        raise SettingError(
+            "is not a worker; write a mapping like {worker_id: w0, url: http://10.0.0.5:8000}, or a SPEC"
+        )
     for field in entry:
         if field not in FIELDS:
             close = difflib.get_close_matches(str(field), FIELDS, n=1)
             hint = f"did you mean {close[0]}?" if close else f"the fields are {', '.join(FIELDS)}"
-            raise SettingError(f"{field} is no field of a worker; {hint}")
+            raise SettingError(f"{field} is not a field of a worker; {hint}")
     state = entry.pop("state", STATES[0])
     if state not in STATES:
         raise SettingError(f"state must be one of {', '.join(STATES)}")

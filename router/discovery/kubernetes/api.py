@@ -215,9 +215,7 @@ class ClusterApi:
         where = f"pods in namespace {self._access.namespace!r}"
         if answer.status == HTTPStatus.UNAUTHORIZED:
             file = self._access.token_file or "no token at all (set kubernetes_token_file)"
-            raise ClusterError(
-                f"the API server does not know who asks (401): it was shown {file}; give it a valid token"
-            )
+            raise ClusterError(f"the API server rejects the credentials (401): it got {file}; give it a valid token")
         if answer.status == HTTPStatus.FORBIDDEN:
             raise ClusterError(f"the service account may not {verb} {where} (403): apply deploy/kubernetes/rbac.yaml")
         raise ClusterError(f"the API server answers {answer.status} to {verb} {where}: {await _reason(answer)}")

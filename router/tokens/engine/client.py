@@ -84,7 +84,7 @@ class EngineClient:
             said, whole = await read_at_most(answer, most_bytes)
             if not whole:
                 raise TokensUnknown(
-                    "unreachable", f"{answer.url} answers with more than {most_bytes} bytes, which is no tokens"
+                    "unreachable", f"{answer.url} answers with more than {most_bytes} bytes, which cannot be tokens"
                 )
             return _judged(answer.status, said, where)
 

@@ -163,7 +163,7 @@ class VerifiedEngines:
             problems = [judged.problem for (of, _), judged in self._judged.items() if of == model]
             if not problems:
                 return TokensUnknown(
-                    "no_engine", "no worker of the model has a url to ask for tokens; register it with one"
+                    "no_engine", "no worker of the model has a url, so no engine can tokenize; register one with a url"
                 )
             return TokensUnknown("unreachable", problems[0])
         verdict = next(iter(verdicts.values()))
@@ -171,17 +171,17 @@ class VerifiedEngines:
             why = verdict.tokenizes.get(feature, EQUAL)
             if why != EQUAL:
                 return TokensUnknown(
-                    "unverified", f"the engine's /tokenize is not what it makes of a request ({feature}: {why})"
+                    "unverified", f"the engine's /tokenize differs from how it reads a request ({feature}: {why})"
                 )
         return TokensUnknown(
-            "unsupported", f"only the engine's render endpoint could tell its tokens ({HOW_TO_RENDER})"
+            "unsupported", f"only the engine's render endpoint could return its tokens ({HOW_TO_RENDER})"
         )
 
     def status(self, model: str, url: str | None) -> TokensStatus:
         """How the tokens of texts for this worker are found, and what is wrong with that."""
         judged = None if url is None else self._judged.get((model, url))
         if url is None:
-            return TokensStatus("local" if model in self._local else "none", "it has no url to ask for tokens")
+            return TokensStatus("local" if model in self._local else "none", "it has no url, so it cannot tokenize")
         if judged is None or judged.verdict is None:
             return TokensStatus("none", "" if judged is None else judged.problem)
         verdict = judged.verdict
@@ -205,7 +205,7 @@ class VerifiedEngines:
         for model in self._local.keys() & set(self._models()):
             if not self.of(model):
                 found.append(
-                    f"model {printable(model)}: its tokenizer here is not held against any engine, as no worker has a url"
+                    f"model {printable(model)}: its tokenizer here is not verified against any engine, because no worker has a url"
                 )
         return found
 

@@ -183,7 +183,7 @@ def rendered(kind: Kind, answer: bytes) -> tuple[NDArray[np.int64], Items]:
             raise ValueError(f"an item ends after the prompt's {len(ids)} tokens")
         return ids, items
     except (msgspec.MsgspecError, BadQuestion, ValueError, IndexError, RecursionError) as error:
-        raise TokensUnknown("unreachable", f"its render answers with something else than a prompt: {error}") from None
+        raise TokensUnknown("unreachable", f"its render endpoint does not answer with a prompt: {error}") from None
 
 
 def _items(features: _Features) -> Items:
