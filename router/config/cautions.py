@@ -27,6 +27,6 @@ def evicting(server: str, policy: str) -> str | None:
     if policy in ("", "noeviction"):
         return None
     return (
-        f"Redis at {server} evicts keys (maxmemory-policy {policy}): blocks would vanish from the index unnoticed, and routers that "
-        "load it would predict too little; set maxmemory-policy noeviction"
+        f"Redis at {server} evicts keys (maxmemory-policy {policy}): blocks would vanish from the index unnoticed, and "
+        "routers that load it would predict too little; set maxmemory-policy noeviction"
     )

@@ -58,7 +58,7 @@ class HitFinder:
         return self.plans(model).hash_block_size or 1
 
     def plans(self, model: str) -> HashPlans:
-        """The model's workers as the matcher wants them, made anew when anything of them changed."""
+        """The model's workers as the matcher needs them, rebuilt when any of them changed."""
         version = self._mirror.version
         known = self._plans.get(model)
         if known is None or known[0] != version:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares what is registered with itself and with what the engines say of themselves, and tells the streams."""
+"""Compares what is registered with itself and with what the engines say of themselves, and notifies the streams."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Core:
         token: str | None = None,
         supervisor: TaskSupervisor | None = None,
     ) -> None:
-        """http: to ask engines whether they live, and what load they have; None: they are not asked. token: names this
+        """http: polls engines for liveness and load; None: they are not polled. token: names this
         process in leases; one that outlives the process lets its successor take over at once."""
         self._store = store
         self._config = config
@@ -210,7 +210,7 @@ class Core:
         return self.registry.handover(worker)
 
     def given_id(self, worker: WorkerKey) -> str | int:
-        """Its id as it was registered, a number where it was one."""
+        """Its id as registered, a number where it was one."""
         return self.registry.given_id(worker)
 
     def models(self) -> list[str]:
@@ -231,7 +231,7 @@ class Core:
         return self._names
 
     def _urls(self) -> set[str]:
-        """Of all engines that may be asked something."""
+        """Of all engines that may be queried."""
         urls = {one.url for one in self.registrations()}
         return {url for url in urls if url is not None and not self._allowed.problem(url)}
 

@@ -66,7 +66,7 @@ class Fleet:
         self._lock = asyncio.Lock()
         # The version of the registry in Redis that the one here is equal to.
         self._version = 0
-        # Workers that were not in the registry at the last look, though nobody told of a change.
+        # Workers that were not in the registry at the last look, though no change was announced.
         self._missing: set[WorkerKey] = set()
         # Workers of this process that are registered in Redis by what cannot be read.
         self._illegible: set[WorkerKey] = set()
@@ -114,7 +114,7 @@ class Fleet:
         stored, left_out = await self._stored_registrations()
         missing = self._streams.keys() - stored.keys()
         if missing and version == self._version:
-            # Nobody told of a change: a node of a cluster lost it, or whoever drops them has not come to telling yet.
+            # No change was announced: a node of a cluster lost it, or its announcement is still to come.
             if missing == self._missing:
                 await self._restore_registry()
             self._missing = missing
@@ -236,7 +236,7 @@ class Fleet:
             return len(matching)
 
     async def withdraw(self, worker: WorkerKey, source: str) -> bool:
-        """Drop a worker that its source does not know any more; False: it is not (or no longer) this source's."""
+        """Drop a worker that its source no longer knows; False: it is not (or no longer) this source's."""
         async with self._lock:
             stream = self._streams.get(worker)
             if stream is None or stream.registration.source != source:

@@ -193,7 +193,7 @@ class MirrorSync:
         if not refused:
             return ""
         return (
-            f"{refused} of its blocks found no room in memory and earn no credit until it begins anew: raise mirror_budget_bytes "
+            f"{refused} of its blocks found no room in memory and earn no credit until it begins again: raise mirror_budget_bytes "
             f"({self._budget_bytes}), or let this router follow fewer workers"
         )
 
@@ -307,7 +307,7 @@ class MirrorSync:
             if self._reloads.get(worker) is wanted:
                 self._lose_store([worker], str(error))
             return
-        # It may have been dropped, or registered anew, meanwhile.
+        # It may have been dropped, or registered again, meanwhile.
         if stream is None or self._reloads.get(worker) is not wanted or self._streams.get(worker) is not stream:
             return
         if problem:

@@ -56,7 +56,7 @@ class RouterPeers:
         # Whether others know of this process, and hand workers over to it.
         self.attends = False
         # The workers that this process should follow, and those that it will not, with the reason; None when that is to
-        # be found anew.
+        # be found again.
         self._mine: frozenset[WorkerKey] | None = None
         self._refuses: dict[str, str] | None = None
         registry.subscribe(members=self._on_members)

@@ -76,7 +76,7 @@ class StoreContact:
         return f"{silence}: what other routers learn is not known here, and the other way round"
 
     def judge(self, *, is_refused: bool = False) -> None:
-        """To be called now and then, as nothing tells of silence. is_refused: the store takes no commits."""
+        """To be called now and then, as silence raises no event. is_refused: the store takes no commits."""
         problem = self.problem
         self._metrics.store_up.set(problem is None and not is_refused)
         if (problem is not None) is not self._is_lost:

@@ -41,8 +41,8 @@ class WorkerRegistry:
         view: Callable[[WorkerKey, WorkerView | None], None] | None = None,
         load: Callable[[WorkerKey, EngineLoad], None] | None = None,
     ) -> None:
-        """members: called when a worker came, went, or was registered otherwise. view: told each new view of a worker,
-        None when it went. load: told what engines that are followed here say of their load."""
+        """members: called when a worker came, went, or its registration changed. view: called with each new view of a worker,
+        None when it went. load: called with what engines that are followed here report of their load."""
         self._members += [] if members is None else [members]
         self._views += [] if view is None else [view]
         self._loads += [] if load is None else [load]
@@ -109,7 +109,7 @@ class WorkerRegistry:
         return self._prefill_workers.get(model, frozenset())
 
     def drains(self, worker: WorkerKey) -> bool:
-        """Whether it was asked to take no new request."""
+        """Whether it takes no new requests."""
         stream = self._streams.get(worker)
         return stream is not None and stream.registration.drains
 
@@ -119,6 +119,6 @@ class WorkerRegistry:
         return HandoverWay.KV_TRANSFER_PARAMS if stream is None else stream.registration.handover
 
     def given_id(self, worker: WorkerKey) -> str | int:
-        """Its id as it was registered, a number where it was one."""
+        """Its id as registered, a number where it was one."""
         stream = self._streams.get(worker)
         return worker.worker_id if stream is None else stream.registration.given_id

@@ -115,7 +115,7 @@ class Reservations:
         placement.prefilling = False
         now = placement.told_s = self._clock()
         if (part := placement.prefill) is not None:
-            # Whoever asked both did not say when the first one was done.
+            # The client of both did not report the end of the first one.
             placement.prefilled_at = part.worker
             self._decider.computed(part.worker, placement.names, now)
             self._decider.mark_pending(placement.worker, placement.names, now)
@@ -145,7 +145,7 @@ class Reservations:
         self._freed()
 
     def _learn(self, choice: Choice, num_tokens: int, seconds: float) -> None:
-        """How long a worker took for a prompt of so many tokens, from being asked to its first token."""
+        """How long a worker took for a prompt of this many tokens, from its request to its first token."""
         hit = choice.hit
         # Where siblings were being computed, or a disk was read, the time is not that of the prompt's own tokens.
         if hit.state != LIVE or hit.approximate or hit.disk > hit.cpu or choice.prefill_tokens < num_tokens - hit.disk:

@@ -133,7 +133,7 @@ class EngineLists:
             self._sources_due[url] = self._looks + LOOKS_WITHOUT_SOURCES
 
     async def _get(self, url: str, path: str) -> tuple[int | None, bytes]:
-        """Status and body; no status where nothing came. Whether an engine lives is asked elsewhere."""
+        """Status and body; no status where nothing came. Liveness is judged elsewhere."""
         assert self._session is not None
         try:
             async with (
