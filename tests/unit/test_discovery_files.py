@@ -69,7 +69,7 @@ def test_an_entry_is_a_spec_or_the_fields_of_register() -> None:
         ("# nothing\n", "is empty"),
         ("workers: []", "line 1 is no list"),
         ("- a=http://h:1\n- [", "line 2 is not YAML"),
-        ("- a=http://h:1\n- 5\n", "line 2: is no worker"),
+        ("- a=http://h:1\n- 5\n", "line 2: is not a worker"),
         ("- a=http://h:1\n\n- nothing\n", "line 3: write ID=HTTP_URL"),
         ("- worker_id: a\n  url: http://h:1\n  replay_endpoint: x\n", "line 3: replay_endpoint must be a ZMQ endpoint"),
         ("- worker_id: a\n  endpoint: tcp://h:1\n", "line 1: model is missing"),

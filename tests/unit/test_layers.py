@@ -46,7 +46,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "streams": "Follows one worker: its events, its lease, and whether its engine lives.",
         "fleet": "Which workers there are, which router follows each, and the mirror of all.",
         "core": "The router without its HTTP: questions answered, and how everything is.",
-        "quality": "What was predicted beside what engines delivered.",
+        "quality": "Predicted and delivered reuse.",
         "proxy": "An OpenAI request to an engine, and its answer back.",
         "api": "The HTTP API, one module a resource.",
         "discovery": "Sources of workers besides registration.",

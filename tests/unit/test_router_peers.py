@@ -29,6 +29,7 @@ class Store:
     """The hashes of heartbeats and of claims."""
 
     def __init__(self) -> None:
+        self.peers = self
         self.beats: dict[bytes, bytes] = {}
         self.claimed: dict[str, bytes] = {}
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 
 import numpy as np
@@ -195,6 +196,7 @@ def test_the_budget_covers_what_is_really_allocated() -> None:
             space = HashSpace(HashScheme.from_bytes("sha256", bytes(32)), 4, None, f"tenant {name}")
             items = (MultimodalItem(f"{name:064x}", 1, 2), MultimodalItem(f"{name + 1:064x}", 4, 2))[: name % 3]
             hashed(space, np.arange(name, name + 8), memory, items=items)
+        gc.collect()
         allocated = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
