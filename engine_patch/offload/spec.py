@@ -151,7 +151,7 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
 
 
 def _files(model: str) -> str:
-    """Tells weights in a folder from those it held before: names, sizes and times of its files. Empty for a model by
+    """Distinguishes weights in a folder from earlier ones: names, sizes and times of its files. Empty for a model by
     name."""
     folder = Path(model)
     if not folder.is_dir():

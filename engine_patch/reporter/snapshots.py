@@ -26,7 +26,7 @@ class Sent(enum.Enum):
     YES = enum.auto()
     # The client has read too little of what it was sent.
     FULL = enum.auto()
-    # There is no such client any more.
+    # The client is gone.
     GONE = enum.auto()
 
 

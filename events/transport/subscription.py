@@ -56,7 +56,7 @@ class Subscription(ABC, Generic[Item]):
         self._timer: asyncio.TimerHandle | None = None
         # When this turn began.
         self._now_s = -math.inf
-        # Nothing is read any more.
+        # Reading has ended.
         self._ended = False
         self._closed = False
 

@@ -269,7 +269,7 @@ class Cursor(HoldingCursor[StreamItem, HeldBatches]):
         if expected is None or seq == expected:
             if self._to_prove and self._last_seq is not None:
                 if self._replay:
-                    # Another life can reach the next seq by chance, and the replay endpoint did not answer in time.
+                    # Another life can reach the next seq accidentally, and the replay endpoint did not answer in time.
                     self._lose(seq, seq, "the replay endpoint did not prove that it is the same life")
                     self._owe()
                 else:

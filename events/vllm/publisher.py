@@ -192,7 +192,7 @@ class EventPublisher:
         replay.send_multipart((client, b"", b"", END_SEQ, b""))
 
     def _give_up(self) -> None:
-        # The context was terminated under us: nothing can be sent any more, and no caller may wait for it.
+        # The context was terminated under us: nothing can be sent, and no caller may wait for it.
         with self._changed:
             self._closed = True
             self._queue.clear()

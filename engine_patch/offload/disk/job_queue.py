@@ -54,5 +54,5 @@ class JobQueue(Generic[JobT, ResultT]):
 
 
 def _run(done: deque[tuple[int, ResultT]], number: int, work: Callable[[], ResultT]) -> None:
-    """In an I/O thread, which knows nothing of the tier."""
+    """In an I/O thread, which does not depend on the tier."""
     done.append((number, work()))

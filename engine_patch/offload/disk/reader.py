@@ -97,7 +97,7 @@ class DiskReader:
         self._generation: int | None = None
         # Our resets less those of the writer, which a new generation reveals.
         self._ahead = 0
-        # Why the folder cannot be used: as the last look found it, and as it was last logged.
+        # Why the folder cannot be used: as found at the last look, and as last logged.
         self._problem = ""
         self._doubt = ""
         # Whether what is held is announced.

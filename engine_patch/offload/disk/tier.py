@@ -240,7 +240,7 @@ class DiskTier:
         return changes
 
     def clear(self) -> None:
-        """Nothing is there any more, also not what is under way: its reads and writes end as not ok.
+        """Everything is gone, including jobs in progress: their reads and writes end as not ok.
 
         One small write to the manifest; should that fail, the tier is off until it is made up for."""
         if self.state not in _OPEN:

@@ -130,7 +130,7 @@ def from_vllm(kv_caches: Any, num_blocks: int | None = None) -> CanonicalCaches:
     """vLLM's CanonicalKVCaches as ours. Source: vLLM 0.32 v1/kv_offload/base.py.
 
     kv_caches: has tensors (tensor, page_size_bytes) and group_data_refs (tensor_idx, page_size_bytes). A tensor that is
-    not 2-D int8 is viewed anew: its first dimension counts blocks, or kernel blocks when they are smaller than the
+    not 2-D int8 is viewed again: its first dimension counts blocks, or kernel blocks when they are smaller than the
     page. num_blocks: of the cache config, when the caller has it. Raises ValueError when pages and blocks do not fit.
     """
     tensors = []

@@ -146,7 +146,7 @@ class CpuTier:
         self._policy.evictable_again(key)
 
     def abandon(self, key: OffloadKey) -> None:
-        """A WRITING chunk will not be whole, and nothing writes it any more: its slot is free. Raises WrongState for
+        """A WRITING chunk will not be whole, and nothing writes it: its slot is free. Raises WrongState for
         any other."""
         if key not in self._writing:
             raise self._wrong(key, "cannot be abandoned")

@@ -78,7 +78,7 @@ class Disk(Protocol):
 class Counts:
     """Counts since the start, in chunks unless noted."""
 
-    # Asked to be stored when no slot was free: calls.
+    # Calls to store when no slot was free.
     stores_refused: int = 0
     # Only on disk, wanted, and not read, as no slot was free.
     promotions_refused: int = 0
