@@ -124,7 +124,8 @@ def _open_error(where: str, error: RedisError | TimeoutError, login: Login) -> R
             return ReplyError(str(reply))
     if isinstance(error, ConnectTimeout):
         return StoreUnavailable(f"{where} did not accept a connection in {CONNECT_TIMEOUT_S:g} s")
-    if isinstance(error.__context__, OSError):
+    # A server that speaks TLS may reset the connection of one that does not.
+    if isinstance(error.__context__, OSError) and not isinstance(error.__context__, ConnectionResetError):
         return StoreUnavailable(f"{where} cannot be reached: {error}")
     hint = "" if login.tls else "; a server that speaks TLS wants rediss:// in the URL"
     return StoreUnavailable(f"{where} did not answer the login: {error or 'not in time'}{hint}")

@@ -136,6 +136,9 @@ def test_what_fails_at_the_start_is_told_without_secrets(tmp_path: Path, server:
         "reached": {"KVROUTER_REDIS": f"rediss://{secret}@127.0.0.1:{free_port()}{tls}"},
         "reached ": {"KVROUTER_REDIS": f"rediss://{secret}@no-such-host.invalid:1{tls}"},
         "percent-encoded": {"KVROUTER_REDIS": f"redis://router:{MARK}/with/slashes@h:1"},
+        "Sentinel": {
+            "KVROUTER_REDIS": f"redis+sentinel://router:{MARK}@127.0.0.1:{free_port()}/s?sentinel_password={MARK}"
+        },
         "URL": {"KVROUTER_REDIS": f"redis://router:{MARK}@{MARK}@h:x"},
         "URL ": {"KVROUTER_REDIS": f"http://router:{MARK}/x@{MARK}@h"},
         "key": {"KVROUTER_API_KEY": f"{API_KEY} with spaces"},
