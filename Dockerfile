@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # One image for the router and the simulated replicas; they differ by their entry point (docs/how-to/containers.md).
-# tests/unit/test_containers.py runs the commands of this file, as far as that goes without Docker.
+# tests/system/test_containers.py runs the commands of this file, as far as that goes without Docker.
 
 FROM python:3.11.14-slim-bookworm AS build
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 \

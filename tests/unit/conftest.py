@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -19,6 +20,14 @@ Context = zmq.Context[zmq.Socket[bytes]]
 
 # Nothing here waits this long unless it fails.
 PATIENCE_S = 15.0
+
+
+@pytest.fixture(autouse=True)
+def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a unit test starts no process; tests/contract and tests/system do")
+
+    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
 
 
 @pytest.fixture

