@@ -195,14 +195,13 @@ def test_what_a_prefill_worker_hands_over_is_a_trace_of_two_requests_and_no_pred
             assert counted(router, "predicted_cached_tokens_total") == 0
 
 
-def test_a_router_with_a_collector_stops_as_fast_as_one_without(router: RouterProcess, collector: Collector) -> None:
+def test_a_collector_that_hangs_does_not_hold_up_the_end(router: RouterProcess, collector: Collector) -> None:
     with client_of(router) as client:
         client.completions.create(model=MODEL, prompt=[1] * 50, max_tokens=1)
     collector.hangs.set()
-    began_s = time.monotonic()
     router.signal(15)
+    # Its exporter alone would wait for twice as long as this does.
     assert router.wait() == 0
-    assert time.monotonic() - began_s < 12.0
 
 
 def test_traces_without_their_package_are_refused_with_the_fix(tmp_path: Path) -> None:
