@@ -6,26 +6,27 @@ Exit codes: 0 done, 1 failed, 2 a wrong flag or setting, 130 interrupted.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console
 
 from kvrouter.router.cli.api_client import Client, ClientError
 from kvrouter.router.cli.settings_flags import with_settings
-from kvrouter.router.cli.tables import candidates_table, text, tokens_line, worker_name, workers_table
 from kvrouter.router.common.errors import RouterError, SettingError, StartError
 from kvrouter.router.common.escaping import printable_json
 from kvrouter.router.common.version import VERSION
 from kvrouter.router.config.loading import Origin, given_flags, load_config
 from kvrouter.router.config.settings import markdown, schema
+
+# asyncio and rich are imported where they are used: they take longer than to refuse a wrong flag.
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -72,6 +73,8 @@ def serve(config: Path | None, flags: dict[str, Any]) -> None:
 
 
 def _run(start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    import asyncio
+
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -88,6 +91,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="print the answer as JSON")
 @app.command()
 def workers(url: Url = DEFAULT_URL, api_key: Key = None, as_json: AsJson = False) -> None:
     """Show the workers: state, blocks held, and why credit is withheld."""
+    from kvrouter.router.cli.tables import workers_table
+
     answer = Client(url, api_key).call("GET", "/workers")
     if as_json:
         _print_json(answer)
@@ -117,6 +122,8 @@ def explain(
     as_json: AsJson = False,
 ) -> None:
     """Show which worker would get a prompt, and why: hits by tier, what limits them, load and cost, in tokens."""
+    from kvrouter.router.cli.tables import candidates_table, text, tokens_line, worker_name
+
     if (tokens is not None) + (prompt is not None) + (messages is not None) != 1:
         raise SettingError("explain needs a prompt: give exactly one of --tokens FILE, --prompt TEXT, --messages FILE")
     body: dict[str, Any] = {}
@@ -202,6 +209,8 @@ def read_tokens(source: str) -> list[int]:
 
 
 def _console() -> Console:
+    from rich.console import Console
+
     return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
 
 
