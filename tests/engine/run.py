@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the engine tests in a venv that holds vLLM's CPU build; build that venv when it is missing.
 
-Standard library only: it runs before anything is installed. The venv is 3 GB and takes about three minutes, so it is
-kept outside the clone, in a folder named after what it holds. This project itself is installed beside the clone, into
-.engine-site.
+`--install` only builds it. Standard library only: it runs before anything is installed. The venv is 3 GB and takes
+about three minutes, so it is kept outside the clone, in a folder named after what it holds. This project itself is
+installed beside the clone, into .engine-site.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ def engine_python() -> Path:
 
 def main() -> int:
     python = engine_python()
+    if sys.argv[1:] == ["--install"]:
+        return 0
     # setuptools would put what an earlier build left there into the wheel, also files that are gone by now.
     shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
     shutil.rmtree(SITE, ignore_errors=True)
