@@ -13,7 +13,7 @@ STRICT := --config-settings editable_mode=strict
 help:
 	@echo "make demo         install into .venv and watch the router predict what three replicas reuse"
 	@echo "make test         install and run the tests of every part, in minutes"
-	@echo "make test-all     the rest: whole routers, faults, fuzzing, containers, the demo"
+	@echo "make test-all     the rest: whole routers, faults, fuzzing, containers, the demo, all examples of the properties"
 	@echo "make test-engine  the same claims against a real vLLM (its CPU build, 3 GB, cached)"
 	@echo "make fuzz         a million inputs against the decoders and what follows, and the HTTP API's description"
 	@echo "make chaos        random schedules of faults: the index is right, or says that it is not (minutes; make test has a short part)"
@@ -28,24 +28,33 @@ help:
 # Strict editable installs link the files that exist now, so a new file needs a new install.
 SOURCES := $(shell find events router engine_patch simulator -name '*.py')
 
-$(VENV)/installed: pyproject.toml $(SOURCES)
+# runtime: what the router needs; installed: that and what development needs.
+$(VENV)/runtime $(VENV)/installed: pyproject.toml $(SOURCES)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --upgrade 'pip>=24' 'setuptools>=77' wheel
 	rm -rf build
-	$(PIP) install -e '.[dev]' $(STRICT)
+	$(PIP) install -e '.$(if $(filter %/installed,$@),[dev])' $(STRICT)
 	@touch $@
 
-demo: $(VENV)/installed
+# Test processes would all compile them at once. An installation removes them.
+$(VENV)/compiled: $(VENV)/installed
+	$(BIN)/python -c 'from kvrouter.router.server.warm_up import warm; warm()'
+	@touch $@
+
+demo: $(firstword $(wildcard $(VENV)/installed) $(VENV)/runtime)
 	$(BIN)/kvrouter demo
 
-test: $(VENV)/installed
-	$(BIN)/python -m pytest --ignore=tests/engine -m "not slow"
+# A file's tests stay in one process, so that they share their router and their store.
+PYTEST := $(BIN)/python -m pytest --ignore=tests/engine --numprocesses auto --maxprocesses 8 --dist loadfile
 
-test-all: $(VENV)/installed
-	$(BIN)/python -m pytest --ignore=tests/engine -m slow
+test: $(VENV)/compiled
+	KVROUTER_TEST_EXAMPLES=few $(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(VENV)/compiled
+	$(PYTEST) -m "slow or property" $(ARGS)
 
 test-engine:
-	$(PYTHON) tests/engine/run.py
+	$(PYTHON) tests/engine/run.py $(ARGS)
 
 # atheris is for this alone: 35 MB, and for CPython on x86-64 Linux.
 fuzz: $(VENV)/installed

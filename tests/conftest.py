@@ -11,11 +11,14 @@ import os
 from pathlib import Path
 
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("KVROUTER_TEST_PRELOAD", "1")
 
-settings.register_profile("here", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "here", deadline=None, max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow]
+)
 settings.register_profile("ci", settings.get_profile("here"), derandomize=True, database=None, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "here")
 
@@ -26,5 +29,7 @@ SLOW_FOLDERS = {"system", "chaos", "fuzz"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.relative_to(Path(__file__).parent).parts[0]
+        if folder == "property":
+            item.add_marker(pytest.mark.property)
         if folder in SLOW_FOLDERS and item.get_closest_marker("smoke") is None:
             item.add_marker(pytest.mark.slow)

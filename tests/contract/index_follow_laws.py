@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from index_support import (
@@ -77,7 +78,7 @@ class FollowLaws:
     @given(steps=STEPS)
     # Three classes run this one test, each on its own store: that is meant.
     @settings(
-        max_examples=40,
+        max_examples=examples(40),
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
     )
     def test_store_and_log_equal_a_brute_force_model(self, world: World, steps: list[Any]):

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.ingest.pending_commit import PendingCommit
 
 PLACES = (Place(0, "GPU"), Place(1, "GPU"), Place(None, "CPU", "o"))
-EXAMPLES = 300
+EXAMPLES = examples(300)
 
 
 class Stored:

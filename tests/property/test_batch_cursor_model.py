@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -253,4 +254,4 @@ class World(RuleBasedStateMachine):
 
 
 TestCursor = World.TestCase
-TestCursor.settings = settings(max_examples=500, stateful_step_count=40)
+TestCursor.settings = settings(max_examples=examples(500), stateful_step_count=40)

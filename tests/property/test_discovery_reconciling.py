@@ -5,6 +5,7 @@ the union."""
 from __future__ import annotations
 
 import msgspec
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -145,7 +146,7 @@ class Machine(RuleBasedStateMachine):
             router.asserted = asserted[name]
 
 
-Machine.TestCase.settings = settings(max_examples=120, stateful_step_count=25)
+Machine.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=25)
 TestReconciling = Machine.TestCase
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,7 +126,7 @@ def test_well_formed_nonsense_costs_only_its_events(events: list[Any], rank: Any
     read(msgspec.msgpack.encode([rank, events, rank]))
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(batches, st.sampled_from(["map", "array"]), st.data())
 def test_mutated_and_truncated_batches_raise_only_codec_errors(
     events: list[Any], layout: Any, data: st.DataObject

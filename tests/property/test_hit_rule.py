@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -97,7 +98,7 @@ def expected(groups: tuple[Group, ...], resident: dict[Place, set[int]], num_tok
     return 0
 
 
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 @given(seed=st.integers(0, 2**32))
 def test_hit_is_the_longest_boundary_good_for_every_group(seed: int) -> None:
     draw = random.Random(seed)
@@ -109,7 +110,7 @@ def test_hit_is_the_longest_boundary_good_for_every_group(seed: int) -> None:
     assert hit.gpu <= hit.cpu <= hit.disk
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(seed=st.integers(0, 2**32))
 def test_more_blocks_never_shorten_a_hit(seed: int) -> None:
     draw = random.Random(seed)
@@ -120,7 +121,7 @@ def test_more_blocks_never_shorten_a_hit(seed: int) -> None:
     assert judge(groups, more, num_tokens).gpu >= judge(groups, resident, num_tokens).gpu
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(seed=st.integers(0, 2**32))
 def test_every_group_alone_covers_at_least_the_hit(seed: int) -> None:
     draw = random.Random(seed)
@@ -133,7 +134,7 @@ def test_every_group_alone_covers_at_least_the_hit(seed: int) -> None:
     assert (hit.limited_by is None) == (hit.gpu == best)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(seed=st.integers(0, 2**32))
 def test_hashes_past_what_is_resident_need_not_be_asked_for(seed: int) -> None:
     """Hashing stops early where nobody holds anything further; the answer may not depend on it."""
@@ -240,7 +241,7 @@ def test_both_media_of_a_connector_that_has_one_earn_nothing() -> None:
     assert judge((FULL,), {Place(0, STORAGE): range(12)}, 200, SIMPLE).disk == 192
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(seed=st.integers(0, 2**32))
 def test_a_suffix_hit_is_the_hit_of_the_rest_as_a_prompt_of_its_own(seed: int) -> None:
     draw = random.Random(seed)

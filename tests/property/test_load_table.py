@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hypothesis.strategies as st
+from examples import examples
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -158,4 +159,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestTable = Machine.TestCase
-TestTable.settings = settings(max_examples=80, stateful_step_count=40)
+TestTable.settings = settings(max_examples=examples(80), stateful_step_count=40)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ PLAIN = st.integers(-(2**63), 2**64 - 1)
 EDGES = st.sampled_from([0, -1, 2**63, 2**64 - 1, -(2**63), 10**18, 10**19, 9, 10])
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(st.lists(PLAIN | EDGES, max_size=30), st.sampled_from([None, 0, 2]), st.sampled_from(["", " ", "\n\t "]))
 def test_plain_integers_are_read_as_json_reads_them(values: list[int], indent: int | None, around: str) -> None:
     found = integers_of(f"{around}{json.dumps(values, indent=indent)}{around}".encode())
@@ -28,7 +29,7 @@ TOKENS = st.sampled_from(
 )
 
 
-@settings(max_examples=1_000)
+@settings(max_examples=examples(1_000))
 @given(st.lists(TOKENS, max_size=12).map("".join))
 @example("")
 @example("[1,]")

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -249,7 +250,7 @@ sizes = st.integers(1, MAX_SLOTS)
 
 
 @given(sizes, lives, picks)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_with_lru_the_tier_does_what_its_model_does(
     num_slots: int, script: list[list[Step]], at_end: list[int]
 ) -> None:
@@ -263,7 +264,7 @@ def test_with_lru_the_tier_does_what_its_model_does(
 
 
 @given(sizes, lives, picks)
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_with_arc_the_tier_keeps_its_books_and_the_policy_its_bounds(
     num_slots: int, script: list[list[Step]], at_end: list[int]
 ) -> None:

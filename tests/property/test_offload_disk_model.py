@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from disk_child import FaultyFiles, HandExecutor, Killed, Slots, identity, key, payload, salt_of
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -359,7 +360,7 @@ class FailingDiskModel(DiskModel):
         super().open(records)
 
 
-run = settings(max_examples=100, stateful_step_count=40)
+run = settings(max_examples=examples(100), stateful_step_count=40)
 TestDisk = DiskModel.TestCase
 TestDisk.settings = run
 TestFailingDisk = FailingDiskModel.TestCase

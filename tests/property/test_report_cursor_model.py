@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, deque
 
+from examples import examples
 from fake_reporter import Ledger, apply, parts, removed, stored, summary
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -356,4 +357,4 @@ class World(RuleBasedStateMachine):
 
 
 TestReportCursor = World.TestCase
-TestReportCursor.settings = settings(max_examples=300, stateful_step_count=40)
+TestReportCursor.settings = settings(max_examples=examples(300), stateful_step_count=40)

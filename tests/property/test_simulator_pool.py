@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -91,4 +92,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPool = PoolMachine.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40)
+TestPool.settings = settings(max_examples=examples(60), stateful_step_count=40)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -71,7 +72,7 @@ def longest(sim: Replica, prompt: list[int]) -> int:
     return 0
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(geometries(), PROMPTS, st.integers(3, 60), st.sampled_from([3, 5, 16, 1000]))
 def test_hits_events_and_holds(
     geometry: Geometry, prompts: list[tuple[int, int, int, int, int]], blocks: int, chunk_tokens: int
@@ -108,7 +109,7 @@ def test_hits_events_and_holds(
         assert {key: n for key, n in copies.items() if n} == sim.pool.resident()
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(geometries(), st.integers(1, 120), st.integers(1, 9), st.sampled_from([3, 16, 1000]))
 def test_with_room_a_resend_reuses_all_it_may(
     geometry: Geometry, tokens: int, max_tokens: int, chunk_tokens: int

@@ -8,6 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,7 +26,7 @@ def hashes_of(draw: random.Random, most: int, span: int) -> np.ndarray:
     return np.array([draw.randrange(span) for _ in range(draw.randrange(most))], np.uint64)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(seed=st.integers(0, 2**32), span=st.sampled_from([40, 3000, 2**63]))
 def test_mirror_equals_sets(seed: int, span: int) -> None:
     draw = random.Random(seed)
@@ -106,7 +107,7 @@ def test_a_full_mirror_refuses_and_keeps_what_it_has() -> None:
     assert known.refused_blocks == 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(seed=st.integers(0, 2**32), span=st.sampled_from([30, 2000, 2**63]))
 def test_copies_equal_a_counter_and_report_every_edge(seed: int, span: int) -> None:
     draw = random.Random(seed)
@@ -129,7 +130,7 @@ def test_copies_equal_a_counter_and_report_every_edge(seed: int, span: int) -> N
     assert set(table.multiples().tolist()) == {block_hash for block_hash, count in model.items() if count >= 2}
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(seed=st.integers(0, 2**32))
 def test_net_transitions_carry_the_first_set_to_the_last(seed: int) -> None:
     draw = random.Random(seed)
