@@ -19,7 +19,7 @@ if not child:
     for number in range(10):
         reporter.publish(said(stored([number])), number)
     reporter.close()
-    os._exit(len(reporter._intake))
+    os._exit(len(reporter._queue))
 _, status = os.waitpid(child, 0)
 reporter.close()
 sys.exit(os.waitstatus_to_exitcode(status))

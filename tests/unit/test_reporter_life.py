@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,22 +14,6 @@ from report_peer import ANY, CATALOG, TIMEOUT_MS, Peer, Plug, eventually, said, 
 from kvrouter.engine_patch.reporter import reporter as reporter_module
 from kvrouter.engine_patch.reporter.reporter import Reporter
 from kvrouter.events.transport import binding
-
-FORKING = """
-import os, sys, time, zmq
-sys.path.insert(0, sys.argv[1])
-from report_peer import said, start, stored
-reporter = start(zmq.Context())
-child = os.fork()
-if not child:
-    for number in range(10):
-        reporter.publish(said(stored([number])), number)
-    reporter.close()
-    os._exit(len(reporter._queue))
-_, status = os.waitpid(child, 0)
-reporter.close()
-sys.exit(os.waitstatus_to_exitcode(status))
-"""
 
 Context = zmq.Context[zmq.Socket[bytes]]
 
@@ -167,9 +149,3 @@ def test_a_terminated_context_ends_the_thread(made: Callable[..., Reporter]) -> 
     assert not reporter._thread.is_alive()
     reporter.publish(said(), 1)
     reporter.close()
-
-
-def test_a_forked_child_does_nothing() -> None:
-    support = Path(__file__).resolve().parents[1] / "support"
-    done = subprocess.run([sys.executable, "-c", FORKING, str(support)], timeout=TIMEOUT_MS / 1_000, check=False)
-    assert done.returncode == 0
