@@ -172,7 +172,7 @@ def test_a_draining_worker_finishes_what_it_has_and_gets_no_more() -> None:
         router.core.draining.add(W0)
         assert router.post(CHAT, BODY)[2] == b"ok"
         status, _, answer = router.post(CHAT, BODY, {"x-kvrouter-worker": "w0"})
-        assert status == 503 and b"it drains" in answer
+        assert status == 503 and b"it is draining" in answer
         go_on.append(True)
         assert received(client).endswith(b" done\r\n0\r\n\r\n")
 

@@ -304,7 +304,8 @@ def sample() -> list[tuple[int, int, int]]:
 
 
 def test_kernels_give_the_same_uncompiled() -> None:
-    environ = {**os.environ, "NUMBA_DISABLE_JIT": "1"}
+    support = Path(__file__).resolve().parents[1] / "support"
+    environ = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(support)}
     done = subprocess.run(
         [sys.executable, "-W", "error", __file__], env=environ, capture_output=True, text=True, check=False, timeout=300
     )

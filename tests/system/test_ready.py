@@ -120,7 +120,7 @@ def test_it_is_not_ready_while_all_drain(fleet: Fleet) -> None:
         fleet.engine(name)
         fleet.router.request("PATCH", f"/workers/{name}", {"state": "draining"})
     is_ready, why = fleet.ready()
-    assert not is_ready and "w0: it drains" in why and "w1: it drains" in why
+    assert not is_ready and "w0: it is draining" in why and "w1: it is draining" in why
     assert fleet.shown().count(", draining") == 2
     fleet.router.request("PATCH", "/workers/w1", {"state": "active"})
     assert fleet.ready()[0] and fleet.shown().count(", draining") == 1
