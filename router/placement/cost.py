@@ -13,6 +13,7 @@ worse in any respect costs no more."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import floor
 from typing import NamedTuple
 
 import msgspec
@@ -169,7 +170,7 @@ def weigh(
             # Without credit, or with a guess for a hit, a worker may hold anything.
             known = not (scene.blind or hit.reason or hit.approximate)
             bonus = min(session.tokens, prefill) * (SESSION_SHARE_KNOWN if known else SESSION_SHARE_BLIND)
-        cost = int(work + queued + decode + delay - junction - bonus + 0.5)
+        cost = floor(work + queued + decode + delay - junction - bonus + 0.5)
         costs.append(cost)
         if candidates is not None:
             parts = CostTerms(round(work), round(queued), round(decode), round(delay), round(junction), round(bonus))

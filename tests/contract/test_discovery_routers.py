@@ -223,7 +223,7 @@ def test_routers_that_are_told_otherwise_do_not_write_in_turns(url: str) -> None
             async with asyncio.timeout(TIMEOUT_S):
                 while not left.discovery.health():
                     await asyncio.sleep(0.01)
-            assert "another router's file says something else" in left.discovery.health()[0]
+            assert "another router's file describes it differently" in left.discovery.health()[0]
             written = [
                 router.metric("discovery_changes_total", source=FILE, change="registered") for router in (left, right)
             ]

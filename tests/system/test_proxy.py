@@ -196,7 +196,7 @@ def test_killed_hung_and_slow_engines_lose_no_request_that_can_be_sent_again(tmp
 def test_a_drained_worker_stays_drained_over_a_restart_of_the_router(tmp_path: Path) -> None:
     with served(tmp_path, 2) as (router, (drained, other)):
         router.request("PATCH", "/workers/w0", {"state": "draining"})
-        assert router.worker("w0")["draining"] and "drains" in router.worker("w0")["closed"]
+        assert router.worker("w0")["draining"] and "draining" in router.worker("w0")["closed"]
         body = {"model": "m", "messages": []}
         for _ in range(10):
             assert router.request("POST", CHAT, body) == ANSWER
