@@ -34,6 +34,7 @@ from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.matching.question import Hit, Question, filter_hits
 from kvrouter.router.matching.routing_history import RoutingHistory
 from kvrouter.router.redis_client.errors import StoreError
+from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
@@ -115,24 +116,27 @@ class Core:
         self.registry.subscribe(members=self._on_members)
         metrics.before_page(self._measure)
 
+        services = StreamServices(
+            store=store,
+            token=token,
+            config=config,
+            metrics=metrics,
+            context=zmq_context,
+            clock=clock,
+            rng=rng,
+            http=http,
+            allowed=self._allowed,
+            permits=self._permits,
+            supervisor=self._supervisor,
+            mirror=self.mirror_sync,
+        )
+
         def make_stream(registration: Registration) -> WorkerStream:
             worker = registration.worker
             return WorkerStream(
                 registration,
-                store=store,
-                token=token,
-                config=config,
-                metrics=metrics,
-                context=zmq_context,
-                clock=clock,
-                rng=rng,
-                http=http,
-                new_epoch=lambda: f"{rng.getrandbits(64):016x}",
+                services,
                 mine=self.peers.is_mine,
-                mirror=self.mirror_sync,
-                allowed=self._allowed,
-                permits=self._permits,
-                supervisor=self._supervisor,
                 changed=lambda: self.registry.view_changed(worker),
                 engine_load=lambda said: self.registry.engine_said(worker, said),
             )

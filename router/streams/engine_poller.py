@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks one engine over HTTP, again and again, whether it lives, since when, and what load it has. The async shell
-around `engine_liveness.py` and `load/gauges.py`."""
+around `engine_liveness.py` and `load/engine_metrics.py`."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 import re
 from collections.abc import Callable
 from http import HTTPStatus
@@ -13,9 +12,20 @@ from http import HTTPStatus
 import aiohttp
 
 from kvrouter.router.common.bounded_read import read_at_most
-from kvrouter.router.ingest.engine_liveness import EngineLiveness, NoPulse, Pulse, VitalSign
+from kvrouter.router.ingest.engine_liveness import (
+    EngineBack,
+    EngineLiveness,
+    EngineLost,
+    EngineRestarted,
+    NoPulse,
+    Pulse,
+    VitalSign,
+)
 from kvrouter.router.load.engine_metrics import EngineLoad, parse_engine_load
-from kvrouter.router.streams.disk_watch import DiskSigns, parse_disk
+from kvrouter.router.streams.commit_loop import CommitLoop
+from kvrouter.router.streams.disk_watch import parse_disk
+from kvrouter.router.streams.stream_services import StreamServices
+from kvrouter.router.streams.worker_record import WorkerRecord
 from kvrouter.router.workers.provenance import engine_ranks
 
 # Every second time /metrics is asked too, which takes an engine some 100 kB to write and says since when it lives and
@@ -35,37 +45,27 @@ FIRST_ERROR_STATUS = 500
 
 
 class EnginePoller:
-    """One engine's, at `url`. `run` until it is cancelled."""
+    """One worker's engine, asked while its stream is followed. What it says goes to the worker's record, and where
+    another life of it may have begun, the stream is read anew. `lives` counts its processes, as far as its HTTP tells
+    one from another."""
 
     def __init__(
         self,
-        url: str,
-        *,
-        session: aiohttp.ClientSession,
-        interval_s: float,
-        clock: Callable[[], float],
-        rng: random.Random,
-        tell: Callable[[VitalSign], None],
-        load: Callable[[EngineLoad], None] = lambda said: None,
-        ranks: Callable[[tuple[int, ...]], None] = lambda said: None,
-        disk: Callable[[DiskSigns], None] = lambda said: None,
-        dp_rank: int = 0,
-        start_s: float | None = None,
+        record: WorkerRecord,
+        commits: CommitLoop,
+        services: StreamServices,
+        engine_load: Callable[[EngineLoad], None],
     ) -> None:
-        """load: told the engine's numbers of its core with this rank. ranks: called with the ranks of its cores; disk:
-        with what it says of its disk. start_s: when its process started, as another process of the router was told."""
-        self._url = url.rstrip("/")
-        self._session = session
-        self._interval_s = interval_s
-        self._clock = clock
-        self._rng = rng
-        self._tell = tell
-        self._load = load
-        self._ranks = ranks
-        self._disk = disk
-        self._dp_rank = dp_rank
+        """engine_load: told the engine's numbers of its core with this rank."""
+        self._record = record
+        self._commits = commits
+        self._services = services
+        self._engine_load = engine_load
+        self._url = ""
         self._wanted = asyncio.Event()
-        self.vitals = EngineLiveness(start_s)
+        # Has the stream in hand read anew; None while none is.
+        self.expire: Callable[[str], None] | None = None
+        self.lives = 0
 
     def move(self, url: str) -> None:
         """The engine is asked there from now on."""
@@ -76,21 +76,34 @@ class EnginePoller:
         """Since when it lives is wanted at once: its stream was connected again."""
         self._wanted.set()
 
+    def judge_ranks(self) -> None:
+        """Take what is known now of the ranks that its events may name."""
+        if self._record.ingest.allow_ranks(self._record.allowed_ranks()) and self.expire is not None:
+            self.expire("batches of its own rank were left out before the engine named its ranks")
+        self._record.refresh()
+
     async def run(self) -> None:
+        """Ends only where the engine cannot be asked, or by cancellation."""
+        facts, services = self._record.facts, self._services
+        url, interval_s = self._record.registration.url, services.config.health_interval_s
+        if url is None or services.http is None or not interval_s:
+            return
+        self.move(url)
+        facts.vitals = EngineLiveness(facts.vitals.start_s)
         number = 0
         while True:
             wanted = self._wanted.is_set()
             self._wanted.clear()
-            with_start = wanted or self.vitals.start_s is None or number % METRICS_EVERY == 0
+            with_start = wanted or facts.vitals.start_s is None or number % METRICS_EVERY == 0
             number += 1
-            sign, asked_s = await self._ask("/health"), self._clock()
+            sign, asked_s = await self._ask(services.http, "/health"), services.clock()
             if with_start and isinstance(sign, Pulse):
                 # Answered also while the core behind the HTTP is gone: no sign of life by itself.
-                said = await self._ask("/metrics")
+                said = await self._ask(services.http, "/metrics")
                 sign = said if isinstance(said, Pulse) else sign
-            for found in self.vitals.observe(sign, asked_s):
-                self._tell(found)
-            pause_s = self._interval_s * self._rng.uniform(1 - JITTER, 1 + JITTER)
+            for found in facts.vitals.observe(sign, asked_s):
+                self._take(found)
+            pause_s = interval_s * services.rng.uniform(1 - JITTER, 1 + JITTER)
             try:
                 # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
                 async with asyncio.timeout(pause_s):
@@ -98,10 +111,20 @@ class EnginePoller:
             except TimeoutError:
                 continue
 
-    async def _ask(self, path: str) -> Pulse | NoPulse:
+    def _take(self, sign: VitalSign) -> None:
+        ingest = self._record.ingest
+        ingest.on_liveness(sign)
+        self.lives += isinstance(sign, EngineLost | EngineRestarted)
+        if isinstance(sign, EngineBack | EngineRestarted) and self.expire is not None:
+            self.expire("the engine answers again" if isinstance(sign, EngineBack) else sign.reason)
+            ingest.wants_snapshot = None
+        self._record.refresh()
+        self._record.dirty.set()
+
+    async def _ask(self, http: aiohttp.ClientSession, path: str) -> Pulse | NoPulse:
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                async with self._session.get(self._url + path, allow_redirects=False) as answer:
+                async with http.get(self._url + path, allow_redirects=False) as answer:
                     if answer.status >= FIRST_ERROR_STATUS:
                         return NoPulse(f"{self._url}{path} answers {answer.status}")
                     return await self._pulse(answer) if path == "/metrics" else Pulse()
@@ -117,11 +140,14 @@ class EnginePoller:
         if answer.status != HTTPStatus.OK:
             return Pulse()
         page, _ = await read_at_most(answer, MAX_METRICS_BYTES)
-        if (said := parse_engine_load(page, self._dp_rank)) is not None:
-            self._load(said)
-        if ranks := engine_ranks(page):
-            self._ranks(ranks)
-        if (disk := parse_disk(page, self._dp_rank)) is not None:
-            self._disk(disk)
+        facts, dp_rank = self._record.facts, self._record.registration.worker.dp_rank
+        if (said := parse_engine_load(page, dp_rank)) is not None:
+            self._engine_load(said)
+        if (ranks := engine_ranks(page)) and ranks != facts.engine_ranks:
+            facts.engine_ranks = ranks
+            self.judge_ranks()
+        if (disk := parse_disk(page, dp_rank)) is not None:
+            facts.disk.observe(disk, self._services.clock())
+            self._commits.wake()
         found = START_TIME.search(page)
         return Pulse(float(found[1]) if found else None)

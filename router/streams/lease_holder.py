@@ -56,9 +56,9 @@ class LeaseHolder:
         ttl_s: float,
         metrics: Metrics,
         mine: Callable[[], bool],
-        changed: Callable[[], None],
+        changed: Callable[[str | None], None],
     ) -> None:
-        """mine: whether this process should follow the worker. changed: called when `problem` did."""
+        """mine: whether this process should follow the worker. changed: called with `problem` when it did."""
         self._worker = worker
         self._store = store
         self._token = token
@@ -78,10 +78,6 @@ class LeaseHolder:
         self._lock = asyncio.Lock()
         # Why nothing can be written now, None while it can.
         self.problem: str | None = None
-
-    def unheard(self) -> None:
-        """Nobody wants to hear of changes any more."""
-        self._changed = lambda: None
 
     @property
     def held(self) -> bool:
@@ -255,4 +251,4 @@ class LeaseHolder:
     def _say(self, problem: str | None) -> None:
         if (problem is None) != (self.problem is None):
             self.problem = problem
-            self._changed()
+            self._changed(problem)

@@ -44,7 +44,13 @@ def run(url: str, body: Body) -> None:
         def hold(token: str) -> LeaseHolder:
             metrics = Metrics(CollectorRegistry())
             return LeaseHolder(
-                WORKER, store=store, token=token, ttl_s=TTL_S, metrics=metrics, mine=lambda: True, changed=lambda: None
+                WORKER,
+                store=store,
+                token=token,
+                ttl_s=TTL_S,
+                metrics=metrics,
+                mine=lambda: True,
+                changed=lambda problem: None,
             )
 
         try:

@@ -32,7 +32,7 @@ from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import NO_HASHES, ResidencyDelta
 from kvrouter.router.matching.question import Question
 from kvrouter.router.server.warm_up import warm
-from kvrouter.router.streams.worker_stream import MAX_PENDING_BLOCKS
+from kvrouter.router.streams.commit_loop import MAX_PENDING_BLOCKS
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 from kvrouter.router.workers.stream_state import CREDITED, StreamState
@@ -184,8 +184,13 @@ def test_a_router_that_stops_leaves_nothing_unwritten(
             await until(lambda: held_in_store(server) == set(CHAIN), "the store lacks what was stored")
             if on_its_way:
                 server.stop()
-                engine.publish(*removed(CHAIN[9:]))
-                await until(lambda: core.registry.streams[WORKER]._sending is not None, "nothing is sent")
+                gone = engine.publish(*removed(CHAIN[9:]))
+                stream = core.registry.streams[WORKER]
+                # It waits for the store, and no longer here.
+                await until(
+                    lambda: stream.visible_seq == gone and stream.unwritten_s and not stream.unwritten_blocks,
+                    "nothing is sent",
+                )
             seq = engine.publish(*removed(CHAIN[6:9]), *([] if on_its_way else removed(CHAIN[9:])))
             while status(core).seq != seq:
                 await asyncio.sleep(0)
@@ -220,13 +225,14 @@ def test_beyond_the_bound_the_epoch_is_rewritten_when_the_store_is_back(
             seq = engine.publish(*removed(CHAIN[6:]))
             await until(lambda: status(core).seq == seq, "the removals are not taken in", 5.0)
             assert reused(core) == 6 and status(core).state == "live"
-            backlog = core.registry.streams[WORKER]._lead.backlog
-            assert backlog.overflowed and backlog.blocks == 0
+            stream = core.registry.streams[WORKER]
+            # Given up: not even the removals wait.
+            assert stream.unwritten_s and not stream.unwritten_blocks
             slots = list(core.mirror_sync.mirror.worker(WORKER).slots)
             server.start() if away == "killed" else server.resume()
             await until(lambda: is_well(core, 6), "not well again")
             await until(lambda: held_in_store(server) == {*CHAIN[:6], *others}, "the store lacks what was rewritten")
-            assert status(core).epoch != epoch == epoch and backlog.is_empty
+            assert status(core).epoch != epoch and not stream.unwritten_blocks
             # The same table: only the name of the epoch is another.
             assert core.mirror_sync.mirror.worker(WORKER).slots == slots
             seq = engine.publish(stored(TOKENS, 6, 12))

@@ -7,6 +7,7 @@ import asyncio
 import random
 import time
 
+import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
@@ -18,43 +19,61 @@ from kvrouter.router.fleet.mirror_sync import MirrorSync
 from kvrouter.router.fleet.store_contact import StoreContact
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.streams.lease_holder import LeaseLost
-from kvrouter.router.streams.worker_stream import WorkerStream
+from kvrouter.router.streams.commit_loop import CommitLoop
+from kvrouter.router.streams.engine_poller import EnginePoller
+from kvrouter.router.streams.lease_holder import LeaseHolder, LeaseLost
+from kvrouter.router.streams.source_switch import SourceSwitch
+from kvrouter.router.streams.stream_services import StreamServices
+from kvrouter.router.streams.worker_record import WorkerRecord
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.registration import Registration
 
+WORKER = WorkerKey("m", "stopping")
 
-def test_a_hold_lost_while_stopping_does_not_keep_it_going(embedded_url: str) -> None:
+
+@pytest.mark.parametrize("stops", [True, False], ids=["stopping", "going on"])
+def test_a_hold_lost_while_stopping_does_not_keep_it_going(stops: bool, embedded_url: str) -> None:
     async def main() -> None:
         store = await IndexStore.open(embedded_url)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        metrics, supervisor = Metrics(CollectorRegistry()), TaskSupervisor(clock=time.monotonic, rng=random.Random(1))
+        rng, clock, metrics = random.Random(1), time.monotonic, Metrics(CollectorRegistry())
+        supervisor = TaskSupervisor(clock=clock, rng=rng)
         mirror = MirrorSync(
-            WorkerRegistry(), store=store, contact=StoreContact(metrics=metrics, clock=time.monotonic),
-            metrics=metrics, clock=time.monotonic, rng=random.Random(1), supervisor=supervisor, budget_bytes=1 << 24,
-        )  # fmt: skip
-        stream = WorkerStream(
-            Registration(WorkerKey("m", "stopping")), store=store, token="t", config=Config(), mirror=mirror,
-            metrics=metrics, context=context, clock=time.monotonic, rng=random.Random(1), http=None,
-            new_epoch=lambda: "e", allowed=AllowList(), permits=Permits(rng=random.Random(1)),
+            WorkerRegistry(),
+            store=store,
+            contact=StoreContact(metrics=metrics, clock=clock),
+            metrics=metrics,
+            clock=clock,
+            rng=rng,
             supervisor=supervisor,
-            mine=lambda worker: True, changed=lambda: None,
-            engine_load=lambda said: None,
+            budget_bytes=1 << 24,
+        )
+        services = StreamServices(
+            store=store, token="t", config=Config(), metrics=metrics, context=context, clock=clock, rng=rng, http=None,
+            allowed=AllowList(), permits=Permits(rng=rng), supervisor=supervisor, mirror=mirror,
         )  # fmt: skip
+        record = WorkerRecord(Registration(WORKER), services, lambda: None)
+        lease = LeaseHolder(
+            WORKER, store=store, token="t", ttl_s=1.0, metrics=metrics, mine=lambda: True, changed=record.store_changed
+        )
+        commits = CommitLoop(record, lease, services)
+        engine = EnginePoller(record, commits, services, lambda said: None)
         lost = asyncio.Event()
 
         async def loses() -> None:
             await lost.wait()
             raise LeaseLost("at the same moment")
 
-        following = stream._task = asyncio.ensure_future(stream._run_group(loses()))
+        following = asyncio.ensure_future(SourceSwitch(record, lease, commits, engine, services).hold(loses()))
         await asyncio.sleep(0)
         lost.set()
-        await stream.stop()
+        if stops:
+            record.facts.stopping = True
+            following.cancel()
         (ended,) = await asyncio.gather(following, return_exceptions=True)
         await store.close()
         context.destroy(linger=0)
-        assert isinstance(ended, asyncio.CancelledError)
+        assert isinstance(ended, asyncio.CancelledError if stops else LeaseLost)
 
     asyncio.run(main())

@@ -25,7 +25,7 @@ ALLOWED = {
     ("api/http/http_connection.py", "_run"): "one answer; its errors are answers, and uvicorn awaits it when it stops",
     ("server/stopping.py", "unless_stopped"): "the start, awaited at once; its failure ends the process",
     ("streams/worker_stream.py", "_take_lease"): "awaited by the function that starts it",
-    ("streams/worker_stream.py", "_run_group"): "a TaskGroup: what ends one ends the run of a supervised task",
+    ("streams/source_switch.py", "hold"): "a TaskGroup: what ends one ends the run of a supervised task",
     ("server/supervisor.py", "supervise"): "the process itself: awaited, its failure ends it",
     ("server/supervisor.py", "_run"): "a TaskGroup: what ends one ends the process",
     (

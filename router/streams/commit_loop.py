@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one worker's stream learns, on its way into the store: when it is written, and what happens while the store is
+slow or away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+import msgspec
+
+from kvrouter.router.ingest.pending_commit import PendingCommit
+from kvrouter.router.redis_client.errors import StoreError
+from kvrouter.router.streams.lease_holder import LeaseHolder, LeaseLost
+from kvrouter.router.streams.mirror_lead import MirrorLead
+from kvrouter.router.streams.stream_services import StreamServices
+from kvrouter.router.streams.worker_record import WorkerRecord
+
+log = logging.getLogger("kvrouter.stream")
+
+# Transitions that may wait for the store. With more, and the store slow, the socket is left unread (ZMQ buffers, and
+# later the publisher drops: a gap) for BACKPRESSURE_S; with the store away they are dropped, and all that is held is
+# written when it is back. They are one commit, so also what every other router applies at once: some milliseconds. With
+# a million, one worker that published as fast as it could held up everybody's answers for a second.
+MAX_PENDING_BLOCKS = 65_536
+
+# How long the socket may be left unread, as meanwhile this process answers from what it read before.
+BACKPRESSURE_S = 1.0
+
+# How long one worker's items are taken in before everything else gets its turn.
+TURN_S = 0.002
+
+# What the store lacks when a worker is given up is one commit: some milliseconds. A store that hangs is waited for no
+# longer, as whoever stops a router waits too.
+LAST_COMMIT_S = 1.0
+
+
+class CommitLoop:
+    """Commits of one worker, for as long as its record has a lead."""
+
+    def __init__(self, record: WorkerRecord, lease: LeaseHolder, services: StreamServices) -> None:
+        self._record = record
+        self._lease = lease
+        self._services = services
+        # Since when there is something that the store does not have.
+        self._unwritten_since_s: float | None = None
+        # What the store was sent last, None once it has said what became of it.
+        self.sending: PendingCommit | None = None
+        # The state as last written for the other processes.
+        self._written_state: dict[str, bytes] = {}
+
+    @property
+    def unwritten_s(self) -> float:
+        """How long the oldest news has waited for the store."""
+        return 0.0 if self._unwritten_since_s is None else self._services.clock() - self._unwritten_since_s
+
+    @property
+    def _lead(self) -> MirrorLead:
+        assert self._record.lead is not None
+        return self._record.lead
+
+    def begin_lead(self) -> None:
+        """What the other processes know of the state is not known."""
+        self._written_state = {}
+
+    def end_lead(self) -> None:
+        """Another process writes from now on."""
+        self._unwritten_since_s = None
+
+    def rewrite(self) -> None:
+        """Have the whole epoch written when the store is there."""
+        metrics = self._services.metrics
+        metrics.index_rewrites.labels(metrics.worker_label(self._record.registration.worker)).inc()
+        self._lead.backlog.overflow()
+
+    def wake(self) -> None:
+        """Have written what the store lacks, if it lacks anything."""
+        lead = self._record.lead
+        waits = lead is not None and not lead.backlog.is_empty
+        if waits or self._record.state_fields() != self._written_state:
+            self._record.dirty.set()
+
+    async def yield_turn(self, turn: float) -> float:
+        """Lets others run, and the store catch up, once this worker's turn is over; returns when its turn began."""
+        clock = self._services.clock
+        if clock() - turn < TURN_S and self._record.ingest.blocks.pending_blocks <= MAX_PENDING_BLOCKS:
+            return turn
+        await self.take_in()
+        await asyncio.sleep(0)
+        return clock()
+
+    async def take_in(self) -> None:
+        """Show what was read, and wait for the store if it lacks too much."""
+        record = self._record
+        record.refresh()
+        self.wake()
+        backlog = self._lead.backlog
+        give_up_s = self._services.clock() + BACKPRESSURE_S
+        while backlog.is_full:
+            if self._lease.away or self._services.clock() > give_up_s:
+                self.rewrite()
+                return
+            record.drained.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(BACKPRESSURE_S):
+                    await record.drained.wait()
+
+    async def run(self) -> None:
+        dirty, clock = self._record.dirty, self._services.clock
+        while True:
+            await dirty.wait()
+            dirty.clear()
+            if self._unwritten_since_s is None:
+                self._unwritten_since_s = clock()
+            await asyncio.sleep(self._services.config.flush_interval_s)
+            taken_s = clock()
+            await self._write()
+            self._unwritten_since_s = taken_s if dirty.is_set() else None
+
+    async def write_rest(self) -> None:
+        """What the store lacks of a worker that is given up: whoever is next may have no replay to learn it from."""
+        if self._lease.away or not self._lease.held:
+            return
+        try:
+            async with asyncio.timeout(LAST_COMMIT_S):
+                if self.sending is not None:
+                    await self._lease.write(self.sending)
+                await self._write()
+        except (LeaseLost, StoreError, TimeoutError) as error:
+            worker = self._record.registration.worker
+            log.warning("last commit not written", extra={"worker": worker, "reason": str(error) or "Redis hangs"})
+
+    async def _write(self) -> None:
+        """Have in the store all that it lacks now."""
+        flush, state = self._next_commit(), self._record.state_fields()
+        self._record.drained.set()
+        if flush is not None:
+            if flush.opens_epoch or state != self._written_state:
+                flush = msgspec.structs.replace(flush, meta=flush.meta | state)
+            self.sending = flush
+            await self._lease.write(flush)
+            self.sending = None
+        elif state != self._written_state:
+            await self._lease.note(self._record.ingest.epoch, state)
+        self._written_state = state
+
+    def _next_commit(self) -> PendingCommit | None:
+        record = self._record
+        flush = self._lead.take(record.ingest)
+        if flush is not None and flush.epoch != record.shown.epoch:
+            # Rewritten: the same residency under another name.
+            record.shown.advance(flush.epoch, record.shown.seq)
+            record.refresh()
+        return flush

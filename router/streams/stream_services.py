@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all streams of one router process share."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+import aiohttp
+import zmq
+
+from kvrouter.events.transport.permits import Permits
+from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.config.settings import Config
+from kvrouter.router.index.store import IndexStore
+from kvrouter.router.streams.mirror_lead import MirrorSource
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.allow_list import AllowList
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamServices:
+    """token: names the process in leases. mirror: led while the process follows a worker. http: asks engines whether
+    they live; None: they are not asked."""
+
+    store: IndexStore
+    token: str
+    config: Config
+    metrics: Metrics
+    context: zmq.Context[zmq.Socket[bytes]]
+    clock: Callable[[], float]
+    rng: random.Random
+    http: aiohttp.ClientSession | None
+    allowed: AllowList
+    permits: Permits
+    supervisor: TaskSupervisor
+    mirror: MirrorSource
+
+    def new_epoch(self) -> str:
+        return f"{self.rng.getrandbits(64):016x}"

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the matcher may know of one worker: its state, whether it is credited, and why. Pure.
+
+Nothing is credited whose proof is missing here: a registration that may not be followed or is contradicted, an image
+that is not whole, a log or a follower that is not heard, and doubt that lasts too long.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrouter.router.ingest.engine_liveness import EngineLiveness
+from kvrouter.router.streams.disk_watch import DiskWatch
+from kvrouter.router.streams.lease_holder import ELSEWHERE
+from kvrouter.router.streams.stream_machine import Phase
+from kvrouter.router.workers.stream_state import CREDITED, SHOWN, StreamState, credited
+
+NO_FOLLOWER_YET = "no other router has been heard yet that follows this worker"
+
+
+class Facts(msgspec.Struct):
+    """What is known of one worker beside its events. A problem is a sentence; empty or None: there is none.
+
+    refusal: why it may not be followed. contradiction: what says that its events are another engine's. image_problem:
+    why the mirror lacks what Redis holds of it. log_loaded: the image of Redis was read, and the log from there on.
+    log_heard: the store tells what comes after. follower_problem: why the router that follows it is not heard.
+    hold_problem: why the last hold ended. key_problem: the proof that its patch owes; stays while it is tried again.
+    store_problem: why the store takes no commits. overdue: doubt has lasted longer than it is credited. alone: no other
+    rank is registered beside it. engine_ranks: of its engine's cores. stopping: nothing is to follow it any more."""
+
+    refusal: str | None = None
+    contradiction: str = ""
+    image_problem: str = ""
+    log_loaded: bool = False
+    log_heard: bool = True
+    follower_problem: str | None = NO_FOLLOWER_YET
+    hold_problem: str | None = None
+    key_problem: str | None = None
+    store_problem: str | None = None
+    overdue: bool = False
+    alone: bool = True
+    engine_ranks: tuple[int, ...] = ()
+    stopping: bool = False
+    disk: DiskWatch = msgspec.field(default_factory=DiskWatch)
+    vitals: EngineLiveness = msgspec.field(default_factory=EngineLiveness)
+
+
+class Word(msgspec.Struct, frozen=True):
+    """What whoever follows the worker says of it. problem: what of its word cannot be read."""
+
+    state: StreamState
+    reason: str
+    credited: bool = True
+    problem: str = ""
+
+
+class Credit(msgspec.Struct, frozen=True):
+    """What is shown of the worker."""
+
+    state: StreamState
+    credited: bool
+    reason: str
+
+
+def shown_state(phase: Phase, facts: Facts, word: Word) -> StreamState:
+    """The state that the word means here."""
+    state = word.state
+    if facts.refusal:
+        return StreamState.DOWN
+    if phase is Phase.ELSEWHERE and state in SHOWN and _hearing_problem(facts) is not None:
+        state = StreamState.SUSPECT
+    if facts.contradiction and state is not StreamState.DOWN:
+        state = StreamState.MISMATCHED
+    if (facts.image_problem or word.problem) and state in CREDITED:
+        state = StreamState.RESYNCING
+    return state
+
+
+def credit(phase: Phase, facts: Facts, word: Word, state: StreamState, suspect_credit_s: float) -> Credit:
+    """Whether a worker in `shown_state` is credited, and why. suspect_credit_s: for how long doubt is."""
+    is_credited = credited(state, facts.overdue) and word.credited
+    reason = _reason(phase, facts, word, state)
+    if state is StreamState.SUSPECT and not is_credited:
+        reason += f"; no credit any more, after {suspect_credit_s:g} s without proof"
+    elif state in CREDITED and not is_credited:
+        reason += "; the router that follows it gives it no credit"
+    return Credit(state, is_credited, reason)
+
+
+def _reason(phase: Phase, facts: Facts, word: Word, state: StreamState) -> str:
+    if facts.refusal:
+        return facts.refusal
+    if state is StreamState.MISMATCHED and facts.contradiction:
+        return facts.contradiction
+    if problem := facts.image_problem or word.problem:
+        return problem
+    if phase is Phase.ELSEWHERE:
+        return facts.hold_problem or _hearing_problem(facts) or word.reason or ELSEWHERE
+    if facts.store_problem is not None:
+        unwritten = f"Redis takes no commits ({facts.store_problem}): other routers do not learn what changes here"
+        return f"{unwritten}; {word.reason}" if word.reason else unwritten
+    return facts.hold_problem or facts.key_problem or word.reason
+
+
+def _hearing_problem(facts: Facts) -> str | None:
+    """Why what others wrote of the worker cannot be shown as it is, None when it can."""
+    if not facts.log_loaded:
+        return "what other router processes learned of this worker is being loaded from Redis"
+    if not facts.log_heard:
+        return "another router process follows this worker, and the store tells nothing of what it learns"
+    return facts.follower_problem

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker as this process knows it: where its following stands, what its events and other routers said, and the view
+made of these. Synchronous; the parts of `worker_stream.py` share it.
+
+Invariant: after `refresh` the view, and during a lead the mirror, show all that is known.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from kvrouter.events.vllm.codec import BatchDecoder
+from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.matching.matcher import WorkerView
+from kvrouter.router.streams.mirror_lead import MirrorLead
+from kvrouter.router.streams.peer_view import PeerView, state_fields
+from kvrouter.router.streams.stream_machine import Action, Endpoints, Event, Phase, step
+from kvrouter.router.streams.stream_services import StreamServices
+from kvrouter.router.streams.stream_view import Facts, Word, credit, shown_state
+from kvrouter.router.workers.provenance import ranks_allowed
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.stream_state import StreamState
+
+log = logging.getLogger("kvrouter.stream")
+
+# How long what is over is still said of a worker that is live: long enough to be read by who looks because of it.
+INCIDENT_SHOWN_S = 60.0
+
+
+class Shown(msgspec.Struct):
+    """Up to where the mirror shows the worker. received_s: when the items in hand were received; lag_s: how long the
+    last ones took until they were shown."""
+
+    received_s: float
+    epoch: str | None = None
+    seq: int | None = None
+    lag_s: float | None = None
+
+    def advance(self, epoch: str, seq: int | None) -> None:
+        """seq: None where it did not change."""
+        self.seq = seq if seq is not None or epoch != self.epoch else self.seq
+        self.epoch = epoch
+
+
+class WorkerRecord:
+    """`view` is what the matcher may know of the worker now. Call `refresh` after whatever changes what is known."""
+
+    def __init__(self, registration: Registration, services: StreamServices, changed: Callable[[], None]) -> None:
+        """changed: called when `view` did."""
+        self.registration = registration
+        self._services = services
+        self._changed = changed
+        self.phase = Phase.WAITING
+        self.facts = Facts(refusal=services.allowed.registration_problem(registration))
+        # Set when the store took what waited for it, or when it went away; and when something waits for it.
+        self.drained = asyncio.Event()
+        self.dirty = asyncio.Event()
+        self.peer = PeerView(registration, services.config.none_hash_seed)
+        # Set from when this process leads the mirror until others may.
+        self.lead: MirrorLead | None = None
+        self.shown = Shown(services.clock())
+        # Since when the state and the reason are what they are; a timer ends the credit of a state in doubt.
+        self.since_s = self._reason_s = services.clock()
+        self._credit_end: asyncio.TimerHandle | None = None
+        self.ingest = self._ingest()
+        word = self._word()
+        self.view = self._view(shown_state(self.phase, self.facts, word), word)
+
+    @property
+    def endpoints(self) -> Endpoints:
+        return Endpoints.of(self.registration)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether what others say of the worker is shown, as they follow it."""
+        return self.phase is Phase.ELSEWHERE
+
+    @property
+    def shown_ingest(self) -> PatchIngest:
+        """What explains the worker: our own ingest, or what another process told."""
+        return self.peer.ingest if self.is_elsewhere else self.ingest
+
+    @property
+    def disk_problem(self) -> str:
+        """What is wrong with the disk below the engine's offload tier; empty when nothing is."""
+        return self.peer.disk_problem if self.is_elsewhere else self.facts.disk.problem(self._services.clock())
+
+    def state_fields(self) -> dict[str, bytes]:
+        """The state as the other processes are to know it."""
+        ingest = self.ingest
+        start_s = self.facts.vitals.start_s
+        return state_fields(ingest.state, ingest.reason, self.view.credited, start_s, self.disk_problem)
+
+    def step(self, event: Event) -> Action:
+        self.phase, action = step(self.phase, event, self.endpoints)
+        return action
+
+    def forget_ingest(self) -> None:
+        """Begin with nothing known; what was counted stays."""
+        tally = self.ingest.tally
+        self.ingest = self._ingest()
+        self.ingest.tally = tally
+
+    def _ingest(self) -> PatchIngest:
+        services = self._services
+        ingest = PatchIngest(
+            self.registration,
+            seed=services.config.none_hash_seed,
+            decoder=BatchDecoder(),
+            new_epoch=services.new_epoch,
+        )
+        ingest.allow_ranks(self.allowed_ranks())
+        return ingest
+
+    def allowed_ranks(self) -> frozenset[int] | None:
+        """The ranks that its events may name; None: any."""
+        return ranks_allowed(self.registration.worker.dp_rank, self.facts.alone, self.facts.engine_ranks)
+
+    def store_changed(self, problem: str | None) -> None:
+        """problem: why the store takes no commits."""
+        self.facts.store_problem = problem
+        self.drained.set()
+        self.refresh()
+
+    def pause(self, incident: str) -> None:
+        """Nobody reads its stream for now."""
+        self.ingest.pause(incident)
+        self.refresh()
+
+    def settle(self) -> None:
+        """What happened to a live worker is said for a while, and then only what holds now."""
+        view = self.view
+        is_over = self._services.clock() > self._reason_s + INCIDENT_SHOWN_S
+        if view.state is StreamState.LIVE and view.reason and is_over:
+            self.ingest.forget_incident()
+            self.refresh()
+
+    def refresh(self) -> None:
+        """Bring mirror and view up to what is known, both before anything else runs."""
+        self._draw()
+        word, old = self._word(), self.view
+        state = shown_state(self.phase, self.facts, word)
+        if state is not old.state:
+            self.since_s = self._services.clock()
+            self._time_credit(state)
+        view = self.view = self._view(state, word)
+        if view.reason != old.reason:
+            self._reason_s = self._services.clock()
+        if msgspec.structs.astuple(old) != msgspec.structs.astuple(view):
+            if (old.state, old.credited) != (view.state, view.credited):
+                log.info(
+                    "stream state",
+                    extra={"worker": view.worker, "state": view.state.value, "reason": view.reason},
+                )
+                # The other processes must know, also when it is not the stream that says so.
+                self.dirty.set()
+            self._changed()
+
+    def _draw(self) -> None:
+        if self.lead is None:
+            return
+        flush = self.lead.draw(self.ingest)
+        if flush is not None:
+            self.shown.advance(flush.epoch, None if flush.seqs is None else flush.seqs[1])
+            if flush.seqs is not None:
+                self.shown.lag_s = self._services.clock() - self.shown.received_s
+
+    def _word(self) -> Word:
+        if self.is_elsewhere:
+            return Word(self.peer.state, self.peer.reason, self.peer.credited, self.peer.problem)
+        return Word(self.ingest.state, self.ingest.reason)
+
+    def _view(self, state: StreamState, word: Word) -> WorkerView:
+        config, ingest = self._services.config, self.shown_ingest
+        shown = credit(self.phase, self.facts, word, state, config.suspect_credit_s)
+        explained = ingest.identity.explained and state is not StreamState.UNHASHABLE
+        usable = not self.endpoints.are_none and state is not StreamState.UNHASHABLE
+        return WorkerView(
+            worker=self.registration.worker,
+            url=self.registration.url,
+            state=state,
+            credited=shown.credited,
+            reason=shown.reason,
+            epoch=ingest.epoch,
+            catalog=ingest.catalog,
+            scheme=ingest.identity.scheme if explained else None,
+            lora_paths=ingest.spec.lora_paths,
+            approximate=bool(config.approximate_ttl_s) and not usable and state is not StreamState.DOWN,
+        )
+
+    def _time_credit(self, state: StreamState) -> None:
+        self.facts.overdue = False
+        self.end_timer()
+        if state is StreamState.SUSPECT:
+            pause_s = self._services.config.suspect_credit_s
+            self._credit_end = asyncio.get_running_loop().call_later(pause_s, self._end_credit)
+
+    def _end_credit(self) -> None:
+        self.facts.overdue = True
+        self.refresh()
+
+    def end_timer(self) -> None:
+        if self._credit_end is not None:
+            self._credit_end.cancel()
+            self._credit_end = None

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a stream shows of its worker while its task does not run."""
+
+from __future__ import annotations
+
+import random
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from kvrouter.events.transport.permits import Permits
+from kvrouter.events.vllm.stream_items import Connected
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.config.settings import Config
+from kvrouter.router.streams.stream_services import StreamServices
+from kvrouter.router.streams.worker_record import INCIDENT_SHOWN_S
+from kvrouter.router.streams.worker_stream import WorkerStream
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.stream_state import StreamState
+
+
+class Stage:
+    """A stream on a clock that the test moves, without store and sockets."""
+
+    def __init__(self) -> None:
+        self.now = 1_000.0
+        self.changes = 0
+        rng = random.Random(1)
+        services = StreamServices(
+            store=cast(Any, None),
+            token="t",
+            config=Config(),
+            metrics=Metrics(CollectorRegistry()),
+            context=cast(Any, None),
+            clock=lambda: self.now,
+            rng=rng,
+            http=None,
+            allowed=AllowList(),
+            permits=Permits(rng=rng),
+            supervisor=TaskSupervisor(clock=lambda: self.now, rng=rng),
+            mirror=cast(Any, None),
+        )
+        self.stream = WorkerStream(
+            Registration(WorkerKey("m", "w"), events="tcp://127.0.0.1:1"),
+            services,
+            mine=lambda worker: True,
+            changed=self._changed,
+            engine_load=lambda said: None,
+        )
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    def connect(self) -> None:
+        self.stream.ingest.apply(Connected(), self.now)
+        # Whatever is heard of the store brings the view up to what is known.
+        self.stream.log_heard(True)
+
+
+@pytest.fixture
+def stage() -> Stage:
+    return Stage()
+
+
+def test_what_happened_to_a_live_worker_is_said_for_a_while(stage: Stage) -> None:
+    stage.connect()
+    stream = stage.stream
+    assert stream.view.state is StreamState.LIVE and "no replay endpoint" in stream.view.reason
+    changes = stage.changes
+    stage.now += INCIDENT_SHOWN_S
+    stream.settle()
+    assert "no replay endpoint" in stream.view.reason and stage.changes == changes
+    stage.now += 0.1
+    stream.settle()
+    assert (stream.view.state, stream.view.reason) == (StreamState.LIVE, "")
+    assert stage.changes == changes + 1
+
+
+def test_the_reason_of_a_worker_that_is_not_live_stays(stage: Stage) -> None:
+    stage.now += 2 * INCIDENT_SHOWN_S
+    stage.stream.settle()
+    assert stage.stream.view.state is StreamState.CONNECTING and "no connection" in stage.stream.view.reason
+
+
+def test_a_reason_that_lasts_is_said_again_after_what_happened_is_over(stage: Stage) -> None:
+    stage.connect()
+    stage.stream.image_lost("its image is being loaded")
+    stage.now += 2 * INCIDENT_SHOWN_S
+    stage.stream.settle()
+    assert stage.stream.view.reason == "its image is being loaded" and not stage.stream.view.credited
+    stage.stream.image_lost("")
+    assert "no replay endpoint" in stage.stream.view.reason
