@@ -128,7 +128,7 @@ async def fill(folder: Path, endpoints: list[str], last_seqs: list[int]) -> None
             redis_rss=redis_after["used_memory_rss"] - redis_before["used_memory_rss"],
             keys=await key_bytes(store),
             mirror=core.mirror_sync.mirror.bytes,
-            copies=sum(stream.ingest.blocks.bytes for stream in core.registry.streams.values()),
+            copies=sum(stream.ingest.held.blocks.bytes for stream in core.registry.streams.values()),
         )
         await core.stop()
         # So that a later `load` is not about streams that are gone.

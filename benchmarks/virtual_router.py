@@ -17,8 +17,8 @@ from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, fingerprint
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.ingest.pending_commit import PendingCommit
-from kvrouter.router.ingest.stock_ingest import StockIngest
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
@@ -65,8 +65,8 @@ class VirtualFleet:
         for key in self.keys:
             self._mirror.begin_epoch(key, "")
 
-    def _ingest(self, key: WorkerKey) -> StockIngest:
-        ingest = StockIngest(
+    def _ingest(self, key: WorkerKey) -> Ingest:
+        ingest = Ingest(
             Registration(key, catalog=self._catalog), seed=None, decoder=BatchDecoder(), new_epoch=lambda: "e"
         )
         ingest.apply(Connected(), 0.0)
@@ -77,7 +77,7 @@ class VirtualFleet:
         payload = encode_batch(self.now_s, [to_wire(event, self._geometry) for event in events], 0)
         ingest = self._ingests[number]
         ingest.apply(Batch(next(self._seqs[number]), payload, fingerprint(payload), False), self.now_s)
-        flush = ingest.take()
+        flush = ingest.held.take()
         if flush is not None:
             self._under_way.append((self.now_s + EVENT_LAG_S, number, flush))
 
@@ -98,8 +98,8 @@ class VirtualFleet:
     def _views(self) -> list[WorkerView]:
         return [
             WorkerView(
-                key, None, ingest.state, credited(ingest.state, False), ingest.reason, ingest.epoch, ingest.catalog,
-                ingest.identity.scheme, {},
+                key, None, ingest.state, credited(ingest.state, False), ingest.reason, ingest.held.epoch, ingest.profile.catalog,
+                ingest.profile.identity.scheme, {},
             )
             for key, ingest in zip(self.keys, self._ingests, strict=True)
         ]  # fmt: skip

@@ -67,5 +67,5 @@ class RegistrationJudge:
 
     def _publishers(self) -> dict[WorkerKey, str]:
         """By worker, the epoch of the patched publisher that is followed for it."""
-        lives = ((worker, stream.shown_ingest.report_epoch) for worker, stream in self._registry.streams.items())
+        lives = ((worker, stream.profile.patch.epoch) for worker, stream in self._registry.streams.items())
         return {worker: epoch for worker, epoch in lives if epoch}

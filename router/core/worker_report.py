@@ -9,7 +9,7 @@ import msgspec
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.fleet.mirror_sync import MirrorSync
-from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.ingest.worker_profile import WorkerProfile
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metrics import RESYNCS, Metrics
 from kvrouter.router.workers.stream_state import HEARD
@@ -18,7 +18,7 @@ from kvrouter.router.workers.worker_status import PatchStatus, Recovery, WorkerS
 
 def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, now: float) -> WorkerStatus:
     """The row of `/workers`. unread: why some logs cannot be followed. now: on the stream's clock."""
-    ingest, registration = stream.shown_ingest, stream.registration
+    profile, registration = stream.profile, stream.registration
     reasons = (
         unread,
         stream.view.reason,
@@ -27,7 +27,7 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
         stream.note,
         stream.disk_problem,
     )
-    catalog = ingest.catalog
+    catalog = profile.catalog
     return WorkerStatus(
         worker_id=stream.worker.worker_id,
         dp_rank=stream.worker.dp_rank,
@@ -42,14 +42,14 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
         seq=stream.visible_seq,
         catalog=catalog.as_dict(),
         catalog_source=catalog.source,
-        hash_scheme=ingest.identity.label,
+        hash_scheme=profile.identity.label,
         residency=stream.counts(),
         lag_ms=None if (lag_s := _lag_s(stream)) is None else round(lag_s * 1000, 3),
         gaps=stream.gaps,
-        recovery=Recovery(**{name: getattr(ingest.tally, name) for name in Recovery.__struct_fields__}),
-        last_event_age_s=_age_s(ingest.last_event_s, now),
-        patch=_patch_status(ingest, now),
-        refused_blocks=ingest.tally.refused + mirror.refused(stream.worker),
+        recovery=Recovery(**{name: getattr(profile.tally, name) for name in Recovery.__struct_fields__}),
+        last_event_age_s=_age_s(profile.contact.last_event_s, now),
+        patch=_patch_status(profile, now),
+        refused_blocks=profile.tally.refused + mirror.refused(stream.worker),
         draining=registration.drains,
         source=registration.source,
         role=registration.role.value,
@@ -66,17 +66,17 @@ def _age_s(then: float | None, now: float) -> float | None:
     return None if then is None else round(now - then, 3)
 
 
-def _patch_status(ingest: PatchIngest, now: float) -> PatchStatus | None:
-    if ingest.greeting is None:
+def _patch_status(profile: WorkerProfile, now: float) -> PatchStatus | None:
+    if profile.patch.greeting is None:
         return None
-    hello = ingest.greeting.hello
+    hello = profile.patch.greeting.hello
     return PatchStatus(
         version=hello.patch_version,
-        epoch=ingest.report_epoch or hello.epoch,
-        heartbeat_age_s=_age_s(ingest.last_heartbeat_s, now),
-        heartbeats=ingest.tally.heartbeats,
-        mismatches=ingest.tally.mismatches,
-        snapshots=ingest.tally.snapshots,
+        epoch=profile.patch.epoch or hello.epoch,
+        heartbeat_age_s=_age_s(profile.patch.last_heartbeat_s, now),
+        heartbeats=profile.tally.heartbeats,
+        mismatches=profile.tally.mismatches,
+        snapshots=profile.tally.snapshots,
         features=hello.features,
     )
 
@@ -84,7 +84,7 @@ def _patch_status(ingest: PatchIngest, now: float) -> PatchStatus | None:
 def count_worker(metrics: Metrics, worker: WorkerKey, stream: WorkerStream) -> None:
     """What came in of a worker since the last time, and how its stream is, into the metrics."""
     label = metrics.worker_label(worker)
-    now, before = stream.ingest.tally, stream.counted
+    now, before = stream.ingest.profile.tally, stream.counted
     counters = {
         "batches": metrics.ingest_batches,
         "events": metrics.ingest_events,

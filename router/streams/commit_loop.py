@@ -84,7 +84,7 @@ class CommitLoop:
     async def yield_turn(self, turn: float) -> float:
         """Lets others run, and the store catch up, once this worker's turn is over; returns when its turn began."""
         clock = self._services.clock
-        if clock() - turn < TURN_S and self._record.ingest.blocks.pending_blocks <= MAX_PENDING_BLOCKS:
+        if clock() - turn < TURN_S and self._record.ingest.held.blocks.pending_blocks <= MAX_PENDING_BLOCKS:
             return turn
         await self.take_in()
         await asyncio.sleep(0)
@@ -142,12 +142,12 @@ class CommitLoop:
             await self._lease.write(flush)
             self.sending = None
         elif state != self._written_state:
-            await self._lease.note(self._record.ingest.epoch, state)
+            await self._lease.note(self._record.ingest.held.epoch, state)
         self._written_state = state
 
     def _next_commit(self) -> PendingCommit | None:
         record = self._record
-        flush = self._lead.take(record.ingest)
+        flush = self._lead.take(record.ingest.held)
         if flush is not None and flush.epoch != record.shown.epoch:
             # Rewritten: the same residency under another name.
             record.shown.advance(flush.epoch, record.shown.seq)

@@ -117,7 +117,7 @@ class EnginePoller:
         self.lives += isinstance(sign, EngineLost | EngineRestarted)
         if isinstance(sign, EngineBack | EngineRestarted) and self.expire is not None:
             self.expire("the engine answers again" if isinstance(sign, EngineBack) else sign.reason)
-            ingest.wants_snapshot = None
+            ingest.reports.wants_snapshot = None
         self._record.refresh()
         self._record.dirty.set()
 

@@ -2,7 +2,7 @@
 """What one worker holds, as the process that follows it knows: into its own mirror at once, into the store behind that.
 Pure.
 
-Invariant: after `draw` the mirror shows exactly what the ingest holds, whatever the store does; and what the store has,
+Invariant: after `draw` the mirror shows exactly what the worker holds, whatever the store does; and what the store has,
 with the backlog applied, is the same.
 """
 
@@ -15,7 +15,7 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.ingest.commit_backlog import CommitBacklog
 from kvrouter.router.ingest.net_changes import NO_HASHES, ResidencyDelta
 from kvrouter.router.ingest.pending_commit import PendingCommit
-from kvrouter.router.ingest.stock_ingest import StockIngest
+from kvrouter.router.ingest.worker_epoch import WorkerEpoch
 
 
 class MirrorSource(Protocol):
@@ -45,15 +45,15 @@ class MirrorLead:
         self._mirror = mirror
         self.backlog = CommitBacklog(max_blocks)
 
-    def show_all(self, ingest: StockIngest) -> None:
-        """Make the mirror what the ingest holds now, whatever it showed."""
-        self._mirror.begin_epoch(self._worker, ingest.epoch)
-        held = ((place, ingest.blocks.hashes(place)) for place in ingest.blocks.places)
-        self._mirror.change(self._worker, [ResidencyDelta(place, hashes, NO_HASHES) for place, hashes in held])
+    def show_all(self, held: WorkerEpoch) -> None:
+        """Make the mirror what the worker holds now, whatever it showed."""
+        self._mirror.begin_epoch(self._worker, held.epoch)
+        places = ((place, held.blocks.hashes(place)) for place in held.blocks.places)
+        self._mirror.change(self._worker, [ResidencyDelta(place, hashes, NO_HASHES) for place, hashes in places])
 
-    def draw(self, ingest: StockIngest) -> PendingCommit | None:
-        """Bring the mirror up to what the ingest holds; returns what was new."""
-        flush = ingest.take()
+    def draw(self, held: WorkerEpoch) -> PendingCommit | None:
+        """Bring the mirror up to what the worker holds; returns what was new."""
+        flush = held.take()
         if flush is not None:
             if flush.opens_epoch:
                 self._mirror.begin_epoch(self._worker, flush.epoch)
@@ -61,16 +61,16 @@ class MirrorLead:
             self.backlog.add(flush)
         return flush
 
-    def take(self, ingest: StockIngest) -> PendingCommit | None:
+    def take(self, held: WorkerEpoch) -> PendingCommit | None:
         """The next commit, None when there is nothing to write. Call it with nothing left to draw."""
         if self.backlog.overflowed:
-            ingest.rewrite_epoch()
+            held.rewrite_epoch()
             # The mirror holds all of it already.
-            self._mirror.rename_epoch(self._worker, ingest.epoch)
-            if (flush := ingest.take()) is not None:
+            self._mirror.rename_epoch(self._worker, held.epoch)
+            if (flush := held.take()) is not None:
                 self.backlog.add(flush)
         return self.backlog.take()
 
-    def continues(self, ingest: StockIngest, epoch: str | None, seq: int | None) -> bool:
+    def continues(self, held: WorkerEpoch, epoch: str | None, seq: int | None) -> bool:
         """Whether the next commit can follow what (epoch, seq) in the store stands for."""
-        return (ingest if self.backlog.is_empty else self.backlog).continues(epoch, seq)
+        return (held if self.backlog.is_empty else self.backlog).continues(epoch, seq)

@@ -12,14 +12,12 @@ import math
 
 import msgspec
 
-from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import Place
 from kvrouter.router.index import keys
 from kvrouter.router.index.commit import WorkerImage
 from kvrouter.router.index.log_entry import LogEntry
-from kvrouter.router.ingest.patch_ingest import META_DECLARED, PatchIngest
-from kvrouter.router.ingest.stock_ingest import META_GAPS, META_LEARNED, META_SCHEME
+from kvrouter.router.ingest.worker_profile import META_DECLARED, META_GAPS, META_LEARNED, META_SCHEME, WorkerProfile
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
 
@@ -65,7 +63,7 @@ def state_fields(
 
 
 class PeerView:
-    """One worker as its log tells of it. `ingest` is never fed: it only explains catalog and scheme."""
+    """One worker as its log tells of it. `profile` has no feed: Redis says what it is."""
 
     def __init__(self, registration: Registration, seed: str | None) -> None:
         self._registration = registration
@@ -73,29 +71,26 @@ class PeerView:
         self._meta: dict[str, bytes] = {}
         self._counts: dict[Place, int] = {}
         self._shape_problem = ""
-        self.ingest = self._explain("")
+        self.epoch = ""
+        self.profile = WorkerProfile(registration, seed)
 
-    def _explain(self, epoch: str) -> PatchIngest:
-        def ingest() -> PatchIngest:
-            return PatchIngest(self._registration, seed=self._seed, decoder=BatchDecoder(), new_epoch=lambda: epoch)
-
-        found = ingest()
-        self._shape_problem = ""
+    def _explain(self, epoch: str) -> None:
+        self.epoch, self._shape_problem = epoch, ""
+        self.profile = WorkerProfile(self._registration, self._seed)
         try:
-            found.restore(epoch, 0, {}, {}, self._meta)
+            self.profile.load(self._meta)
         except RESTORE_ERRORS as error:
             # What it means is not known, so it is not used.
             log.warning("stored state not readable", extra={"worker": self._registration.worker, "error": str(error)})
             self._shape_problem = (
                 f"Redis holds a catalog or hash scheme of it that no router writes ({printable(str(error))})"
             )
-            found = ingest()
-        return found
+            self.profile = WorkerProfile(self._registration, self._seed)
 
     def take_image(self, image: WorkerImage) -> None:
         self._meta = dict(image.meta)
         self._counts = {place: len(hashes) for place, hashes in image.places.items()}
-        self.ingest = self._explain(image.epoch or "")
+        self._explain(image.epoch or "")
 
     def take_entry(self, entry: LogEntry) -> bool:
         """Take what one log entry says; whether anything but counts may have changed."""
@@ -105,7 +100,7 @@ class PeerView:
         for change in entry.changes:
             self._counts[change.place] = self._counts.get(change.place, 0) + len(change.added) - len(change.removed)
         if entry.opened_epoch or entry.meta.keys() & _SHAPING:
-            self.ingest = self._explain(entry.epoch)
+            self._explain(entry.epoch)
             return True
         return META_STATE in entry.meta
 

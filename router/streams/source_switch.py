@@ -97,7 +97,7 @@ class SourceSwitch:
         endpoints = self._record.endpoints
         if endpoints.patch is None:
             return None
-        timeout_s = GREET_FIRST_S if self._record.ingest.report_epoch is None else GREET_KNOWN_S
+        timeout_s = GREET_FIRST_S if self._record.ingest.profile.patch.epoch is None else GREET_KNOWN_S
         context = self._services.context
         hello = await greet(endpoints.patch, context=context, timeout_s=timeout_s, server_key=endpoints.key)
         if hello is None:
@@ -113,7 +113,7 @@ class SourceSwitch:
         reports = ReportSubscriber(
             endpoints.patch,
             context=self._services.context,
-            resume=record.ingest.report_resume,
+            resume=record.ingest.reports.resume,
             refusal=self._services.allowed.problem,
             server_key=endpoints.key,
             permits=self._services.permits,
@@ -176,7 +176,7 @@ class SourceSwitch:
     def _can_move(self) -> bool:
         """Whether another process could make up for what is said while the worker changes hands."""
         registration = self._record.registration
-        patched = self._record.ingest.report_epoch is not None
+        patched = self._record.ingest.profile.patch.epoch is not None
         return registration.events is None or registration.replay is not None or patched
 
     async def _look_for_patch(self, patch: str, connected: asyncio.Event) -> None:
@@ -216,9 +216,9 @@ class SourceSwitch:
                     giving_up.cancel()
                 if isinstance(item, PatchSilent):
                     giving_up = asyncio.get_running_loop().call_later(REPORTS_LOST_S, lost.set)
-                if record.ingest.wants_snapshot is not None:
-                    reports.request_snapshot(record.ingest.wants_snapshot)
-                    record.ingest.wants_snapshot = None
+                if record.ingest.reports.wants_snapshot is not None:
+                    reports.request_snapshot(record.ingest.reports.wants_snapshot)
+                    record.ingest.reports.wants_snapshot = None
                 turn = await self._commits.yield_turn(turn)
             await self._commits.take_in()
 

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import msgspec
 
 from kvrouter.events.vllm.codec import BatchDecoder
-from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.ingest.ingest import Ingest
+from kvrouter.router.ingest.worker_profile import WorkerProfile
 from kvrouter.router.matching.matcher import WorkerView
 from kvrouter.router.streams.mirror_lead import MirrorLead
 from kvrouter.router.streams.peer_view import PeerView, state_fields
@@ -63,7 +64,7 @@ class WorkerRecord:
         # Set from when this process leads the mirror until others may.
         self.lead: MirrorLead | None = None
         self.shown = Shown(services.clock())
-        # Since when the state and the reason are what they are; a timer ends the credit of a state in doubt.
+        # Since when the state and the reason are what they are. A timer ends the credit of a state in doubt.
         self.since_s = self._reason_s = services.clock()
         self._credit_end: asyncio.TimerHandle | None = None
         self.ingest = self._ingest()
@@ -80,9 +81,9 @@ class WorkerRecord:
         return self.phase is Phase.ELSEWHERE
 
     @property
-    def shown_ingest(self) -> PatchIngest:
+    def profile(self) -> WorkerProfile:
         """What explains the worker: our own ingest, or what another process told."""
-        return self.peer.ingest if self.is_elsewhere else self.ingest
+        return self.peer.profile if self.is_elsewhere else self.ingest.profile
 
     @property
     def disk_problem(self) -> str:
@@ -101,13 +102,13 @@ class WorkerRecord:
 
     def forget_ingest(self) -> None:
         """Begin with nothing known; what was counted stays."""
-        tally = self.ingest.tally
+        tally = self.ingest.profile.tally
         self.ingest = self._ingest()
-        self.ingest.tally = tally
+        self.ingest.profile.tally = tally
 
-    def _ingest(self) -> PatchIngest:
+    def _ingest(self) -> Ingest:
         services = self._services
-        ingest = PatchIngest(
+        ingest = Ingest(
             self.registration,
             seed=services.config.none_hash_seed,
             decoder=BatchDecoder(),
@@ -136,7 +137,7 @@ class WorkerRecord:
         view = self.view
         is_over = self._services.clock() > self._reason_s + INCIDENT_SHOWN_S
         if view.state is StreamState.LIVE and view.reason and is_over:
-            self.ingest.forget_incident()
+            self.ingest.profile.forget_incident()
             self.refresh()
 
     def refresh(self) -> None:
@@ -163,7 +164,7 @@ class WorkerRecord:
     def _draw(self) -> None:
         if self.lead is None:
             return
-        flush = self.lead.draw(self.ingest)
+        flush = self.lead.draw(self.ingest.held)
         if flush is not None:
             self.shown.advance(flush.epoch, None if flush.seqs is None else flush.seqs[1])
             if flush.seqs is not None:
@@ -175,9 +176,9 @@ class WorkerRecord:
         return Word(self.ingest.state, self.ingest.reason)
 
     def _view(self, state: StreamState, word: Word) -> WorkerView:
-        config, ingest = self._services.config, self.shown_ingest
+        config, profile = self._services.config, self.profile
         shown = credit(self.phase, self.facts, word, state, config.suspect_credit_s)
-        explained = ingest.identity.explained and state is not StreamState.UNHASHABLE
+        explained = profile.identity.explained and state is not StreamState.UNHASHABLE
         usable = not self.endpoints.are_none and state is not StreamState.UNHASHABLE
         return WorkerView(
             worker=self.registration.worker,
@@ -185,10 +186,10 @@ class WorkerRecord:
             state=state,
             credited=shown.credited,
             reason=shown.reason,
-            epoch=ingest.epoch,
-            catalog=ingest.catalog,
-            scheme=ingest.identity.scheme if explained else None,
-            lora_paths=ingest.spec.lora_paths,
+            epoch=self.peer.epoch if self.is_elsewhere else self.ingest.held.epoch,
+            catalog=profile.catalog,
+            scheme=profile.identity.scheme if explained else None,
+            lora_paths=profile.spec.lora_paths,
             approximate=bool(config.approximate_ttl_s) and not usable and state is not StreamState.DOWN,
         )
 

@@ -20,7 +20,8 @@ from kvrouter.router.index.commit import WorkerImage
 from kvrouter.router.index.log_entry import LogEntry
 from kvrouter.router.ingest.counters import IngestCounters
 from kvrouter.router.ingest.engine_liveness import EngineLiveness
-from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.ingest.ingest import Ingest
+from kvrouter.router.ingest.worker_profile import WorkerProfile
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.matching.matcher import WorkerView
 from kvrouter.router.redis_client.errors import StoredValueError, StoreError
@@ -46,7 +47,7 @@ LOOKS_BEFORE_ELSEWHERE = 10
 
 
 class WorkerStream:
-    """Follows one worker from registration to `stop`. `view` is what the matcher may know of it now."""
+    """Follows one worker from registration to `stop`. What has no docstring here has one in `WorkerRecord`."""
 
     def __init__(
         self,
@@ -93,14 +94,13 @@ class WorkerStream:
         return self._record.view
 
     @property
-    def ingest(self) -> PatchIngest:
+    def ingest(self) -> Ingest:
         """What this process itself learns of the worker."""
         return self._record.ingest
 
     @property
-    def shown_ingest(self) -> PatchIngest:
-        """What explains the worker: our own ingest, or what another process told."""
-        return self._record.shown_ingest
+    def profile(self) -> WorkerProfile:
+        return self._record.profile
 
     @property
     def visible_epoch(self) -> str | None:
@@ -112,12 +112,10 @@ class WorkerStream:
 
     @property
     def lag_s(self) -> float | None:
-        """How long the last items took from the socket into the mirror."""
         return self._record.shown.lag_s
 
     @property
     def since_s(self) -> float:
-        """Since when the state is what it is."""
         return self._record.since_s
 
     @property
@@ -141,7 +139,6 @@ class WorkerStream:
 
     @property
     def unwritten_s(self) -> float:
-        """How long the oldest news has waited for the store."""
         return self._commits.unwritten_s
 
     @property
@@ -169,16 +166,15 @@ class WorkerStream:
 
     @property
     def disk_problem(self) -> str:
-        """What is wrong with the disk below the engine's offload tier; empty when nothing is."""
         return self._record.disk_problem
 
     @property
     def gaps(self) -> int:
-        return self._record.peer.gaps if self._record.is_elsewhere else self.ingest.tally.gaps
+        return self._record.peer.gaps if self._record.is_elsewhere else self.ingest.profile.tally.gaps
 
     def counts(self) -> dict[str, int]:
         """Blocks by the text of their place."""
-        return self._record.peer.counts() if self._record.is_elsewhere else self.ingest.blocks.counts()
+        return self._record.peer.counts() if self._record.is_elsewhere else self.ingest.held.blocks.counts()
 
     def judge(self, *, alone: bool, contradiction: str, note: str) -> None:
         """What the whole fleet shows of this worker. alone: no other rank is registered beside it. contradiction: what
@@ -202,7 +198,6 @@ class WorkerStream:
         self._record.refresh()
 
     def settle(self) -> None:
-        """What happened to a live worker is said for a while, and then only what holds now."""
         self._record.settle()
 
     def prepare(self, image: WorkerImage, copies: dict[tuple[Place, int], int]) -> None:
@@ -220,7 +215,7 @@ class WorkerStream:
                 record.forget_ingest()
                 record.ingest.begin_unreadable(str(error))
             # Gaps of a worker's whole life, most of which others have counted.
-            self.counted.gaps = record.ingest.tally.gaps
+            self.counted.gaps = record.ingest.profile.tally.gaps
         record.refresh()
 
     def take_image(self, image: WorkerImage) -> None:
@@ -354,7 +349,10 @@ class WorkerStream:
         record.facts.hold_problem = None
         self._commits.begin_lead()
         action = record.step(Event.LEAD_BEGUN if record.ingest.resume_point is None else Event.LEAD_RESUMED)
-        log.info("worker held", extra={"worker": self.worker, "epoch": self.ingest.epoch, "seq": self.ingest.seq})
+        log.info(
+            "worker held",
+            extra={"worker": self.worker, "epoch": record.ingest.held.epoch, "seq": record.ingest.held.seq},
+        )
         record.refresh()
         return action
 
@@ -374,7 +372,7 @@ class WorkerStream:
         """Lead with what is in memory."""
         record = self._record
         assert record.lead is not None
-        if not record.lead.continues(record.ingest, *self._lease.written):
+        if not record.lead.continues(record.ingest.held, *self._lease.written):
             log.warning("written anew from memory", extra={"worker": self.worker})
             self._commits.rewrite()
 
@@ -395,7 +393,8 @@ class WorkerStream:
                 record.ingest.begin_unreadable(str(error))
         lead = MirrorLead(self.worker, self._services.mirror, max_blocks=MAX_PENDING_BLOCKS)
         # A mirror that read the log up to the same commit shows the same.
-        if not log_loaded or (self.visible_epoch, self.visible_seq) != (record.ingest.epoch, record.ingest.seq):
-            lead.show_all(record.ingest)
-            record.shown.advance(record.ingest.epoch, record.ingest.seq)
+        held = record.ingest.held
+        if not log_loaded or (self.visible_epoch, self.visible_seq) != (held.epoch, held.seq):
+            lead.show_all(held)
+            record.shown.advance(held.epoch, held.seq)
         record.lead, self._prepared = lead, None

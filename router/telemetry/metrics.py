@@ -17,7 +17,7 @@ from kvrouter.router.workers.stream_state import StreamState
 
 STREAM_STATES = tuple(state.value for state in StreamState)
 
-# How a worker came back to what its engine holds -> the field of its tally (stock_ingest.py) that counts it.
+# How a worker came back to what its engine holds -> the field of its tally (router/ingest/counters.py) that counts it.
 RESYNCS = {"replay": "replays", "snapshot": "snapshots", "relearned": "relearned"}
 
 # Why a client's connection was closed: size or time of a head, time of a body, an answer that nobody read, too many

@@ -15,7 +15,7 @@ from harness.stage import Outcome
 
 from kvrouter.events.patch.items import NewEpoch, ReportBatch, ReportGap
 from kvrouter.events.vllm.stream_items import Batch, GapLost, Restarted
-from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.ingest.ingest import Ingest
 
 # A defect need not show in each schedule, but does in one of these.
 SEEDS = range(30_000, 30_004)
@@ -23,8 +23,8 @@ SEEDS = range(30_000, 30_004)
 # What is wrong stays wrong: no need to wait for long.
 SETTLE_S = 6.0
 
-Apply = Callable[[PatchIngest, Any, float], None]
-honest: Apply = PatchIngest.apply
+Apply = Callable[[Ingest, Any, float], None]
+honest: Apply = Ingest.apply
 
 
 @pytest.fixture(autouse=True)
@@ -34,31 +34,31 @@ def quiet() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def gap_ignored(ingest: PatchIngest, item: Any, now: float) -> None:
+def gap_ignored(ingest: Ingest, item: Any, now: float) -> None:
     if not isinstance(item, GapLost | ReportGap):
         honest(ingest, item, now)
 
 
-def restart_ignored(ingest: PatchIngest, item: Any, now: float) -> None:
+def restart_ignored(ingest: Ingest, item: Any, now: float) -> None:
     if not isinstance(item, Restarted | NewEpoch):
         honest(ingest, item, now)
 
 
-def batch_twice(ingest: PatchIngest, item: Any, now: float) -> None:
+def batch_twice(ingest: Ingest, item: Any, now: float) -> None:
     honest(ingest, item, now)
     # Each one twice would cancel out: what came twice goes twice.
     if isinstance(item, Batch | ReportBatch) and item.seq % 3 == 0:
         honest(ingest, item, now)
 
 
-def removals_lost(ingest: PatchIngest, item: Any, now: float) -> None:
-    before = ingest.blocks.remove_copies
+def removals_lost(ingest: Ingest, item: Any, now: float) -> None:
+    before = ingest.held.blocks.remove_copies
     # The first of each run.
-    ingest.blocks.remove_copies = lambda place, hashes: before(place, hashes[1:])  # type: ignore[method-assign]
+    ingest.held.blocks.remove_copies = lambda place, hashes: before(place, hashes[1:])  # type: ignore[method-assign]
     try:
         honest(ingest, item, now)
     finally:
-        del ingest.blocks.remove_copies
+        del ingest.held.blocks.remove_copies
 
 
 def found(fault: str) -> list[Outcome]:
@@ -85,7 +85,7 @@ NEVER = "not settled"
 def test_a_defect_is_found_and_told(
     defect: Apply, fault: str, seen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PatchIngest, "apply", defect)
+    monkeypatch.setattr(Ingest, "apply", defect)
     wrong = found(fault)
     assert wrong
     assert any(one in text for outcome in wrong for text in outcome.failures for one in seen)

@@ -12,7 +12,7 @@ import numpy as np
 from kvrouter.router.common.ids import TIERS, Place
 from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
 from kvrouter.router.ingest.copy_kernels import MAX_COPIES
-from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.ingest.residency import Residency
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
@@ -77,9 +77,9 @@ class Downstream:
         self._mirror.begin_epoch(registration.worker, "")
         self._commits = 0
 
-    def flush(self, ingest: PatchIngest, recount: Recount) -> None:
+    def flush(self, ingest: Ingest, recount: Recount) -> None:
         """One commit, through the bytes of its log entry; afterwards the mirror holds what the recount does."""
-        flush = ingest.take()
+        flush = ingest.held.take()
         if flush is None:
             return
         worker, mirror = self._registration.worker, self._mirror
@@ -102,19 +102,25 @@ class Downstream:
         wanted = {place: blocks for place, blocks in recount.blocks().items() if place.medium in TIERS}
         assert {place: blocks for place, blocks in held.items() if blocks} == wanted, "the mirror shows something else"
 
-    def ask(self, ingest: PatchIngest) -> None:
+    def ask(self, ingest: Ingest) -> None:
         """Whatever was said, the worker can be shown and asked, and costs no other worker of its model its answer."""
-        _ = ingest.state, ingest.reason, ingest.catalog.as_dict(), ingest.blocks.counts(), ingest.identity.label
+        _ = (
+            ingest.state,
+            ingest.reason,
+            ingest.profile.catalog.as_dict(),
+            ingest.held.blocks.counts(),
+            ingest.profile.identity.label,
+        )
         view = WorkerView(
             worker=self._registration.worker,
             url=None,
             state=ingest.state,
             credited=ingest.state in CREDITED,
             reason=ingest.reason,
-            epoch=ingest.epoch,
-            catalog=ingest.catalog,
-            scheme=ingest.identity.scheme if ingest.identity.explained else None,
-            lora_paths=ingest.spec.lora_paths,
+            epoch=ingest.held.epoch,
+            catalog=ingest.profile.catalog,
+            scheme=ingest.profile.identity.scheme if ingest.profile.identity.explained else None,
+            lora_paths=ingest.profile.spec.lora_paths,
         )
         plans = HashPlans.build(self._mirror, [view])
         matcher = Matcher(self._mirror, SegmentMemory(0))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzing of the engine patch's sockets: frames through ReportCursor and PatchIngest to the log, the mirror and an
+"""Fuzzing of the engine patch's sockets: frames through ReportCursor and Ingest to the log, the mirror and an
 answer.
 
 Nothing may raise, nothing is credited between a loss and the snapshot that mends it, and what is held equals a slow
@@ -32,7 +32,7 @@ from kvrouter.events.patch.messages import (
 from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.events.vllm.wire import MAX_SEQ
 from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import CREDITED, StreamState
 
@@ -55,7 +55,7 @@ def run(data: bytes) -> None:
     """One input. Raises AssertionError, or whatever the code under test raised."""
     cursor = ReportCursor(max_held=MAX_HELD, max_held_bytes=MAX_HELD_BYTES, max_snapshot_blocks=MAX_SNAPSHOT_BLOCKS)
     epochs = itertools.count()
-    ingest = PatchIngest(REGISTRATION, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"{next(epochs):016x}")
+    ingest = Ingest(REGISTRATION, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"{next(epochs):016x}")
     ingest.follow_reports()
     recount = Recount()
     downstream = Downstream(REGISTRATION)
@@ -83,15 +83,15 @@ def run(data: bytes) -> None:
                     recount.forget()
             elif isinstance(item, HeartbeatSeen):
                 agreed = _judge(item.message, ingest, recount)
-                assert agreed or ingest.wants_snapshot
+                assert agreed or ingest.reports.wants_snapshot
             assert agreed or ingest.state not in CREDITED or not recount.blocks(), (
                 "credited between a loss and a snapshot"
             )
-            recount.compare(ingest.blocks)
-        if ingest.wants_snapshot:
+            recount.compare(ingest.held.blocks)
+        if ingest.reports.wants_snapshot:
             # Only now, as the stream does: what was handed out before is still taken in.
             cursor.request_snapshot()
-            ingest.wants_snapshot = None
+            ingest.reports.wants_snapshot = None
             whole = agreed = False
     downstream.flush(ingest, recount)
     downstream.ask(ingest)
@@ -154,7 +154,7 @@ def _copies_of(snapshot: Snapshot) -> Copies:
     return copies
 
 
-def _judge(beat: Heartbeat, ingest: PatchIngest, recount: Recount) -> bool:
+def _judge(beat: Heartbeat, ingest: Ingest, recount: Recount) -> bool:
     """Whether the heartbeat agrees, by our own recount; then the state must say so."""
     said: dict[Place, tuple[int, int, int]] = {}
     mixed: set[Place] = set()

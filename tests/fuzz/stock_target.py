@@ -21,7 +21,7 @@ from kvrouter.events.vllm.stream_items import Batch, GapLost, Proven, ReadAnew, 
 from kvrouter.events.vllm.wire import MAX_SEQ, WireCleared, WireRemoved, WireStored
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.ingest.counters import IngestCounters
-from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.workers.registration import Registration
 
 # pytest's importlib mode leaves sys.path alone.
@@ -40,7 +40,7 @@ def run(data: bytes) -> None:
     """One input. Raises AssertionError, or whatever the code under test raised."""
     cursor = Cursor(replay=bool(data) and data[0] < 128, max_held=MAX_HELD, max_held_bytes=MAX_HELD_BYTES)
     epochs = itertools.count()
-    ingest = PatchIngest(REGISTRATION, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"{next(epochs):016x}")
+    ingest = Ingest(REGISTRATION, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"{next(epochs):016x}")
     recount = Recount()
     downstream = Downstream(REGISTRATION)
     for step in unpack(data):
@@ -52,17 +52,17 @@ def run(data: bytes) -> None:
         assert cursor.held <= MAX_HELD
         assert cursor.held_bytes <= max(MAX_HELD_BYTES, 0xFFFF)
         for item in cursor.take():
-            before, tally = ingest.epoch, msgspec.structs.replace(ingest.tally)
-            batch = read_stock(item.payload, ingest.identity.wants_tokens) if isinstance(item, Batch) else None
+            before, tally = ingest.held.epoch, msgspec.structs.replace(ingest.profile.tally)
+            batch = read_stock(item.payload, ingest.profile.identity.wants_tokens) if isinstance(item, Batch) else None
             ingest.apply(item, 1.0)
             if isinstance(item, Batch):
                 _follow(recount, batch, ingest, before, tally)
             elif isinstance(item, GapLost | Restarted | ReadAnew) or (
                 isinstance(item, Proven) and item.how == "next_seq"
             ):
-                assert ingest.epoch != before, item
+                assert ingest.held.epoch != before, item
                 recount.forget()
-            recount.compare(ingest.blocks)
+            recount.compare(ingest.held.blocks)
     downstream.flush(ingest, recount)
     downstream.ask(ingest)
 
@@ -87,24 +87,22 @@ def _say(cursor: Cursor, kind: int, step: Step) -> None:
         cursor.check()
 
 
-def _follow(
-    recount: Recount, batch: EventBatch | None, ingest: PatchIngest, epoch: str, before: IngestCounters
-) -> None:
+def _follow(recount: Recount, batch: EventBatch | None, ingest: Ingest, epoch: str, before: IngestCounters) -> None:
     """What the batch must have done to the recount, and to what is counted of the unreadable."""
-    tally = ingest.tally
+    tally = ingest.profile.tally
     assert tally.batches == before.batches + 1
     if batch is None:
         assert tally.broken == before.broken + 1
-        assert ingest.epoch != epoch, "an unreadable batch may have removed blocks"
+        assert ingest.held.epoch != epoch, "an unreadable batch may have removed blocks"
         recount.forget()
         return
     assert tally.unknown == before.unknown + batch.unknown
     assert tally.broken == before.broken + len(batch.broken)
     if any(event.tag in (None, *REMOVING) for event in batch.broken):
-        assert ingest.epoch != epoch, "an unreadable removal must void what is held"
+        assert ingest.held.epoch != epoch, "an unreadable removal must void what is held"
         recount.forget()
         return
-    assert ingest.epoch == epoch
+    assert ingest.held.epoch == epoch
     for event in batch.events:
         if isinstance(event, AllBlocksCleared):
             recount.clear(event.medium, group_idx=event.group_idx)

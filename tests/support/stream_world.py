@@ -2,7 +2,7 @@
 """One worker from end to end as a model: an engine that holds the truth, a wire with faults, and the router's real
 parts.
 
-Real are the cursors of both streams, `PatchIngest`, `EngineLiveness` and the `Mirror`; the store is an image that takes
+Real are the cursors of both streams, `Ingest`, `EngineLiveness` and the `Mirror`; the store is an image that takes
 `PendingCommit`es as Redis takes commits. Everything is drawn from one seed, so a seed is a world. `Misled` says which
 law was broken.
 
@@ -49,7 +49,7 @@ from kvrouter.router.ingest.engine_liveness import (
     NoPulse,
     Pulse,
 )
-from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.kvcache.scheme_verification import SchemeState
 from kvrouter.router.matching.mirror import Mirror
@@ -299,7 +299,7 @@ class World:
 
     def judge_safety(self) -> None:
         state = self.state
-        if not credited(state, False) or self.store.epoch != self.ingest.epoch:
+        if not credited(state, False) or self.store.epoch != self.ingest.held.epoch:
             return
         shown = self.store.credited()
         if not shown:
@@ -324,17 +324,22 @@ class World:
         ingest, store = self.ingest, self.store
         if self.state is not StreamState.LIVE:
             raise Misled(f"not live at the end, but {self.state.value}: {ingest.reason}")
-        if store.epoch != ingest.epoch or store.seq != life.next_seq - 1:
+        if store.epoch != ingest.held.epoch or store.seq != life.next_seq - 1:
             raise Misled(f"live at seq {store.seq}, the engine is at {life.next_seq - 1}: {ingest.reason}")
-        catalog = ingest.catalog
+        catalog = ingest.profile.catalog
         if catalog.problem is not None:
             raise Misled(f"live without a catalog: {catalog.problem}")
         known = {(g.group_idx, g.kind, g.block_size, g.sliding_window) for g in catalog.groups}
         true = {(g.group_idx, g.kind, g.block_size, g.window) for g in life.layout.groups}
         if known != true or catalog.hash_block_size != life.layout.hash_block_size:
             raise Misled(f"live with the catalog {known}, the engine has {true}")
-        if ingest.identity.scheme != life.scheme or ingest.identity.standing is not SchemeState.VERIFIED:
-            raise Misled(f"live with the hash scheme {ingest.identity.label}, the engine has {life.scheme.label}")
+        if (
+            ingest.profile.identity.scheme != life.scheme
+            or ingest.profile.identity.standing is not SchemeState.VERIFIED
+        ):
+            raise Misled(
+                f"live with the hash scheme {ingest.profile.identity.label}, the engine has {life.scheme.label}"
+            )
         shown = store.credited()
         if self.kind == "patched" and life.patched:
             full = life.now
@@ -612,7 +617,7 @@ class World:
         self.epochs += 1
         return f"e{self.epochs}"
 
-    def _new_ingest(self) -> PatchIngest:
+    def _new_ingest(self) -> Ingest:
         registration = Registration(
             WORKER,
             events="tcp://127.0.0.1:1",
@@ -621,7 +626,7 @@ class World:
             url="http://127.0.0.1:3" if self.http else None,
             catalog=CatalogSpec(offload_blocks_per_chunk=1),
         )
-        return PatchIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=self._new_epoch)
+        return Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=self._new_epoch)
 
     def _begin_router(self) -> None:
         """A process takes the worker over, from what the store holds."""
@@ -657,7 +662,7 @@ class World:
         self.cursor: Cursor | ReportCursor
         if self.kind == "patched" and self.life is not None and self.life.patched:
             ingest.follow_reports()
-            self.cursor = ReportCursor(resume=ingest.report_resume, max_held=MAX_HELD)
+            self.cursor = ReportCursor(resume=ingest.reports.resume, max_held=MAX_HELD)
         else:
             ingest.follow_stock()
             self.cursor = Cursor(replay=self.kind != "plain", resume=ingest.resume_point, max_held=MAX_HELD)
@@ -669,8 +674,8 @@ class World:
         if self.kind != "patched" or self.life is None or patched == isinstance(self.cursor, ReportCursor):
             return
         self.ingest.pause("followed again in a moment")
-        if not self.ingest.continues(self.store.epoch, self.store.seq):
-            self.ingest.rewrite_epoch()
+        if not self.ingest.held.continues(self.store.epoch, self.store.seq):
+            self.ingest.held.rewrite_epoch()
         self._follow()
 
     def change_router(self) -> None:
@@ -698,13 +703,13 @@ class World:
                 self._hear_new_life(item)
             elif isinstance(item, Connected) and not self.faulty:
                 self.pulse()
-            if ingest.wants_snapshot is not None and isinstance(self.cursor, ReportCursor):
+            if ingest.reports.wants_snapshot is not None and isinstance(self.cursor, ReportCursor):
                 self.cursor.request_snapshot()
-                ingest.wants_snapshot = None
+                ingest.reports.wants_snapshot = None
                 self.inbox.extend(self.cursor.take())
 
     def commit(self) -> None:
-        flush = self.ingest.take()
+        flush = self.ingest.held.take()
         if flush is not None:
             self.store.commit(flush, self.vitals.start_s)
 
@@ -725,7 +730,7 @@ class World:
                     self.cursor.expire()
                 else:
                     self.cursor.expire("the engine may be another")
-                self.ingest.wants_snapshot = None
+                self.ingest.reports.wants_snapshot = None
                 self._collect()
 
     def _hear_ends(self) -> None:

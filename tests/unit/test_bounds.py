@@ -31,9 +31,9 @@ from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, Re
 from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
 from kvrouter.router.common.ids import GPU, Place, WorkerKey
-from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.ingest.residency import MAX_PLACES, Residency
-from kvrouter.router.ingest.stock_ingest import MAX_SHAPES
+from kvrouter.router.ingest.stock_feed import MAX_SHAPES
 from kvrouter.router.kvcache.catalog_learner import MAX_BLOCK_SIZES
 from kvrouter.router.kvcache.gpu_hit import MAX_SPEC_GROUPS
 from kvrouter.router.kvcache.hit_tables import BANK_BITS
@@ -46,16 +46,16 @@ from kvrouter.router.workers.stream_state import StreamState
 WORKER = WorkerKey("m", "w")
 
 
-def make() -> PatchIngest:
+def make() -> Ingest:
     numbers = count()
     registration = Registration(WORKER, events="tcp://127.0.0.1:1", replay="tcp://127.0.0.1:2")
-    ingest = PatchIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
+    ingest = Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
     ingest.apply(Connected(), 1.0)
     ingest.apply(ReplayFinished(None, None, 0), 1.0)
     return ingest
 
 
-def feed(ingest: PatchIngest, seq: int, *events: Any) -> PatchIngest:
+def feed(ingest: Ingest, seq: int, *events: Any) -> Ingest:
     payload = encode_batch(1.0, list(events))
     ingest.apply(Batch(seq, payload, fingerprint(payload), False), 1.0)
     return ingest
@@ -74,13 +74,13 @@ def hashes_of(*numbers: int) -> Any:
 def test_a_stream_cannot_invent_places_without_end() -> None:
     owners = [stored([1], medium="FS", ownership=f"o{number}") for number in range(MAX_PLACES + 5)]
     ingest = feed(make(), 0, *owners)
-    assert len(list(ingest.blocks.places)) == MAX_PLACES
-    assert ingest.tally.refused == 5
+    assert len(list(ingest.held.blocks.places)) == MAX_PLACES
+    assert ingest.profile.tally.refused == 5
     assert "5 blocks found no room" in ingest.reason
     # Their removal later takes nothing, and what is known goes on being counted.
     feed(ingest, 1, WireRemoved([1], "FS", 0, ownership=f"o{MAX_PLACES + 1}"), stored([2], medium="FS", ownership="o0"))
-    assert ingest.blocks.counts()["g0:FS:o0"] == 2
-    assert ingest.tally.refused == 5
+    assert ingest.held.blocks.counts()["g0:FS:o0"] == 2
+    assert ingest.profile.tally.refused == 5
 
 
 def test_a_removal_makes_no_place_beyond_the_bound() -> None:
@@ -114,10 +114,10 @@ def test_a_snapshot_finds_room_although_empty_places_had_it_all() -> None:
     ingest = feed(make(), 0, *(stored([1], medium="FS", ownership=f"o{number}") for number in range(MAX_PLACES)))
     places = [SnapshotPlace(g, GPU, None, hashes_of(1, 2), []) for g in range(3)]
     ingest.apply(Loaded(Snapshot("a" * 16, 1.0, 5, places, [])), 1.0)
-    assert ingest.blocks.counts() == {"g0:GPU": 2, "g1:GPU": 2, "g2:GPU": 2}
+    assert ingest.held.blocks.counts() == {"g0:GPU": 2, "g1:GPU": 2, "g2:GPU": 2}
     more = [SnapshotPlace(g, "CPU", None, hashes_of(1), []) for g in range(MAX_PLACES - 2)]
     ingest.apply(Loaded(Snapshot("a" * 16, 1.0, 9, more, [])), 1.0)
-    assert len(ingest.blocks.counts()) == MAX_PLACES - 2
+    assert len(ingest.held.blocks.counts()) == MAX_PLACES - 2
     assert ingest.state is StreamState.LIVE
 
 
@@ -132,8 +132,8 @@ def test_a_name_that_is_too_long_breaks_its_event(fields: dict[str, str]) -> Non
 def test_a_removal_with_a_name_that_is_too_long_voids_what_is_held() -> None:
     ingest = feed(make(), 0, stored([1, 2]))
     feed(ingest, 1, WireRemoved([1], "GPU", 0, ownership="x" * (MAX_NAME_CHARS + 1)))
-    assert ingest.blocks.counts() == {}
-    assert ingest.tally.broken == 1
+    assert ingest.held.blocks.counts() == {}
+    assert ingest.profile.tally.broken == 1
 
 
 def test_reports_with_names_that_are_too_long_are_unreadable() -> None:
@@ -161,14 +161,14 @@ def test_a_declared_catalog_has_a_bound_in_bytes() -> None:
 
 def test_the_learner_remembers_a_bounded_number_of_groups_sizes_and_shapes() -> None:
     ingest = feed(make(), 0, *(stored([1], group) for group in range(10 * MAX_GROUPS)))
-    assert f"more than {MAX_GROUPS} KV cache groups" in (ingest.catalog.problem or "")
-    assert len(ingest.catalog.groups) == MAX_GROUPS
-    assert len(ingest._learner._seen) == MAX_GROUPS + 1
+    assert f"more than {MAX_GROUPS} KV cache groups" in (ingest.profile.catalog.problem or "")
+    assert len(ingest.profile.catalog.groups) == MAX_GROUPS
+    assert len(ingest.profile.learner._seen) == MAX_GROUPS + 1
     sizes = feed(make(), 0, *(stored([1], block_size=size) for size in range(1, 3 * MAX_SHAPES)))
-    assert "contradicts itself" in (sizes.catalog.problem or "")
-    assert len(sizes._learner._seen[0].block_sizes) == MAX_BLOCK_SIZES
-    assert len(sizes._known_shapes) <= MAX_SHAPES
-    assert len(sizes._learner.dump()) < 1_000
+    assert "contradicts itself" in (sizes.profile.catalog.problem or "")
+    assert len(sizes.profile.learner._seen[0].block_sizes) == MAX_BLOCK_SIZES
+    assert len(sizes.stock.known_shapes) <= MAX_SHAPES
+    assert len(sizes.profile.learner.dump()) < 1_000
 
 
 def test_the_kernels_have_room_for_every_catalog_that_is_let_through() -> None:
@@ -193,11 +193,11 @@ def test_sizes_that_no_kernel_can_hold_cost_that_worker_its_credit_and_no_other(
     views = []
     for name, each in (("bad", ingest), ("good", good)):
         worker = WorkerKey("m", name)
-        mirror.begin_epoch(worker, each.epoch)
+        mirror.begin_epoch(worker, each.held.epoch)
         for place, block_hashes in ((Place(0, GPU), hashes_of(1, 2)),):
             mirror.add(worker, place, block_hashes)
-        catalog, scheme = each.catalog, each.identity.scheme
-        views.append(WorkerView(worker, None, each.state, True, each.reason, each.epoch, catalog, scheme, {}))
+        catalog, scheme = each.profile.catalog, each.profile.identity.scheme
+        views.append(WorkerView(worker, None, each.state, True, each.reason, each.held.epoch, catalog, scheme, {}))
     plans = HashPlans.build(mirror, views)
     assert [view.worker.worker_id for view, _ in plans.withheld] == ["bad"]
     assert plans.by_hash is not None
@@ -225,8 +225,8 @@ def test_a_table_without_a_free_slot_refuses_blocks_and_still_knows_the_worker(m
     assert known.refused_blocks == 1
     # A worker without a slot can be judged: it holds nothing.
     ingest = feed(make(), 0, stored([1, 2]))
-    scheme = ingest.identity.scheme
-    view = WorkerView(second, None, ingest.state, True, "", "e", ingest.catalog, scheme, {})
+    scheme = ingest.profile.identity.scheme
+    view = WorkerView(second, None, ingest.state, True, "", "e", ingest.profile.catalog, scheme, {})
     plans = HashPlans.build(mirror, [view])
     assert plans.by_hash is not None
     assert plans.by_hash.row_count == 1

@@ -16,7 +16,7 @@ from kvrouter.events.vllm.stream_items import Batch, Connected, ReplayFinished, 
 from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
 from kvrouter.router.common.ids import CPU, GPU, STORAGE, Place, WorkerKey
 from kvrouter.router.ingest.declared_catalog import contradictions, declared_spec
-from kvrouter.router.ingest.stock_ingest import StockIngest
+from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.kvcache.offload_connectors import (
     DISK_OWNER,
     HAND_OVER_ONLY,
@@ -80,12 +80,12 @@ def event(shape: str, block_hash: int) -> WireStored:
     return stored(block_hash, medium, **fields)
 
 
-def follow(*batches: list[Any], catalog: CatalogSpec | None = None) -> StockIngest:
+def follow(*batches: list[Any], catalog: CatalogSpec | None = None) -> Ingest:
     """A worker whose stream brought these batches."""
     registration = Registration(
         WorkerKey("m", "w"), events="tcp://127.0.0.1:1", replay="tcp://127.0.0.1:2", catalog=catalog
     )
-    ingest = StockIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: "e")
+    ingest = Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: "e")
     ingest.apply(Connected(), 0.0)
     ingest.apply(ReplayFinished(None, None, 0), 0.0)
     for seq, events in enumerate(batches):
@@ -94,10 +94,12 @@ def follow(*batches: list[Any], catalog: CatalogSpec | None = None) -> StockInge
     return ingest
 
 
-def hit_of(ingest: StockIngest, num_tokens: int) -> tuple[int, int, int]:
+def hit_of(ingest: Ingest, num_tokens: int) -> tuple[int, int, int]:
     """What a prompt of blocks 1, 2, ... of this worker is promised."""
-    resident = {place: (ingest.blocks.hashes(place) - np.uint64(1)).tolist() for place in ingest.blocks.places}
-    found = judge((), resident, num_tokens, catalog=ingest.catalog)
+    resident = {
+        place: (ingest.held.blocks.hashes(place) - np.uint64(1)).tolist() for place in ingest.held.blocks.places
+    }
+    found = judge((), resident, num_tokens, catalog=ingest.profile.catalog)
     return found.gpu, found.cpu, found.disk
 
 
@@ -110,7 +112,7 @@ def test_only_what_its_events_prove_earns_credit(shape: str) -> None:
     gpu, cpu, disk = hit_of(ingest, 8 * BLOCK)
     assert gpu == 64
     if shape in SHOWN:
-        assert ingest.catalog.offload.connector == SHOWN[shape] and not ingest.reason
+        assert ingest.profile.catalog.offload.connector == SHOWN[shape] and not ingest.reason
         beyond = 128 if SHOWN[shape] == OFFLOADING else 112
         assert (cpu, disk) == ((64, 128) if SHAPES[shape][0] == STORAGE else (beyond, beyond))
     else:
@@ -122,7 +124,7 @@ def test_a_host_pool_of_hisparse_earns_nothing() -> None:
     """Its group is announced on CPU alone, by the block pool itself."""
     host = {"group_idx": 1, "kv_cache_spec_kind": "mla_attention"}
     ingest = follow(ON_GPU, [stored(i, CPU, **host) for i in range(1, 9)])
-    assert ingest.catalog.offload.rule is None and "no credit" in ingest.reason
+    assert ingest.profile.catalog.offload.rule is None and "no credit" in ingest.reason
     assert hit_of(ingest, 200)[1:] == (0, 0)
 
 
@@ -132,7 +134,7 @@ def test_events_of_two_connectors_end_the_credit(other: str, first: bool) -> Non
     """As from a MultiConnector, which takes what the first of them offers, however little."""
     shapes = (other, "offloading") if first else ("offloading", other)
     ingest = follow(ON_GPU, *[[event(shape, i) for i in range(1, 9)] for shape in shapes])
-    assert ingest.catalog.offload.rule is None and "no credit" in ingest.reason
+    assert ingest.profile.catalog.offload.rule is None and "no credit" in ingest.reason
     assert hit_of(ingest, 200) == (64, 64, 64)
 
 
@@ -146,8 +148,8 @@ def test_a_statement_that_the_events_refute_earns_nothing() -> None:
 
 def test_a_chunk_size_is_one_of_an_offloading_connector() -> None:
     spec = CatalogSpec(offload_blocks_per_chunk=1)
-    assert follow(ON_GPU, catalog=spec).catalog.offload.connector == OFFLOADING
-    assert follow(ON_GPU, [event("simple", 1)], catalog=spec).catalog.offload.connector == SIMPLE_CPU
+    assert follow(ON_GPU, catalog=spec).profile.catalog.offload.connector == OFFLOADING
+    assert follow(ON_GPU, [event("simple", 1)], catalog=spec).profile.catalog.offload.connector == SIMPLE_CPU
 
 
 def test_disk_of_a_simple_connector_earns_where_it_is_stated() -> None:
@@ -159,17 +161,17 @@ def test_disk_of_a_simple_connector_earns_where_it_is_stated() -> None:
 def test_a_connector_without_a_rule_is_named() -> None:
     spec = CatalogSpec(offload_connector="LMCacheConnectorV1")
     ingest = follow(ON_GPU, [event("LMCache", i) for i in range(1, 9)], catalog=spec)
-    assert ingest.catalog.offload.connector == "LMCacheConnectorV1" and "no credit" in ingest.reason
+    assert ingest.profile.catalog.offload.connector == "LMCacheConnectorV1" and "no credit" in ingest.reason
     assert hit_of(ingest, 200) == (64, 64, 64)
 
 
 def test_what_was_learned_survives_a_restart_of_the_router() -> None:
     before = follow(ON_GPU, [event("simple", i) for i in range(1, 9)])
-    flush = before.take()
+    flush = before.held.take()
     assert flush is not None
     after = follow()
     after.restore("e", 1, {}, {}, flush.meta)
-    assert after.catalog.offload == before.catalog.offload
+    assert after.profile.catalog.offload == before.profile.catalog.offload
 
 
 def test_a_clear_without_a_medium_leaves_no_credit_on_any() -> None:
@@ -211,8 +213,8 @@ def test_a_block_stays_until_its_last_copy_is_removed() -> None:
 def test_a_declared_connector_earns_by_its_own_rule_or_not_at_all(names: list[str], rule: TierRule | None) -> None:
     connector = effective_connector(names)
     ingest = follow(ON_GPU, catalog=CatalogSpec(offload_connector=connector))
-    assert connector is not None and ingest.catalog.offload.rule is rule
-    assert bool(ingest.catalog.offload.problem) is (rule is None)
+    assert connector is not None and ingest.profile.catalog.offload.rule is rule
+    assert bool(ingest.profile.catalog.offload.problem) is (rule is None)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +232,7 @@ def test_a_declared_connector_earns_by_its_own_rule_or_not_at_all(names: list[st
 )
 def test_the_engines_word_decides(declared: DeclaredCatalog, rule: TierRule | None) -> None:
     stated = CatalogSpec(offload_connector=OFFLOADING)
-    tier = follow(ON_GPU, catalog=declared_spec(declared, stated)).catalog.offload
+    tier = follow(ON_GPU, catalog=declared_spec(declared, stated)).profile.catalog.offload
     assert tier.rule is rule and tier.finer_suffix is bool(declared.offload_partial_hits)
     assert ("offload_connector" in contradictions(declared_spec(declared, stated), stated)) is (
         tier.connector != OFFLOADING
@@ -247,11 +249,11 @@ def test_unknown_until_the_group_was_seen_on_the_gpu() -> None:
     ingest = follow(tier)
     assert "do not show yet" in ingest.reason and hit_of(ingest, 200) == (0, 0, 0)
     ingest = follow(tier, [stored(9, token_ids=[])], [event("offloading, self-describing", 8)])
-    assert ingest.catalog.offload.connector == OFFLOADING and hit_of(ingest, 200) == (0, 128, 128)
+    assert ingest.profile.catalog.offload.connector == OFFLOADING and hit_of(ingest, 200) == (0, 128, 128)
 
 
 def test_places_that_earn_nothing_are_named_with_their_owner() -> None:
     ingest = follow(ON_GPU, [event("offloading", i) for i in range(1, 9)], [event("kvcr", 9)])
     assert "CPU of kvcr" in ingest.reason
     assert hit_of(ingest, 200)[1] == 128
-    assert Place(0, CPU, "kvcr") in ingest.blocks.places
+    assert Place(0, CPU, "kvcr") in ingest.held.blocks.places

@@ -30,8 +30,9 @@ from kvrouter.events.vllm.stream_items import (
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
 from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
 from kvrouter.router.ingest.engine_liveness import EngineLost, EngineRestarted, EngineSame
-from kvrouter.router.ingest.patch_ingest import PatchIngest
-from kvrouter.router.ingest.stock_ingest import META_LEARNED, META_SCHEME, SAME_PROCESS_WAIT_S
+from kvrouter.router.ingest.ingest import Ingest
+from kvrouter.router.ingest.stock_feed import SAME_PROCESS_WAIT_S
+from kvrouter.router.ingest.worker_profile import META_LEARNED, META_SCHEME
 from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
 from kvrouter.router.kvcache.catalog_learner import ODD_EVENTS_FORGOTTEN_AFTER
 from kvrouter.router.kvcache.scheme_verification import SchemeState
@@ -44,12 +45,12 @@ TOKENS = list(range(100, 132))
 CBOR, PICKLED = HashScheme.default("sha256_cbor"), HashScheme.default()
 
 
-def make(replay: str | None = REPLAY, url: str | None = None, catalog: CatalogSpec | None = None) -> PatchIngest:
+def make(replay: str | None = REPLAY, url: str | None = None, catalog: CatalogSpec | None = None) -> Ingest:
     numbers = count()
     registration = Registration(
         WorkerKey("m", "w"), events="tcp://127.0.0.1:1", replay=replay, url=url, catalog=catalog
     )
-    return PatchIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
+    return Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
 
 
 def stored(hashes: list[int], group: int | None = 0, size: int = 16, kind: str | None = "full_attention") -> WireStored:
@@ -75,13 +76,13 @@ def batch(seq: int, *events: Any) -> Batch:
     return Batch(seq, payload, fingerprint(payload), False)
 
 
-def feed(ingest: PatchIngest, *items: Any, now: float = 1.0) -> PatchIngest:
+def feed(ingest: Ingest, *items: Any, now: float = 1.0) -> Ingest:
     for item in items:
         ingest.apply(item, now)
     return ingest
 
 
-def live(**options: Any) -> PatchIngest:
+def live(**options: Any) -> Ingest:
     return feed(make(**options), Connected(replaying=True), ReplayFinished(None, None, 0))
 
 
@@ -101,28 +102,30 @@ def live(**options: Any) -> PatchIngest:
 )
 def test_another_layout_and_hash_scheme_are_learned_from_nothing(end: list[Any]) -> None:
     ingest = feed(live(url=URL), batch(0, root(CBOR, 16), stored([5], 1, kind="mamba")))
-    assert ingest.identity.scheme == CBOR and len(ingest.catalog.groups) == 2
-    ingest.take()
+    assert ingest.profile.identity.scheme == CBOR and len(ingest.profile.catalog.groups) == 2
+    ingest.held.take()
     for sign in end:
         ingest.on_liveness(sign) if isinstance(sign, EngineRestarted | EngineLost) else feed(ingest, sign)
     feed(ingest, batch(5, root(PICKLED, 32)))
-    catalog = ingest.catalog
+    catalog = ingest.profile.catalog
     assert catalog.problem is None and [(g.group_idx, g.block_size) for g in catalog.groups] == [(0, 32)]
-    assert (ingest.identity.scheme, ingest.identity.standing) == (PICKLED, SchemeState.VERIFIED)
+    assert (ingest.profile.identity.scheme, ingest.profile.identity.standing) == (PICKLED, SchemeState.VERIFIED)
     # Others read it from Redis.
-    flush = ingest.take()
+    flush = ingest.held.take()
     assert flush is not None and flush.opens_epoch
     other = make()
     other.restore(flush.epoch, 5, {}, {}, flush.meta)
-    assert other.catalog.groups == catalog.groups and other.identity.scheme == PICKLED
+    assert other.profile.catalog.groups == catalog.groups and other.profile.identity.scheme == PICKLED
     assert {META_LEARNED, META_SCHEME} <= flush.meta.keys()
 
 
 def test_what_the_user_stated_stays() -> None:
     spec = CatalogSpec(groups=(GroupSpec(0, "full_attention", 16),), hash_algo="sha256_cbor")
     ingest = feed(live(catalog=spec), batch(0, stored([1])), Restarted(0, 0, "seq fell back"))
-    assert [g.block_size for g in ingest.catalog.groups] == [16] and ingest.catalog.source == "configured"
-    assert ingest.identity.scheme == CBOR
+    assert [g.block_size for g in ingest.profile.catalog.groups] == [
+        16
+    ] and ingest.profile.catalog.source == "configured"
+    assert ingest.profile.identity.scheme == CBOR
 
 
 def declared(size: int) -> Declared:
@@ -141,11 +144,11 @@ def test_a_new_epoch_of_the_patch_declares_anew() -> None:
     ingest = make(url=URL)
     ingest.follow_reports()
     feed(ingest, hello("a"), declared(16), Connected(), snapshot("a", 4))
-    assert [g.block_size for g in ingest.catalog.groups] == [16]
+    assert [g.block_size for g in ingest.profile.catalog.groups] == [16]
     feed(ingest, NewEpoch("b", 2.0, "another life answers"))
-    assert ingest.catalog.problem is not None
+    assert ingest.profile.catalog.problem is not None
     feed(ingest, declared(32), snapshot("b", 0))
-    assert [g.block_size for g in ingest.catalog.groups] == [32] and ingest.catalog.problem is None
+    assert [g.block_size for g in ingest.profile.catalog.groups] == [32] and ingest.profile.catalog.problem is None
 
 
 def test_what_the_own_topic_taught_does_not_stand_beside_what_the_patch_declares() -> None:
@@ -154,23 +157,23 @@ def test_what_the_own_topic_taught_does_not_stand_beside_what_the_patch_declares
     ingest.follow_reports()
     assert ingest.state is StreamState.SUSPECT
     feed(ingest, hello("a"), declared(16), Connected(), snapshot("a", 4))
-    assert [g.group_idx for g in ingest.catalog.groups] == [0] and ingest.state is StreamState.LIVE
+    assert [g.group_idx for g in ingest.profile.catalog.groups] == [0] and ingest.state is StreamState.LIVE
 
 
 def test_what_still_comes_of_an_ended_process_is_not_taken() -> None:
     ingest = feed(live(url=URL), batch(0, stored([1])))
     ingest.on_liveness(EngineRestarted("another start"))
     feed(ingest, batch(1, stored([2])))
-    assert ingest.blocks.blocks == 0 and ingest.state is StreamState.CONNECTING
+    assert ingest.held.blocks.blocks == 0 and ingest.state is StreamState.CONNECTING
     feed(ingest, Restarted(0, 1, "another start"), batch(0, stored([3])))
-    assert ingest.blocks.counts() == {"g0:GPU": 1} and ingest.state is StreamState.LIVE
+    assert ingest.held.blocks.counts() == {"g0:GPU": 1} and ingest.state is StreamState.LIVE
     reports = make(url=URL)
     reports.follow_reports()
     feed(reports, hello("a"), Connected(), snapshot("a", 1))
     reports.on_liveness(EngineRestarted("another start"))
     late = ReportBatch(1, Events("a", 1.0, 1.0, [ReportStored(pack_hashes([9]), 0, GPU, 16)]))
     feed(reports, late, snapshot("a", 1))
-    assert reports.state is StreamState.RESYNCING and reports.blocks.blocks == 0
+    assert reports.state is StreamState.RESYNCING and reports.held.blocks.blocks == 0
     feed(reports, Expired(), snapshot("b", 1))
     assert reports.state is StreamState.LIVE
 
@@ -197,9 +200,9 @@ def test_a_replay_that_ends_before_the_news_of_the_connection_leaves_nothing_to_
 
 def test_the_next_seq_alone_is_no_proof() -> None:
     ingest = feed(live(replay=None), batch(0, stored([1])), Disconnected(), Connected(), Proven(0, "next_seq"))
-    assert ingest.blocks.blocks == 0 and "cannot be proven" in ingest.reason
+    assert ingest.held.blocks.blocks == 0 and "cannot be proven" in ingest.reason
     feed(ingest, batch(1, stored([2])))
-    assert ingest.state is StreamState.LIVE and ingest.blocks.counts() == {"g0:GPU": 1}
+    assert ingest.state is StreamState.LIVE and ingest.held.blocks.counts() == {"g0:GPU": 1}
 
 
 def test_the_next_seq_and_the_same_process_are_a_proof() -> None:
@@ -210,32 +213,32 @@ def test_the_next_seq_and_the_same_process_are_a_proof() -> None:
     ingest.on_liveness(EngineSame(2.0, 5.0))
     assert ingest.state is StreamState.SUSPECT
     ingest.on_liveness(EngineSame(4.0, 5.0))
-    assert ingest.state is StreamState.LIVE and ingest.blocks.counts() == {"g0:GPU": 2}
+    assert ingest.state is StreamState.LIVE and ingest.held.blocks.counts() == {"g0:GPU": 2}
 
 
 def test_a_process_that_was_not_known_before_is_no_proof_and_neither_is_silence() -> None:
     ingest = feed(live(replay=None, url=URL), batch(0, stored([1])))
     feed(ingest, Disconnected(), Connected(), Proven(0, "next_seq"), batch(1, stored([2])), now=3.0)
     ingest.on_liveness(EngineSame(4.0, 5.0))
-    assert ingest.blocks.blocks == 0 and "not known before" in ingest.reason
+    assert ingest.held.blocks.blocks == 0 and "not known before" in ingest.reason
     ingest = feed(live(replay=None, url=URL), batch(0, stored([1])))
     feed(ingest, Disconnected(), Connected(), Proven(0, "next_seq"), batch(1, stored([2])), now=3.0)
     feed(ingest, batch(2, stored([3])), now=4.0 + SAME_PROCESS_WAIT_S)
-    assert ingest.blocks.counts() == {"g0:GPU": 1} and ingest.state is StreamState.LIVE
+    assert ingest.held.blocks.counts() == {"g0:GPU": 1} and ingest.state is StreamState.LIVE
 
 
 def test_another_router_knows_the_process_and_what_was_not_replayed() -> None:
     ingest = feed(live(url=URL), batch(0, stored([1])), GapLost(1, 2, "no answer"), Incomplete(), batch(2, stored([2])))
     ingest.on_liveness(EngineSame(1.0, 5.0))
     feed(ingest, batch(3, stored([3])))
-    flush = ingest.take()
+    flush = ingest.held.take()
     assert flush is not None
     other = make(replay=None, url=URL)
     other.restore(flush.epoch, 3, {Place(0, GPU): np.array([2, 3], np.uint64)}, {}, flush.meta)
     assert other.resume_point == ResumePoint(3, batch(3, stored([3])).fingerprint, incomplete=True)
     feed(other, Connected(), Proven(3, "next_seq"), batch(4), now=3.0)
     other.on_liveness(EngineSame(4.0, 5.0))
-    assert other.state is StreamState.LIVE and other.blocks.counts() == {"g0:GPU": 2}
+    assert other.state is StreamState.LIVE and other.held.blocks.counts() == {"g0:GPU": 2}
 
 
 @pytest.mark.parametrize(
@@ -256,44 +259,46 @@ def test_what_no_router_writes_is_refused_and_named(meta: dict[str, bytes]) -> N
 
 def test_a_removal_of_a_group_that_nothing_else_speaks_of_is_forgotten_in_time_and_a_restore_keeps_it() -> None:
     ingest = feed(live(), batch(0, stored([1])), batch(1, removed([4], 3)))
-    assert ingest.catalog.problem is not None
-    flush = ingest.take()
+    assert ingest.profile.catalog.problem is not None
+    flush = ingest.held.take()
     assert flush is not None
     other = make()
     other.restore(flush.epoch, 1, {}, {}, flush.meta)
     for one in (ingest, other):
         feed(one, batch(2, *[stored([1])] * (ODD_EVENTS_FORGOTTEN_AFTER - 2)))
-        assert one.catalog.problem is not None
+        assert one.profile.catalog.problem is not None
         feed(one, batch(3, stored([1]), stored([1])))
-        assert one.catalog.problem is None and [g.group_idx for g in one.catalog.groups] == [0]
+        assert one.profile.catalog.problem is None and [g.group_idx for g in one.profile.catalog.groups] == [0]
 
 
 def test_another_sign_of_the_group_keeps_it() -> None:
     ingest = feed(live(), batch(0, stored([1])), batch(1, removed([4], 3)))
     feed(ingest, batch(2, *[stored([1])] * 1_000), batch(3, removed([5], 3)), batch(4, *[stored([1])] * 1_000))
-    assert ingest.catalog.problem is not None
+    assert ingest.profile.catalog.problem is not None
     feed(ingest, batch(5, stored([], 3, kind="mamba")), batch(6, *[stored([1])] * 2_000))
-    assert ingest.catalog.problem is None and len(ingest.catalog.groups) == 2
+    assert ingest.profile.catalog.problem is None and len(ingest.profile.catalog.groups) == 2
 
 
 def test_a_removal_without_a_group_takes_a_copy_from_every_group_of_its_medium() -> None:
     ingest = feed(live(), batch(0, stored([1, 2]), stored([1], 1, kind="mamba")), batch(1, removed([1], None)))
-    assert ingest.catalog.problem is None
-    assert ingest.blocks.counts() == {"g0:GPU": 1, "g1:GPU": 0}
+    assert ingest.profile.catalog.problem is None
+    assert ingest.held.blocks.counts() == {"g0:GPU": 1, "g1:GPU": 0}
     on_cpu = WireStored([8], None, [], 0, None, CPU, None, group_idx=0)
     feed(ingest, batch(2, on_cpu), batch(3, removed([8], None)))
-    assert ingest.blocks.counts()["g0:CPU"] == 1
+    assert ingest.held.blocks.counts()["g0:CPU"] == 1
 
 
 def test_a_contradiction_is_forgotten_when_all_that_came_since_agrees() -> None:
     ingest = feed(live(), batch(0, stored([1])), batch(1, stored([2], kind="mamba")), batch(2, stored([3])))
-    assert ingest.catalog.problem is not None and "contradicts itself" in ingest.catalog.problem
+    assert ingest.profile.catalog.problem is not None and "contradicts itself" in ingest.profile.catalog.problem
     feed(ingest, batch(3, *[stored([3])] * (ODD_EVENTS_FORGOTTEN_AFTER + 1)))
-    assert ingest.catalog.problem is None and [g.kind for g in ingest.catalog.groups] == ["full_attention"]
+    assert ingest.profile.catalog.problem is None and [g.kind for g in ingest.profile.catalog.groups] == [
+        "full_attention"
+    ]
 
 
 def test_a_store_without_a_group_is_forgotten_too() -> None:
     ingest = feed(live(), batch(0, stored([1])), batch(1, stored([2], None)))
-    assert ingest.catalog.problem is not None
+    assert ingest.profile.catalog.problem is not None
     feed(ingest, batch(2, *[stored([1])] * (ODD_EVENTS_FORGOTTEN_AFTER + 1)))
-    assert ingest.catalog.problem is None and [g.group_idx for g in ingest.catalog.groups] == [0]
+    assert ingest.profile.catalog.problem is None and [g.group_idx for g in ingest.profile.catalog.groups] == [0]

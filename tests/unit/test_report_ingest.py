@@ -42,7 +42,7 @@ from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, Proven, ReplayFinished, fingerprint
 from kvrouter.events.vllm.wire import WireStored
 from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
-from kvrouter.router.ingest.patch_ingest import PatchIngest
+from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.ingest.residency import PlaceSum
 from kvrouter.router.kvcache.block_hash import HashScheme, hash_block, reduce_hash
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
@@ -51,13 +51,13 @@ from kvrouter.router.workers.stream_state import CREDITED, StreamState
 EPOCH, OTHER = "aa" * 8, "bb" * 8
 
 
-def make(catalog: CatalogSpec | None = None) -> PatchIngest:
+def make(catalog: CatalogSpec | None = None) -> Ingest:
     numbers = count()
     registration = Registration(WorkerKey("m", "w"), events="tcp://127.0.0.1:1", catalog=catalog)
-    return PatchIngest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
+    return Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(numbers)}")
 
 
-def feed(ingest: PatchIngest, *items: Any) -> PatchIngest:
+def feed(ingest: Ingest, *items: Any) -> Ingest:
     for item in items:
         ingest.apply(item, 1.0)
     return ingest
@@ -108,14 +108,14 @@ def beat(next_seq: int, places: dict[Place, dict[int, int]]) -> HeartbeatSeen:
     return HeartbeatSeen(next_seq, Heartbeat(EPOCH, 1.0, 2.0, 1.0, sums))
 
 
-def net(ingest: PatchIngest) -> tuple[str, tuple[int, int] | None, dict[str, tuple[list[int], list[int]]]]:
-    flush = ingest.take()
+def net(ingest: Ingest) -> tuple[str, tuple[int, int] | None, dict[str, tuple[list[int], list[int]]]]:
+    flush = ingest.held.take()
     assert flush is not None
     changes = {c.place.text: (sorted(c.added.tolist()), sorted(c.removed.tolist())) for c in flush.changes}
     return flush.epoch, flush.seqs, changes
 
 
-def live(*items: Any, catalog: CatalogSpec | None = None) -> PatchIngest:
+def live(*items: Any, catalog: CatalogSpec | None = None) -> Ingest:
     ingest = make(catalog)
     ingest.follow_reports()
     return feed(ingest, hello(), Connected(), *items)
@@ -123,7 +123,7 @@ def live(*items: Any, catalog: CatalogSpec | None = None) -> PatchIngest:
 
 def test_a_snapshot_is_the_residency_and_its_seq() -> None:
     ingest = live(snapshot(5, {Place(0, GPU): {1: 1, 2: 3}, Place(0, CPU): {9: 1}}))
-    assert ingest.state is StreamState.LIVE and ingest.seq == 4
+    assert ingest.state is StreamState.LIVE and ingest.held.seq == 4
     epoch, seqs, changes = net(ingest)
     assert seqs == (4, 4) and changes == {"g0:GPU": ([1, 2], []), "g0:CPU": ([9], [])}
     feed(ingest, events(5, removed([2]), removed([1])))
@@ -132,14 +132,14 @@ def test_a_snapshot_is_the_residency_and_its_seq() -> None:
 
 def test_nothing_earns_credit_before_the_first_snapshot() -> None:
     ingest = live()
-    assert ingest.state is StreamState.CATCHING_UP and ingest.blocks.counts() == {} and "snapshot" in ingest.reason
+    assert ingest.state is StreamState.CATCHING_UP and ingest.held.blocks.counts() == {} and "snapshot" in ingest.reason
 
 
 def test_after_a_gap_the_snapshot_changes_only_what_differs_in_the_same_epoch() -> None:
     ingest = live(snapshot(5, {Place(0, GPU): {1: 1, 2: 1}}))
     epoch = net(ingest)[0]
     feed(ingest, ReportGap(5, 9, 4, "queue full"))
-    assert ingest.state is StreamState.RESYNCING and ingest.state not in CREDITED and ingest.tally.gaps == 1
+    assert ingest.state is StreamState.RESYNCING and ingest.state not in CREDITED and ingest.profile.tally.gaps == 1
     assert "5 to 8" in ingest.reason
     feed(ingest, snapshot(9, {Place(0, GPU): {2: 1, 3: 1}}))
     assert ingest.state is StreamState.LIVE and net(ingest) == (epoch, (5, 8), {"g0:GPU": ([3], [1])})
@@ -157,9 +157,13 @@ def test_a_new_epoch_voids_at_once() -> None:
     ingest = live(snapshot(5, {Place(0, GPU): {1: 1}}))
     net(ingest)
     feed(ingest, NewEpoch(OTHER, 3.0, "another life"))
-    assert ingest.blocks.counts() == {} and ingest.state is StreamState.RESYNCING and ingest.tally.restarts == 1
+    assert (
+        ingest.held.blocks.counts() == {}
+        and ingest.state is StreamState.RESYNCING
+        and ingest.profile.tally.restarts == 1
+    )
     feed(ingest, snapshot(0, {}, OTHER))
-    assert ingest.state is StreamState.LIVE and ingest.seq is None and ingest.report_resume is not None
+    assert ingest.state is StreamState.LIVE and ingest.held.seq is None and ingest.reports.resume is not None
     feed(ingest, events(0, stored([7]), epoch=OTHER))
     assert net(ingest)[1:] == ((0, 0), {"g0:GPU": ([7], [])})
 
@@ -172,9 +176,9 @@ def test_a_clear_names_its_medium_and_its_owner() -> None:
         Place(0, "STORAGE", "b"): {1: 1},
     }
     ingest = live(snapshot(1, held), events(1, ReportCleared("CPU", "connector reset")))
-    assert ingest.blocks.counts() == {"g0:CPU": 0, "g0:GPU": 1, "g0:STORAGE:a": 1, "g0:STORAGE:b": 1}
+    assert ingest.held.blocks.counts() == {"g0:CPU": 0, "g0:GPU": 1, "g0:STORAGE:a": 1, "g0:STORAGE:b": 1}
     feed(ingest, events(2, ReportCleared("STORAGE", ownership="a")))
-    assert ingest.blocks.counts()["g0:STORAGE:b"] == 1 and ingest.blocks.counts()["g0:STORAGE:a"] == 0
+    assert ingest.held.blocks.counts()["g0:STORAGE:b"] == 1 and ingest.held.blocks.counts()["g0:STORAGE:a"] == 0
 
 
 @pytest.mark.parametrize(
@@ -185,12 +189,22 @@ def test_a_clear_names_its_medium_and_its_owner() -> None:
 def test_a_heartbeat_that_disagrees_ends_all_credit_until_a_snapshot(said: dict[int, int]) -> None:
     place = Place(0, GPU)
     ingest = live(snapshot(1, {place: {1: 1, 2: 2}}), beat(1, {place: {1: 1, 2: 2}}))
-    assert ingest.state is StreamState.LIVE and ingest.tally.heartbeats == 1 and ingest.tally.mismatches == 0
+    assert (
+        ingest.state is StreamState.LIVE
+        and ingest.profile.tally.heartbeats == 1
+        and ingest.profile.tally.mismatches == 0
+    )
     feed(ingest, beat(1, {place: said} if said else {}))
-    assert ingest.state is StreamState.RESYNCING and ingest.tally.mismatches == 1 and ingest.wants_snapshot
+    assert (
+        ingest.state is StreamState.RESYNCING and ingest.profile.tally.mismatches == 1 and ingest.reports.wants_snapshot
+    )
     assert "g0:GPU" in ingest.reason
     feed(ingest, snapshot(2, {place: said}), beat(2, {place: said} if said else {}))
-    assert ingest.state is StreamState.LIVE and ingest.wants_snapshot is None and ingest.tally.snapshots == 2
+    assert (
+        ingest.state is StreamState.LIVE
+        and ingest.reports.wants_snapshot is None
+        and ingest.profile.tally.snapshots == 2
+    )
 
 
 def test_two_localities_of_one_place_are_counted_together_and_not_compared() -> None:
@@ -198,7 +212,7 @@ def test_two_localities_of_one_place_are_counted_together_and_not_compared() -> 
     local, remote = snapshot(1, {place: {1: 1, 2: 3}}), snapshot(1, {place: {2: 1, 3: 2}})
     both = msgspec.structs.replace(local.snapshot, places=local.snapshot.places + remote.snapshot.places)
     ingest = live(Loaded(both))
-    assert ingest.blocks.sums()[place] == PlaceSum(3, 7, 6)
+    assert ingest.held.blocks.sums()[place] == PlaceSum(3, 7, 6)
     beats = [beat(1, {place: {1: 1, 2: 3}}), beat(1, {place: {2: 1, 3: 2}})]
     message = msgspec.structs.replace(beats[0].message, places=beats[0].message.places + beats[1].message.places)
     feed(ingest, HeartbeatSeen(1, message))
@@ -248,12 +262,12 @@ CATALOG = DeclaredCatalog(
 
 def test_the_declared_catalog_is_used_at_once() -> None:
     ingest = live(Declared(1, CATALOG))
-    catalog = ingest.catalog
+    catalog = ingest.profile.catalog
     assert catalog.source == "declared" and catalog.problem is None
     assert catalog.hash_block_size == 16 and catalog.align == 32 and catalog.blocks_per_chunk == 2
     assert [group.kind for group in catalog.cacheable] == ["full_attention", "sliding_window"]
-    assert catalog.groups[1].eagle and ingest.spec.lora_paths == {"a": "/adapters/a"}
-    assert ingest.identity.label.endswith("(declared)")
+    assert catalog.groups[1].eagle and ingest.profile.spec.lora_paths == {"a": "/adapters/a"}
+    assert ingest.profile.identity.label.endswith("(declared)")
 
 
 def test_reports_of_another_rank_are_not_credited_until_the_rank_is_right() -> None:
@@ -268,19 +282,19 @@ def test_reports_of_another_rank_are_not_credited_until_the_rank_is_right() -> N
 def test_the_declared_catalog_overrides_the_registration_and_contradictions_are_named() -> None:
     stated = CatalogSpec(groups=(GroupSpec(0, "full_attention", 16),), hash_block_size=8, lora_paths={"b": "/b"})
     ingest = live(Declared(1, CATALOG), snapshot(0, {}), catalog=stated)
-    assert ingest.catalog.source == "declared" and ingest.catalog.hash_block_size == 16
+    assert ingest.profile.catalog.source == "declared" and ingest.profile.catalog.hash_block_size == 16
     assert (
         ingest.reason
         == "the registered catalog says otherwise than the engine about groups, hash_block_size; the engine's word is used"
     )
-    assert ingest.spec.lora_paths == {"a": "/adapters/a", "b": "/b"}
+    assert ingest.profile.spec.lora_paths == {"a": "/adapters/a", "b": "/b"}
 
 
 def test_the_example_proves_the_hashing_or_refutes_it() -> None:
     tokens = list(range(16))
     right = reduce_hash(hash_block(HashScheme.default(), None, tokens, None))
     ingest = live(Declared(1, _with(hash_example=HashExample(tokens, right))), snapshot(0, {}))
-    assert ingest.state is StreamState.LIVE and ingest.identity.label.endswith("(verified)")
+    assert ingest.state is StreamState.LIVE and ingest.profile.identity.label.endswith("(verified)")
     feed(ingest, Declared(2, _with(hash_example=HashExample(tokens, right ^ 1))))
     assert ingest.state is StreamState.UNHASHABLE
 
@@ -301,17 +315,17 @@ def _with(**changes: Any) -> DeclaredCatalog:
 )
 def test_an_unsupported_catalog_earns_no_credit_and_names_the_reason(changes: dict[str, Any], word: str) -> None:
     ingest = live(Declared(1, _with(**changes)))
-    assert word in (ingest.catalog.problem or "")
+    assert word in (ingest.profile.catalog.problem or "")
 
 
 def test_without_a_declared_catalog_it_is_learned_from_the_reports() -> None:
     ingest = live(snapshot(0, {}), events(0, stored([1]), stored([1], medium=CPU)))
-    assert ingest.catalog.source == "learned" and ingest.catalog.problem is None
-    assert ingest.catalog.blocks_per_chunk is None
+    assert ingest.profile.catalog.source == "learned" and ingest.profile.catalog.problem is None
+    assert ingest.profile.catalog.blocks_per_chunk is None
 
 
-def restored(ingest: PatchIngest, catalog: CatalogSpec | None = None) -> PatchIngest:
-    flush = ingest.take()
+def restored(ingest: Ingest, catalog: CatalogSpec | None = None) -> Ingest:
+    flush = ingest.held.take()
     assert flush is not None and flush.seqs is not None
     again = make(catalog)
     places = {c.place: c.added for c in flush.changes}
@@ -323,13 +337,16 @@ def restored(ingest: PatchIngest, catalog: CatalogSpec | None = None) -> PatchIn
 def test_a_restored_index_is_suspect_until_the_first_heartbeat_proves_it() -> None:
     place = Place(0, GPU)
     again = restored(live(Declared(1, CATALOG), snapshot(5, {place: {1: 1, 2: 2}})))
-    assert again.report_resume is not None and (again.report_resume.epoch, again.report_resume.next_seq) == (EPOCH, 5)
-    assert again.resume_point is None and again.catalog.source == "declared"
+    assert again.reports.resume is not None and (again.reports.resume.epoch, again.reports.resume.next_seq) == (
+        EPOCH,
+        5,
+    )
+    assert again.resume_point is None and again.profile.catalog.source == "declared"
     again.follow_reports()
     feed(again, hello(), Connected())
-    assert again.state is StreamState.SUSPECT and again.blocks.counts() == {"g0:GPU": 2}
+    assert again.state is StreamState.SUSPECT and again.held.blocks.counts() == {"g0:GPU": 2}
     feed(again, beat(5, {place: {1: 1, 2: 2}}))
-    assert again.state is StreamState.LIVE and not again.has_news
+    assert again.state is StreamState.LIVE and not again.held.has_news
 
 
 def test_a_restored_index_of_another_life_earns_no_credit_from_the_greeting_on() -> None:
@@ -344,8 +361,8 @@ def test_without_its_patch_an_engine_is_learned_from_its_own_topic() -> None:
     ingest = live(Declared(1, CATALOG), snapshot(5, {Place(0, GPU): {1: 1}}))
     net(ingest)
     ingest.follow_stock()
-    assert ingest.blocks.counts() == {} and ingest.report_resume is None and ingest.resume_point is None
-    assert ingest.catalog.source == "learned" and ingest.greeting is None
+    assert ingest.held.blocks.counts() == {} and ingest.reports.resume is None and ingest.resume_point is None
+    assert ingest.profile.catalog.source == "learned" and ingest.profile.patch.greeting is None
     event = WireStored([5], None, [], 16, None, GPU, None, group_idx=0, kv_cache_spec_kind="full_attention")
     payload = encode_batch(1.0, [event])
     feed(ingest, Connected(), ReplayFinished(None, None, 0), Batch(0, payload, fingerprint(payload), False))

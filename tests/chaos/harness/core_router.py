@@ -129,7 +129,7 @@ class CoreRouter:
                     stream.visible_epoch,
                     stream.visible_seq,
                     credited,
-                    stream.ingest.tally.heartbeats,
+                    stream.ingest.profile.tally.heartbeats,
                 )
             )
         return samples

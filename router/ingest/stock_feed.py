@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine's own topic: what its items change of a worker's profile and epoch. Pure: no sockets, no clock of its own.
+
+Invariant: nothing is credited that a removal might have been lost for: a gap, a restart or an unreadable removal begins
+a new epoch, empty. The catalog and the hash scheme are learned from the events."""
+
+from __future__ import annotations
+
+from kvrouter.events.patch.items import ReportItem
+from kvrouter.events.vllm.codec import BatchDecoder, CodecError
+from kvrouter.events.vllm.messages import AllBlocksCleared, BlockStored, EventBatch
+from kvrouter.events.vllm.stream_items import (
+    Batch,
+    Connected,
+    Disconnected,
+    GapClosed,
+    GapLost,
+    GapOpened,
+    Incomplete,
+    Malformed,
+    Proven,
+    ReadAnew,
+    ReplayFailed,
+    ReplayFinished,
+    Restarted,
+    StreamItem,
+)
+from kvrouter.router.common.ids import Place
+from kvrouter.router.ingest.engine_liveness import EngineSame
+from kvrouter.router.ingest.residency import Runs
+from kvrouter.router.ingest.worker_epoch import WorkerEpoch
+from kvrouter.router.workers.stream_state import StreamState
+
+# Tags of events that can take blocks away: one that cannot be read may leave ghosts behind, so the epoch is voided.
+REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
+
+# Combinations of group, medium, size, kind and window that the learner need not see again; an engine has some ten.
+MAX_SHAPES = 1_024
+
+# How long the engine's HTTP may take to say that its process is the same, where the next seq is the only other proof:
+# several times the interval at which it is asked.
+SAME_PROCESS_WAIT_S = 10.0
+
+
+class StockFeed:
+    """Of one worker."""
+
+    def __init__(self, epoch: WorkerEpoch, decoder: BatchDecoder) -> None:
+        self._epoch = epoch
+        self._profile = epoch.profile
+        self._contact = epoch.profile.contact
+        self._decoder = decoder
+        # Shapes that `_learner` was shown.
+        self.known_shapes: set[tuple[object, ...]] = set()
+        self._learner = epoch.profile.learner
+
+    def apply(self, item: StreamItem | ReportItem, now: float) -> None:
+        """Take the next item. now: seconds, monotonic."""
+        profile, contact = self._profile, self._contact
+        events = profile.registration.events
+        if isinstance(item, Batch):
+            self._batch(item, now)
+        elif isinstance(item, Connected):
+            contact.linked = True
+            self._connected(item)
+        elif isinstance(item, Disconnected):
+            contact.linked = False
+            profile.set(StreamState.SUSPECT, f"connection to {events} lost; the last known residency is shown")
+            # With no batch there is nothing to prove.
+            contact.unproven = self._epoch.seq is not None
+            contact.next_seq_s = contact.told_start_s = None
+        elif isinstance(item, GapOpened):
+            self._count_gap(item.first_seq, item.next_seq)
+            profile.set(
+                StreamState.RESYNCING,
+                f"batches {item.first_seq} to {item.next_seq - 1} are missing; asking the replay endpoint, no credit meanwhile",
+            )
+        elif isinstance(item, GapClosed):
+            contact.gap_open = False
+            profile.tally.replays += 1
+            profile.set(StreamState.LIVE, "")
+        elif isinstance(item, GapLost):
+            if not contact.gap_open:
+                self._count_gap(item.first_seq, item.next_seq)
+            contact.gap_open = False
+            profile.tally.relearned += 1
+            lost = f"batches {item.first_seq} to {item.next_seq - 1} are lost"
+            if item.first_seq == item.next_seq:
+                lost = f"it cannot be proven that nothing was missed before seq {item.next_seq}"
+            self._epoch.void_life(
+                f"{lost} ({item.reason}); residency before seq {item.next_seq} was dropped and is learned anew"
+            )
+        elif isinstance(item, Incomplete):
+            contact.incomplete = True
+        elif isinstance(item, ReadAnew):
+            self._epoch.void_life(
+                "the replay endpoint answers again: all that it still has is read anew, with what was given up"
+            )
+            profile.stage = StreamState.CATCHING_UP
+        elif isinstance(item, Restarted):
+            contact.gap_open = contact.expired = False
+            profile.tally.restarts += 1
+            self._epoch.void_life(f"the engine restarted ({item.reason}); what it held before is void")
+            # This life has not named its rank yet.
+            profile.ranks.published, profile.ranks.problem, profile.ranks.skips = None, "", False
+            if item.replaying:
+                profile.stage = StreamState.CATCHING_UP
+        elif isinstance(item, Proven):
+            if item.how == "next_seq":
+                self._follow_next_seq(item.seq + 1, now)
+            else:
+                contact.unproven = False
+                profile.set(StreamState.LIVE, "")
+        elif isinstance(item, ReplayFinished):
+            if profile.stage is StreamState.CATCHING_UP:
+                profile.set(StreamState.LIVE, profile.incident if profile.tally.restarts else "")
+        elif isinstance(item, ReplayFailed):
+            self._replay_failed(item)
+        elif isinstance(item, Malformed):
+            profile.tally.malformed += 1
+
+    def compare_process(self, sign: EngineSame) -> None:
+        """The engine's HTTP says that its process is the one that it named before."""
+        contact = self._contact
+        if not contact.unproven:
+            contact.told_start_s = sign.start_s if contact.linked else None
+        elif contact.next_seq_s is not None and sign.asked_s >= contact.next_seq_s:
+            if sign.start_s == contact.process_start_s:
+                contact.unproven, contact.next_seq_s = False, None
+                self._profile.set(StreamState.LIVE, "")
+            else:
+                self._void_unproven(self._epoch.seq or 0, "the engine's process is another, or was not known before")
+
+    def _follow_next_seq(self, seq: int, now: float) -> None:
+        """Batch `seq` follows after a new connection, and there is no replay to ask: another life may have come to it
+        by chance."""
+        if self._profile.registration.url is None:
+            self._void_unproven(seq, "there is neither a replay endpoint nor a url to ask")
+        else:
+            self._contact.next_seq_s = now
+            self._profile.incident = (
+                f"seq {seq} follows; waiting for the engine's HTTP to say that its process is the same"
+            )
+
+    def _void_unproven(self, seq: int, reason: str) -> None:
+        self._profile.tally.relearned += 1
+        self._epoch.void_life(
+            f"it cannot be proven that nothing was missed before seq {seq} ({reason}); residency before it was dropped and is "
+            "learned anew"
+        )
+
+    def _count_gap(self, first_seq: int, next_seq: int) -> None:
+        self._contact.gap_open = True
+        self._profile.tally.gaps += 1
+        self._profile.tally.missed_batches += next_seq - first_seq
+
+    def _connected(self, item: Connected) -> None:
+        profile, registration = self._profile, self._profile.registration
+        if self._contact.expired or profile.stage is StreamState.RESYNCING:
+            return
+        if self._contact.unproven:
+            profile.incident = f"connected to {registration.events}; waiting for proof that nothing was missed"
+        elif item.replaying:
+            profile.set(StreamState.CATCHING_UP, "replaying what the engine still remembers")
+        elif registration.replay:
+            # Batches came before this news, and the replay that they began is over.
+            profile.set(StreamState.LIVE, profile.incident if profile.stage is StreamState.LIVE else "")
+        else:
+            profile.set(StreamState.LIVE, "no replay endpoint: what was cached before is learned as it is used")
+
+    def _replay_failed(self, item: ReplayFailed) -> None:
+        profile = self._profile
+        if profile.stage is StreamState.CATCHING_UP:
+            profile.set(
+                StreamState.LIVE, f"replay failed ({item.reason}): what was cached before is learned as it is used"
+            )
+        elif self._contact.unproven:
+            profile.incident = (
+                f"replay failed ({item.reason}); suspect until it answers, or the next batch comes and voids"
+            )
+
+    def _batch(self, item: Batch, now: float) -> None:
+        profile, contact, epoch = self._profile, self._contact, self._epoch
+        if contact.expired:
+            return
+        if contact.told_start_s is not None:
+            # It still says batches over the same connection, so it is the process that its HTTP told of.
+            contact.process_start_s, contact.told_start_s = contact.told_start_s, None
+        if contact.next_seq_s is not None and now - contact.next_seq_s > SAME_PROCESS_WAIT_S:
+            self._void_unproven(item.seq, "the engine's HTTP did not say that its process is the same")
+        contact.last_event_s = now
+        profile.tally.batches += 1
+        try:
+            batch = self._decoder.decode(item.payload, with_tokens=profile.identity.wants_tokens)
+        except CodecError as error:
+            profile.tally.broken += 1
+            profile.learner.miss_event()
+            epoch.void(f"batch {item.seq} could not be decoded ({error}); residency before it was dropped")
+        else:
+            if profile.is_own(batch.dp_rank):
+                profile.ranks.skips = False
+                if item.seq == 0:
+                    profile.learner.begin_life()
+                self._events(batch)
+            else:
+                self._skip()
+        if profile.stage in (StreamState.CONNECTING, StreamState.SUSPECT) and not contact.unproven:
+            profile.set(StreamState.LIVE, "")
+        contact.fingerprint = item.fingerprint
+        epoch.advance(item.seq)
+
+    def _skip(self) -> None:
+        """Leave out a batch of another rank; what came before it cannot be trusted either."""
+        self._profile.tally.foreign += 1
+        self._profile.learner.miss_event()
+        if not self._profile.ranks.skips:
+            self._epoch.void("")
+            self._profile.ranks.skips = True
+
+    def _events(self, batch: EventBatch) -> None:
+        learner, tally, runs = self._profile.learner, self._profile.tally, Runs(self._epoch.blocks)
+        if learner is not self._learner:
+            self._learner = learner
+            self.known_shapes.clear()
+        for event in batch.events:
+            if isinstance(event, AllBlocksCleared):
+                runs.end()
+                self._clear(event)
+                continue
+            if isinstance(event, BlockStored):
+                self._learn(event)
+            elif event.group_idx is None and (places := self._places_of_stray(event.medium, runs)):
+                for place in places:
+                    runs.add(place, False, event.block_hashes)
+                continue
+            else:
+                learner.removed(event)
+            if len(event.block_hashes):
+                tally.blocks += len(event.block_hashes)
+                place = Place(event.group_idx, event.medium, event.ownership)
+                runs.add(place, isinstance(event, BlockStored), event.block_hashes)
+        runs.end()
+        learner.elapse(len(batch.events))
+        tally.events += len(batch.events)
+        tally.unknown += batch.unknown
+        tally.broken += len(batch.broken)
+        if batch.unknown or batch.broken:
+            learner.miss_event()
+        unreadable = [event for event in batch.broken if event.tag in REMOVING_TAGS]
+        if unreadable:
+            self._epoch.void(
+                f"{len(unreadable)} event(s) that may have removed blocks could not be decoded ({unreadable[0].error}); "
+                "residency before them was dropped"
+            )
+
+    def _places_of_stray(self, medium: str, runs: Runs) -> list[Place]:
+        """Where a removal without a group may take blocks from, on a medium that has named groups alone: anywhere
+        there."""
+        runs.end()
+        places = [place for place in self._epoch.blocks.places if place.medium == medium]
+        return [] if any(place.group_idx is None for place in places) else places
+
+    def _learn(self, event: BlockStored) -> None:
+        learner = self._learner
+        shape = (event.group_idx, event.medium, event.block_size, event.kind, event.sliding_window)
+        if len(self.known_shapes) >= MAX_SHAPES:
+            # Only spares looking at events that say nothing new.
+            self.known_shapes.clear()
+        if shape not in self.known_shapes or event.medium != "GPU" or learner.in_doubt:
+            learner.stored(event)
+            self.known_shapes.add(shape)
+        if event.medium == "GPU" and learner.wants_parents:
+            learner.parent(event)
+        if event.parent_block_hash is None and learner.wants_roots:
+            learner.root(event)
+        if event.token_ids is not None:
+            self._profile.identity.judge(event)
+
+    def _clear(self, event: AllBlocksCleared) -> None:
+        """Everything, or what the event names, is gone.
+
+        Stock vLLM names nothing, so every medium is dropped: less credit, not more.
+        """
+        for place in list(self._epoch.blocks.places):
+            if event.medium in (None, place.medium) and event.group_idx in (None, place.group_idx):
+                self._epoch.blocks.clear(place)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is known of one worker beside its blocks: catalog, hash scheme, state and reason. Pure; a feed
+(`stock_feed.py`, `patch_feed.py`) changes it, or what Redis keeps of it is loaded.
+
+Where another life of the engine may have begun, what was learned is void, and what is stated stays."""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrouter.events.patch.items import Greeted
+from kvrouter.events.patch.messages import DeclaredCatalog
+from kvrouter.router.ingest.counters import IngestCounters
+from kvrouter.router.ingest.declared_catalog import contradictions, declared_problem, declared_spec
+from kvrouter.router.ingest.residency import MAX_BLOCKS, MAX_PLACES, Residency
+from kvrouter.router.kvcache.block_hash import HashScheme
+from kvrouter.router.kvcache.catalog import Catalog
+from kvrouter.router.kvcache.catalog_learner import CatalogLearner
+from kvrouter.router.kvcache.offload_connectors import TierRule
+from kvrouter.router.kvcache.scheme_verification import HashIdentity, SchemeState
+from kvrouter.router.workers.provenance import rank_problem, ranks_allowed
+from kvrouter.router.workers.registration import NO_PATCH, CatalogSpec, Registration
+from kvrouter.router.workers.stream_state import StreamState
+
+SILENT = "it was registered without an event endpoint, so what it holds is not known"
+
+UINT64_MAX = (1 << 64) - 1
+
+# Meta fields of ours in Redis, beside those of the store.
+META_LEARNED = "learned"
+META_SCHEME = "scheme"
+META_DECLARED = "declared"
+META_FINGERPRINT = "fingerprint"
+META_GAPS = "gaps"
+META_INCOMPLETE = "incomplete"
+META_PROCESS_START = "process_start"
+META_RANK = "rank"
+META_REPORT_EPOCH = "report_epoch"
+
+
+class StoredScheme(msgspec.Struct, frozen=True):
+    """A verified hash scheme as kept in Redis."""
+
+    algo: str
+    none_hash: str
+    standing: str
+    hash_block_size: int | None
+
+
+class Contact(msgspec.Struct):
+    """What is known of the connection to the engine, and of the proof that nothing was missed. Times: seconds.
+
+    down: why the engine is down by what its HTTP says; absent: why its URL has never answered; a stream that is
+    connected says more than its URL. expired: the engine's process is another, and the stream has not begun anew yet:
+    its batches may be the old one's. gap_open: counted, and neither filled nor lost yet. incomplete: the replay
+    endpoint may have more than is known. fingerprint: of the last batch. process_start_s: when the process started that
+    said what is held, as its HTTP told; told_start_s: what it told since the last batch. next_seq_s: when the next seq
+    came after a new connection, while only the engine's HTTP can tell that it is the same life."""
+
+    linked: bool = False
+    down: str = ""
+    absent: str = ""
+    unproven: bool = False
+    expired: bool = False
+    gap_open: bool = False
+    incomplete: bool = False
+    fingerprint: int = 0
+    process_start_s: float | None = None
+    told_start_s: float | None = None
+    next_seq_s: float | None = None
+    last_event_s: float | None = None
+
+
+class Ranks(msgspec.Struct):
+    """Which rank its events name. published: by the last batch to name one; allowed: those that it may name (None:
+    any); problem: why it may not have; skips: batches of another rank were left out, so that what was in them is
+    missing."""
+
+    allowed: frozenset[int] | None
+    published: int | None = None
+    problem: str = ""
+    skips: bool = False
+
+
+class PatchContact(msgspec.Struct):
+    """What the engine's patch said. epoch: the engine's life whose reports the residency is from; None: it is from the
+    engine's own topic."""
+
+    epoch: str | None = None
+    greeting: Greeted | None = None
+    last_heartbeat_s: float | None = None
+
+
+class WorkerProfile:
+    """One worker's. `stage` is where its stream stands, `incident` what happened last."""
+
+    def __init__(self, registration: Registration, seed: str | None) -> None:
+        """seed: the engines' PYTHONHASHSEED as configured for the whole router."""
+        self.registration = registration
+        self._seed = seed
+        # What is stated of the catalog: by the user, or by the engine.
+        self.spec = self._stated
+        self.declared: DeclaredCatalog | None = None
+        self._note = ""
+        self.learner = CatalogLearner(self.spec)
+        self.identity = HashIdentity(self.spec, seed)
+        self.tally = IngestCounters()
+        self.contact = Contact()
+        self.ranks = Ranks(ranks_allowed(registration.worker.dp_rank, True, ()))
+        self.patch = PatchContact()
+        self.stage = StreamState.CONNECTING
+        self.incident = SILENT if self.is_silent else f"no connection to {registration.events} yet"
+        self._catalog: tuple[tuple[int, int | None], Catalog] | None = None
+        # What of it Redis has.
+        self._written: tuple[int, SchemeState] | None = None
+
+    @property
+    def _stated(self) -> CatalogSpec:
+        """What the user stated of the catalog."""
+        return self.registration.catalog or CatalogSpec()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it has no stream."""
+        return self.registration.events is None and self.registration.patch in (None, NO_PATCH)
+
+    @property
+    def catalog(self) -> Catalog:
+        version = (self.learner.version, self.identity.hash_block_size)
+        if self._catalog is None or version != self._catalog[0]:
+            self._catalog = version, self.learner.catalog(self.identity.hash_block_size)
+        return self._catalog[1]
+
+    @property
+    def state(self) -> StreamState:
+        if self.contact.down or self._is_absent:
+            return StreamState.DOWN
+        if self.ranks.problem:
+            return StreamState.MISMATCHED
+        if self.stage is StreamState.LIVE and not self.identity.explained:
+            return StreamState.UNHASHABLE
+        return self.stage
+
+    @property
+    def _is_absent(self) -> bool:
+        return bool(self.contact.absent) and self.stage is StreamState.CONNECTING
+
+    def reason(self, blocks: Residency) -> str:
+        """Why the state is what it is, and what happened last; empty when there is nothing to say. blocks: its own."""
+        if self.contact.down:
+            return self.contact.down
+        if self._is_absent:
+            return f"the engine is not up: {self.contact.absent}"
+        if self.ranks.problem:
+            return self.ranks.problem
+        if self.state is StreamState.UNHASHABLE:
+            return (
+                "no known hash scheme explains this worker's first dense root blocks: set its hash_algo and none_hash, or the seed "
+                "that its PYTHONHASHSEED has (none_hash_seed)"
+            )
+        if withheld := self._withheld(blocks):
+            return f"{self.incident}; {withheld}" if self.incident else withheld
+        if not self.incident and self.tally.refused:
+            return (
+                f"{self.tally.refused} blocks found no room: more than {MAX_BLOCKS:,} blocks, or more than {MAX_PLACES:,} places "
+                "(group, medium, owner); they earn no credit"
+            )
+        return self.incident or self._note
+
+    def _withheld(self, blocks: Residency) -> str:
+        """Why what is held beside the GPU earns less than its blocks could."""
+        offload = self.catalog.offload
+        if withheld := offload.withheld(blocks.places):
+            return withheld
+        sized = offload.rule is not TierRule.CHUNKS or self.catalog.blocks_per_chunk is not None
+        if sized or not offload.earning(blocks.places):
+            return ""
+        return (
+            "the chunk size of the offload tier is not on the wire: its blocks earn credit only where they show that a chunk "
+            "is one block; register a catalog with offload_blocks_per_chunk"
+        )
+
+    def set(self, stage: StreamState, incident: str) -> None:
+        self.stage, self.incident = stage, incident
+
+    def forget_incident(self) -> None:
+        """What happened is over, and no reason for what is now."""
+        if self.stage is StreamState.LIVE:
+            self.incident = ""
+
+    def is_own(self, published: int | None) -> bool:
+        """Whether events of this rank are the worker's; a batch without a rank is of the one before."""
+        ranks = self.ranks
+        if published is not None:
+            ranks.published = published
+        ranks.problem = rank_problem(ranks.published, self.registration.worker.dp_rank, ranks.allowed)
+        return not ranks.problem
+
+    def forget_learned(self) -> None:
+        """What is stated stays."""
+        self.declared, self._note, self.spec = None, "", self._stated
+        self.learner = CatalogLearner(self.spec)
+        self.identity = HashIdentity(self.spec, self._seed)
+        self._written = self._catalog = None
+
+    def declare(self, catalog: DeclaredCatalog) -> None:
+        """The engine itself says what its catalog and its hash scheme are."""
+        self.is_own(catalog.dp_rank)
+        if catalog == self.declared:
+            return
+        self.declared = catalog
+        spec = self.spec = declared_spec(catalog, self._stated)
+        problem = declared_problem(catalog)
+        try:
+            self.identity = HashIdentity(spec, self._seed)
+        except ValueError as error:
+            problem = problem or f"its hash scheme cannot be computed here: {error}"
+        else:
+            if catalog.hash_example is not None:
+                self.identity.prove(catalog.hash_example.token_ids, catalog.hash_example.block_hash)
+        self.learner.declare(spec, problem)
+        names = ", ".join(contradictions(spec, self._stated))
+        self._note = (
+            f"the registered catalog says otherwise than the engine about {names}; the engine's word is used"
+            if names
+            else ""
+        )
+
+    def rewrite(self) -> None:
+        """Nothing of it is in Redis."""
+        self._written = None
+
+    def dump(self) -> dict[str, bytes]:
+        """What Redis is to keep of it, without what it has."""
+        contact = self.contact
+        meta = {META_FINGERPRINT: str(contact.fingerprint).encode(), META_GAPS: str(self.tally.gaps).encode()}
+        if contact.incomplete:
+            meta[META_INCOMPLETE] = b"1"
+        if contact.process_start_s is not None:
+            meta[META_PROCESS_START] = repr(contact.process_start_s).encode()
+        if self.ranks.published is not None:
+            meta[META_RANK] = str(self.ranks.published).encode()
+        meta[META_REPORT_EPOCH] = (self.patch.epoch or "").encode()
+        version = (self.learner.version, self.identity.standing)
+        if version != self._written:
+            scheme, standing = self.identity.scheme, self.identity.standing.value
+            stored = StoredScheme(scheme.algo, scheme.none_hash.hex(), standing, self.identity.hash_block_size)
+            meta[META_LEARNED] = self.learner.dump()
+            meta[META_SCHEME] = msgspec.json.encode(stored)
+            if self.declared is not None:
+                meta[META_DECLARED] = msgspec.json.encode(self.declared)
+            self._written = version
+        return meta
+
+    def load(self, meta: dict[str, bytes]) -> None:
+        """What Redis keeps of it. Raises ValueError or msgspec's errors on what no router writes; begin with a new
+        object then."""
+        contact = self.contact
+        contact.fingerprint = _stored_number(META_FINGERPRINT, meta)
+        self.tally.gaps = _stored_number(META_GAPS, meta)
+        contact.incomplete = META_INCOMPLETE in meta
+        if META_PROCESS_START in meta:
+            contact.process_start_s = float(meta[META_PROCESS_START])
+        if META_RANK in meta:
+            self.ranks.skips = not self.is_own(int(meta[META_RANK]))
+        if META_LEARNED in meta:
+            self.learner.load(meta[META_LEARNED])
+        if META_SCHEME in meta:
+            stored = msgspec.json.decode(meta[META_SCHEME], type=StoredScheme)
+            scheme = HashScheme.from_bytes(stored.algo, bytes.fromhex(stored.none_hash))
+            self.identity.restore(scheme, SchemeState(stored.standing), stored.hash_block_size)
+        self.patch.epoch = meta.get(META_REPORT_EPOCH, b"").decode() or None
+        if self.patch.epoch is not None and META_DECLARED in meta:
+            self.declare(msgspec.json.decode(meta[META_DECLARED], type=DeclaredCatalog))
+
+
+def _stored_number(field: str, meta: dict[str, bytes]) -> int:
+    number = int(meta.get(field, b"0"))
+    if not 0 <= number <= UINT64_MAX:
+        raise ValueError(f"{field} is {number}")
+    return number
