@@ -68,8 +68,8 @@ class Core:
         token: str | None = None,
         supervisor: TaskSupervisor | None = None,
     ) -> None:
-        """http: polls engines for liveness and load; None: they are not polled. token: names this
-        process in leases; one that outlives the process lets its successor take over at once."""
+        """http: polls engines for liveness and load; None: they are not polled. token: names this process in leases;
+        one that outlives the process lets its successor take over at once."""
         self._store = store
         self._config = config
         self._metrics = metrics

@@ -41,8 +41,8 @@ class WorkerRegistry:
         view: Callable[[WorkerKey, WorkerView | None], None] | None = None,
         load: Callable[[WorkerKey, EngineLoad], None] | None = None,
     ) -> None:
-        """members: called when a worker came, went, or its registration changed. view: called with each new view of a worker,
-        None when it went. load: called with what engines that are followed here report of their load."""
+        """members: called when a worker came, went, or its registration changed. view: called with each new view of a
+        worker, None when it went. load: called with what engines that are followed here report of their load."""
         self._members += [] if members is None else [members]
         self._views += [] if view is None else [view]
         self._loads += [] if load is None else [load]

@@ -23,13 +23,10 @@ from kvrouter.router.redis_client.url import NO_LOGIN, Address, Login, address_t
 CONNECT_TIMEOUT_S = 5.0
 # The longest a healthy server may take for one request; a commit of 2,048 transitions takes under 1 ms.
 RESPONSE_TIMEOUT_S = 10.0
-# A login is read within one limit of ours; RESP2, and no commands that an ACL need not allow (CLIENT SETINFO).
-_OPTIONS: dict[str, Any] = {
-    "socket_timeout": None,
-    "socket_connect_timeout": CONNECT_TIMEOUT_S,
-    "protocol": 2,
-    "driver_info": None,
-}
+# Of every connection of redis-py's: RESP2, and no commands that an ACL need not allow (CLIENT SETINFO).
+PLAIN_LOGIN: dict[str, Any] = {"protocol": 2, "driver_info": None}
+# A login is read within one limit of ours.
+_OPTIONS = PLAIN_LOGIN | {"socket_timeout": None, "socket_connect_timeout": CONNECT_TIMEOUT_S}
 
 
 class Connection(asyncio.Protocol):

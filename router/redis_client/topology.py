@@ -14,7 +14,7 @@ from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import MovedError, RedisClusterException, RedisError
 
-from kvrouter.router.redis_client.connection import CONNECT_TIMEOUT_S, Connection
+from kvrouter.router.redis_client.connection import CONNECT_TIMEOUT_S, PLAIN_LOGIN, Connection
 from kvrouter.router.redis_client.errors import ReplyError, StoreError, StoreUnavailable
 from kvrouter.router.redis_client.resp import command, info_field
 from kvrouter.router.redis_client.url import Address, StoreUrl, address_text
@@ -125,11 +125,9 @@ class SentinelPrimary(OneServer):
 
 
 def _asking(timeout_s: float) -> dict[str, Any]:
-    """Options of redis-py's clients: RESP2, once, and no commands that an ACL need not allow (CLIENT SETINFO)."""
-    return {
+    """Options of redis-py's clients, which ask once."""
+    return PLAIN_LOGIN | {
         "socket_timeout": timeout_s,
         "socket_connect_timeout": timeout_s,
         "retry": Retry(NoBackoff(), 0),
-        "protocol": 2,
-        "driver_info": None,
     }

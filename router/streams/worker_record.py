@@ -48,11 +48,15 @@ class Shown(msgspec.Struct):
 
 
 class WorkerRecord:
-    """`view` is what the matcher may know of the worker now. Call `refresh` after whatever changes what is known."""
+    """`view` is what the matcher may know of the worker now. Call `refresh` after whatever changes what is known.
+
+    16 attributes: all that the parts of one stream share is here, so that none of them keeps a copy."""
 
     def __init__(self, registration: Registration, services: StreamServices, changed: Callable[[], None]) -> None:
         """changed: called when `view` did."""
         self.registration = registration
+        # A registration that changes them has a stream of its own.
+        self.endpoints = Endpoints.of(registration)
         self._services = services
         self._changed = changed
         self.phase = Phase.WAITING
@@ -70,10 +74,6 @@ class WorkerRecord:
         self.ingest = self._ingest()
         word = self._word()
         self.view = self._view(shown_state(self.phase, self.facts, word), word)
-
-    @property
-    def endpoints(self) -> Endpoints:
-        return Endpoints.of(self.registration)
 
     @property
     def is_elsewhere(self) -> bool:

@@ -60,7 +60,6 @@ class Deadlines:
 
     def expect(self, message: int, *, body: bool) -> None:
         """The head or the body of the message of this number has to come; a deadline that is set for it stays."""
-        self._idle_since_s = None
         if (message, body) == self._awaited:
             return
         self.expect_nothing()

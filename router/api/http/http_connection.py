@@ -19,13 +19,12 @@ from uvicorn.server import ServerState
 from kvrouter.router.api.http.deadlines import Deadlines, HttpLimits
 from kvrouter.router.api.http.http_api import Answer, HttpApi
 from kvrouter.router.api.http.proxied_answer import ProxiedAnswer
-from kvrouter.router.api.http.request import HttpRequest
+from kvrouter.router.api.http.request import CONTINUE, HttpRequest
 from kvrouter.router.api.http.request_parser import RequestParser
 from kvrouter.router.common.errors import HeadTooLarge, RouterError, TooManyConnections, TooSlow
 from kvrouter.router.common.sockets import poller
 
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
-CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 # Of a client that sends no more: how often it is looked whether it still reads. A request of its that runs for nobody
 # takes an engine's time; a look is one system call.
@@ -89,8 +88,6 @@ class HttpConnection(asyncio.Protocol):
             deadlines.expect(parser.messages, body=parser.in_body)
         else:
             deadlines.expect_nothing()
-            if not self._queue:
-                deadlines.begin_idling()
 
     def eof_received(self) -> bool:
         """The client sends no more: it hung up, or closed its half behind its last request (RFC 9112, 9.6) and still
@@ -160,7 +157,11 @@ class HttpConnection(asyncio.Protocol):
         request, self._incoming = self._incoming, None
         assert request is not None
         request.is_whole = True
-        self._answer_next()
+        if request.answer_ended:
+            # It was refused before its body came.
+            self._rest()
+        else:
+            self._answer_next()
 
     # The proxy's side.
 
@@ -191,8 +192,8 @@ class HttpConnection(asyncio.Protocol):
             self._queue.popleft()
         if not request.keep_alive:
             self._transport.close()
-        elif not self._queue and not self._parser.in_message:
-            self._deadlines.begin_idling()
+        else:
+            self._rest()
 
     def abort(self) -> None:
         self._transport.abort()
@@ -289,6 +290,11 @@ class HttpConnection(asyncio.Protocol):
             self._transport.resume_reading()
         else:
             self._transport.pause_reading()
+
+    def _rest(self) -> None:
+        """Idles unless there is something to answer or a request comes."""
+        if not self._queue and not self._parser.in_message:
+            self._deadlines.begin_idling()
 
     def _on_late(self) -> None:
         if self._transport.is_closing():

@@ -10,13 +10,12 @@ from http import HTTPStatus
 from typing import Protocol
 
 from kvrouter.router.api.http.http_api import Answer, HttpApi
-from kvrouter.router.api.http.request import HttpRequest
+from kvrouter.router.api.http.request import CONTINUE, HttpRequest
 from kvrouter.router.common.errors import RouterError
 from kvrouter.router.proxy.headers import Headers
 from kvrouter.router.proxy.upstream.connection import NO_CONTENT, AnswerHead, Connection
 
 LAST_CHUNK = b"0\r\n\r\n"
-PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 # Checks in a row for which a started answer may stand still if the client closed its sending half: with nothing to
 # send, only time distinguishes a client that still reads from one that hung up. Tokens come several times a second; an
@@ -91,7 +90,7 @@ class ProxiedAnswer:
                 self._connection.abort()
         elif self._request.speaks_1_1 and not self._is_probed:
             self._is_probed = True
-            self._connection.write([PROBE])
+            self._connection.write([CONTINUE])
 
     # The proxy's side.
 

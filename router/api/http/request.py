@@ -16,6 +16,7 @@ VERSIONS = frozenset({"1.0", "1.1"})
 # uri-host [":" port]; empty where the target has no authority.
 HOST = re.compile(rb"(\[[0-9A-Za-z:.%~_-]+\]|[0-9A-Za-z._~!$&'()*+,;=%-]*)(:[0-9]*)?\Z")
 SCHEMES = frozenset({b"http", b"https"})
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 NO_UPGRADE = "this server speaks HTTP/1.1 only; send no Upgrade header (in Java: HttpClient.Version.HTTP_1_1)"
 
 
