@@ -65,7 +65,10 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         """max_held, max_held_bytes: bounds on messages held during a snapshot."""
         super().__init__(HeldQueue(max_held, max_held_bytes))
         # The number of the wanted snapshot; None when none is needed.
-        self.request: int | None = None
+        self._request: int | None = None
+        # Whether the current life has said what it declares. Its snapshot waits for that: blocks without their groups
+        # earn nothing.
+        self._greeted = False
         # Snapshots that failed since the last success.
         self.failures = 0
         # The publisher must be greeted; answers to earlier greetings no longer count. The shell clears it when it sends
@@ -90,6 +93,11 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self._silent = False
         if resume is None:
             self._want_snapshot()
+
+    @property
+    def request(self) -> int | None:
+        """The number of the snapshot to request now; None when none is needed, or the life has not said hello."""
+        return self._request if self._greeted else None
 
     @property
     def is_silent(self) -> bool:
@@ -123,9 +131,10 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         if hello.epoch != self._epoch:
             self._enter_life(hello.epoch, hello.started_s, "another life answers")
             self.greeting_wanted = False
-        elif self._resuming and self.request is None:
+        elif self._resuming and self._request is None:
             self._judge_resume(hello.next_seq)
         self._resuming = False
+        self._greeted = True
         if hello.catalog is not None:
             self._declare(hello.catalog_version, hello.catalog)
 
@@ -149,7 +158,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         if not self._is_of_this_life(message.epoch, message.started_s):
             return
         self._declare(message.version, message.catalog)
-        if self.request is None and self._expected is not None and seq > self._expected:
+        if self._request is None and self._expected is not None and seq > self._expected:
             self._lose(self._expected, seq, 0, f"a catalog of seq {seq} came next")
 
     def unreadable(self, seq: int, epoch: str | None, size_bytes: int) -> None:
@@ -159,13 +168,14 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
 
     def request_snapshot(self) -> None:
         """The consumer doubts its state: no batch follows before the next snapshot."""
-        if self.request is None:
+        if self._request is None:
             self._want_snapshot()
 
     def expire(self) -> None:
         """Another source reports that the known life may have ended: greets and requests catalog and snapshot again."""
         self.items.append(Expired())
         self._declared, self._catalog_asked = -1, 0
+        self._greeted = False
         self.greeting_wanted = True
         self._want_snapshot()
 
@@ -178,7 +188,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
     def part(self, part: SnapshotPart) -> None:
         """A part of a snapshot; parts of other requests are ignored."""
         assembly = self._assembly
-        if assembly is None or part.id != self.request:
+        if assembly is None or part.id != self._request:
             return
         try:
             snapshot = assembly.add(part)
@@ -187,8 +197,9 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
             return
         if assembly.parts == 1:
             if part.epoch != self._epoch:
-                self._enter_life(part.epoch, part.started_s, "another life sends the snapshot", answered=True)
-            elif self._expected is not None and part.next_seq < self._expected:
+                self._enter_life(part.epoch, part.started_s, "another life sends the snapshot")
+                return
+            if self._expected is not None and part.next_seq < self._expected:
                 self.snapshot_failed(f"it is of seq {part.next_seq}, older than what was handed out ({self._expected})")
                 return
         if part.next_seq < self._overflowed_seq:
@@ -203,7 +214,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
 
     def snapshot_failed(self, reason: str) -> None:
         """The answer is missing or unusable: another snapshot is wanted."""
-        if self.request is not None:
+        if self._request is not None:
             self.failures += 1
             self.items.append(SnapshotFailed(reason))
             self._want_snapshot()
@@ -219,20 +230,19 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
             self.items.append(PatchHeard())
         return True
 
-    def _enter_life(self, epoch: str, started_s: float, reason: str, *, answered: bool = False) -> None:
-        """answered: the snapshot under way belongs to the new life."""
+    def _enter_life(self, epoch: str, started_s: float, reason: str) -> None:
         old, self._epoch = self._epoch, epoch
         self._expected = None
         self._resuming = False
         self._declared = -1
         self._catalog_asked = 0
+        self._greeted = False
         self.greeting_wanted = True
         self._drop_held()
         if old is not None:
             self._past.append(old)
             self.items.append(NewEpoch(epoch, started_s, reason))
-            if not answered:
-                self._want_snapshot()
+            self._want_snapshot()
 
     def _judge_resume(self, next_seq: int) -> None:
         """The first answer arrives before any live message: it reveals what was missed while disconnected."""
@@ -252,7 +262,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
     def _follow(self, seq: int, message: _Message, size_bytes: int) -> None:
         if self._assembly is not None:
             self._hold(seq, message, size_bytes)
-        elif self.request is None:
+        elif self._request is None:
             self._accept(seq, message, size_bytes)
 
     def _accept(self, seq: int, message: _Message, size_bytes: int) -> None:
@@ -278,7 +288,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
 
     def _want_snapshot(self) -> None:
         self._requests += 1
-        self.request = self._requests
+        self._request = self._requests
         self._assembly = None
         self._drop_held()
 
@@ -290,7 +300,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
                 return
             if seq == snapshot.next_seq:
                 break
-        self.request = None
+        self._request = None
         self._assembly = None
         self.failures = 0
         self._expected = snapshot.next_seq
@@ -299,7 +309,7 @@ class ReportCursor(HoldingCursor[ReportItem, HeldQueue[_Message]]):
         self._drop_held()
         for seq, message, size_bytes in held:
             self._accept(seq, message, size_bytes)
-            if self.request is not None:
+            if self._request is not None:
                 # The next snapshot contains the rest.
                 return
 

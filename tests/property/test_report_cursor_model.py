@@ -22,6 +22,7 @@ from kvrouter.events.patch.cursor import ReportCursor
 from kvrouter.events.patch.items import (
     Declared,
     Expired,
+    Greeted,
     HeartbeatSeen,
     Loaded,
     NewEpoch,
@@ -60,6 +61,8 @@ class Reader:
         self.epoch = kept[0] if kept else None
         self.silent = False
         self.declared: tuple[str | None, int] = (None, 0)
+        # The life that said what it declares.
+        self.greeted: str | None = None
 
     def read(self, item: object) -> None:
         match item:
@@ -72,6 +75,7 @@ class Reader:
             case Loaded(snapshot):
                 if self.epoch is not None:
                     assert snapshot.epoch == self.epoch, "another life without being told"
+                assert snapshot.epoch == self.greeted, "blocks without their groups"
                 self.epoch = snapshot.epoch
                 self.ledger = {}
                 for place in snapshot.places:
@@ -94,6 +98,9 @@ class Reader:
             case Expired():
                 self.at = None
                 self.declared = (None, 0)
+                self.greeted = None
+            case Greeted(hello):
+                self.greeted = hello.epoch
             case NewEpoch(epoch):
                 assert epoch != self.epoch
                 self.epoch = epoch
@@ -333,7 +340,8 @@ class World(RuleBasedStateMachine):
         assert self.cursor.held <= MAX_HELD
         assert self.cursor.held_bytes <= MAX_HELD_BYTES or self.cursor.held == 1
         # Knowing and wanting to know are two: only a doubt of the consumer itself has it both ways.
-        assert self.cursor.request is not None or self.reader.at is not None
+        greets = self.cursor.greeting_wanted or self.hellos
+        assert self.cursor.request is not None or greets or self.reader.at is not None
 
     def teardown(self) -> None:
         if not hasattr(self, "cursor"):
@@ -342,6 +350,10 @@ class World(RuleBasedStateMachine):
         for _ in range(4):
             self.beat(False)
             self.deliver(len(self.live))
+            if self.cursor.greeting_wanted or self.hellos:
+                # An answer that does not come is asked for again.
+                self.greet()
+                self.hear_hello()
             self.reader_is_never_misled()
             if self.cursor.request is not None:
                 self.ask() if self.cursor.request != self.asked else self.overdue()

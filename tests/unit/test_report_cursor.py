@@ -266,10 +266,21 @@ class TestLives:
         assert isinstance(items[0], NewEpoch)
         assert (items[0].epoch, items[0].started_s) == (B, 1.0)
         assert cursor.greeting_wanted
+        cursor.hello(hello(B, 1))
         cursor.on_request_sent()
         load(cursor, 1, B)
         live(cursor, 1, epoch=B)
-        assert kinds(cursor.take()) == ["Loaded", "ReportBatch"]
+        assert kinds(cursor.take()) == ["Greeted", "Loaded", "ReportBatch"]
+
+    def test_no_snapshot_is_requested_before_the_life_says_what_it_declares(self) -> None:
+        cursor = in_order()
+        live(cursor, 0, epoch=B)
+        assert cursor.greeting_wanted and cursor.request is None
+        cursor.hello(hello(B, 1, catalog_version=1, catalog=CATALOG))
+        assert kinds(cursor.take()) == ["NewEpoch", "Greeted", "Declared"]
+        assert cursor.request is not None
+        cursor.expire()
+        assert cursor.greeting_wanted and cursor.request is None
 
     def test_late_messages_of_a_past_epoch_change_nothing(self) -> None:
         cursor = in_order()
@@ -286,34 +297,40 @@ class TestLives:
         cursor.on_request_sent()
         old = snapshot(cursor, 10)
         live(cursor, 0, epoch=B)
+        cursor.hello(hello(B, 1))
         cursor.on_request_sent()
         for part in old:
             cursor.part(part)
-        assert kinds(cursor.take()) == ["NewEpoch"]
+        assert kinds(cursor.take()) == ["NewEpoch", "Greeted"]
         load(cursor, 1, B)
         assert kinds(cursor.take()) == ["Loaded"]
 
-    def test_a_snapshot_decides_the_epoch(self) -> None:
+    def test_a_snapshot_of_another_epoch_begins_a_life(self) -> None:
         cursor = in_order()
         # From a connection that is closing: the life between the one that we know and the one that answers.
         live(cursor, 3, epoch=B)
+        cursor.hello(hello(B, 4))
         cursor.on_request_sent()
         live(cursor, 4, epoch=B)
         load(cursor, 2, C)
-        items = cursor.take()
-        assert kinds(items) == ["NewEpoch", "NewEpoch", "Loaded"]
-        assert cursor.greeting_wanted
+        assert kinds(cursor.take()) == ["NewEpoch", "Greeted", "NewEpoch"]
+        assert cursor.greeting_wanted and cursor.request is None
+        cursor.hello(hello(C, 2))
+        cursor.on_request_sent()
+        load(cursor, 2, C)
         live(cursor, 5, epoch=B)
         live(cursor, 2, epoch=C)
-        assert seqs(cursor.take()) == [2]
+        items = cursor.take()
+        assert kinds(items) == ["Greeted", "Loaded", "ReportBatch"] and seqs(items) == [2]
 
     def test_a_past_epoch_can_come_back_by_an_answer(self) -> None:
         cursor = in_order()
         live(cursor, 3, epoch=B)
+        cursor.hello(hello(A, 11))
         cursor.on_request_sent()
         load(cursor, 11, A)
         live(cursor, 11)
-        assert kinds(cursor.take()) == ["NewEpoch", "NewEpoch", "Loaded", "ReportBatch"]
+        assert kinds(cursor.take()) == ["NewEpoch", "Greeted", "NewEpoch", "Loaded", "ReportBatch"]
 
     def test_remembered_epochs_are_bounded(self) -> None:
         cursor = in_order()
