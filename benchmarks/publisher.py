@@ -60,6 +60,8 @@ def main() -> None:
     arguments = parser.parse_args()
     frames = read_frames(arguments.frames)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    # libzmq allows 1,023 by itself.
+    context.set(zmq.MAX_SOCKETS, arguments.workers + 1)
     sockets = []
     for _ in range(arguments.workers):
         socket = context.socket(zmq.XPUB)

@@ -34,6 +34,7 @@ from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.matching.question import Hit, Question, filter_hits
 from kvrouter.router.matching.routing_history import RoutingHistory
 from kvrouter.router.redis_client.errors import StoreError
+from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metrics import Metrics
@@ -116,8 +117,10 @@ class Core:
         self.registry.subscribe(members=self._on_members)
         metrics.before_page(self._measure)
 
+        leases = LeaseRounds(store.leases, config.lease_ttl_s)
         services = StreamServices(
             store=store,
+            leases=leases,
             token=token,
             config=config,
             metrics=metrics,
@@ -158,6 +161,7 @@ class Core:
             "mirror_sweep": self.mirror_sync.sweep,
             "gauges": self._gauge,
             "heartbeat": self.peers.beat_always,
+            "leases": leases.run,
             "followers": self.peers.judge_followers,
             "registry": self.fleet.watch_registry,
             "store_settings": self._watch_store_settings,

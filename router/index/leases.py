@@ -3,11 +3,41 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
+
+import msgspec
+
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.index.commit import Head, Lease, hset
+from kvrouter.router.index.commit import HEAD_FIELDS, Head, Lease, hset
 from kvrouter.router.index.transactions import Transactions
+from kvrouter.router.redis_client.connection import Connection
+from kvrouter.router.redis_client.errors import ReplyError
 from kvrouter.router.redis_client.resp import command
+
+# PEXPIRE, GET, HMGET.
+_REPLIES_PER_RENEWAL = 3
+
+
+class Renewal(msgspec.Struct, frozen=True, eq=False):
+    """One worker's part of a request that renews many leases; made once. key: routes it."""
+
+    key: str
+    orders: bytes
+
+    @classmethod
+    def of(cls, worker: WorkerKey, ttl_s: float) -> Renewal:
+        lease, meta = keys.lease(worker), keys.meta(worker)
+        expire = command("PEXPIRE", lease, _milliseconds(ttl_s))
+        return cls(meta, expire + command("GET", lease) + command("HMGET", meta, *HEAD_FIELDS))
+
+
+class RenewalReply(msgspec.Struct, frozen=True):
+    """Who has the lease now, and the fields of `meta` as `Head.of` takes them."""
+
+    holder: bytes | None
+    fields: list[bytes | None]
 
 
 class Leases:
@@ -39,6 +69,36 @@ class Leases:
         """What the store holds of the worker, and the lease now ends in ttl_s. None: it was lost, and nothing
         changed."""
         return await self._if_leased(worker, lease, command("PEXPIRE", keys.lease(worker), _milliseconds(ttl_s)))
+
+    async def renew_all(self, renewals: Sequence[Renewal]) -> list[RenewalReply | None]:
+        """Renews many leases with one request to each server; None: the server refused a part of that request.
+
+        Renewing and reading are no transaction. A lease that another process took meanwhile is prolonged for that one,
+        once, which does no harm."""
+        servers = self._transactions.servers
+        found: list[RenewalReply | None] = [None] * len(renewals)
+        parts: dict[object, list[int]] = {}
+        for at, renewal in enumerate(renewals):
+            parts.setdefault(servers.address_of(renewal.key), []).append(at)
+
+        async def renew(part: list[int]) -> None:
+            request = b"".join([renewals[at].orders for at in part])
+
+            async def work(connection: Connection) -> list[object] | None:
+                try:
+                    return await connection.run(request, _REPLIES_PER_RENEWAL * len(part))
+                except ReplyError:
+                    # Of one of many. Whose it is, and what it means, shows when they are renewed one by one.
+                    return None
+
+            replies = await servers.on(renewals[part[0]].key, work, urgent=True)
+            if replies is not None:
+                for n, at in enumerate(part):
+                    _, holder, fields = replies[_REPLIES_PER_RENEWAL * n : _REPLIES_PER_RENEWAL * (n + 1)]
+                    found[at] = RenewalReply(holder, fields)
+
+        await asyncio.gather(*map(renew, parts.values()))
+        return found
 
     async def release(self, worker: WorkerKey, lease: Lease) -> bool:
         """Gives the lease back, if it still counts."""

@@ -13,10 +13,13 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.index.commit import Commit, CommitOutcome, Lease
+from kvrouter.router.index import keys
+from kvrouter.router.index.commit import Commit, CommitOutcome, Head, Lease
+from kvrouter.router.index.leases import Renewal, RenewalReply
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.redis_client.errors import StoredValueError, StoreError
+from kvrouter.router.streams.lease_rounds import LOOKS_PER_TTL, LeaseRounds
 from kvrouter.router.telemetry.metrics import Metrics
 
 log = logging.getLogger("kvrouter.hold")
@@ -24,12 +27,6 @@ log = logging.getLogger("kvrouter.hold")
 # Pause between tries while the store does not answer: doubled from the first to the last.
 RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 1.0
-
-# Renewals in the life of a lease: three may be late or lost.
-RENEWALS_PER_TTL = 4
-
-# Looks at whether a worker is free, per lease TTL; bounds takeover delay beyond the lease.
-LOOKS_PER_TTL = 10
 
 ELSEWHERE = "another router process follows this worker; its answers are shown as they come from Redis"
 
@@ -45,13 +42,16 @@ class HandedOver(LeaseLost):
 
 
 class LeaseHolder:
-    """The lease on one worker. Belongs to one event loop; `keep` and `write` run beside each other."""
+    """The lease on one worker. Belongs to one event loop; `keep` and `write` run beside each other.
+
+    More than 15 attributes: what was written is judged in every reply, under the lease that it was written under."""
 
     def __init__(
         self,
         worker: WorkerKey,
         *,
         store: IndexStore,
+        rounds: LeaseRounds,
         token: str,
         ttl_s: float,
         metrics: Metrics,
@@ -61,8 +61,10 @@ class LeaseHolder:
         """mine: whether this process should follow the worker. changed: called with `problem` when it did."""
         self._worker = worker
         self._store = store
+        self._rounds = rounds
         self._token = token
         self._ttl_s = ttl_s
+        self._renewal = Renewal.of(worker, ttl_s)
         self._metrics = metrics
         self._mine = mine
         self._changed = changed
@@ -76,6 +78,11 @@ class LeaseHolder:
         self._unsure: Written | None = None
         # A write and a renewal would each see what the other half did.
         self._lock = asyncio.Lock()
+        # Set when a round finds something to do: the worker should change hands, or its lease is in doubt.
+        self._called = asyncio.Event()
+        self._movable: Callable[[], bool] = lambda: True
+        # `meta` as a round saw it last, and what was written then.
+        self._confirmed: tuple[Written, list[bytes | None]] | None = None
         # Why nothing can be written now, None while it can.
         self.problem: str | None = None
 
@@ -100,12 +107,15 @@ class LeaseHolder:
 
     async def take(self) -> bool:
         """Wait for the lease. True: nobody else had it since this process did, as far as the store knows."""
-        while True:
-            if self._mine():
+        with self._rounds.joined(self):
+            while True:
+                if not self._mine():
+                    self._called.clear()
+                    await self._called.wait()
                 lease = await self._store.leases.take(self._worker, self._token, self._ttl_s, above=self._number)
                 if lease is not None:
                     break
-            await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
+                await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
         alone = 0 < self._number == lease.number - 1 and not self._interrupted
         self._lease, self._number, self._interrupted = lease, lease.number, False
         self._say(None)
@@ -134,18 +144,56 @@ class LeaseHolder:
 
     async def keep(self, movable: Callable[[], bool]) -> None:
         """Renew until the hold is lost. movable: hand the worker over when it should be another process's."""
-        while True:
-            await asyncio.sleep(self._ttl_s / RENEWALS_PER_TTL)
-            if movable() and not self._mine():
-                self._metrics.leases_lost.labels("handed_over").inc()
-                raise HandedOver("each router process has its share, and this one is another's")
-            try:
-                async with self._lock:
-                    await self._renew()
-            except StoreError as error:
-                if self.problem is None:
-                    log.warning("lease not renewed", extra={"worker": self._worker, "reason": str(error)})
-                self._say(str(error))
+        self._movable = movable
+        self._called.clear()
+        with self._rounds.joined(self):
+            while True:
+                await self._called.wait()
+                self._called.clear()
+                if self._should_move():
+                    self._metrics.leases_lost.labels("handed_over").inc()
+                    raise HandedOver("each router process has its share, and this one is another's")
+                try:
+                    async with self._lock:
+                        await self._renew()
+                except StoreError as error:
+                    self._say_unrenewed(str(error))
+
+    def _should_move(self) -> bool:
+        return not self._mine() and self._movable()
+
+    def look(self) -> None:
+        """See RoundMember."""
+        if self._mine() if self._lease is None else self._should_move():
+            self._called.set()
+
+    def offer(self) -> tuple[Lease, Renewal] | None:
+        """See RoundMember."""
+        return None if self._lease is None else (self._lease, self._renewal)
+
+    def take_reply(self, lease: Lease, reply: RenewalReply | None) -> None:
+        """See RoundMember. A write that ended meanwhile may make the reply look wrong, which costs a renewal."""
+        if lease is self._lease and not (reply and reply.holder == lease.value and self._is_confirmed(reply.fields)):
+            self._called.set()
+
+    def _is_confirmed(self, fields: list[bytes | None]) -> bool:
+        if self._confirmed == (self._written, fields):
+            return True
+        head = Head.of(keys.meta(self._worker), *fields)
+        if head.problem is not None or (head.epoch, head.seq) not in (self._written, self._unsure):
+            return False
+        self._confirmed = (self._written, fields)
+        return True
+
+    def take_failure(self, lease: Lease, reason: str) -> None:
+        """See RoundMember."""
+        if lease is self._lease:
+            self._say_unrenewed(reason)
+
+    def _say_unrenewed(self, reason: str) -> None:
+        if self.problem is None:
+            log.warning("lease not renewed", extra={"worker": self._worker, "reason": reason})
+        self._say(reason)
 
     async def _renew(self) -> None:
         assert self._lease is not None

@@ -14,6 +14,7 @@ from kvrouter.events.transport.permits import Permits
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
 from kvrouter.router.index.store import IndexStore
+from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.mirror_lead import MirrorSource
 from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
@@ -21,10 +22,11 @@ from kvrouter.router.workers.allow_list import AllowList
 
 @dataclasses.dataclass(frozen=True)
 class StreamServices:
-    """token: names the process in leases. mirror: led while the process follows a worker. http: asks engines whether
+    """token: names the process in leases. leases: renews them. mirror: led while the process follows a worker. http: asks engines whether
     they live; None: they are not asked."""
 
     store: IndexStore
+    leases: LeaseRounds
     token: str
     config: Config
     metrics: Metrics

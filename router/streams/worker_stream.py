@@ -70,6 +70,7 @@ class WorkerStream:
         self._lease = LeaseHolder(
             worker,
             store=services.store,
+            rounds=services.leases,
             token=services.token,
             ttl_s=services.config.lease_ttl_s,
             metrics=services.metrics,

@@ -22,7 +22,8 @@ from index_support import (
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.index.commit import Commit, CommitOutcome, Lease
+from kvrouter.router.index.commit import Commit, CommitOutcome, Head, Lease
+from kvrouter.router.index.leases import Renewal
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.index.transactions import Transactions
 from kvrouter.router.redis_client.errors import StoreError
@@ -47,6 +48,29 @@ class LeaseLaws:
             assert await store.leases.release(worker, second)
             assert await store.leases.renew(worker, second, 60) is None
             assert world.stored_keys() == {keys.meta(worker)}
+
+        world.run(body)
+
+    def test_many_leases_are_renewed_together_and_each_answer_is_its_own(self, world: World):
+        async def body(store: IndexStore) -> None:
+            workers = [world.worker() for _ in range(5)]
+            taken = [await store.leases.take(worker, "me", 60) for worker in workers]
+            world.raw.delete(keys.lease(workers[1]))
+            world.raw.delete(keys.lease(workers[2]))
+            assert await store.leases.take(workers[2], "other", 60) == Lease("other", 2)
+            replies = await store.leases.renew_all([Renewal.of(worker, 600) for worker in workers])
+            assert [reply and reply.holder for reply in replies] == [
+                taken[0] and taken[0].value, None, b"other:2", taken[3] and taken[3].value, taken[4] and taken[4].value
+            ]  # fmt: skip
+            heads = [Head.of("", *reply.fields) for reply in replies if reply]
+            assert [head.lease for head in heads] == [1, 1, 2, 1, 1]
+            left_ms = [world.raw.pttl(keys.lease(worker)) for worker in workers]
+            assert left_ms[1] == -2 and min(left_ms[:1] + left_ms[2:]) > 60_000
+            # One that the server refuses makes its request tell nothing; each is asked for by itself then.
+            world.raw.delete(keys.lease(workers[0]))
+            world.raw.rpush(keys.lease(workers[0]), "not ours")
+            assert (await store.leases.renew_all([Renewal.of(workers[0], 60)])) == [None]
+            assert await store.leases.renew_all([]) == []
 
         world.run(body)
 

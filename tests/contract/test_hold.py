@@ -18,6 +18,7 @@ from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.streams.lease_holder import HandedOver, LeaseHolder, LeaseLost
+from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.telemetry.metrics import Metrics
 
 WORKER = WorkerKey("m", "held")
@@ -40,12 +41,14 @@ def run(url: str, body: Body) -> None:
         raw = redis.Redis.from_url(url)
         raw.flushall()
         store = await IndexStore.open(url)
+        rounds = LeaseRounds(store.leases, TTL_S)
 
         def hold(token: str) -> LeaseHolder:
             metrics = Metrics(CollectorRegistry())
             return LeaseHolder(
                 WORKER,
                 store=store,
+                rounds=rounds,
                 token=token,
                 ttl_s=TTL_S,
                 metrics=metrics,
@@ -53,6 +56,7 @@ def run(url: str, body: Body) -> None:
                 changed=lambda problem: None,
             )
 
+        renewing = asyncio.ensure_future(rounds.run())
         try:
             async with asyncio.timeout(WAIT_S):
                 one, two = hold("one"), hold("two")
@@ -60,6 +64,7 @@ def run(url: str, body: Body) -> None:
                 await one.write(flush("e", 0, opens=True))
                 await body(one, two, raw)
         finally:
+            renewing.cancel()
             await store.close()
             raw.close()
 
@@ -83,6 +88,57 @@ def test_a_lease_that_ended_is_taken_again_in_place(embedded_url: str) -> None:
         await one.write(flush("e", 1))
         assert raw.hget(keys.meta(WORKER), "seq") == b"1"
         assert raw.get(keys.lease(WORKER)) == b"one:2"
+
+    run(embedded_url, body)
+
+
+def test_a_lease_that_is_kept_outlives_its_time(embedded_url: str) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
+        kept = asyncio.ensure_future(one.keep(lambda: True))
+        ended = asyncio.get_running_loop().time() + 3 * TTL_S
+        seq = 0
+        # While it is written as fast as it goes, and while nothing is.
+        while asyncio.get_running_loop().time() < ended - TTL_S:
+            seq += 1
+            await one.write(flush("e", seq))
+        await asyncio.sleep(2 * TTL_S)
+        assert raw.get(keys.lease(WORKER)) == b"one:1" and not kept.done()
+        kept.cancel()
+
+    run(embedded_url, body)
+
+
+def test_a_lease_that_ended_while_nothing_was_written_is_taken_again_in_place(embedded_url: str) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
+        kept = asyncio.ensure_future(one.keep(lambda: True))
+        raw.delete(keys.lease(WORKER))
+        while raw.get(keys.lease(WORKER)) != b"one:2":
+            await asyncio.sleep(0.01)
+        assert not kept.done()
+        kept.cancel()
+
+    run(embedded_url, body)
+
+
+def test_a_lease_that_another_has_is_given_up_while_nothing_is_written(embedded_url: str) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
+        raw.delete(keys.lease(WORKER))
+        assert not await two.take()
+        with pytest.raises(LeaseLost, match="another router"):
+            await one.keep(lambda: True)
+
+    run(embedded_url, body)
+
+
+def test_a_lease_that_is_no_lease_is_taken_again(embedded_url: str) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
+        kept = asyncio.ensure_future(one.keep(lambda: True))
+        raw.delete(keys.lease(WORKER))
+        raw.rpush(keys.lease(WORKER), "not ours")
+        while raw.type(keys.lease(WORKER)) != b"string":
+            await asyncio.sleep(0.01)
+        assert raw.get(keys.lease(WORKER)) == b"one:2" and not kept.done()
+        kept.cancel()
 
     run(embedded_url, body)
 
@@ -111,6 +167,7 @@ def test_a_share_of_another_is_handed_over_where_that_loses_nothing(embedded_url
         await asyncio.sleep(TTL_S)
         assert not kept.done()
         kept.cancel()
+        await asyncio.gather(kept, return_exceptions=True)
         with pytest.raises(HandedOver):
             await one.keep(lambda: True)
 

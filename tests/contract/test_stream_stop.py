@@ -22,6 +22,7 @@ from kvrouter.router.index.store import IndexStore
 from kvrouter.router.streams.commit_loop import CommitLoop
 from kvrouter.router.streams.engine_poller import EnginePoller
 from kvrouter.router.streams.lease_holder import LeaseHolder, LeaseLost
+from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.source_switch import SourceSwitch
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_record import WorkerRecord
@@ -49,14 +50,16 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(stops: bool, embedded
             supervisor=supervisor,
             budget_bytes=1 << 24,
         )
+        rounds = LeaseRounds(store.leases, 1.0)
         services = StreamServices(
-            store=store, token="t", config=Config(), metrics=metrics, context=context, clock=clock, rng=rng, http=None,
+            store=store, leases=rounds, token="t", config=Config(), metrics=metrics, context=context, clock=clock, rng=rng, http=None,
             allowed=AllowList(), permits=Permits(rng=rng), supervisor=supervisor, mirror=mirror,
         )  # fmt: skip
         record = WorkerRecord(Registration(WORKER), services, lambda: None)
         lease = LeaseHolder(
-            WORKER, store=store, token="t", ttl_s=1.0, metrics=metrics, mine=lambda: True, changed=record.store_changed
-        )
+            WORKER, store=store, rounds=rounds, token="t", ttl_s=1.0, metrics=metrics, mine=lambda: True,
+            changed=record.store_changed,
+        )  # fmt: skip
         commits = CommitLoop(record, lease, services)
         engine = EnginePoller(record, commits, services, lambda said: None)
         lost = asyncio.Event()

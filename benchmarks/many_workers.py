@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a fleet of many workers costs a router that nobody asks much: registering them, following them idle, and one
+question about a prompt that all of them hold.
+
+Every worker holds the same prompt; its engine publishes nothing more. With --urls each has an HTTP endpoint too, whose
+health is checked every second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from http_client import HttpClient
+from processes import HERE, Ours, Publisher, child, cpu_s, rss_bytes
+from report import Others, Result, Row, machine, progress, save, table
+from workload import BLOCK_TOKENS, CHAIN_BLOCKS, EVENTS_PER_BATCH, MODEL, Chain, Frame, Workload, stored, write_frames
+
+from kvrouter.events.vllm.codec import encode_batch
+
+BLOCKS_PER_EVENT = 32
+IDLE_S = 20.0
+QUESTIONS = 1_000
+# What is open in the router settles within this after the last worker is live.
+SETTLE_S = 3.0
+WAIT_S = 300.0
+
+
+def frames(chain: Chain, workers: int) -> Iterator[Frame]:
+    step = BLOCKS_PER_EVENT * EVENTS_PER_BATCH[BLOCKS_PER_EVENT]
+    payloads = [
+        encode_batch(1.7e9, [stored(chain, a, a + BLOCKS_PER_EVENT) for a in range(b, b + step, BLOCKS_PER_EVENT)], 0)
+        for b in range(0, CHAIN_BLOCKS, step)
+    ]
+    for seq, payload in enumerate(payloads):
+        yield from (Frame(worker, seq, step, payload) for worker in range(workers))
+
+
+@contextlib.contextmanager
+def http_engines(count: int, folder: Path) -> Iterator[list[str]]:
+    """The URLs of so many engines that answer their health."""
+    command = [sys.executable, str(HERE / "http_engines.py"), str(count)]
+    with child(command, folder / "http_engines.log", stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())
+
+
+def wait(client: HttpClient, count: int) -> float:
+    """When all workers are live and hold the prompt (CLOCK_MONOTONIC)."""
+    deadline = time.monotonic() + WAIT_S
+    wanted = {"g0:GPU": CHAIN_BLOCKS}
+    while True:
+        rows = client.call("GET", "/workers")["workers"]
+        if sum(row["state"] == "live" and row["residency"] == wanted for row in rows) == count:
+            return time.monotonic()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not all workers are live: {rows[0]}")
+        time.sleep(0.1)
+
+
+def measure(count: int, folder: Path, *, urls: bool) -> list[Row]:
+    chain = Workload().chain(0)
+    path = folder / "frames.bin"
+    batches, _ = write_frames(path, frames(chain, count))
+    with contextlib.ExitStack() as stack:
+        publisher = stack.enter_context(Publisher.run(path, count))
+        addresses = stack.enter_context(http_engines(count, folder)) if urls else []
+        router = stack.enter_context(Ours.run(folder))
+        client = router.client
+        progress(f"{count} workers: registering")
+        cpu, start = cpu_s(router.pid), time.monotonic()
+        for worker, endpoint in enumerate(publisher.endpoints):
+            body = {"worker_id": f"w{worker}", "model": MODEL, "endpoint": endpoint, "block_size": BLOCK_TOKENS}
+            if urls:
+                body["url"] = addresses[worker]
+            client.call("POST", "/register", body)
+        took_s, took_cpu_s = time.monotonic() - start, cpu_s(router.pid) - cpu
+        publisher.wait()
+        publisher.send(batches)
+        live_s = wait(client, count) - start
+        time.sleep(SETTLE_S)
+        progress(f"{count} workers: idle")
+        cpu, start = cpu_s(router.pid), time.monotonic()
+        time.sleep(IDLE_S)
+        idle = (cpu_s(router.pid) - cpu) / (time.monotonic() - start)
+        progress(f"{count} workers: questions")
+        values = chain.hashes.view(np.int64).tolist()
+        question = client.request("POST", "/query_by_hash", {"model_name": MODEL, "block_hashes": values})
+        times = []
+        cpu = cpu_s(router.pid)
+        for _ in range(QUESTIONS):
+            begin = time.perf_counter_ns()
+            status, _ = client.send(question)
+            times.append((time.perf_counter_ns() - begin) / 1e6)
+            if status != 200:
+                raise RuntimeError(f"answered {status}")
+        per_question = (cpu_s(router.pid) - cpu) / QUESTIONS * 1e3
+        memory = rss_bytes(router.pid) / 2**20
+    fleet = f"{count:,} workers{', health checked' if urls else ''}"
+    return [
+        Row(f"{fleet}: all registered", "s", took_s),
+        Row(f"{fleet}: all registered, CPU of the router", "s", took_cpu_s),
+        Row(f"{fleet}: all live, from the first registration", "s", live_s),
+        Row(f"{fleet}: idle", "cores", idle),
+        Row(f"{fleet}: /query_by_hash, 512 blocks that all hold, p50", "ms", float(np.percentile(times, 50))),
+        Row(f"{fleet}: the same, p99", "ms", float(np.percentile(times, 99))),
+        Row(f"{fleet}: the same, longest", "ms", max(times)),
+        Row(f"{fleet}: the same, CPU of the router", "ms", per_question),
+        Row(f"{fleet}: resident memory of the router", "MiB", memory),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 250, 1_000], help="sizes of the fleet")
+    parser.add_argument("--urls", action="store_true", help="engines with HTTP, whose health is checked")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
+    arguments = parser.parse_args()
+    about, others, rows = machine(), Others(), []
+    for count in arguments.workers:
+        # /tmp, not the system's choice: the path of the private store's socket must stay short.
+        with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
+            rows += measure(count, Path(folder), urls=arguments.urls)
+    notes = [others.note()]
+    save(Result("many_workers", False, about, rows, notes), arguments.json)
+    print(table(rows))
+    for note in notes:
+        print(f"- {note}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The leases of one router process, renewed together: a round is one request to each server, however many workers are
+followed. What a round cannot confirm each holder judges by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Protocol
+
+from kvrouter.router.index.commit import Lease
+from kvrouter.router.index.leases import Leases, Renewal, RenewalReply
+from kvrouter.router.redis_client.errors import StoreError
+
+# Looks at whether a worker changes hands, per lease TTL; bounds takeover delay beyond the lease.
+LOOKS_PER_TTL = 10
+
+# A lease is renewed with every second look: four renewals of its life may be late or lost.
+LOOKS_PER_RENEWAL = 2
+
+# Leases renewed with one request: about a millisecond of work when the reply comes.
+LEASES_PER_REQUEST = 256
+
+
+class RoundMember(Protocol):
+    """A holder, as the rounds see it."""
+
+    def look(self) -> None:
+        """Judge whether the worker should change hands."""
+
+    def offer(self) -> tuple[Lease, Renewal] | None:
+        """What is to be renewed now, None when nothing is."""
+
+    def take_reply(self, lease: Lease, reply: RenewalReply | None) -> None:
+        """What the store said of `lease`; None: it refused to answer."""
+
+    def take_failure(self, lease: Lease, reason: str) -> None:
+        """Why the store could not be asked."""
+
+
+class LeaseRounds:
+    """Belongs to one event loop; `run` is a task of the process."""
+
+    def __init__(self, leases: Leases, ttl_s: float) -> None:
+        self._leases = leases
+        self._ttl_s = ttl_s
+        self._members: dict[RoundMember, None] = {}
+
+    @contextlib.contextmanager
+    def joined(self, member: RoundMember) -> Iterator[None]:
+        """`member` takes part until the block ends."""
+        self._members[member] = None
+        try:
+            yield
+        finally:
+            del self._members[member]
+
+    async def run(self) -> None:
+        for look in itertools.count(1):
+            await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
+            for member in list(self._members):
+                member.look()
+            if look % LOOKS_PER_RENEWAL == 0:
+                await self._renew()
+
+    async def _renew(self) -> None:
+        offers = [(member, *offer) for member in self._members if (offer := member.offer()) is not None]
+        parts = (offers[at : at + LEASES_PER_REQUEST] for at in range(0, len(offers), LEASES_PER_REQUEST))
+        await asyncio.gather(*map(self._renew_some, parts))
+
+    async def _renew_some(self, offers: list[tuple[RoundMember, Lease, Renewal]]) -> None:
+        try:
+            replies = await self._leases.renew_all([renewal for _, _, renewal in offers])
+        except StoreError as error:
+            for member, lease, _ in offers:
+                member.take_failure(lease, str(error))
+            return
+        for (member, lease, _), reply in zip(offers, replies, strict=True):
+            member.take_reply(lease, reply)
