@@ -23,7 +23,7 @@ import uvloop
 # pytest's importlib mode leaves sys.path alone.
 from api_support import TinyCore
 from prometheus_client import CollectorRegistry
-from scripted_engine import Script, ScriptedEngine
+from scripted_engine import Script, ScriptedEngine, plain
 
 from kvrouter.router.api.http.deadlines import HttpLimits
 from kvrouter.router.api.http.fastapi_app import build_api
@@ -49,6 +49,9 @@ from kvrouter.router.workers.registration import Registration
 WAIT_S = 30.0
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+BODY = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+RAW = json.dumps(BODY).encode()
+OK = plain(b"ok")
 
 
 class InOrder(TinyCore):
@@ -300,6 +303,10 @@ def received(client: socket.socket) -> bytes:
     while piece := client.recv(1024**2):
         whole += piece
     return whole
+
+
+def code(answer: bytes) -> str:
+    return str(json.loads(answer)["error"]["code"])
 
 
 def until(condition: Callable[[], bool], what: str) -> None:

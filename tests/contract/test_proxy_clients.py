@@ -5,22 +5,19 @@ it had."""
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-from proxy_support import CHAT, fleet, raw_request, received, until
+from proxy_support import CHAT, OK, RAW, fleet, raw_request, received, until
 from scripted_engine import STREAM_HEAD, Asked, Script, Wire, chunk, hang, plain, stream
 
 from kvrouter.router.api.http.deadlines import HttpLimits
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.proxy.circuit_breaker import FAILURES_TO_OPEN
 
-RAW = json.dumps({"model": "m", "messages": [{"role": "user", "content": "hi"}]}).encode()
 W0 = WorkerKey("m", "w0")
-OK = plain(b"ok")
 # Long enough for a loop that is not held back to send some megabytes more.
 PAUSE_S = 0.3
 

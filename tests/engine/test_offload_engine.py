@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -18,49 +17,15 @@ import pytest
 pytest.importorskip("vllm")
 
 import offload_engine
-from engine_process import VOCAB_SIZE
 from offload_engine import OffloadEngine
+from offload_workload import HEADINGS, MODEL, PROMPTS, SHAPES, WORKER, Case, Run, alike, offload, settled, workload
 from router_process import RouterProcess
 
 from kvrouter.engine_patch.offload.disk.reader import LOOK_S
 
 pytestmark = pytest.mark.engine
 
-MODEL = "tiny"
-WORKER = "offloading"
-PROMPTS = 300
 FEWER_PROMPTS = 100
-# bfloat16 logits between 2 and 4 are 1/64 apart; a wrong page moves them by whole numbers.
-ROUNDING = 0.08
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A model, bytes of a block over its layers, and the sizes of its tiers in blocks: each far below what the prompts
-    need."""
-
-    model: str
-    block_bytes: int
-    gpu_blocks: int
-    cpu_blocks: int
-    disk_blocks: int
-
-
-SHAPES = {
-    # Keys and values of 32 tokens, one head of 64 numbers of 2 bytes.
-    "windows": Shape("gemma3", 2 * 32 * 64 * 2, 110, 240, 700),
-    # As large as its largest state; fewer blocks are worth keeping.
-    "states": Shape("lfm2", 2 * 32 * 64 * 2, 90, 120, 300),
-}
-
-
-@dataclass(frozen=True)
-class Case:
-    shape: str
-    count: int
-    settings: dict[str, Any] = field(default_factory=dict, hash=False)
-
-
 CASES = {
     "5 windows+full, lru, 1 block a chunk": Case("windows", PROMPTS, {"eviction_policy": "lru"}),
     "5 windows+full, arc, 1 block a chunk": Case("windows", FEWER_PROMPTS, {"eviction_policy": "arc"}),
@@ -71,17 +36,6 @@ CASES = {
     "3 states+full, lru, 1 block a chunk": Case("states", PROMPTS),
     "3 states+full, arc, 1 block a chunk": Case("states", FEWER_PROMPTS, {"eviction_policy": "arc"}),
 }
-# Which prediction a prompt is compared with: it may load from these tiers, or from all.
-TIERS: list[tuple[str, list[str] | None]] = [("gpu", []), ("cpu", ["CPU"]), ("disk", None), ("disk", None)]
-
-
-@dataclass(frozen=True)
-class Work:
-    token_ids: tuple[int, ...]
-    max_tokens: int
-    # The field of the router's answer, and what the engine may load from.
-    predicted: str
-    tiers: list[str] | None
 
 
 @pytest.fixture(scope="module")
@@ -104,124 +58,6 @@ def plain(
             return [engine.run(one.token_ids, one.max_tokens) for one in workload(shape, seed)]
 
     return answers
-
-
-def workload(shape: str, seed: int) -> Iterator[Work]:
-    """Conversations that grow, come back, are cut and branched: far more than all tiers hold."""
-    rng = Random(f"{seed} {shape}")
-    known = [tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(100, 500))) for _ in range(6)]
-    for _ in range(PROMPTS):
-        token_ids = known[-rng.randint(1, min(len(known), rng.choice((3, 12, 40))))]
-        kind = rng.random()
-        if kind < 0.4:
-            token_ids += tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(20, 200)))
-        elif kind < 0.7:
-            kept = token_ids[: rng.randint(len(token_ids) // 2, len(token_ids))]
-            token_ids = (*kept, rng.randrange(3, VOCAB_SIZE))
-        elif kind < 0.8:
-            token_ids = tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(200, 600)))
-        token_ids = token_ids[:900]
-        known.append(token_ids)
-        yield Work(token_ids, rng.randint(1, 4), *rng.choice(TIERS))
-
-
-def offload(case: Case, disk: Path) -> dict[str, Any]:
-    """Tiers of so many blocks, whatever a chunk is."""
-    shape = SHAPES[case.shape]
-    chunk_bytes = shape.block_bytes * int(case.settings.get("blocks_per_chunk", 1))
-    records = shape.disk_blocks * shape.block_bytes // chunk_bytes
-    slots = disk.parent / "slots"
-    slots.mkdir(exist_ok=True)
-    return {
-        "shared_memory_path": str(slots),
-        "cpu_bytes_to_use": shape.cpu_blocks * shape.block_bytes,
-        "disk_path": str(disk),
-        # A record takes its chunk's bytes, which are whole pages here.
-        "disk_bytes_to_use": records * chunk_bytes,
-        **case.settings,
-    }
-
-
-def settled(router: RouterProcess, engine: OffloadEngine) -> dict[str, Any]:
-    """The worker's row once a heartbeat has proven that the router holds what the ledger says now, and its answers show
-    it."""
-    blocks = {place: count for place, (count, _) in engine.do("ledger").items()}
-    last_seq = engine.do("last_seq")
-
-    def same(row: dict[str, Any]) -> bool:
-        return row["seq"] == last_seq and {place: n for place, n in row["residency"].items() if n} == blocks
-
-    return router.wait_proven(WORKER, same)
-
-
-def alike(answer: dict[str, Any], truth: dict[str, Any]) -> bool:
-    """The same tokens, and the same logprobs but for rounding: what is cached decides how a prefill is cut into
-    pieces."""
-    if answer["token_ids"] != truth["token_ids"]:
-        return False
-    for ours, theirs in zip(answer["logprobs"], truth["logprobs"], strict=True):
-        known = dict(map(tuple, theirs))
-        shared = [(logprob, known[token]) for token, logprob in ours if token in known]
-        # Two of the last among the likeliest may change places.
-        if len(shared) < len(ours) - 1 or any(abs(a - b) > ROUNDING for a, b in shared):
-            return False
-    return True
-
-
-class Run:
-    """Prompts asked of the router first and of the engine then."""
-
-    def __init__(self, router: RouterProcess, engine: OffloadEngine) -> None:
-        self._router, self._engine = router, engine
-        self.wrong: list[str] = []
-        self.other: list[str] = []
-        self.exact = 0
-        self.asked = dict.fromkeys(("gpu", "cpu", "disk"), 0)
-        self.hits = dict.fromkeys(self.asked, 0)
-        self.beyond = {"cpu": 0, "disk": 0}
-
-    def ask(self, number: int, work: Work, truth: dict[str, Any]) -> None:
-        """truth: what an engine without offloading says to it."""
-        settled(self._router, self._engine)
-        found = self._router.query(MODEL, WORKER, work.token_ids, None)
-        answer = self._engine.run(work.token_ids, work.max_tokens, work.tiers)
-        self.asked[work.predicted] += 1
-        self.hits[work.predicted] += answer["cached"] > 0
-        self.beyond["cpu"] += found["cpu"] > found["gpu"]
-        self.beyond["disk"] += found["disk"] > found["cpu"]
-        what = f"prompt {number}, {len(work.token_ids)} tokens, {work.predicted}: {found}, reused {answer['cached']}"
-        if answer["cached"] != found[work.predicted]:
-            self.wrong.append(what)
-        self.exact += answer["logprobs"] == truth["logprobs"]
-        if not alike(answer, truth):
-            self.other.append(f"{what}\n  {answer}\n  {truth}")
-
-    def row(self, name: str, pages: int) -> tuple[str, ...]:
-        total = sum(self.asked.values())
-        return (
-            name,
-            str(total),
-            str(total - len(self.wrong)),
-            f"{total - len(self.other)}, {self.exact} exactly",
-            *(f"{self.hits[tier]}/{self.asked[tier]}" for tier in self.asked),
-            str(self.beyond["cpu"]),
-            str(self.beyond["disk"]),
-            str(pages),
-        )
-
-
-HEADINGS = (
-    "model, tiers",
-    "prompts",
-    "predicted",
-    "same logprobs",
-    "gpu hits",
-    "cpu hits",
-    "disk hits",
-    "cpu > gpu",
-    "disk > cpu",
-    "same pages",
-)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,12 +15,9 @@ since a batch was lost for good (with a replay endpoint), all that is stored fro
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from collections.abc import Callable
 
-import msgspec
-import numpy as np
+from faulty_wire import FaultyWire
 from model_engine import (
     LAYOUTS,
     PROMPT_TOKENS,
@@ -29,35 +26,16 @@ from model_engine import (
     SCHEMES,
     UNKNOWN_SCHEME,
     UNNAMED,
-    Held,
     Layout,
     Life,
 )
+from store_image import Misled
 
 from kvrouter.events.patch.cursor import ReportCursor
-from kvrouter.events.patch.items import Declared, Greeted, HeartbeatSeen, Loaded, ReportBatch
-from kvrouter.events.patch.messages import Events, Heartbeat, Hello, ReportEvent, SnapshotPart
-from kvrouter.events.vllm.batch_cursor import Cursor
-from kvrouter.events.vllm.codec import BatchDecoder
-from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected
-from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.ingest.engine_liveness import (
-    EngineBack,
-    EngineLiveness,
-    EngineLost,
-    EngineRestarted,
-    NoPulse,
-    Pulse,
-)
-from kvrouter.router.ingest.ingest import Ingest
-from kvrouter.router.ingest.pending_commit import PendingCommit
+from kvrouter.events.patch.messages import ReportEvent
 from kvrouter.router.kvcache.scheme_verification import SchemeState
-from kvrouter.router.matching.mirror import Mirror
-from kvrouter.router.workers.registration import NO_PATCH, CatalogSpec, Registration
 from kvrouter.router.workers.stream_state import StreamState, credited
 
-WORKER = WorkerKey("m", "w")
-MIRROR_BYTES = 1 << 24
 # Rounds of a batch each after the last fault, at most a check's interval (10 s) apart.
 QUIET_ROUNDS = 8
 # Events of one batch that say nothing new: so many batches of these end what odd events left behind.
@@ -65,115 +43,18 @@ STEADY_EVENTS = 64
 QUIET_ODD_BATCHES = 20
 # Of requests and answers between two batches.
 TURNS = 3
-MAX_HELD = 6
-RING = 8
-TRACE_LINES = 80
 # Restarts after which the next life is heard of only where the old one ended, and how many batches that may take.
 UNHEARD_SHARE = 0.4
 MOST_UNHEARD = 40
+RING = 8
 LONG_RING = 200
 
 
-class Misled(AssertionError):
-    """A law was broken."""
-
-
-class StoreImage:
-    """What Redis holds of the worker, and the mirror that follows it."""
-
-    def __init__(self) -> None:
-        self.epoch: str | None = None
-        self.seq: int | None = None
-        self.places: dict[Place, set[int]] = {}
-        self.copies: dict[tuple[Place, int], int] = {}
-        self.meta: dict[str, bytes] = {}
-        # When the engine's process started, as the follower was told.
-        self.start_s: float | None = None
-        self.mirror = Mirror(MIRROR_BYTES)
-
-    def commit(self, flush: PendingCommit, start_s: float | None) -> None:
-        if flush.opens_epoch:
-            if flush.epoch == self.epoch:
-                raise Misled(f"epoch {flush.epoch} is opened twice")
-            self.epoch, self.seq, self.places, self.copies, self.meta = flush.epoch, None, {}, {}, {}
-            self.mirror.begin_epoch(WORKER, flush.epoch)
-        if flush.epoch != self.epoch:
-            raise Misled(f"a commit of epoch {flush.epoch} after {self.epoch}")
-        self.meta |= flush.meta
-        self.start_s = start_s
-        if flush.seqs is None:
-            if flush.changes or flush.copies:
-                raise Misled("changes without a batch are not committed")
-            return
-        if self.seq is not None and flush.seqs[0] != self.seq + 1:
-            raise Misled(f"batches {flush.seqs} do not follow {self.seq}")
-        self.seq = flush.seqs[1]
-        for change in flush.changes:
-            held = self.places.setdefault(change.place, set())
-            added, removed = set(change.added.tolist()), set(change.removed.tolist())
-            if added & held or removed - held:
-                raise Misled("a change is none")
-            self.places[change.place] = (held - removed) | added
-            self.mirror.discard(WORKER, change.place, change.removed)
-            self.mirror.add(WORKER, change.place, change.added)
-        for place, block, count in flush.copies:
-            if count > 1:
-                self.copies[place, block] = count
-            else:
-                self.copies.pop((place, block), None)
-
-    def arrays(self) -> dict[Place, np.ndarray]:
-        return {place: np.array(sorted(held), np.uint64) for place, held in self.places.items()}
-
-    def credited(self) -> Held:
-        known = self.mirror.worker(WORKER)
-        if known is None:
-            return {}
-        found = {place: frozenset(self.mirror.held(WORKER, place).tolist()) for place in known.places}
-        return {place: held for place, held in found.items() if held}
-
-    def spoil(self, rng: random.Random) -> str:
-        """Another program writes into the worker's keys."""
-        garbage = rng.choice([b"", b"{", b"\xff\xfe", b"-1", b"[]", b'{"algo":"md5"}', b"9" * 40])
-        field = rng.choice(["learned", "scheme", "fingerprint", "gaps", "declared", "report_epoch", "copies"])
-        if field == "copies":
-            place = rng.choice([*self.places, Place(0, "GPU")])
-            self.copies[place, rng.randrange(1, 9)] = rng.choice([0, -3, 70_000, 1 << 70])
-        else:
-            self.meta[field] = garbage
-        return field
-
-
-class World:
+class World(FaultyWire):
     """One world. `run` takes its steps; a broken law raises Misled."""
 
     def __init__(self, seed: int) -> None:
-        rng = self.rng = random.Random(seed)
-        self.kind = rng.choice(["stock", "stock", "plain", "patched", "patched"])
-        self.http = rng.random() < 0.6
-        self.trace: deque[str] = deque(maxlen=TRACE_LINES)
-        self.store = StoreImage()
-        self.epochs = 0
-        self.now = 0.0
-        self.lives: list[Life] = []
-        self.life: Life | None = None
-        self.wired = self.joined = False
-        # News of connections that the cursor has not been given; messages under way to it.
-        self.news: deque[str] = deque()
-        self.live: deque[tuple[int, object]] = deque()
-        self.swapped: tuple[int, object] | None = None
-        self.answers: deque[tuple[int, bytes] | None] = deque()
-        self.served = 0
-        self.replay_up = True
-        self.hellos: deque[Hello] = deque()
-        self.parts: deque[SnapshotPart] = deque()
-        self.asked: int | None = None
-        self.inbox: deque[object] = deque()
-        # For each lost connection that waits there, the lives that had ended by then.
-        self.ends: deque[list[Life]] = deque()
-        self.faulty = True
-        # Whether the last step was an odd event that takes its time to be forgotten.
-        self.odd = False
+        super().__init__(seed)
         self._begin_life()
         self._begin_router()
         self.actions: list[tuple[Callable[[], None], int]] = [
@@ -201,8 +82,6 @@ class World:
             (self.silence, 1),
             (self.change_source, 2),
         ]
-
-    # -- the run
 
     def run(self, steps: int) -> int:
         """Returns the number of steps taken, those of the quiet end included."""
@@ -291,12 +170,6 @@ class World:
                 report += more[1]
         return wire, report
 
-    # -- laws
-
-    @property
-    def state(self) -> StreamState:
-        return self.ingest.state
-
     def judge_safety(self) -> None:
         state = self.state
         if not credited(state, False) or self.store.epoch != self.ingest.held.epoch:
@@ -350,8 +223,6 @@ class World:
         for place, blocks in full.items():
             if missing := blocks - shown.get(place, frozenset()):
                 raise Misled(f"live without {len(missing)} blocks of {place.text}: {ingest.reason}")
-
-    # -- the engine
 
     def _alive(self) -> Life:
         assert self.life is not None
@@ -434,322 +305,3 @@ class World:
             self.replay_up = self.rng.random() < 0.5
             while self._alive().next_seq < before.next_seq:
                 self._publish(self._alive())
-
-    # -- the wire
-
-    def connect(self) -> None:
-        if self.wired or self.life is None:
-            return
-        if isinstance(self.cursor, ReportCursor) and not self.life.patched:
-            return
-        while self.news:
-            self.deliver_news()
-        self.wired = True
-        self.joined = not self.faulty or self.rng.random() < 0.7
-        self.news.append("up")
-
-    def cut(self) -> None:
-        """The connection breaks: what was under way is read before the news, or lost."""
-        self.answers.clear()
-        self.parts.clear()
-        self.hellos.clear()
-        if self.wired:
-            while self.news:
-                self.deliver_news()
-            if self.rng.random() < 0.5:
-                while self.live:
-                    self.deliver()
-            self.news.append("down")
-        self.live.clear()
-        self.swapped = None
-        self.wired = self.joined = False
-
-    def deliver_news(self) -> None:
-        if not self.news:
-            return
-        if self.news.popleft() == "up":
-            self.joined = True
-            self.cursor.connected()
-            if isinstance(self.cursor, ReportCursor):
-                self.cursor.greeting_wanted = True
-        else:
-            before = len(self.cursor.items)
-            self.cursor.disconnected()
-            if len(self.cursor.items) > before:
-                self.ends.append([life for life in self.lives if life.ended])
-        self._collect()
-
-    def deliver(self) -> None:
-        if not self.live:
-            return
-        seq, message = self.live.popleft()
-        cursor = self.cursor
-        if isinstance(cursor, Cursor):
-            assert isinstance(message, bytes)
-            cursor.live(seq, message)
-        elif isinstance(message, Events):
-            if self.faulty and self.rng.random() < 0.02:
-                cursor.unreadable(seq, message.epoch, 10)
-            else:
-                cursor.events(seq, message, 10)
-        else:
-            assert isinstance(message, Heartbeat)
-            cursor.heartbeat(seq, message, 10)
-        self._collect()
-
-    def _collect(self) -> None:
-        self.inbox.extend(self.cursor.take())
-        if self.cursor_wants() is not None and isinstance(self.cursor, Cursor) and self.cursor.held > MAX_HELD:
-            raise Misled("more is held than may be")
-        if not self.faulty or self.rng.random() < 0.7:
-            self.process()
-
-    def cursor_wants(self) -> object:
-        return self.cursor.request
-
-    # -- replay
-
-    def toggle_replay(self) -> None:
-        self.replay_up = not self.replay_up
-
-    def serve(self) -> None:
-        """The engine takes the request: its answer is what it remembers now, or a part of it."""
-        cursor, life = self.cursor, self.life
-        if not isinstance(cursor, Cursor):
-            return
-        # Both sockets lose an engine that dies at once, and another one needs its time to begin.
-        while "down" in self.news:
-            self.deliver_news()
-        if cursor.request is None or cursor.request.number == self.served:
-            return
-        self.served = cursor.request.number
-        self.answers.clear()
-        if life is None or not self.replay_up:
-            return
-        found: list[tuple[int, bytes] | None] = [batch for batch in life.ring if batch[0] >= cursor.request.start]
-        found.append(None)
-        if self.faulty and self.rng.random() < 0.3:
-            # The first one and the end travel alone; of what piles up behind them some is dropped, or all of the rest.
-            lost = {self.rng.randrange(1, len(found) + 1) for _ in range(2)}
-            found = [batch for at, batch in enumerate(found) if at not in lost]
-        self.answers = deque(found)
-
-    def answer(self) -> None:
-        if isinstance(self.cursor, ReportCursor):
-            if self.parts:
-                self.cursor.part(self.parts.popleft())
-                self._collect()
-            return
-        for _ in range(self.rng.randrange(1, 6)):
-            request = self.cursor.request
-            if request is None or request.number != self.served:
-                self.answers.clear()
-            if not self.answers:
-                return
-            batch = self.answers.popleft()
-            if batch is None:
-                self.cursor.replay_ended()
-            else:
-                self.cursor.replayed(*batch)
-            self._collect()
-
-    def overdue(self) -> None:
-        cursor = self.cursor
-        if isinstance(cursor, Cursor):
-            if cursor.request is not None and not self.answers:
-                cursor.replay_overdue()
-        elif self.asked is not None and self.asked == cursor.request:
-            cursor.snapshot_overdue()
-        self._collect()
-
-    def check(self) -> None:
-        if isinstance(self.cursor, Cursor) and not self.news:
-            self.cursor.check()
-            self._collect()
-
-    # -- the patch
-
-    def greet(self) -> None:
-        cursor, life = self.cursor, self.life
-        if isinstance(cursor, ReportCursor) and life is not None and life.patched and cursor.greeting_wanted:
-            cursor.greeting_wanted = False
-            self.hellos = deque([life.hello()])
-
-    def hear_hello(self) -> None:
-        cursor = self.cursor
-        if isinstance(cursor, ReportCursor) and self.hellos:
-            hello = self.hellos.popleft()
-            if not cursor.greeting_wanted:
-                cursor.hello(hello)
-                self._collect()
-
-    def beat(self) -> None:
-        life = self.life
-        heard = self.joined and (not self.faulty or self.rng.random() < 0.8)
-        if isinstance(self.cursor, ReportCursor) and life is not None and life.patched and heard:
-            self.live.append((life.next_seq, life.heartbeat()))
-
-    def ask_snapshot(self) -> None:
-        cursor, life = self.cursor, self.life
-        if not isinstance(cursor, ReportCursor) or cursor.request is None:
-            return
-        if cursor.request != self.asked:
-            self.asked = cursor.request
-            self.parts.clear()
-            cursor.on_request_sent()
-            if life is not None and life.patched:
-                made = life.parts(self.asked)
-                if self.faulty and self.rng.random() < 0.2:
-                    del made[self.rng.randrange(len(made))]
-                self.parts = deque(made)
-        elif not self.parts:
-            cursor.snapshot_overdue()
-        self._collect()
-
-    def silence(self) -> None:
-        if isinstance(self.cursor, ReportCursor):
-            self.cursor.silent(3.0)
-            self._collect()
-
-    # -- the router
-
-    def _new_epoch(self) -> str:
-        self.epochs += 1
-        return f"e{self.epochs}"
-
-    def _new_ingest(self) -> Ingest:
-        registration = Registration(
-            WORKER,
-            events="tcp://127.0.0.1:1",
-            replay=None if self.kind == "plain" else "tcp://127.0.0.1:2",
-            patch=None if self.kind == "patched" else NO_PATCH,
-            url="http://127.0.0.1:3" if self.http else None,
-            catalog=CatalogSpec(offload_blocks_per_chunk=1),
-        )
-        return Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=self._new_epoch)
-
-    def _begin_router(self) -> None:
-        """A process takes the worker over, from what the store holds."""
-        store = self.store
-        self.ingest = self._new_ingest()
-        self.vitals = EngineLiveness(store.start_s)
-        if store.epoch is not None:
-            # What another process reads is loaded anew.
-            store.mirror.begin_epoch(WORKER, store.epoch)
-            for place, held in store.arrays().items():
-                store.mirror.add(WORKER, place, held)
-        if store.epoch is not None and store.seq is not None:
-            try:
-                self.ingest.restore(store.epoch, store.seq, store.arrays(), dict(store.copies), dict(store.meta))
-            except (msgspec.MsgspecError, ValueError) as error:
-                self.trace.append(f"not restored: {error}")
-                self.ingest = self._new_ingest()
-        self._follow()
-
-    def _follow(self) -> None:
-        """Sockets are opened to one of the two streams."""
-        self.inbox.clear()
-        self.ends.clear()
-        self.live.clear()
-        self.news.clear()
-        self.answers.clear()
-        self.parts.clear()
-        self.hellos.clear()
-        self.swapped = None
-        self.wired = self.joined = False
-        self.served, self.asked = 0, None
-        ingest = self.ingest
-        self.cursor: Cursor | ReportCursor
-        if self.kind == "patched" and self.life is not None and self.life.patched:
-            ingest.follow_reports()
-            self.cursor = ReportCursor(resume=ingest.reports.resume, max_held=MAX_HELD)
-        else:
-            ingest.follow_stock()
-            self.cursor = Cursor(replay=self.kind != "plain", resume=ingest.resume_point, max_held=MAX_HELD)
-        self.trace.append(f"follows with {type(self.cursor).__name__}, resume {ingest.resume_point}")
-
-    def change_source(self) -> None:
-        """The other stream is followed: the patch answers, or has been silent for too long."""
-        patched = self.life is not None and self.life.patched
-        if self.kind != "patched" or self.life is None or patched == isinstance(self.cursor, ReportCursor):
-            return
-        self.ingest.pause("followed again in a moment")
-        if not self.ingest.held.continues(self.store.epoch, self.store.seq):
-            self.ingest.held.rewrite_epoch()
-        self._follow()
-
-    def change_router(self) -> None:
-        """A lease changes hands, in order or after a crash; or the process begins anew."""
-        if self.rng.random() < 0.5:
-            self.process()
-            self.commit()
-        self._begin_router()
-
-    def spoil(self) -> None:
-        self.trace.append(f"spoils {self.store.spoil(self.rng)}")
-        self._begin_router()
-
-    def process(self) -> None:
-        """The ingest takes what waits for it."""
-        ingest = self.ingest
-        while self.inbox:
-            item = self.inbox.popleft()
-            self.trace.append(f"  {_short(item)}")
-            ingest.apply(item, self.now)  # type: ignore[arg-type]
-            if isinstance(item, Disconnected):
-                for life in self.ends.popleft():
-                    life.end_heard = True
-            elif isinstance(item, Batch | ReportBatch):
-                self._hear_new_life(item)
-            elif isinstance(item, Connected) and not self.faulty:
-                self.pulse()
-            if ingest.reports.wants_snapshot is not None and isinstance(self.cursor, ReportCursor):
-                self.cursor.request_snapshot()
-                ingest.reports.wants_snapshot = None
-                self.inbox.extend(self.cursor.take())
-
-    def commit(self) -> None:
-        flush = self.ingest.held.take()
-        if flush is not None:
-            self.store.commit(flush, self.vitals.start_s)
-
-    def pulse(self) -> None:
-        """The engine's HTTP is asked."""
-        if not self.http:
-            return
-        # What was received before the answer is taken before it.
-        self.process()
-        life = self.life
-        sign = NoPulse("refused", gone=True) if life is None else Pulse(life.start_s)
-        for found in self.vitals.observe(sign, self.now):
-            self.ingest.on_liveness(found)
-            if isinstance(found, EngineLost | EngineRestarted):
-                self._hear_ends()
-            if isinstance(found, EngineBack | EngineRestarted):
-                if isinstance(self.cursor, ReportCursor):
-                    self.cursor.expire()
-                else:
-                    self.cursor.expire("the engine may be another")
-                self.ingest.reports.wants_snapshot = None
-                self._collect()
-
-    def _hear_ends(self) -> None:
-        for life in self.lives:
-            life.end_heard |= life.ended
-
-    def _hear_new_life(self, item: Batch | ReportBatch) -> None:
-        life = self.life
-        if life is None:
-            return
-        said = isinstance(item, Batch) and any(payload == item.payload for _, payload in life.ring)
-        if said or (isinstance(item, ReportBatch) and item.message.epoch == life.epoch):
-            self._hear_ends()
-
-
-def _short(item: object) -> str:
-    """An item in the trace."""
-    if isinstance(item, Batch):
-        return f"Batch {item.seq}{' replayed' if item.replayed else ''}"
-    if isinstance(item, ReportBatch):
-        return f"ReportBatch {item.seq} of {item.message.epoch}"
-    return type(item).__name__ if isinstance(item, Loaded | HeartbeatSeen | Greeted | Declared) else str(item)

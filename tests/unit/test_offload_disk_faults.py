@@ -1,180 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk tier on a disk in trouble: never an exception, never wrong bytes, and everything that is lost is told."""
+"""The disk tier on a disk that fails or is full: never an exception, and everything that is lost is announced."""
 
 from __future__ import annotations
 
 import errno
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from disk_child import RECORD_BYTES, STRIDE_BYTES, FaultyFiles, HandExecutor, Slots, identity, key, payload, salt_of
+from disk_child import RECORD_BYTES, STRIDE_BYTES, FaultyFiles, Slots, identity, payload
+from faulty_disk_desk import RETRY_S, A, B, C, D, Desk, E, desks_in, files_of, lines
 
-from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE, Finished
-from kvrouter.engine_patch.offload.disk.format.file_ops import FileOps
 from kvrouter.engine_patch.offload.disk.format.folder import DiskFolderError
-from kvrouter.engine_patch.offload.disk.format.manifest import ENTRY_BYTES, HEADER_BYTES
-from kvrouter.engine_patch.offload.disk.format.record_store import DONE, Found, RecordOutcome, Store
 from kvrouter.engine_patch.offload.disk.health import State
 from kvrouter.engine_patch.offload.disk.tier import UNCLEARED, DiskTier
-from kvrouter.engine_patch.offload.key import OffloadKey
 from kvrouter.engine_patch.setup.throttled_log import INTERVAL_S
-
-A, B, C, D, E = (key(number) for number in range(5))
-RETRY_S = 10.0
-
-
-class Desk:
-    """A tier on files that fail when told to, its work done by hand, at a time that stands still."""
-
-    def __init__(self, folder: Path, records: int) -> None:
-        self.now = 0.0
-        self.slots = Slots(4)
-        self.hands = HandExecutor()
-        self.files = FaultyFiles()
-        self.tier = DiskTier(
-            folder,
-            identity(),
-            RECORD_BYTES,
-            records * STRIDE_BYTES,
-            self.slots.view,
-            retry_s=RETRY_S,
-            clock=lambda: self.now,
-            files=self.files,
-            executor=lambda: self.hands,
-        )
-        self.found = self.tier.open()
-
-    def write(self, name: OffloadKey) -> bool | None:
-        """Whether it was written, None when it was not even begun."""
-        self.slots.fill(0, payload(name))
-        return self._ended(WRITE, name) if self.tier.write(name, 0) else None
-
-    def read(self, name: OffloadKey) -> bool | None:
-        """Whether it was read, None when it was not even begun. What is read is right."""
-        self.slots.fill(0, bytes(RECORD_BYTES))
-        if not self.tier.read(name, 0):
-            return None
-        ok = self._ended(READ, name)
-        assert not ok or self.slots.bytes(0) == payload(name)
-        return ok
-
-    def _ended(self, kind: str, name: OffloadKey) -> bool:
-        self.hands.run_all()
-        (finished,) = self.tier.poll()
-        assert finished == Finished(kind, name, 0, finished.ok)
-        return finished.ok
-
-    def changes(self) -> list[tuple[str, OffloadKey]]:
-        return [("+" if stored else "-", name) for stored, name in self.tier.take_changes()]
-
-    def trial(self) -> None:
-        """One poll that may begin a trial, and one that sees its end."""
-        assert self.tier.poll() == []
-        self.hands.run_all()
-        assert self.tier.poll() == []
 
 
 @pytest.fixture
 def desks(tmp_path: Path) -> Iterator[Callable[..., Desk]]:
-    made: list[Desk] = []
-
-    def make(records: int = 3, *names: OffloadKey) -> Desk:
-        desk = Desk(tmp_path, records)
-        made.append(desk)
-        for name in names:
-            assert desk.write(name)
-        desk.changes()
-        return desk
-
-    yield make
-    for desk in made:
-        desk.tier.close()
-
-
-def patch(path: Path, offset: int) -> None:
-    """Flips one bit."""
-    content = bytearray(path.read_bytes())
-    content[offset] ^= 4
-    path.write_bytes(content)
-
-
-def files_of(tmp_path: Path) -> tuple[Path, Path]:
-    (manifest,), (records,) = tmp_path.glob("*/manifest"), tmp_path.glob("*/records")
-    return manifest, records
-
-
-@pytest.mark.parametrize("where", ["payload", "entry", "payload gone"])
-def test_a_damaged_record_is_dropped_when_it_is_read(desks: Callable[..., Desk], tmp_path: Path, where: str) -> None:
-    desk = desks(3, A, B)
-    manifest, records = files_of(tmp_path)
-    if where == "payload":
-        patch(records, STRIDE_BYTES + RECORD_BYTES - 1)
-    elif where == "entry":
-        patch(manifest, HEADER_BYTES + ENTRY_BYTES + 60)
-    else:
-        records.write_bytes(records.read_bytes()[:STRIDE_BYTES])
-    assert desk.read(B) is False
-    assert desk.changes() == [("-", B)] and not desk.tier.holds(B)
-    counters = desk.tier.counters
-    assert (counters.corrupt, counters.errors) == ((0, 1) if where == "payload gone" else (1, 0))
-    assert desk.read(B) is None and desk.read(A)
-    desk.tier.close()
-    # And not found again.
-    again = desks()
-    assert again.found == [A] and again.tier.counters.corrupt == 0
-    # Its place serves another.
-    assert again.write(B) and again.read(B)
-
-
-def test_two_reads_of_a_damaged_record_tell_it_once(desks: Callable[..., Desk], tmp_path: Path) -> None:
-    desk = desks(3, A)
-    patch(files_of(tmp_path)[1], 0)
-    assert desk.tier.read(A, 1) and desk.tier.read(A, 2)
-    desk.hands.run_all()
-    assert [done.ok for done in desk.tier.poll()] == [False, False]
-    assert desk.changes() == [("-", A)]
-    assert desk.write(A) and desk.changes() == [("+", A)]
-
-
-def test_a_late_read_of_a_dropped_record_does_not_drop_the_new_one(desks: Callable[..., Desk], tmp_path: Path) -> None:
-    desk = desks(3, A)
-    patch(files_of(tmp_path)[1], 0)
-    assert desk.tier.read(A, 1) and desk.tier.read(A, 2)
-    desk.hands.run()
-    desk.tier.poll()
-    desk.slots.fill(3, payload(A))
-    assert desk.tier.write(A, 3)
-    desk.hands.run(1)
-    desk.tier.poll()
-    assert desk.changes() == [("-", A), ("+", A)]
-    desk.hands.run_all()
-    assert [done.ok for done in desk.tier.poll()] == [False]
-    assert desk.changes() == [] and desk.read(A)
-
-
-def test_damaged_entries_are_dropped_at_the_start(desks: Callable[..., Desk], tmp_path: Path) -> None:
-    desks(3, A, B, C).tier.close()
-    manifest, records = files_of(tmp_path)
-    patch(manifest, HEADER_BYTES + 10)
-    # The third payload is not whole.
-    records.write_bytes(records.read_bytes()[:-1])
-    again = desks()
-    assert again.found == [B] and again.tier.counters.corrupt == 2
-    again.tier.close()
-    third = desks()
-    assert third.found == [B] and third.tier.counters.corrupt == 0
-
-
-def test_a_damaged_header_drops_all(desks: Callable[..., Desk], tmp_path: Path) -> None:
-    desks(3, A, B).tier.close()
-    patch(files_of(tmp_path)[0], 30)
-    again = desks(3)
-    assert again.found == [] and again.tier.counters.corrupt == 2
-    assert again.write(C)
-    again.tier.close()
-    assert desks().found == [C]
+    with desks_in(tmp_path) as make:
+        yield make
 
 
 @pytest.mark.parametrize("fault", [errno.EIO, "none"])
@@ -192,56 +38,6 @@ def test_a_write_that_fails_is_given_up(desks: Callable[..., Desk], at: str, fau
     assert desk.read(C) and desk.read(B)
     desk.tier.close()
     assert desks(2).found == [B, C]
-
-
-def test_a_torn_entry_is_never_found(desks: Callable[..., Desk]) -> None:
-    desk = desks(2, A)
-    # Half of the entry, and then neither the rest of it nor its void can be written.
-    desk.files.fail("write", "manifest", None, "short", errno.EIO, errno.EIO)
-    assert desk.write(B) is False
-    desk.tier.close()
-    again = desks(2)
-    assert again.found == [A] and again.tier.counters.corrupt == 1
-
-
-def test_what_is_left_of_an_entry_that_failed_is_voided(desks: Callable[..., Desk]) -> None:
-    desk = desks(2, A)
-    desk.files.fail("write", "manifest", None, "short", errno.EIO)
-    assert desk.write(B) is False
-    desk.tier.close()
-    again = desks(2)
-    assert again.found == [A] and again.tier.counters.corrupt == 0
-
-
-def store(folder: Path) -> Store:
-    """Of a folder without a tier, three records of which were written: A, B, and A again."""
-    made = Store.open(folder, identity(), FileOps())
-    made.recover(4)
-    for record, name in enumerate([A, B, A]):
-        data = memoryview(payload(name, RECORD_BYTES, record))
-        assert made.write(name, record, made.generation, record, data) == DONE
-    return made
-
-
-def test_of_a_key_that_is_there_twice_the_newer_stays(tmp_path: Path) -> None:
-    store(tmp_path).close()
-    made = Store.open(tmp_path, identity(), FileOps())
-    assert made.recover(4) == Found([(B, 1), (A, 2)], 3, 3, 0, 0)
-    into = memoryview(bytearray(RECORD_BYTES))
-    assert made.read(A, 2, made.generation, into) == DONE and salt_of(into) == 2
-    # Should the newer one go, the older does not come back.
-    assert made.read(A, 0, made.generation, into).outcome is RecordOutcome.CORRUPT
-    made.close()
-
-
-@pytest.mark.parametrize("wrong", ["key", "generation"])
-def test_an_entry_of_something_else_is_not_loaded(tmp_path: Path, wrong: str) -> None:
-    made = store(tmp_path)
-    into = memoryview(bytearray(RECORD_BYTES))
-    name, generation = (B, made.generation) if wrong == "key" else (A, made.generation + 1)
-    assert made.read(name, 0, generation, into).outcome is RecordOutcome.CORRUPT
-    assert bytes(into) == bytes(RECORD_BYTES)
-    made.close()
 
 
 def test_a_read_that_fails_drops_the_record(desks: Callable[..., Desk]) -> None:
@@ -418,47 +214,6 @@ def test_a_start_on_files_that_fail_is_an_error_that_says_what_to_do(tmp_path: P
     again = Desk(tmp_path, 3)
     assert again.found == [A]
     again.tier.close()
-
-
-def test_one_bad_record_does_not_stop_a_start_that_moves_it(desks: Callable[..., Desk], tmp_path: Path) -> None:
-    names = [A, B, C, D]
-    desks(4, *names).tier.close()
-    patch(files_of(tmp_path)[1], 2 * STRIDE_BYTES)
-    again = desks(2)
-    assert again.found == [D] and again.read(D)
-    assert (again.tier.counters.corrupt, again.tier.counters.evicted) == (1, 2)
-
-
-def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-def test_damaged_records_are_named_in_the_log_and_counted_when_there_are_many(
-    desks: Callable[..., Desk], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    desk = desks(5, A, B, C, D)
-    manifest, records = files_of(tmp_path)
-    for record in range(3):
-        patch(records, record * STRIDE_BYTES)
-    assert desk.read(A) is False
-    (line,) = lines(caplog)
-    assert str(manifest.parent) in line and "the payload of record 0 is damaged" in line
-    assert "nothing of it was loaded, the record was dropped" in line and "1 such records" in line
-    # The others within the minute are told together.
-    assert desk.read(B) is False and desk.read(C) is False
-    assert len(lines(caplog)) == 1
-    desk.now += INTERVAL_S
-    desk.tier.poll()
-    line = lines(caplog)[1]
-    assert "record 2" in line and "1 more since the last line; 3 such records" in line
-    desk.now += 9 * INTERVAL_S
-    desk.tier.poll()
-    assert len(lines(caplog)) == 2
-    # And what is found at a start.
-    desk.tier.close()
-    patch(manifest, HEADER_BYTES + 3 * ENTRY_BYTES + 60)
-    desks(5)
-    assert "1 records of an earlier engine are damaged" in lines(caplog)[2] and str(manifest.parent) in lines(caplog)[2]
 
 
 def test_reads_and_writes_that_fail_are_named_in_the_log(

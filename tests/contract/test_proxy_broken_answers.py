@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines whose answers are slow, cut, malformed or too long: what the client sees, and which connection is kept. Real
+sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+
+import pytest
+
+# pytest's importlib mode leaves sys.path alone.
+from proxy_support import BODY, CHAT, OK, RAW, WAIT_S, code, fleet, raw_request, until
+from scripted_engine import STREAM_HEAD, Asked, Wire, chunk, hang, plain
+
+from kvrouter.router.proxy.upstream.connection import MAX_INTERIM_ANSWERS
+
+
+def test_a_silent_engine_is_given_up_after_the_timeout() -> None:
+    with fleet(hang, OK, answer_timeout_s=0.3) as (router, _, other):
+        status, _, answer = router.post(CHAT, BODY)
+        assert (status, code(answer)) == (504, "worker_timeout")
+        assert not other.asked
+        assert router.sample("proxy_failures_total", worker="w0", kind="silent") == 1
+
+
+@pytest.mark.parametrize("piece", [b"HTTP/1.1 103 Early Hints\r\n\r\n", b"HTTP/1.1 102 Processing\r\nx: y\r\n\r\n"])
+def test_interim_answers_do_not_count_as_progress_and_are_bounded(piece: bytes) -> None:
+    async def now_and_then(asked: Asked, wire: Wire) -> None:
+        while not wire.gone.is_set():
+            await wire.send(piece)
+            # Four of them within the time-out.
+            await asyncio.sleep(0.1)
+
+    async def at_once(asked: Asked, wire: Wire) -> None:
+        await wire.send(piece * MAX_INTERIM_ANSWERS)
+        await OK(asked, wire)
+
+    async def too_many(asked: Asked, wire: Wire) -> None:
+        await wire.send(piece * (MAX_INTERIM_ANSWERS + 1))
+        await OK(asked, wire)
+
+    with fleet(now_and_then, OK, answer_timeout_s=0.45) as (router, _, other):
+        status, headers, answer = router.post(CHAT, BODY)
+        assert (status, code(answer), headers["x-kvrouter-retried"]) == (504, "worker_timeout", "w0 silent")
+        assert not other.asked
+    with fleet(at_once) as (router, _):
+        answer = router.exchange(raw_request(CHAT, RAW))
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n") and b"x: y" not in answer and answer.endswith(b"ok")
+    with fleet(too_many) as (router, _):
+        status, headers, answer = router.post(CHAT, BODY)
+        assert (status, headers["x-kvrouter-retried"]) == (502, "w0 malformed") and b"interim" in answer
+
+
+def test_interim_answers_are_bounded_in_bytes() -> None:
+    async def large(asked: Asked, wire: Wire) -> None:
+        for _ in range(MAX_INTERIM_ANSWERS):
+            await wire.send(b"HTTP/1.1 103 Early Hints\r\nlink: " + b"y" * 20_000 + b"\r\n\r\n")
+        await OK(asked, wire)
+
+    with fleet(large) as (router, _):
+        assert router.post(CHAT, BODY)[1]["x-kvrouter-retried"] == "w0 malformed"
+
+
+@pytest.mark.parametrize("drip", [b"x", b"x: y\r\n"])
+def test_endless_heads_and_trailers_do_not_count_as_progress(drip: bytes) -> None:
+    async def in_the_head(asked: Asked, wire: Wire) -> None:
+        await wire.send(b"HTTP/1.1 200 OK\r\n")
+        await drips(wire)
+
+    async def in_the_trailers(asked: Asked, wire: Wire) -> None:
+        await wire.send(STREAM_HEAD, chunk(b"begun"), b"0\r\n")
+        await drips(wire)
+
+    async def drips(wire: Wire) -> None:
+        while not wire.gone.is_set():
+            await wire.send(drip)
+            await asyncio.sleep(0.1)
+
+    with fleet(in_the_head, answer_timeout_s=0.45) as (router, _):
+        assert router.post(CHAT, BODY)[0] == 504
+    with fleet(in_the_trailers, answer_timeout_s=0.45) as (router, engine):
+        assert router.exchange(raw_request(CHAT, RAW)).endswith(chunk(b"begun"))
+        until(lambda: engine.given_up == 1, "the engine's request is over")
+
+
+def test_trailers_of_an_answer_are_not_headers() -> None:
+    async def at_once(asked: Asked, wire: Wire) -> None:
+        trailers = b"0\r\nset-cookie: a=b\r\nx-request-id: other\r\nx-own: 1\r\n\r\n"
+        await wire.send(STREAM_HEAD + chunk(b"whole") + trailers)
+
+    with fleet(at_once) as (router, engine):
+        for _ in range(2):
+            head, _, body = router.exchange(raw_request(CHAT, RAW)).partition(b"\r\n\r\n")
+            assert body == chunk(b"whole") + b"0\r\n\r\n"
+            for name in (b"set-cookie", b"other", b"x-own"):
+                assert name not in head
+        # They end where they should: the connection is kept.
+        assert {asked.connection for asked in engine.asked} == {1}
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "HTTP/1.1 200 OK\r\ncontent-length: 2\r\ncontent-length: 3",
+        "HTTP/1.1 200 OK\r\ncontent-length: 2\r\ntransfer-encoding: chunked",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: gzip",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: gzip, chunked",
+        "HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ntransfer-encoding: chunked",
+        "HTTP/2.0 200 OK\r\ncontent-length: 2",
+        "HTTP/1.1 101 Switching Protocols\r\nupgrade: h2c\r\nconnection: upgrade",
+    ],
+)
+def test_an_answer_with_two_lengths_or_another_coding_is_malformed(head: str) -> None:
+    async def script(asked: Asked, wire: Wire) -> None:
+        await wire.send(head.encode() + b"\r\n\r\nok")
+        wire.close()
+
+    with fleet(script) as (router, _):
+        status, headers, _ = router.post(CHAT, BODY)
+        assert (status, headers["x-kvrouter-retried"]) == (502, "w0 malformed")
+
+
+def test_an_answer_without_a_body_announces_none() -> None:
+    with fleet(plain(b"", "204 No Content")) as (router, engine):
+        for _ in range(2):
+            head, _, body = router.exchange(raw_request(CHAT, RAW)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 204 No Content\r\n") and not body
+            assert b"content-length" not in head and b"transfer-encoding" not in head
+        assert {asked.connection for asked in engine.asked} == {1}
+
+
+@pytest.mark.parametrize(
+    "head", [b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nbegun", STREAM_HEAD + chunk(b"begun")]
+)
+def test_an_answer_that_breaks_off_breaks_off_for_the_client(head: bytes) -> None:
+    got: list[bytes] = []
+
+    async def script(asked: Asked, wire: Wire) -> None:
+        await wire.send(head)
+        while not got and not wire.gone.is_set():
+            await wire.send()
+        wire.reset()
+
+    with fleet(script) as (router, _):
+        connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=WAIT_S)
+        connection.request("POST", CHAT, RAW)
+        answer = connection.getresponse()
+        got.append(answer.read(5))
+        assert got == [b"begun"]
+        with pytest.raises(http.client.IncompleteRead):
+            answer.read()
+        connection.close()
+        until(lambda: router.sample("proxy_requests_total", path=CHAT, outcome="cut") == 1, "counted")
+        assert router.sample("proxy_failures_total", worker="w0", kind="cut") == 1
+
+
+def test_an_engine_that_falls_silent_within_a_stream_is_given_up() -> None:
+    async def script(asked: Asked, wire: Wire) -> None:
+        await wire.send(STREAM_HEAD, chunk(b"begun"))
+        await wire.gone.wait()
+
+    with fleet(script, answer_timeout_s=0.3) as (router, engine):
+        assert router.exchange(raw_request(CHAT, RAW)).endswith(chunk(b"begun"))
+        until(lambda: engine.given_up == 1, "the engine's request is over")
+
+
+def test_an_answer_that_is_not_http_is_502() -> None:
+    async def nonsense(asked: Asked, wire: Wire) -> None:
+        await wire.send(b"SSH-2.0-OpenSSH_9.6\r\n")
+
+    async def long_head(asked: Asked, wire: Wire) -> None:
+        await wire.send(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 200_000)
+        await wire.gone.wait()
+
+    for script in (nonsense, long_head):
+        with fleet(script) as (router, _):
+            status, headers, answer = router.post(CHAT, BODY)
+            assert (status, code(answer), headers["x-kvrouter-retried"]) == (502, "worker_unreachable", "w0 malformed")
+
+
+def test_unrequested_bytes_never_answer_another_request() -> None:
+    async def twice(asked: Asked, wire: Wire) -> None:
+        one = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%s"
+        await wire.send(one % (5, b"right") + one % (5, b"wrong"))
+
+    async def later(asked: Asked, wire: Wire) -> None:
+        await plain(b"right")(asked, wire)
+        await asyncio.sleep(0.05)
+        await plain(b"wrong")(asked, wire)
+        sent.append(asked)
+
+    with fleet(twice) as (router, engine):
+        # Over one connection of the client's, where bytes too many would be the next answer's.
+        requests = [raw_request(CHAT, RAW, close=False)] * 3 + [raw_request(CHAT, RAW)]
+        answers = router.exchange(b"".join(requests))
+        assert answers.count(b"\r\n\r\nright") == 4 and b"wrong" not in answers
+        assert {asked.connection for asked in engine.asked} == {1, 2, 3, 4}
+    sent: list[Asked] = []
+    with fleet(later) as (router, engine):
+        for n in range(3):
+            assert router.post(CHAT, BODY)[2] == b"right"
+            until(lambda n=n: len(sent) == n + 1, "it came while the connection was idle")  # type: ignore[misc]
+        assert len({asked.connection for asked in engine.asked}) == 3

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines that answer text slowly, wrongly or not at all: bounds, deadlines and reasons. Real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tokenizer_stage import MODEL, PATIENCE_S, RENDER_CHAT, RENDER_TEXT, case, run, until
+
+from kvrouter.router.tokens import tokenizer as module
+from kvrouter.router.tokens.engine.client import ASKS_PER_ENGINE
+
+
+@pytest.mark.slow
+def test_a_slow_engine_costs_the_deadline_and_no_more() -> None:
+    async def test() -> None:
+        async with case(timeout_s=0.3) as it:
+            # A busy machine may need more than one deadline for the first.
+            while (await it.chat()).reason == "timeout":
+                pass
+            before = it.counted("timeout")
+            it.engines[0].delay_s = PATIENCE_S
+            prompt = await it.text("a" * 400)
+            assert (prompt.source, prompt.reason, prompt.token_ids) == ("none", "timeout", None)
+            assert prompt.num_tokens == pytest.approx(100, abs=20)
+            assert "tokenize_timeout_s" in prompt.problem
+            assert it.counted("timeout") == before + 1
+
+    run(test())
+
+
+def test_requests_to_one_engine_are_bounded() -> None:
+    async def test() -> None:
+        async with case() as it:
+            await it.text("first")
+            it.engines[0].delay_s = 0.02
+            it.engines[0].most_at_once = 0
+            prompts = await asyncio.gather(*(it.text(f"prompt {number}") for number in range(5 * ASKS_PER_ENGINE)))
+            assert all(prompt.source == "render" for prompt in prompts)
+            assert it.engines[0].most_at_once == ASKS_PER_ENGINE
+
+    run(test())
+
+
+def test_requests_beyond_the_queue_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 3)
+
+    async def test() -> None:
+        async with case() as it:
+            await it.text("first")
+            it.engines[0].delay_s = 0.2
+            prompts = await asyncio.gather(*(it.text(f"prompt {number}") for number in range(8)))
+            assert [prompt.reason for prompt in prompts] == [None] * 3 + ["busy"] * 5
+
+    run(test())
+
+
+def test_another_engine_tokenizes_if_one_fails() -> None:
+    async def test() -> None:
+        async with case(engines=2) as it:
+            await it.chat()
+            await until(lambda: all(it.tokenizing.status(MODEL, engine.url).way == "render" for engine in it.engines))
+            it.engines[0].statuses = {RENDER_TEXT: 500}
+            for number in range(8):
+                assert (await it.text(f"prompt {number}")).source == "render"
+            it.engines[1].statuses = {RENDER_TEXT: 503}
+            prompt = await it.text("both")
+            assert (prompt.source, prompt.reason) == ("none", "unreachable")
+
+    run(test())
+
+
+def test_a_prompt_that_breaks_a_rendering_engine_is_sent_to_no_other() -> None:
+    async def test() -> None:
+        async with case(engines=2) as it:
+            await it.chat()
+            await until(lambda: all(it.tokenizing.status(MODEL, engine.url).way == "render" for engine in it.engines))
+            for engine in it.engines:
+                engine.dies_of = "poison"
+            prompt = await it.text("poison")
+            assert (prompt.source, prompt.reason, prompt.broke_engine) == ("none", "unreachable", True)
+            assert sum("poison" in str(body) for engine in it.engines for _, body in engine.asked) == 1
+            prompt = await it.chat(messages=[{"role": "user", "content": [{"type": "image_url"}, "poison"]}])
+            assert prompt.broke_engine
+            assert sum("poison" in str(body) for engine in it.engines for _, body in engine.asked) == 2
+            # One that cannot be reached was not broken by it.
+            await it.engines[0].__aexit__()
+            await it.engines[1].__aexit__()
+            prompt = await it.text("harmless")
+            assert (prompt.reason, prompt.broke_engine) == ("unreachable", False)
+
+    run(test())
+
+
+def test_a_prompt_that_the_engine_rejects_is_refused() -> None:
+    async def test() -> None:
+        async with case() as it:
+            await it.chat()
+            it.engines[0].statuses = {RENDER_CHAT: 400}
+            prompt = await it.chat(tools=[])
+            assert (prompt.refused, prompt.reason, prompt.problem) == (True, "refused", f"{RENDER_CHAT} says no")
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"",
+        b"nonsense",
+        b"[]",
+        b"{}",
+        b'{"token_ids": []}',
+        b'{"token_ids": [-1]}',
+        b'{"token_ids": ["a"]}',
+        b"[" * 9999,
+    ],
+)
+def test_an_answer_without_tokens_is_no_tokens(answer: bytes) -> None:
+    async def test() -> None:
+        async with case() as it:
+            await it.text("first")
+            it.engines[0].answers = {RENDER_CHAT: answer, RENDER_TEXT: answer}
+            for prompt in (await it.chat(), await it.text("a")):
+                assert (prompt.source, prompt.reason) == ("none", "unreachable")
+
+    run(test())
+
+
+def test_an_answer_too_long_to_be_tokens_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrouter.router.tokens.engine.client.ANSWER_BYTES", 10_000)
+
+    async def test() -> None:
+        async with case() as it:
+            await it.text("first")
+            it.engines[0].tokens = lambda _: [1] * 100_000
+            prompt = await it.text("a")
+            assert (prompt.source, prompt.reason) == ("none", "unreachable")
+            assert "more than" in prompt.problem
+
+    run(test())

@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of a client's request are known: texts, ids, pictures, and what has none. Real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+from token_engine import tokens_of
+from tokenizer_stage import CHAT, MODEL, RENDER_CHAT, Here, case, ids, run
+
+from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH
+
+
+def test_an_engine_that_wants_a_key_gets_the_clients() -> None:
+    async def test() -> None:
+        async with case() as it:
+            await it.tokenizing.prompt(CHAT_PATH, MODEL, msgspec.json.encode(CHAT), authorization="Bearer k")
+            assert it.engines[0].headers[-1]["authorization"] == "Bearer k"
+
+    run(test())
+
+
+def test_images_are_known_up_to_the_first() -> None:
+    async def test() -> None:
+        before = [{"role": "system", "content": "long ago " * 9}, {"role": "user", "content": "look:"}]
+        picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}
+        async with case() as it:
+            prompt = await it.chat(messages=[*before, picture, {"role": "user", "content": "what?"}])
+            whole = tokens_of({"messages": before, "continue_final_message": True})
+            known = ids(prompt)
+            assert known is not None and prompt.known_tokens == len(known)
+            assert (prompt.reason, prompt.source) == ("media", "render")
+            # The next message's role is known too, less one token.
+            assert known == [*whole, *b"user"]
+            assert prompt.num_tokens > len(known)
+
+    run(test())
+
+
+def test_an_engine_that_returns_its_items_makes_all_tokens_known() -> None:
+    async def test() -> None:
+        part = {"type": "image_url", "image_url": {"url": "data:,x"}}
+        picture = {"role": "user", "content": [part, {"type": "text", "text": "what?"}]}
+        async with case() as it:
+            engine = it.engines[0]
+            engine.tokens = lambda body: [5] * 40 if "image_url" in str(body) else tokens_of(body)
+            engine.features = {
+                "mm_hashes": {"image": ["b", "a"]},
+                "mm_placeholders": {"image": [{"offset": 30, "length": 2}, {"offset": 4, "length": 20}]},
+            }
+            for asked in (1, 1):
+                prompt = await it.chat(messages=[picture])
+                assert (ids(prompt), prompt.reason, prompt.source) == ([5] * 40, None, "render")
+                assert prompt.known_tokens is None and prompt.num_tokens == 40
+                assert prompt.items == prompt.question(MODEL).items == (("a", 4, 20), ("b", 30, 2))
+                bodies = [body for path, body in engine.asked if path == RENDER_CHAT and "image_url" in str(body)]
+                # Remembered; and the pictures themselves are not sent back.
+                assert len(bodies) == asked and bodies[0]["mm_payload"] == "none"
+            tools = {"mm_hashes": {"image": ["c"]}, "mm_placeholders": {"image": [{"offset": 39, "length": 2}]}}
+            for wrong in (None, {}, {"mm_hashes": {"image": ["c"]}, "mm_placeholders": {"audio": []}}, tools):
+                engine.features = wrong
+                prompt = await it.chat(messages=[picture, {"role": "user", "content": repr(wrong)}])
+                assert (prompt.reason, prompt.items) == ("media", ())
+
+    run(test())
+
+
+@pytest.mark.slow
+def test_an_engine_slow_with_pictures_leaves_time_for_the_text_before_them() -> None:
+    async def test() -> None:
+        picture = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:,x"}}]}
+        async with case() as it:
+            it.engines[0].slow = "image_url"
+            it.engines[0].features = {
+                "mm_hashes": {"image": ["a"]},
+                "mm_placeholders": {"image": [{"offset": 0, "length": 1}]},
+            }
+            chat = [{"role": "system", "content": "long ago"}, picture]
+            prompt = await it.chat(messages=chat)
+            assert prompt.reason == "media" and ids(prompt)
+            it.engines[0].go_on.set()
+            # What came too late is known the next time.
+            while not (prompt := await it.chat(messages=chat)).items:
+                await asyncio.sleep(0.01)
+            assert prompt.reason is None
+
+    run(test())
+
+
+def test_a_picture_is_not_counted_by_its_bytes_nor_its_stand_in_held_against_the_client() -> None:
+    async def test() -> None:
+        part = {"type": "image_url", "image_url": {"url": "data:," + "x" * 500_000}}
+        body = [{"role": "user", "content": [part, {"type": "text", "text": "what?"}]}]
+        async with case() as it:
+            assert (await it.chat(messages=body)).num_tokens < 5_000
+            it.engines[0].statuses = {RENDER_CHAT: 400}
+            prompt = await it.chat(messages=[{"role": "system", "content": "a"}, *body])
+            assert (prompt.reason, prompt.refused, prompt.source) == ("media", False, "none")
+            assert prompt.num_tokens < 5_000
+
+    run(test())
+
+
+def test_responses_are_always_rendered() -> None:
+    async def test() -> None:
+        async with case(local=Here()) as it:
+            it.engines[0].tokens = lambda body: [6] if "input" in body else tokens_of(body)
+            prompt = await it.tokenizing.prompt("/v1/responses", MODEL, msgspec.json.encode({"input": "Hi"}))
+            assert (ids(prompt), prompt.source) == ([6], "render")
+
+    run(test())
+
+
+def test_ids_of_the_client_are_used_unchanged() -> None:
+    async def test() -> None:
+        async with case() as it:
+            assert ids(await it.text([3, 4, 5])) == [3, 4, 5]
+            assert ids(await it.text([[3, 4], [5]])) == [3, 4]
+            assert ids(await it.text(["a", "b"])) == [1, *b"a"]
+            given = await it.chat(kv_transfer_params={"prompt_token_ids": [8, 9]})
+            assert (ids(given), given.source) == ([8, 9], "given")
+            assert it.asked(RENDER_CHAT, "/tokenize") == 3  # probes
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        (TEXT_PATH, {"prompt": "a", "prompt_embeds": "AAAA"}, "embeds"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "r"}, "unsupported"),
+        ("/v1/embeddings", {"input": "a"}, "unsupported"),
+        ("/v1/audio/speech", {"input": "a"}, "unsupported"),
+    ],
+)
+def test_a_request_without_tokens_says_why(path: str, body: dict[str, Any], reason: str) -> None:
+    async def test() -> None:
+        async with case() as it:
+            prompt = await it.tokenizing.prompt(path, MODEL, msgspec.json.encode(body))
+            assert (prompt.source, prompt.reason, prompt.token_ids) == ("none", reason, None)
+            assert prompt.problem and it.counted(reason) == 1
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    ("path", "raw"),
+    [
+        (CHAT_PATH, b"x"),
+        (CHAT_PATH, b"[]"),
+        (CHAT_PATH, b"{}"),
+        (CHAT_PATH, b'{"messages": []}'),
+        (CHAT_PATH, b'{"messages": ["a"]}'),
+        (CHAT_PATH, b'{"messages": {"role": "user"}}'),
+        (TEXT_PATH, b"{}"),
+        (TEXT_PATH, b'{"prompt": null}'),
+        (TEXT_PATH, b'{"prompt": []}'),
+        (TEXT_PATH, b'{"prompt": 3}'),
+        (TEXT_PATH, b'{"prompt": [[["a"]]]}'),
+        (TEXT_PATH, b'{"prompt": [-3]}'),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_the_clients_fault(path: str, raw: bytes) -> None:
+    async def test() -> None:
+        async with case() as it:
+            with pytest.raises(BadQuestion):
+                await it.tokenizing.prompt(path, MODEL, raw)
+
+    run(test())
+
+
+def test_long_bodies_do_not_hold_the_loop_and_are_the_same() -> None:
+    async def test() -> None:
+        async with case(local=Here()) as it:
+            long = "word " * 40_000
+            prompt = await it.chat(messages=[{"role": "user", "content": long}])
+            assert ids(prompt) == tokens_of({"messages": [{"role": "user", "content": long}]})
+
+    run(test())

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A disk tier on files that fail on command, worked by hand."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from disk_child import RECORD_BYTES, STRIDE_BYTES, FaultyFiles, HandExecutor, Slots, identity, key, payload
+
+from kvrouter.engine_patch.offload.disk.disk_events import READ, WRITE, Finished
+from kvrouter.engine_patch.offload.disk.tier import DiskTier
+from kvrouter.engine_patch.offload.key import OffloadKey
+
+A, B, C, D, E = (key(number) for number in range(5))
+RETRY_S = 10.0
+
+
+class Desk:
+    """A tier on files that fail when told to, its work done by hand, at a time that stands still."""
+
+    def __init__(self, folder: Path, records: int) -> None:
+        self.now = 0.0
+        self.slots = Slots(4)
+        self.hands = HandExecutor()
+        self.files = FaultyFiles()
+        self.tier = DiskTier(
+            folder,
+            identity(),
+            RECORD_BYTES,
+            records * STRIDE_BYTES,
+            self.slots.view,
+            retry_s=RETRY_S,
+            clock=lambda: self.now,
+            files=self.files,
+            executor=lambda: self.hands,
+        )
+        self.found = self.tier.open()
+
+    def write(self, name: OffloadKey) -> bool | None:
+        """Whether it was written, None when it was not even begun."""
+        self.slots.fill(0, payload(name))
+        return self._ended(WRITE, name) if self.tier.write(name, 0) else None
+
+    def read(self, name: OffloadKey) -> bool | None:
+        """Whether it was read, None when it was not even begun. What is read is right."""
+        self.slots.fill(0, bytes(RECORD_BYTES))
+        if not self.tier.read(name, 0):
+            return None
+        ok = self._ended(READ, name)
+        assert not ok or self.slots.bytes(0) == payload(name)
+        return ok
+
+    def _ended(self, kind: str, name: OffloadKey) -> bool:
+        self.hands.run_all()
+        (finished,) = self.tier.poll()
+        assert finished == Finished(kind, name, 0, finished.ok)
+        return finished.ok
+
+    def changes(self) -> list[tuple[str, OffloadKey]]:
+        return [("+" if stored else "-", name) for stored, name in self.tier.take_changes()]
+
+    def trial(self) -> None:
+        """One poll that may begin a trial, and one that sees its end."""
+        assert self.tier.poll() == []
+        self.hands.run_all()
+        assert self.tier.poll() == []
+
+
+@contextmanager
+def desks_in(folder: Path) -> Iterator[Callable[..., Desk]]:
+    """Makes desks on one folder, some keys written; they are closed at the end."""
+    made: list[Desk] = []
+
+    def make(records: int = 3, *names: OffloadKey) -> Desk:
+        desk = Desk(folder, records)
+        made.append(desk)
+        for name in names:
+            assert desk.write(name)
+        desk.changes()
+        return desk
+
+    yield make
+    for desk in made:
+        desk.tier.close()
+
+
+def patch(path: Path, offset: int) -> None:
+    """Flips one bit."""
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 4
+    path.write_bytes(content)
+
+
+def files_of(tmp_path: Path) -> tuple[Path, Path]:
+    (manifest,), (records,) = tmp_path.glob("*/manifest"), tmp_path.glob("*/records")
+    return manifest, records
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefill and decode workers of one model at a router, simulated or scripted, and what is asked of them."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+# pytest's importlib mode leaves sys.path alone.
+from router_process import RouterProcess
+from scripted_engine import ScriptedEngine
+
+from kvrouter.simulator.cache.shapes import llama
+from kvrouter.simulator.engine.timing import INSTANT, Timing
+from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+
+WAIT_S = 60.0
+COMPLETIONS = "/v1/completions"
+LONG = 2_048
+MODELS = itertools.count()
+# The hand-over itself takes a thousand tokens' time; transfers are for nothing here.
+ROUTER_FLAGS = ("--health-interval-s", "0.2", "--handover-token-cost", "0", "--remote-prefill-min-tokens", "512")
+
+
+def router_of_pools(folder: Path) -> RouterProcess:
+    return RouterProcess(folder, [*ROUTER_FLAGS])
+
+
+class Pools:
+    """The replicas of one model: `p0`, `p1` and so on only compute prompts, `d0` and so on decode."""
+
+    def __init__(self, router: RouterProcess, stack: ExitStack, name: str) -> None:
+        self.router = router
+        self._stack = stack
+        self.model = name
+        self.replicas: dict[str, ReplicaServer] = {}
+        self.threads: dict[str, ServerThread] = {}
+
+    def add(self, name: str, timing: Timing = INSTANT) -> ReplicaServer:
+        """A simulated replica, registered and heard."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._stack.callback(context.term)
+        server = ReplicaServer(llama(), 4_000, context=context, model=self.model, timing=timing)
+        self.threads[name] = ServerThread([server])
+        self._stack.callback(self.threads[name].stop)
+        self.threads[name].start()
+        self.replicas[name] = server
+        at = server.endpoints
+        self.register(name, at["url"], endpoint=at["events"], replay_endpoint=at["replay"], patch_endpoint="off")
+        self.router.wait_connected(name)
+        return server
+
+    def script(self, name: str, engine: ScriptedEngine, **fields: Any) -> None:
+        self._stack.enter_context(engine)
+        self.register(name, engine.url, **fields)
+
+    def register(self, name: str, url: str, **fields: Any) -> None:
+        role = "prefill" if name.startswith("p") else "decode"
+        body = {"worker_id": name, "model": self.model, "url": url, "role": role}
+        self.router.request("POST", "/register", body | fields)
+        self._stack.callback(self.router.request, "POST", "/unregister", {"worker_id": name})
+
+    def occupy(self, *names: str) -> None:
+        """As if much was queued there, so that a hand-over pays, until the end of `free`."""
+        for name in names:
+            body = {
+                "model": self.model,
+                "worker_id": name,
+                "isl_tokens": 60_000,
+                "selection_id": f"{self.model}-{name}",
+            }
+            self.router.request("POST", "/reservations", body)
+
+    def free(self, *names: str) -> None:
+        for name in names:
+            self.router.request("DELETE", f"/reservations/{self.model}-{name}")
+
+    def ask(self, prompt: list[int], **fields: Any) -> tuple[int, dict[str, str], Any]:
+        """Status, headers, and the decoded body."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.router.port, timeout=WAIT_S)
+        headers = fields.pop("headers", {})
+        try:
+            body = {"model": self.model, "prompt": prompt, "max_tokens": 4, **fields}
+            connection.request("POST", COMPLETIONS, json.dumps(body), headers)
+            answer = connection.getresponse()
+            whole = answer.read()
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            return answer.status, found, whole if fields.get("stream") else json.loads(whole)
+        finally:
+            connection.close()
+
+    def loads(self) -> dict[str, tuple[int, int]]:
+        """By worker: prefill tokens that wait, and requests."""
+        answer = self.router.request("GET", f"/loads?model_name={self.model}")
+        loads = [one for entry in answer for one in entry["loads"]]
+        return {one["worker_id"]: (one["potential_prefill_tokens"], one["active_requests"]) for one in loads}
+
+    def hit(self, name: str, prompt: list[int]) -> int:
+        answer = self.router.request("POST", "/query", {"model": self.model, "token_ids": prompt})
+        return int(answer["instances"][name]["longest_matched"])
+
+
+def tokens(seed: int, count: int = LONG) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(300, 30_000) for _ in range(count)]
+
+
+def until(condition: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline, f"not in {WAIT_S:g} s: {what}"
+        time.sleep(0.01)
+
+
+def outcomes(router: RouterProcess) -> Counter[str]:
+    found = Counter[str]()
+    for line in router.text("/metrics").splitlines():
+        for name in ("kvrouter_handovers_total", "kvrouter_prefill_decisions_total"):
+            if line.startswith(name + "{"):
+                found[line.partition('outcome="')[2].partition('"')[0]] += int(float(line.rpartition(" ")[2]))
+    return found
+
+
+def cached(answer: Any) -> int:
+    return int((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0))
+
+
+def is_idle(pools: Pools) -> bool:
+    return all(load == (0, 0) for load in pools.loads().values())
+
+
+def fault(server: ReplicaServer, **faults: Any) -> None:
+    address = server.endpoints["url"].removeprefix("http://")
+    connection = http.client.HTTPConnection(address, timeout=0.5 if "down_s" in faults else WAIT_S)
+    try:
+        connection.request("POST", "/sim/faults", json.dumps(faults))
+        connection.getresponse().read()
+    except TimeoutError:
+        # It answers once it is back.
+        pass
+    finally:
+        connection.close()

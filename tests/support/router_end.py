@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's end of a world: its cursor, its ingest, and the store image behind them."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import msgspec
+from model_engine import Life
+from store_image import WORKER, Misled, StoreImage
+
+from kvrouter.events.patch.cursor import ReportCursor
+from kvrouter.events.patch.items import Declared, Greeted, HeartbeatSeen, Loaded, ReportBatch
+from kvrouter.events.patch.messages import Hello, SnapshotPart
+from kvrouter.events.vllm.batch_cursor import Cursor
+from kvrouter.events.vllm.codec import BatchDecoder
+from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected
+from kvrouter.router.ingest.engine_liveness import (
+    EngineBack,
+    EngineLiveness,
+    EngineLost,
+    EngineRestarted,
+    NoPulse,
+    Pulse,
+)
+from kvrouter.router.ingest.ingest import Ingest
+from kvrouter.router.workers.registration import NO_PATCH, CatalogSpec, Registration
+from kvrouter.router.workers.stream_state import StreamState
+
+MAX_HELD = 6
+TRACE_LINES = 80
+
+
+class RouterEnd:
+    """The router that follows one worker, and what has reached it. `life` is the engine of now, None between two
+    lives."""
+
+    def __init__(self, seed: int) -> None:
+        rng = self.rng = random.Random(seed)
+        self.kind = rng.choice(["stock", "stock", "plain", "patched", "patched"])
+        self.http = rng.random() < 0.6
+        self.trace: deque[str] = deque(maxlen=TRACE_LINES)
+        self.store = StoreImage()
+        self.epochs = 0
+        self.now = 0.0
+        self.lives: list[Life] = []
+        self.life: Life | None = None
+        self.wired = self.joined = False
+        # News of connections that the cursor has not been given; messages under way to it.
+        self.news: deque[str] = deque()
+        self.live: deque[tuple[int, object]] = deque()
+        self.swapped: tuple[int, object] | None = None
+        self.answers: deque[tuple[int, bytes] | None] = deque()
+        self.served = 0
+        self.replay_up = True
+        self.hellos: deque[Hello] = deque()
+        self.parts: deque[SnapshotPart] = deque()
+        self.asked: int | None = None
+        self.inbox: deque[object] = deque()
+        # For each lost connection that waits there, the lives that had ended by then.
+        self.ends: deque[list[Life]] = deque()
+        self.faulty = True
+        # Whether the last step was an odd event that takes its time to be forgotten.
+        self.odd = False
+
+    @property
+    def state(self) -> StreamState:
+        return self.ingest.state
+
+    def _new_epoch(self) -> str:
+        self.epochs += 1
+        return f"e{self.epochs}"
+
+    def _new_ingest(self) -> Ingest:
+        registration = Registration(
+            WORKER,
+            events="tcp://127.0.0.1:1",
+            replay=None if self.kind == "plain" else "tcp://127.0.0.1:2",
+            patch=None if self.kind == "patched" else NO_PATCH,
+            url="http://127.0.0.1:3" if self.http else None,
+            catalog=CatalogSpec(offload_blocks_per_chunk=1),
+        )
+        return Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=self._new_epoch)
+
+    def _begin_router(self) -> None:
+        """A process takes the worker over, from what the store holds."""
+        store = self.store
+        self.ingest = self._new_ingest()
+        self.vitals = EngineLiveness(store.start_s)
+        if store.epoch is not None:
+            # What another process reads is loaded anew.
+            store.mirror.begin_epoch(WORKER, store.epoch)
+            for place, held in store.arrays().items():
+                store.mirror.add(WORKER, place, held)
+        if store.epoch is not None and store.seq is not None:
+            try:
+                self.ingest.restore(store.epoch, store.seq, store.arrays(), dict(store.copies), dict(store.meta))
+            except (msgspec.MsgspecError, ValueError) as error:
+                self.trace.append(f"not restored: {error}")
+                self.ingest = self._new_ingest()
+        self._follow()
+
+    def _follow(self) -> None:
+        """Sockets are opened to one of the two streams."""
+        self.inbox.clear()
+        self.ends.clear()
+        self.live.clear()
+        self.news.clear()
+        self.answers.clear()
+        self.parts.clear()
+        self.hellos.clear()
+        self.swapped = None
+        self.wired = self.joined = False
+        self.served, self.asked = 0, None
+        ingest = self.ingest
+        self.cursor: Cursor | ReportCursor
+        if self.kind == "patched" and self.life is not None and self.life.patched:
+            ingest.follow_reports()
+            self.cursor = ReportCursor(resume=ingest.reports.resume, max_held=MAX_HELD)
+        else:
+            ingest.follow_stock()
+            self.cursor = Cursor(replay=self.kind != "plain", resume=ingest.resume_point, max_held=MAX_HELD)
+        self.trace.append(f"follows with {type(self.cursor).__name__}, resume {ingest.resume_point}")
+
+    def change_source(self) -> None:
+        """The other stream is followed: the patch answers, or has been silent for too long."""
+        patched = self.life is not None and self.life.patched
+        if self.kind != "patched" or self.life is None or patched == isinstance(self.cursor, ReportCursor):
+            return
+        self.ingest.pause("followed again in a moment")
+        if not self.ingest.held.continues(self.store.epoch, self.store.seq):
+            self.ingest.held.rewrite_epoch()
+        self._follow()
+
+    def change_router(self) -> None:
+        """A lease changes hands, in order or after a crash; or the process begins anew."""
+        if self.rng.random() < 0.5:
+            self.process()
+            self.commit()
+        self._begin_router()
+
+    def spoil(self) -> None:
+        self.trace.append(f"spoils {self.store.spoil(self.rng)}")
+        self._begin_router()
+
+    def _collect(self) -> None:
+        self.inbox.extend(self.cursor.take())
+        if isinstance(self.cursor, Cursor) and self.cursor.request is not None and self.cursor.held > MAX_HELD:
+            raise Misled("more is held than may be")
+        if not self.faulty or self.rng.random() < 0.7:
+            self.process()
+
+    def process(self) -> None:
+        """The ingest takes what waits for it."""
+        ingest = self.ingest
+        while self.inbox:
+            item = self.inbox.popleft()
+            self.trace.append(f"  {_short(item)}")
+            ingest.apply(item, self.now)  # type: ignore[arg-type]
+            if isinstance(item, Disconnected):
+                for life in self.ends.popleft():
+                    life.end_heard = True
+            elif isinstance(item, Batch | ReportBatch):
+                self._hear_new_life(item)
+            elif isinstance(item, Connected) and not self.faulty:
+                self.pulse()
+            if ingest.reports.wants_snapshot is not None and isinstance(self.cursor, ReportCursor):
+                self.cursor.request_snapshot()
+                ingest.reports.wants_snapshot = None
+                self.inbox.extend(self.cursor.take())
+
+    def commit(self) -> None:
+        flush = self.ingest.held.take()
+        if flush is not None:
+            self.store.commit(flush, self.vitals.start_s)
+
+    def pulse(self) -> None:
+        """The engine's HTTP is asked."""
+        if not self.http:
+            return
+        # What was received before the answer is taken before it.
+        self.process()
+        life = self.life
+        sign = NoPulse("refused", gone=True) if life is None else Pulse(life.start_s)
+        for found in self.vitals.observe(sign, self.now):
+            self.ingest.on_liveness(found)
+            if isinstance(found, EngineLost | EngineRestarted):
+                self._hear_ends()
+            if isinstance(found, EngineBack | EngineRestarted):
+                if isinstance(self.cursor, ReportCursor):
+                    self.cursor.expire()
+                else:
+                    self.cursor.expire("the engine may be another")
+                self.ingest.reports.wants_snapshot = None
+                self._collect()
+
+    def _hear_ends(self) -> None:
+        for life in self.lives:
+            life.end_heard |= life.ended
+
+    def _hear_new_life(self, item: Batch | ReportBatch) -> None:
+        life = self.life
+        if life is None:
+            return
+        said = isinstance(item, Batch) and any(payload == item.payload for _, payload in life.ring)
+        if said or (isinstance(item, ReportBatch) and item.message.epoch == life.epoch):
+            self._hear_ends()
+
+
+def _short(item: object) -> str:
+    """An item in the trace."""
+    if isinstance(item, Batch):
+        return f"Batch {item.seq}{' replayed' if item.replayed else ''}"
+    if isinstance(item, ReportBatch):
+        return f"ReportBatch {item.seq} of {item.message.epoch}"
+    return type(item).__name__ if isinstance(item, Loaded | HeartbeatSeen | Greeted | Declared) else str(item)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A `TextTokenizer` over scripted engines, and what it counted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry
+from token_engine import TokenEngine, tokens_of
+
+from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.tokens.engine.client import Engine
+from kvrouter.router.tokens.engine.verification import LocalMaker
+from kvrouter.router.tokens.engine.wire import RenderQuirks
+from kvrouter.router.tokens.prompt_tokens import Prompt, TokensUnknown
+from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, TokenRequest
+from kvrouter.router.tokens.tokenizer import TextTokenizer
+
+MODEL = "m"
+# Nothing here waits this long unless it fails.
+PATIENCE_S = 20.0
+CHAT = {"messages": [{"role": "user", "content": "Hi 🙂"}]}
+RENDER_CHAT = "/v1/chat/completions/render"
+RENDER_TEXT = "/v1/completions/render"
+NO_RENDER = {RENDER_CHAT: 403, RENDER_TEXT: 403}
+
+
+class Here:
+    """A tokenizer that makes what the scripted engine makes; `wrong` of these features not."""
+
+    held_bytes = 0
+
+    def __init__(self, wrong: str = "") -> None:
+        self.wrong = wrong
+        self.made = 0
+
+    def ids(self, asked: TokenRequest, habits: RenderQuirks) -> NDArray[np.int64]:
+        self.made += 1
+        if asked.kind == "responses" or asked.has("chat_template"):
+            raise TokensUnknown("unsupported", "chat_template is not read here")
+        body = {name: asked.value(name) for name in asked.fields}
+        found = tokens_of(body, drop_tools=not habits.keeps_unused_tools)
+        return np.array([7, *found] if self.wrong in asked.features else found, np.int64)
+
+    def likely_habits(self) -> tuple[RenderQuirks, ...]:
+        return (RenderQuirks(), RenderQuirks(keeps_unused_tools=False))
+
+
+class Case:
+    """Engines, a Tokenizing over them, and what it counted."""
+
+    def __init__(self, tokenizing: TextTokenizer, engines: list[TokenEngine], metrics: Metrics) -> None:
+        self.tokenizing = tokenizing
+        self.engines = engines
+        self.metrics = metrics
+        self.lives = ["1"] * len(engines)
+
+    async def chat(self, **changes: Any) -> Prompt:
+        return await self.tokenizing.prompt(CHAT_PATH, MODEL, msgspec.json.encode(CHAT | changes))
+
+    async def text(self, prompt: Any, **more: Any) -> Prompt:
+        return await self.tokenizing.prompt(TEXT_PATH, MODEL, msgspec.json.encode({"prompt": prompt} | more))
+
+    def asked(self, *paths: str) -> int:
+        return sum(engine.paths().count(path) for engine in self.engines for path in paths)
+
+    def counted(self, reason: str) -> float:
+        return self.metrics.prompts_unknown.labels(reason)._value.get()
+
+
+@asynccontextmanager
+async def case(
+    engines: int = 1, local: LocalMaker | None = None, timeout_s: float = PATIENCE_S, **settings: Any
+) -> AsyncIterator[Case]:
+    """settings: attributes of each engine."""
+    metrics = Metrics(CollectorRegistry())
+    running = [TokenEngine() for _ in range(engines)]
+    async with aiohttp.ClientSession() as session:
+        for engine in running:
+            await engine.__aenter__()
+            for name, value in settings.items():
+                setattr(engine, name, value)
+        local_makers: Mapping[str, LocalMaker] = {} if local is None else {MODEL: local}
+        found: Case
+        tokenizing = TextTokenizer(
+            models=lambda: [MODEL],
+            engines=lambda _: [Engine(e.url, life) for e, life in zip(found.engines, found.lives, strict=True)],
+            session=session,
+            local=local_makers,
+            timeout_s=timeout_s,
+            metrics=metrics,
+            clock=time.monotonic,
+            rng=random.Random(1),
+        )
+        found = Case(tokenizing, running, metrics)
+        tokenizing.start()
+        try:
+            yield found
+        finally:
+            await tokenizing.stop()
+            for engine in running:
+                await engine.__aexit__()
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 2 * PATIENCE_S))
+
+
+async def until(holds: Any) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < deadline, "it never came to hold"
+        await asyncio.sleep(0.01)
+
+
+def ids(prompt: Prompt) -> list[int] | None:
+    return None if prompt.token_ids is None else prompt.token_ids.tolist()
