@@ -32,7 +32,7 @@ class Sampling:
         if disk is not None:
             gauges |= {
                 "disk_chunks": disk.records,
-                "disk_bytes": disk.held_bytes,
+                "disk_bytes": disk.records * disk.record_bytes,
                 "disk_pending": disk.pending,
                 "disk_off": float(disk.off),
             }

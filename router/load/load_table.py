@@ -227,10 +227,6 @@ class LoadTable:
         self._changed.clear()
         return changes
 
-    @property
-    def has_changes(self) -> bool:
-        return bool(self._changed)
-
     # -- what other processes have in flight
 
     def heard(self, process: str, totals: Mapping[WorkerKey, Totals], *, whole: bool, now: float) -> None:

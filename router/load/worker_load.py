@@ -46,7 +46,6 @@ class Correction(msgspec.Struct, frozen=True):
     said: EngineLoad
     heard_s: float
     foreign: int
-    foreign_waiting: int
     foreign_prefill_tokens: int
     foreign_decode_tokens: int
 
@@ -85,7 +84,6 @@ class LoadModel:
             said,
             now,
             foreign,
-            waiting,
             round(waiting * self._prefill_tokens),
             round((counted - waiting) * self._context_tokens),
         )

@@ -96,7 +96,6 @@ OTHERS: dict[str, Pick] = {
     "prefix_only": prefix_only,
     "full_attention_only": full_attention_only,
 }
-NAMES = (KV, *OTHERS)
 
 
 class Policy(NamedTuple):

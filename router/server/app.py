@@ -30,7 +30,6 @@ from kvrouter.router.api.http.deadlines import HttpLimits
 from kvrouter.router.api.http.fastapi_app import build_api
 from kvrouter.router.api.http.http_api import HttpApi
 from kvrouter.router.api.http.http_connection import connection_factory
-from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.common.errors import StartError
 from kvrouter.router.common.jit import progress
 from kvrouter.router.common.shutdown import Shutdown
@@ -75,13 +74,6 @@ STORE_CHECK_S = 1.0
 # The data directory's lock admits one router, so its leases need no name of their own, and a restart takes over at
 # once.
 PRIVATE_TOKEN = "private"
-
-
-def build_app(
-    core: CorePort, placing: Placer, config: Config, metrics: Metrics, tokens: TokensPort | None = None
-) -> HttpApi:
-    """The HTTP API on any object with the core's interface; nothing is proxied."""
-    return build_api(core, placing, config, metrics, time.perf_counter, tokens)
 
 
 def new_selection_id() -> str:

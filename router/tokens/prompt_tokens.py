@@ -14,7 +14,6 @@ from kvrouter.router.matching.question import Question
 
 # Where the ids come from: the client, an engine's render endpoint, an engine's /tokenize, a tokenizer here, or nowhere.
 Source = Literal["given", "render", "tokenize", "local", "none"]
-SOURCES: tuple[Source, ...] = ("given", "render", "tokenize", "local", "none")
 
 # Why tokens are not known; labels of a metric.
 Reason = Literal[
@@ -28,9 +27,6 @@ Reason = Literal[
     "media",  # images, audio or video: known up to the first of them at most
     "embeds",  # prompt_embeds have no token ids
 ]
-REASONS: tuple[Reason, ...] = (
-    *("timeout", "busy", "no_engine", "unreachable", "refused", "unverified", "unsupported", "media", "embeds"),
-)
 
 # English text has some four characters a token, and so have JSON and code; an estimate for load, never for credit.
 BYTES_PER_TOKEN = 4

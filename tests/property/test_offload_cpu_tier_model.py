@@ -202,8 +202,9 @@ class Run:
         model, subject = self.model, self.subject
         for number in range(NUM_KEYS):
             assert subject.state(key(number)) is model.state(number)
-            assert subject.pins(key(number)) == model.pins[number]
         assert {n: subject.slot(key(n)) for n in model.slots} == model.slots
+        used_by = [model.slots[n] for n in model.writing] + [model.slots[n] for n in model.pins.elements()]
+        assert sorted(subject.busy_slots()) == sorted(used_by)
         assert subject.ready_keys() == [key(n) for n in model.slots if n not in model.writing]
         used = list(model.slots.values())
         assert len(set(used)) == len(used)

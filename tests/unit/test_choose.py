@@ -31,7 +31,7 @@ from kvrouter.router.placement.cost import (
     CostTerms,
     weigh,
 )
-from kvrouter.router.placement.policies import NAMES, policy
+from kvrouter.router.placement.policies import KV, OTHERS, policy
 from kvrouter.router.telemetry.metrics import LOST_REASONS
 
 TOKENS = 200
@@ -336,4 +336,4 @@ def test_the_reason_without_any_hit_and_for_a_guess() -> None:
 
 def test_every_reason_of_a_loss_has_its_series() -> None:
     named = {value for name, value in vars(choosing).items() if name.isupper() and isinstance(value, str)}
-    assert named - set(NAMES) == set(LOST_REASONS)
+    assert named - {KV, *OTHERS} == set(LOST_REASONS)

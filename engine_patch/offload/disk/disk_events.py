@@ -45,11 +45,5 @@ class Counters:
     # Manifest entries found invalid at the start, and records whose entry or payload was damaged when they were read.
     # Of a reader: payloads that do not match their entry.
     corrupt: int = 0
-    # Writes not begun: the queue is full, all records are in use, or the tier takes no writes.
-    skipped: int = 0
-    # Writes not begun because the key is there, or on its way there.
-    repeated: int = 0
     # Keys that left for others, or for a budget smaller than last time.
     evicted: int = 0
-    # Reads and writes that were queued when the tier was closed.
-    abandoned: int = 0

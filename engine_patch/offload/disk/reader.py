@@ -140,10 +140,6 @@ class DiskReader:
         """Keys that are announced."""
         return len(self._held) if self._visible else 0
 
-    @property
-    def held_bytes(self) -> int:
-        return self.records * self.record_bytes
-
     def holds(self, key: OffloadKey) -> bool:
         """Exactly while the key is announced."""
         return self._visible and key in self._held
@@ -198,7 +194,6 @@ class DiskReader:
         if self.state in (State.ON, State.OFF):
             left = self._jobs.close()
             for job in [*(job for job, _ in self._jobs.ended()), *left]:
-                self.counters.abandoned += 1
                 self._finished.append(Finished(READ, job.key, job.slot, False))
             self._visible = False
         self._health.become(State.CLOSED)

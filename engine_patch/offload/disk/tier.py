@@ -174,11 +174,6 @@ class DiskTier:
         """Keys that are there."""
         return len(self._table)
 
-    @property
-    def held_bytes(self) -> int:
-        """Of payloads that are there."""
-        return len(self._table) * self.record_bytes
-
     def holds(self, key: OffloadKey) -> bool:
         """Whether the key can be read now: exactly while it is announced."""
         return self._readable and self._table.get(key) is not None
@@ -192,16 +187,13 @@ class DiskTier:
             self._table.touch(key)
 
     def write(self, key: OffloadKey, slot: int) -> bool:
-        """Queues a write of the slot's bytes; whether it was. False changes nothing.
-
-        Counted as `repeated` where the key is there (`holds`) or on its way (`writing`), else as `skipped`."""
+        """Queues a write of the slot's bytes; whether it was. False changes nothing: the key is there (`holds`) or on
+        its way (`writing`), or no record or place in the queue is free."""
         if key in self._writing or self._table.get(key) is not None:
-            self.counters.repeated += 1
             return False
         data = self._bytes_of(slot)
         room = self._room()
         if room is None:
-            self.counters.skipped += 1
             return False
         if room.evicted is not None:
             self.counters.evicted += 1
@@ -267,7 +259,6 @@ class DiskTier:
             self._process()
             for job in left:
                 if isinstance(job, _Job):
-                    self.counters.abandoned += 1
                     self._finished.append(Finished(job.kind, job.key, job.slot, False))
             self._chores = 0
             if self._sync_wanted:

@@ -91,9 +91,6 @@ class CpuTier:
             raise self._wrong(key, "has no slot")
         return self._slots[key]
 
-    def pins(self, key: OffloadKey) -> int:
-        return self._pins.get(key, 0)
-
     def ready_keys(self) -> list[OffloadKey]:
         """All READY keys, in the order in which they were allocated."""
         return [key for key in self._slots if key not in self._writing]

@@ -50,10 +50,6 @@ class PieceCache:
             if not self._holds():
                 self._cuts = {}
 
-    @property
-    def remembers(self) -> bool:
-        return bool(self._cuts)
-
     def encode(self, text: str, *, add_special_tokens: bool) -> NDArray[np.int64]:
         if add_special_tokens or not self._cuts:
             return self._whole(text, add_special_tokens=add_special_tokens)

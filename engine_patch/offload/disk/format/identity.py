@@ -17,7 +17,6 @@ from kvrouter.engine_patch.offload.disk.format.checksum import default_checksum
 
 # Grows with every change of what the files of a folder mean: records of another version are foreign.
 FORMAT_VERSION = 1
-DIGEST_BYTES = 32
 # 128 bits of the digest: no two identities meet, and the path stays short.
 FOLDER_NAME_CHARS = 32
 
