@@ -169,8 +169,8 @@ def worker_body(worker_id: int, url: str, events: str, replay: str | None) -> di
 def drive_selection(
     client: Client, streams: Sequence[tuple[str, str]], publish: Callable[[], object], tokens: list[int]
 ) -> None:
-    """streams: (events, replay) of two engines. publish: the first one stores 12 blocks of `tokens`, the second one
-    3."""
+    """streams: (events, replay) of two engines. publish: once both are subscribed to, the first one stores 12 blocks of
+    `tokens`, the second one 3."""
     first, second = 1, LARGEST_ID
     client.ask("not ready", "GET", "/ready")
     for worker_id, url, (events, replay) in zip((first, second), URLS, streams, strict=True):
@@ -178,8 +178,6 @@ def drive_selection(
         assert (added.worker_id, added.endpoint, added.kv_events_endpoint) == (worker_id, url, events)
         assert added.lifecycle == "schedulable"
     until(lambda: bool(client.ask("ready", "GET", "/ready", wants=Ready).schedulable_workers == 2), client)
-    # The subscriptions travel a moment longer.
-    time.sleep(1.0)
     publish()
     asked = {
         "model_name": MODEL,
@@ -281,7 +279,7 @@ def drive_selection(
 
 
 def drive_ranks(client: Client, streams: Sequence[str], publish: Callable[[], object], tokens: list[int]) -> None:
-    """One worker with two ranks; publish: the second one stores 12 blocks of `tokens`."""
+    """One worker with two ranks; publish: once it is subscribed to, the second one stores 12 blocks of `tokens`."""
     body = worker_body(7, URLS[0], streams[0], None) | {
         "model_name": "ranks",
         "kv_events_endpoint": None,
@@ -290,7 +288,6 @@ def drive_ranks(client: Client, streams: Sequence[str], publish: Callable[[], ob
         "data_parallel_size": 2,
     }
     assert client.ask("register ranks", "POST", "/workers", body, wants=Worker).worker_id == 7
-    time.sleep(1.0)
     publish()
     asked = {"model_name": "ranks", "token_ids": tokens}
     until(
@@ -302,11 +299,11 @@ def drive_ranks(client: Client, streams: Sequence[str], publish: Callable[[], ob
 
 
 def drive_indexer(client: Client, stream: tuple[str, str], publish: Callable[[], object], tokens: list[int]) -> None:
-    """publish: the engine stores 12 blocks of `tokens`. Mooncake's RFC has the same shapes, with texts for ids."""
+    """publish: once it is subscribed to, the engine stores 12 blocks of `tokens`. Mooncake's RFC has the same shapes,
+    with texts for ids."""
     body = {"instance_id": 9, "model_name": MODEL, "endpoint": stream[0], "replay_endpoint": stream[1], "block_size": BLOCK,
             "dp_rank": None, "routing_group": "default", "tenant_id": "default", "additional_salt": None}  # fmt: skip
     assert client.ask("register", "POST", "/register", body, wants=Done).status == "ok"
-    time.sleep(1.0)
     publish()
     asked = {
         "model_name": MODEL,

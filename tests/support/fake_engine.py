@@ -72,6 +72,31 @@ def removed(chain: list[int], group: int | None = 0, medium: str = "GPU") -> lis
     return [WireRemoved(block_hashes=[block_hash], medium=medium, group_idx=group) for block_hash in chain]
 
 
+# Nothing here waits this long unless it fails.
+PATIENCE_S = 30.0
+
+
+class HearingContext:
+    """A context whose PUB sockets are XPUB sockets: the same on the wire, and they hear of subscriptions."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._context = context
+
+    def socket(self, kind: int) -> zmq.Socket[bytes]:
+        if kind != zmq.PUB:
+            return self._context.socket(kind)
+        self._publishing = self._context.socket(zmq.XPUB)
+        self._publishing.setsockopt(zmq.XPUB_VERBOSER, 1)
+        return self._publishing
+
+    def wait_subscribed(self) -> None:
+        """Until one reader more is subscribed than after the last call. Only while nothing is published: the socket
+        belongs to the publisher's thread."""
+        assert self._publishing.poll(1_000 * PATIENCE_S), "nobody subscribed"
+        while not self._publishing.recv().startswith(b"\1"):
+            assert self._publishing.poll(1_000 * PATIENCE_S), "nobody subscribed"
+
+
 class FakeEngine:
     """One publisher life; `restart` begins another on the same ports."""
 
@@ -86,7 +111,13 @@ class FakeEngine:
         self.replay_endpoint = self.publisher.replay_endpoint
 
     def _open(self, endpoint: str, replay_endpoint: str | None) -> EventPublisher:
-        return EventPublisher(endpoint, replay_endpoint, context=self._context, **self._options)
+        self._hearing = HearingContext(self._context)
+        return EventPublisher(endpoint, replay_endpoint, context=self._hearing, **self._options)  # type: ignore[arg-type]
+
+    def wait_subscribed(self) -> None:
+        """Until one reader more than after the last call will get what is published from now on."""
+        self.publisher.flush(PATIENCE_S)
+        self._hearing.wait_subscribed()
 
     def registration(self, worker_id: str, model: str, **more: Any) -> dict[str, Any]:
         body: dict[str, Any] = {"worker_id": worker_id, "model": model, "endpoint": self.endpoint, **more}

@@ -198,11 +198,13 @@ class RouterProcess:
                 return dict(row)
         raise RouterError(f"/workers does not list {worker_id}")
 
-    def wait_connected(self, worker_id: str) -> None:
-        """Until the event stream is subscribed. An engine that falls idle right after would hide a batch otherwise."""
+    def wait_connected(self, worker_id: str, subscribed: Callable[[], object] = lambda: time.sleep(0.2)) -> None:
+        """Until the event stream is subscribed. An engine that falls idle right after would hide a batch otherwise.
+
+        subscribed: waits for the subscription, which travels a moment longer than the state says. The publisher of a
+        real engine does not show it."""
         self.wait_row(worker_id, lambda row: row["state"] not in ("connecting", "down"), "connected to")
-        # The state says that the socket is connected; the subscription itself travels a moment longer.
-        time.sleep(0.2)
+        subscribed()
 
     def wait_proven(self, worker_id: str, more: Callable[[dict[str, Any]], bool] = lambda row: True) -> dict[str, Any]:
         """The row of a worker with the patch once a heartbeat has proven its index since now, and `more` holds."""

@@ -110,6 +110,8 @@ class ScriptedEngine:
         self.script = script
         self.healthy = True
         self.asked: list[Asked] = []
+        # Paths of the GETs.
+        self.looked: list[str] = []
         # Requests whose connection the other side ended while the script ran.
         self.given_up = 0
         self.connections = 0
@@ -163,6 +165,7 @@ class ScriptedEngine:
         gone = asyncio.Event()
         wire = Wire(writer, gone)
         if asked.method == "GET":
+            self.looked.append(asked.target)
             status = "200 OK" if self.healthy else "503 Service Unavailable"
             await plain(b"", status)(asked, wire)
             return

@@ -94,6 +94,8 @@ def selection_exchanges(port: int, pair: tuple[FakeEngine, FakeEngine]) -> list[
     client = Client(port)
 
     def publish() -> None:
+        first.wait_subscribed()
+        second.wait_subscribed()
         first.publish(stored(TOKENS, 0, 12))
         second.publish(stored(TOKENS, 0, 3))
 
@@ -101,6 +103,7 @@ def selection_exchanges(port: int, pair: tuple[FakeEngine, FakeEngine]) -> list[
     other = prompt(2)
 
     def publish_rank() -> None:
+        second.wait_subscribed()
         second.publish_raw(encode_batch(time.time(), [stored(other, 0, 12)], 5))
 
     drive_ranks(client, [first.endpoint, second.endpoint], publish_rank, other)
@@ -110,7 +113,12 @@ def selection_exchanges(port: int, pair: tuple[FakeEngine, FakeEngine]) -> list[
 
 def indexer_exchanges(port: int, engine: FakeEngine) -> list[Exchange]:
     client = Client(port)
-    drive_indexer(client, addresses(engine), lambda: engine.publish(stored(TOKENS, 0, 12)), TOKENS)
+
+    def publish() -> None:
+        engine.wait_subscribed()
+        engine.publish(stored(TOKENS, 0, 12))
+
+    drive_indexer(client, addresses(engine), publish, TOKENS)
     client.close()
     return client.exchanges
 
@@ -199,7 +207,8 @@ def test_a_client_of_mooncakes_rfc(router: RouterProcess, pair: tuple[FakeEngine
                 "tenant_id": "default", "instance_id": "vllm-prefill-node1", "block_size": 16, "dp_rank": rank,
                 "additionalsalt": ""}  # fmt: skip
         assert router.request("POST", "/register", body) == {"status": "ok", "worker_id": "vllm-prefill-node1"}
-    time.sleep(1.0)
+    for engine in pair:
+        engine.wait_subscribed()
     first.publish(stored(TOKENS, 0, 12))
     second.publish(stored(TOKENS, 0, 6))
     asked = {"model": "rfc", "lora_name": None, "token_ids": TOKENS, "tenant_id": "default", "block_size": 16}

@@ -52,7 +52,7 @@ def test_a_flood_keeps_nobody_waiting(
     engines.append(quiet)
     name = f"quiet{blocks}"
     router.request("POST", "/register", quiet.registration(name, MODEL))
-    router.wait_connected(name)
+    router.wait_connected(name, quiet.wait_subscribed)
     with flood(blocks) as (port, process):
         noisy = {"worker_id": "noisy", "model": NOISY, "endpoint": f"tcp://127.0.0.1:{port}", "patch_endpoint": "off"}
         router.request("POST", "/register", noisy)

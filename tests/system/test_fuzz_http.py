@@ -31,7 +31,7 @@ def test_no_body_harms_a_running_router(
     engine = FakeEngine(context)
     engines.append(engine)
     router.request("POST", "/register", engine.registration("w0", MODEL, url="http://127.0.0.1:1"))
-    router.wait_connected("w0")
+    router.wait_connected("w0", engine.wait_subscribed)
     router.wait_seen("w0", engine.publish(stored(TOKENS, 0, 12)))
     connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=10)
 

@@ -5,7 +5,6 @@ answers."""
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,7 +81,8 @@ def messages(draw: random.Random) -> Iterator[tuple[list[bytes], bool]]:
 
 @pytest.fixture
 def publisher(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[zmq.Socket[bytes]]:
-    socket = context.socket(zmq.PUB)
+    # XPUB hears of the subscription.
+    socket = context.socket(zmq.XPUB)
     socket.sndhwm = 0
     yield socket
     socket.close(linger=0)
@@ -97,13 +97,12 @@ def test_garbage_costs_only_itself(
     bystander = FakeEngine(context)
     engines.append(bystander)
     router.request("POST", "/register", bystander.registration("bystander", "fuzz"))
-    router.wait_connected("bystander")
+    router.wait_connected("bystander", bystander.wait_subscribed)
     router.wait_seen("bystander", bystander.publish(stored(TOKENS, 0, 12)))
     port = publisher.bind_to_random_port("tcp://127.0.0.1")
     victim = {"worker_id": "victim", "model": "fuzz", "endpoint": f"tcp://127.0.0.1:{port}"}
     router.request("POST", "/register", victim)
-    router.wait_connected("victim")
-    time.sleep(0.7)
+    router.wait_connected("victim", publisher.recv)
 
     last = -1
     for sent, (frames, counted) in enumerate(messages(random.Random(20261)), 1):

@@ -36,7 +36,7 @@ def test_a_lost_lease_is_noticed_and_survived(
     engines.append(engine)
     with RouterProcess(tmp_path) as router, router.store() as store:
         router.request("POST", "/register", engine.registration("w0", MODEL))
-        router.wait_connected("w0")
+        router.wait_connected("w0", engine.wait_subscribed)
         before = router.wait_seen("w0", engine.publish(stored(TOKENS, 0, 12)))
         wait_stored(store, {WorkerKey(MODEL, "w0"): before["seq"]})
         worker = WorkerKey(MODEL, "w0")

@@ -114,7 +114,8 @@ def test_names_are_data_everywhere(
             assert time.monotonic() < deadline
             time.sleep(0.1)
             rows = router.request("GET", "/workers")["workers"]
-        time.sleep(0.5)
+        for engine in engines:
+            engine.wait_subscribed()
         # The first of each engine.
         seq = 0
         assert {engine.publish(stored(TOKENS, 0, 4)) for engine in engines} == {seq}

@@ -4,6 +4,7 @@ going."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -117,15 +118,19 @@ def test_a_dropped_message_is_healed_by_a_snapshot(
         register(fresh, engine)
         until(fresh, proven)
 
+        begun, queued = threading.Event(), threading.Event()
+
         def slow() -> list[Any]:
-            time.sleep(0.3)
+            begun.set()
+            assert queued.wait(WAIT_S)
             return [stores(CHAIN[:1])]
 
         assert engine.reporter is not None
         engine.reporter.publish(slow, 0)
-        time.sleep(0.1)
+        assert begun.wait(WAIT_S)
         for i in range(1, 9):
             engine.reporter.publish(lambda i=i: [stores(CHAIN[i : i + 1])], i)
+        queued.set()
         row = until(fresh, lambda row: proven(row) and row["residency"].get("g0:GPU") == 9 and row["seq"] == 8)
         assert engine.reporter.counters.dropped > 0 and row["gaps"] >= 1 and ask(fresh) == 144
     finally:

@@ -35,7 +35,7 @@ class Fleet:
         engine = FakeEngine(self._context, **options)
         self._engines.append(engine)
         self.router.request("POST", "/register", engine.registration(worker_id, self.model))
-        self.router.wait_connected(worker_id)
+        self.router.wait_connected(worker_id, engine.wait_subscribed)
         return engine
 
     def seen(self, worker_id: str, seq: int) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def test_an_engine_restart_voids_what_it_held(fleet: Fleet, replay: bool) -> Non
     if not replay:
         # Nothing tells that the new life began until it speaks; the connection's loss is shown meanwhile.
         fleet.until("w1", lambda row: row["state"] == "suspect")
-        time.sleep(1.0)
+        engine.wait_subscribed()
     other = prompt(4)
     engine.publish(stored(other, 0, 3))
     after = fleet.until("w1", lambda row: row["epoch"] != before["epoch"] and row["seq"] == 0)

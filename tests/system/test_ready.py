@@ -37,13 +37,14 @@ class Fleet:
 
     def __init__(self, router: RouterProcess, stack: ExitStack, model: str) -> None:
         self.router, self._stack, self.model = router, stack, model
+        self.engines: dict[str, ScriptedEngine] = {}
 
     def register(self, name: str, **fields: Any) -> None:
         self.router.request("POST", "/register", {"worker_id": name, "model": self.model, **fields})
         self._stack.callback(self.router.request, "POST", "/unregister", {"worker_id": name})
 
     def engine(self, name: str, **fields: Any) -> ScriptedEngine:
-        engine = self._stack.enter_context(ScriptedEngine(plain(b"{}")))
+        engine = self.engines[name] = self._stack.enter_context(ScriptedEngine(plain(b"{}")))
         self.register(name, url=engine.url, **fields)
         return engine
 
@@ -96,8 +97,8 @@ def fleet(router: RouterProcess, request: pytest.FixtureRequest) -> Iterator[Fle
 def live(fleet: Fleet, *names: str) -> None:
     """Their health checks were answered: what never answered is not missed."""
     for name in names:
-        fleet.until(lambda name=name: fleet.router.worker(name)["last_event_age_s"] is None, name)  # type: ignore[misc]
-    time.sleep(0.5)
+        # The second is not sent before the first is answered.
+        fleet.until(lambda name=name: fleet.engines[name].looked.count("/health") > 1, name)  # type: ignore[misc]
 
 
 def test_it_is_ready_while_an_engine_lives_and_not_longer(fleet: Fleet) -> None:

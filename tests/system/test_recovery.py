@@ -20,8 +20,6 @@ TOKENS, OTHER = prompt(1), prompt(2)
 WAIT_S = 30.0
 SUSPECT_CREDIT_S = 1.0
 HEALTH_INTERVAL_S = 0.1
-# The state says that the socket is connected; the subscription itself travels a moment longer.
-SUBSCRIBED_S = 0.3
 SLOW_ANSWER_S = 1.2
 
 Check = Callable[[dict[str, Any]], bool]
@@ -59,7 +57,7 @@ def worker(
         engine = CutEngine(context, replay=replay)
         engines.append(engine)
         router.request("POST", "/register", engine.registration("w0", MODEL, **({} if url is None else {"url": url})))
-        router.wait_connected("w0")
+        router.wait_connected("w0", engine.wait_subscribed)
         router.wait_seen("w0", engine.publish(stored(TOKENS, 0, 12)))
         assert hit(router) == 192
         return engine
@@ -99,7 +97,7 @@ def test_doubt_is_credited_for_a_while_then_not_and_again_when_it_is_over(
     engine.mend()
     if not replay:
         until(router, lambda row: "waiting for proof" in row["reason"])
-        time.sleep(SUBSCRIBED_S)
+        engine.wait_subscribed()
         engine.publish(stored(OTHER, 0, 2))
     until(router, has(state="live", credited=True))
     # Without a replay endpoint and a url nothing proves that it is the same life.
@@ -172,7 +170,7 @@ def test_a_new_life_that_goes_on_where_the_old_one_was_is_not_believed(
     http.delay_s = SLOW_ANSWER_S
     engine.mend()
     until(router, lambda row: "waiting for proof" in row["reason"])
-    time.sleep(SUBSCRIBED_S)
+    engine.wait_subscribed()
     engine.publish(stored(OTHER, 0, 2))
     row = until(router, has(seq=1))
     assert row["state"] == "suspect" and "its process is the same" in row["reason"]
@@ -189,7 +187,7 @@ def test_the_same_life_that_goes_on_is_believed_when_it_says_so(
     until(router, has(state="suspect"))
     engine.mend()
     until(router, lambda row: "waiting for proof" in row["reason"])
-    time.sleep(SUBSCRIBED_S)
+    engine.wait_subscribed()
     # Nobody says whether it is the same process, so a batch that follows is no proof.
     http.delay_s = SLOW_ANSWER_S
     engine.publish(stored(OTHER, 0, 2))
@@ -213,7 +211,8 @@ def test_a_worker_without_events_is_credited_with_what_was_sent_there_and_says_s
         row = router.worker("w0")
         assert row["approximate"] and not row["credited"] and "without an event endpoint" in row["reason"]
         assert router.metric("kvrouter_approximate_workers") == 1
-        # Another process holds nothing of it.
+        # Another process holds nothing of it; the start of this one is known.
+        until(router, lambda row: http.asked.count("/metrics") > 1)
         http.start_s = 2_000.5
         until(router, lambda row: not router.request("POST", "/query", body)["instances"]["w0"]["longest_matched"])
     finally:

@@ -19,11 +19,15 @@ from router_process import RouterProcess
 from store_server import wait_stored
 
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.index import keys
+from kvrouter.router.streams.peer_view import META_ENGINE_START
 
 TOKENS = prompt(1)
 OTHER = prompt(2)
 MODEL = "m"
 WORKER = WorkerKey(MODEL, "w0")
+# Nothing here waits this long unless it fails.
+WAIT_S = 30.0
 
 
 def ask(router: RouterProcess, tokens: list[int] = TOKENS) -> dict[str, Any]:
@@ -34,7 +38,7 @@ def ask(router: RouterProcess, tokens: list[int] = TOKENS) -> dict[str, Any]:
 def fill(router: RouterProcess, engine: FakeEngine) -> dict[str, Any]:
     """Twelve blocks, one of them twice, learned from the stream and in Redis; returns the worker's row."""
     router.request("POST", "/register", engine.registration("w0", MODEL, url="http://127.0.0.1:1"))
-    router.wait_connected("w0")
+    router.wait_connected("w0", engine.wait_subscribed)
     engine.publish(stored(TOKENS, 0, 12), stored(TOKENS, 11, 12))
     row = router.wait_seen("w0", engine.publish(stored(OTHER, 0, 2)))
     assert ask(router) == {"w0": 192}
@@ -43,8 +47,8 @@ def fill(router: RouterProcess, engine: FakeEngine) -> dict[str, Any]:
     return row
 
 
-def signal_store(folder: Path, number: int) -> None:
-    """Signal the embedded store, found by its data directory."""
+def signal_store(folder: Path, number: int) -> list[int]:
+    """Signal the embedded store, found by its data directory; returns its pids."""
     found = subprocess.run(["pgrep", "-f", f"valkey-server.*{folder}"], capture_output=True, text=True, check=False)
     pids = [int(pid) for pid in found.stdout.split()]
     if not pids:
@@ -52,13 +56,17 @@ def signal_store(folder: Path, number: int) -> None:
     assert pids, "no embedded store found"
     for pid in pids:
         os.kill(pid, number)
+    return pids
 
 
-def kill_store(folder: Path) -> None:
-    """kill -9 for the embedded store too; after a second, so that its log is on disk."""
-    time.sleep(1.2)
-    signal_store(folder, signal.SIGKILL)
-    time.sleep(0.3)
+def kill_store(router: RouterProcess, folder: Path) -> None:
+    """kill -9 for the embedded store too, once its log is written; until it is gone."""
+    with router.store() as store:
+        while (known := store.info("persistence"))["aof_buffer_length"] or known["aof_pending_bio_fsync"]:
+            time.sleep(0.01)
+    pids = signal_store(folder, signal.SIGKILL)
+    while any(_works_in(Path(f"/proc/{pid}"), folder) for pid in pids):
+        time.sleep(0.01)
 
 
 def _works_in(process: Path, folder: Path) -> bool:
@@ -79,7 +87,7 @@ def test_same_workers_and_answers_with_the_engine_silent(
         if how != "stop":
             router.kill()
         if how == "kill with its store":
-            kill_store(tmp_path)
+            kill_store(router, tmp_path)
     with RouterProcess(tmp_path) as router:
         states = set()
 
@@ -93,8 +101,7 @@ def test_same_workers_and_answers_with_the_engine_silent(
         for same in ("epoch", "seq", "residency", "catalog", "hash_scheme", "url", "model", "gaps"):
             assert row[same] == before[same], same
         assert ask(router) == {"w0": 192} and ask(router, OTHER) == {"w0": 32}
-        router.wait_connected("w0")
-        time.sleep(0.7)
+        router.wait_connected("w0", engine.wait_subscribed)
         assert router.worker("w0")["state"] == "suspect"
         # The next seq follows, which another life can come to by chance. The twelfth block had two copies, and one is
         # left.
@@ -147,7 +154,7 @@ def test_what_a_killed_router_had_not_written_is_credited_as_the_engine_has_it(
             # Nothing proves what Redis holds, and it says so; the next batch shows the gap, which voids it.
             row = router.worker("w0")
             assert row["state"] == "suspect" and row["seq"] < last["seq"]
-            router.wait_connected("w0")
+            router.wait_connected("w0", engine.wait_subscribed)
             row = router.wait_seen("w0", engine.publish(stored(TOKENS, 0, 3)))
             assert row["epoch"] != before["epoch"] and row["gaps"] == 1
             assert ask(router) == {"w0": 48} and ask(router, OTHER) == {"w0": 0}
@@ -164,8 +171,7 @@ def test_what_was_missed_and_cannot_be_had_voids(
         engine.publish(*removed(hashes(TOKENS)))
     with RouterProcess(tmp_path) as router:
         assert ask(router) == {"w0": 192}
-        router.wait_connected("w0")
-        time.sleep(0.7)
+        router.wait_connected("w0", engine.wait_subscribed)
         row = router.wait_seen("w0", engine.publish(stored(OTHER, 2, 3)))
         assert row["epoch"] != before["epoch"] and row["gaps"] == 1
         assert ask(router) == {"w0": 0} and ask(router, OTHER) == {"w0": 0}
@@ -184,7 +190,7 @@ def test_an_engine_that_restarted_meanwhile_is_void_before_it_speaks(
         engine.publish(stored(OTHER, 0, 4))
         last = engine.publish(stored(OTHER, 4, 6))
     with RouterProcess(tmp_path) as router:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + WAIT_S
         while (row := router.worker("w0"))["epoch"] == before["epoch"] or row["seq"] != last:
             assert time.monotonic() < deadline, row
             time.sleep(0.01)
@@ -202,15 +208,16 @@ def test_a_new_life_at_the_old_seq_is_told_by_the_start_time_that_another_router
     try:
         with RouterProcess(tmp_path) as router:
             router.request("POST", "/register", engine.registration("w0", MODEL, url=http.url))
-            router.wait_connected("w0")
-            while not http.asked.count("/metrics"):
-                time.sleep(0.05)
-            # The second batch carries what the answer to the first question was.
-            engine.publish(stored(TOKENS, 0, 12))
-            time.sleep(0.5)
-            before = router.wait_seen("w0", engine.publish(stored(OTHER, 0, 2)))
-            assert ask(router) == {"w0": 192}
+            router.wait_connected("w0", engine.wait_subscribed)
+            deadline = time.monotonic() + WAIT_S
             with router.store() as store:
+                # A batch carries the start time to Redis once the engine has answered.
+                while not store.hget(keys.meta(WORKER), META_ENGINE_START):
+                    assert time.monotonic() < deadline
+                    time.sleep(0.05)
+                    router.wait_seen("w0", engine.publish(stored(TOKENS, 0, 12)))
+                before = router.wait_seen("w0", engine.publish(stored(OTHER, 0, 2)))
+                assert ask(router) == {"w0": 192}
                 wait_stored(store, {WORKER: before["seq"]})
             router.kill()
         engine.restart()
@@ -218,10 +225,9 @@ def test_a_new_life_at_the_old_seq_is_told_by_the_start_time_that_another_router
         for _ in range(before["seq"] + 1):
             engine.publish(stored(OTHER, 2, 3))
         with RouterProcess(tmp_path) as router:
-            router.wait_connected("w0")
-            time.sleep(0.7)
+            router.wait_connected("w0", engine.wait_subscribed)
             engine.publish(stored(OTHER, 3, 4))
-            deadline = time.monotonic() + 10
+            deadline = time.monotonic() + WAIT_S
             while (row := router.worker("w0"))["epoch"] == before["epoch"] or row["state"] != "live":
                 assert time.monotonic() < deadline, row
                 time.sleep(0.05)

@@ -84,7 +84,7 @@ def test_tls_an_acl_user_and_nothing_shown(
             if life == 0:
                 assert asked(router, "/register", engine.registration("w0", "m"))[0] == 200
             eventually(router, "/workers", '"worker_id":"w0"', '"epoch":"')
-            time.sleep(0.3)
+            engine.wait_subscribed()
             if life == 0:
                 engine.publish(stored(TOKENS, 0, 4))
             eventually(router, "/query", '"gpu":64', body=question)

@@ -234,8 +234,10 @@ def test_a_table_without_a_free_slot_refuses_blocks_and_still_knows_the_worker(m
 
 def test_a_message_over_the_limit_costs_its_connection_and_not_the_stream() -> None:
     async def follow() -> None:
-        with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.PUB) as publisher:
+        with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.XPUB) as publisher:
             publisher.setsockopt(zmq.LINGER, 0)
+            # Each subscription is shown, also of a reader that was there before.
+            publisher.setsockopt(zmq.XPUB_VERBOSE, 1)
             port = publisher.bind_to_random_port("tcp://127.0.0.1")
             settings = SubscriberSettings(max_message_bytes=1_000, reopen_s=0.1)
             subscriber = Subscriber(f"tcp://127.0.0.1:{port}", context=context, settings=settings)
@@ -246,15 +248,18 @@ def test_a_message_over_the_limit_costs_its_connection_and_not_the_stream() -> N
                 while sum(isinstance(item, kind) for item in seen) < times:
                     seen.extend(await subscriber.next())
 
+            async def subscribed() -> None:
+                while not (publisher.poll(0) and publisher.recv().startswith(b"\1")):
+                    await asyncio.sleep(0.005)
+
             async with asyncio.timeout(20):
                 await until(Connected)
-                # The subscription travels a moment longer.
-                await asyncio.sleep(0.2)
+                await subscribed()
                 publisher.send_multipart([b"", bytes(8), b"x" * 1_001])
                 await until(Disconnected)
                 assert not any(isinstance(item, Batch) for item in seen)
                 await until(Connected, 2)
-                await asyncio.sleep(0.2)
+                await subscribed()
                 publisher.send_multipart([b"", bytes(8), b"x" * 1_000])
                 await until(Batch)
             await subscriber.close()
