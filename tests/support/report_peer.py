@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -93,6 +94,20 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+def reporting() -> bool:
+    """Whether a reporter's thread runs."""
+    return any(thread.name == "kvrouter-reporter" for thread in threading.enumerate())
+
+
+def takes(reporter: Reporter) -> bool:
+    """Whether the reporter keeps what is published, until it is sent."""
+    message = said()
+    kept = weakref.ref(message)
+    reporter.publish(message, 0)
+    del message
+    return kept() is not None
+
+
 class Peer:
     """SUB and DEALER, with timeouts."""
 
@@ -142,16 +157,16 @@ class Peer:
         self.live.setsockopt(zmq.RCVTIMEO, 20)
         heard = False
         while not heard:
-            eventually(lambda: not len(reporter._queue))
+            sent = reporter.counters.sent
             reporter.publish(said(), 0)
+            # A full queue would drop it.
+            eventually(lambda: reporter.counters.sent > sent)  # noqa: B023
             try:
                 self.next()
             except zmq.Again:
                 continue
             heard = True
         self.live.setsockopt(zmq.RCVTIMEO, TIMEOUT_MS)
-        # A full queue would drop it.
-        eventually(lambda: not len(reporter._queue))
         reporter.publish(said(), JOINED)
         while True:
             seq, message = self.next_events()

@@ -6,10 +6,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
-from report_peer import ANY, CATALOG, TIMEOUT_MS, Peer, Plug, eventually, said, start, stored
+from report_peer import ANY, CATALOG, Peer, Plug, eventually, reporting, said, start, stored, takes
 
 from kvrouter.engine_patch.reporter import reporter as reporter_module
 from kvrouter.engine_patch.reporter.reporter import Reporter
@@ -23,35 +24,44 @@ def rebinding_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(binding, "REBIND_TIMEOUT_S", 0.1)
 
 
+class FailingPub:
+    """A context whose PUB socket fails as often as it is told to."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.failures = 0
+
+    def socket(self, kind: int) -> Any:
+        made = self._context.socket(kind)
+        if kind == zmq.PUB:
+            self._pub = made
+            return self
+        return made
+
+    def send_multipart(self, *arguments: Any) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("broken")
+        self._pub.send_multipart(*arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pub, name)
+
+
 def test_a_turn_that_fails_begins_a_new_epoch_and_ten_end_the_reporter(
-    context: Context, made: Callable[..., Reporter], monkeypatch: pytest.MonkeyPatch
+    context: Context, made: Callable[..., Reporter]
 ) -> None:
-    reporter = made()
+    failing = FailingPub(context)
+    reporter = made(context=failing)
     with Peer(context, reporter) as peer:
         peer.joined(reporter)
-        good = reporter._receive
-        bad = iter([True])
-
-        def receive() -> None:
-            if next(bad, False):
-                raise RuntimeError("broken")
-            good()
-
-        monkeypatch.setattr(reporter, "_receive", receive)
-        assert peer.hello().epoch == f"{1:016x}"
-
-        def broken() -> None:
-            raise RuntimeError("broken")
-
-        monkeypatch.setattr(reporter, "_send_messages", broken)
+        failing.failures = 1
         reporter.publish(said(), 1)
-        reporter._thread.join(TIMEOUT_MS / 1_000)
-        assert not reporter._thread.is_alive()
-        # Nothing takes it, so nothing may pile up.
-        waiting = len(reporter._queue)
-        reporter.publish(said(), 2)
+        eventually(lambda: peer.hello().epoch == f"{1:016x}")
+        failing.failures = 1_000_000
+        # In the end nothing takes a message, so nothing may pile up.
+        eventually(lambda: not takes(reporter) and not reporting())
         reporter.declare(CATALOG)
-        assert len(reporter._queue) == waiting
 
 
 def test_a_taken_reports_port_is_replaced_by_a_free_one(context: Context, made: Callable[..., Reporter]) -> None:
@@ -105,12 +115,11 @@ def test_close_sends_what_is_queued_and_ends(context: Context, made: Callable[..
         for number in range(50):
             reporter.publish(said(stored([number])), number)
         reporter.close()
-        assert not reporter._thread.is_alive()
+        assert not reporting()
         reporter.close()
-        reporter.publish(said(), 99)
+        assert not takes(reporter)
         reporter.declare(CATALOG)
         assert [peer.next_events()[0] for _ in range(50)] == list(range(seq, seq + 50))
-        assert len(reporter._queue) == 0
 
 
 def test_close_ends_a_reporter_that_is_busy(
@@ -122,10 +131,10 @@ def test_close_ends_a_reporter_that_is_busy(
     reporter.publish(said(), 1)
     closing = threading.Thread(target=reporter.close)
     closing.start()
-    eventually(lambda: reporter._closing)
+    eventually(lambda: not takes(reporter))
     plug.pull()
     closing.join()
-    assert not reporter._thread.is_alive()
+    assert not reporting()
 
 
 def test_close_does_not_wait_for_a_stuck_thread(
@@ -135,7 +144,7 @@ def test_close_does_not_wait_for_a_stuck_thread(
     reporter = made()
     plug = Plug(reporter)
     reporter.close()
-    assert reporter._thread.is_alive()
+    assert reporting()
     plug.pull()
     monkeypatch.undo()
 
@@ -145,7 +154,6 @@ def test_a_terminated_context_ends_the_thread(made: Callable[..., Reporter]) -> 
     reporter = made(context=other)
     # Waits for the thread to close its sockets.
     other.term()
-    reporter._thread.join(TIMEOUT_MS / 1_000)
-    assert not reporter._thread.is_alive()
-    reporter.publish(said(), 1)
+    eventually(lambda: not reporting())
+    assert not takes(reporter)
     reporter.close()

@@ -129,7 +129,8 @@ def test_a_client_that_does_not_read_delays_only_itself(context: Context, made: 
     with Peer(context, reporter, hwm=1) as stuck, Peer(context, reporter) as reading, Peer(context, reporter) as third:
         filled(reporter, reading, 400)
         stuck.send(SnapshotRequest(1))
-        eventually(lambda: len(reporter._requests._snapshots) == 1)
+        # One part, and then it reads no more.
+        assert isinstance(stuck.reply(), SnapshotPart)
         # Others are served, and messages go on.
         assert len(copies_of(reading.snapshot())) == 400
         reporter.publish(said(stored([1_000])), None)
@@ -137,7 +138,7 @@ def test_a_client_that_does_not_read_delays_only_itself(context: Context, made: 
         # Its place is taken, and there are only two.
         with Peer(context, reporter, hwm=1) as other:
             other.send(SnapshotRequest(2))
-            eventually(lambda: len(reporter._requests._snapshots) == 2)
+            assert isinstance(other.reply(), SnapshotPart)
             third.send(SnapshotRequest(3))
             refused = third.reply()
             assert isinstance(refused, Refused)
@@ -159,12 +160,13 @@ def test_a_slow_reader_that_goes_on_gets_all_of_it(context: Context, made: Calla
     with Peer(context, reporter, hwm=1) as slow, Peer(context, reporter) as reading:
         filled(reporter, reading, 60)
         slow.send(SnapshotRequest(1))
-        eventually(lambda: len(reporter._requests._snapshots) == 1)
+        first = slow.reply()
+        assert isinstance(first, SnapshotPart)
         reading.snapshot()
         # It was frozen when it was asked for.
         reporter.publish(said(removed(range(60))), None)
         eventually(lambda: reading.hello().next_seq == 2)
-        parts = slow.rest_of_snapshot()
+        parts = [first, *slow.rest_of_snapshot()]
     assert set(copies_of(parts)) == {(0, "GPU", None, number) for number in range(60)}
     assert {part.next_seq for part in parts} == {1}
 
@@ -175,10 +177,9 @@ def test_a_new_epoch_ends_snapshots_of_the_old_one(context: Context, made: Calla
     with Peer(context, reporter, hwm=1) as slow, Peer(context, reporter) as reading:
         filled(reporter, reading, 400)
         slow.send(SnapshotRequest(1))
-        eventually(lambda: len(reporter._requests._snapshots) == 1)
+        assert isinstance(slow.reply(), SnapshotPart)
         reporter.publish(fails, None)
         eventually(lambda: reading.hello().epoch == f"{1:016x}")
-        assert len(reporter._requests._snapshots) == 0
         # The refusal follows as soon as there is room, and the next request is answered.
         while isinstance(reply := slow.reply(), SnapshotPart):
             assert not reply.last
@@ -204,23 +205,28 @@ def test_a_reply_waits_for_room_but_not_forever(context: Context, made: Callable
     with Peer(context, reporter, hwm=1) as slow, Peer(context, reporter) as reading:
         filled(reporter, reading, 400)
         slow.send(SnapshotRequest(1))
-        eventually(lambda: len(reporter._requests._snapshots) == 1)
+        assert isinstance(slow.reply(), SnapshotPart)
         slow.send(HelloRequest(2))
-        eventually(lambda: len(reporter._requests._unsent) == 1)
-        replies = [slow.reply() for _ in range(102)]
+        # Answered behind it.
+        reading.hello()
+        replies = [slow.reply() for _ in range(101)]
         (hello,) = (reply for reply in replies if isinstance(reply, Hello))
         assert hello.id == 2
         # Once more, and now it never reads.
         slow.send(SnapshotRequest(3))
-        eventually(lambda: len(reporter._requests._snapshots) == 1)
-        for number in range(MAX_UNSENT + 10):
-            slow.send(HelloRequest(number))
-        eventually(lambda: reporter.counters.replies_unsent == 10)
-        eventually(lambda: len(reporter._requests._unsent) == MAX_UNSENT)
+        assert isinstance(slow.reply(), SnapshotPart)
+
+        def unsent() -> int:
+            """After one request more."""
+            slow.send(HelloRequest(4))
+            reading.hello()
+            return reporter.counters.replies_unsent
+
+        eventually(lambda: unsent() == 10)
         clock.now_s += 10.5
         reading.hello()
         eventually(lambda: reporter.counters.replies_unsent == 10 + MAX_UNSENT)
-        assert not reporter._requests.busy
+        assert reporter.counters.snapshots_abandoned == 1
 
 
 @pytest.mark.parametrize(
