@@ -59,10 +59,6 @@ RULES = [(re.compile(rf"\A(?:{word})\Z", re.IGNORECASE), better) for word, bette
 QUOTED = re.compile(r"`[^`\n]*`|\]\([^)\n]*\)")
 # Folders whose prose is still to be put into plain words, and the next to be taken off this list.
 LATER = (
-    "router/index/",
-    "router/ingest/",
-    "router/redis_client/",
-    "router/streams/",
     "router/telemetry/",
     "tests/",
 )

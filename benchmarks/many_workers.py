@@ -46,7 +46,7 @@ def frames(chain: Chain, workers: int) -> Iterator[Frame]:
 
 @contextlib.contextmanager
 def http_engines(count: int, folder: Path) -> Iterator[list[str]]:
-    """The URLs of so many engines that answer their health."""
+    """The URLs of `count` engines that answer their health checks."""
     command = [sys.executable, str(HERE / "http_engines.py"), str(count)]
     with child(command, folder / "http_engines.log", stdout=subprocess.PIPE) as process:
         assert process.stdout is not None

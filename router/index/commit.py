@@ -60,7 +60,7 @@ class Lease(msgspec.Struct, frozen=True):
 
     @staticmethod
     def token_of(value: bytes) -> str | None:
-        """Who has the lease; None for what no router writes, which is nobody's."""
+        """Who has the lease; None for what no router writes: such a lease has no owner."""
         token, _, number = value.rpartition(b":")
         try:
             keys.parse_number(number)
@@ -73,7 +73,7 @@ class CommitOutcome(Enum):
     """APPLIED changed the store; the others changed nothing.
 
     FENCED: the lease ended, or was taken again. STALE: another epoch is current, or the seqs do not continue the
-    committed ones: replayed, or the store lost its last second in a crash. `load` tells where the store is. A commit
+    committed ones: replayed, or the store lost its last second in a crash. `load` shows where the store is. A commit
     that is sent again because its connection was lost is STALE when the first one had been applied."""
 
     APPLIED = "applied"

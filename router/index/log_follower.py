@@ -66,7 +66,7 @@ FollowerItem = LogEntry | Reload | StoreLost | StoreBack
 
 
 class _Position:
-    """How far one worker's log was read. A new `add` makes a new one, which tells items of the old apart."""
+    """How far one worker's log was read. A new `add` makes a new one, which separates items of the old."""
 
     def __init__(self, worker: WorkerKey, log_id: str, commits: int) -> None:
         self.worker = worker
@@ -80,7 +80,7 @@ class _Position:
         except (ValueError, KeyError, msgspec.MsgspecError) as error:
             return Reload(self.worker, f"an entry of the log cannot be read: {error!r}")
         if entry.commit != self.commits + 1:
-            reason = f"the log goes on with entry {entry.commit} after {self.commits}: trimmed, or written anew"
+            reason = f"the log goes on with entry {entry.commit} after {self.commits}: trimmed, or rewritten"
             return Reload(self.worker, reason)
         self.log_id, self.commits = entry.id, entry.commit
         return entry
@@ -149,7 +149,7 @@ class _Reader:
                 raise
 
     async def _reload(self, positions: list[_Position], reason: str) -> None:
-        """Read these no further, as their logs cannot be gone on with."""
+        """Read these no further, as their logs cannot be continued."""
         for position in positions:
             self._stop(position)
         if positions:
@@ -182,7 +182,7 @@ class _Reader:
         except ReplyError as error:
             if error.code == "WRONGTYPE":
                 await self._stop_foreign(list(followed.values()))
-            # UNBLOCKED: the slot went to another node while we waited; the next read is told where.
+            # UNBLOCKED: the slot went to another node while we waited; the next read learns where.
             elif error.code != "UNBLOCKED":
                 await self._servers.follow_error(error)
             self._connection.close()

@@ -50,11 +50,11 @@ from kvrouter.router.redis_client.servers import Servers
 # A block hash as a member of a SET.
 HASH_BYTES = 8
 # Entries kept of each worker's log. An owner commits a few hundred times a second at most, so a follower may be
-# seconds behind before it must load anew, which takes a fraction of a second; at 2,048 transitions a commit a full
+# seconds behind before it must load again, which takes a fraction of a second; at 2,048 transitions a commit a full
 # log is 16 MiB.
 LOG_ENTRIES = 1_024
 # About how many bytes of each worker's log are kept where commits are larger than that (a flood, a snapshot): some of
-# its entries then go earlier, and a follower that was behind loads anew. One entry is kept however large.
+# its entries then go earlier, and a follower that was behind loads again. One entry is kept however large.
 LOG_BYTES = 64 * 1024**2
 # SMEMBERS of 10^6 hashes takes about 0.2 s of the server's one thread; several routers may load at once.
 LOAD_TIMEOUT_S = 60.0

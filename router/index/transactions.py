@@ -42,7 +42,7 @@ class Transactions:
     async def run(self, worker: WorkerKey, write: Callable[[bytes | None, Head], list[bytes] | T]) -> T | None:
         """Watches lease and meta, asks `write` what to do with them: commands to execute, or a result that needs none.
 
-        None: the commands were executed. `write` is asked again when lease or meta changed in between."""
+        None: the commands were executed. `write` is called again when lease or meta changed in between."""
         lease, meta = keys.lease(worker), keys.meta(worker)
         watch = command("WATCH", lease, meta) + command("GET", lease) + command("HMGET", meta, *HEAD_FIELDS)
 

@@ -22,7 +22,7 @@ class IngestCounters(msgspec.Struct):
     losses: int = 0
     heartbeats: int = 0
     mismatches: int = 0
-    # Ways back to what the engine holds: batches replayed, a snapshot, or everything learned anew.
+    # Ways back to what the engine holds: batches replayed, a snapshot, or everything learned again.
     replays: int = 0
     snapshots: int = 0
     relearned: int = 0

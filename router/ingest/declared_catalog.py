@@ -60,7 +60,7 @@ def declared_problem(declared: DeclaredCatalog) -> str | None:
 
 
 def contradictions(declared: CatalogSpec, stated: CatalogSpec) -> list[str]:
-    """Names of what the user stated otherwise than the engine declares; the engine's word is used."""
+    """Names of what the user stated differently from the engine; the engine's declaration is used."""
     found = []
     if stated.groups and set(stated.groups) != {_comparable(group) for group in declared.groups}:
         found.append("groups")

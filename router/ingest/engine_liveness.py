@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whether an engine lives, and whether it is still the same process, judged by what its HTTP answers. Pure.
 
-Its event stream tells less: ZMQ connects again to whoever listens there next, whose seq may by chance go on from the
-old one.
+Its event stream shows less: ZMQ reconnects to whoever listens there next, whose seq may happen to continue the old one.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ LOST_AFTER = 3
 
 class Pulse(msgspec.Struct, frozen=True):
     """It answered. start_s: when its process started, seconds since 1970 (`process_start_time_seconds` in its
-    /metrics); None: it did not say, or was not asked."""
+    /metrics); None: it did not say, or /metrics was not requested."""
 
     start_s: float | None = None
 
@@ -30,7 +29,7 @@ class NoPulse(msgspec.Struct, frozen=True):
 
 
 class EngineLost(msgspec.Struct, frozen=True):
-    """It lived, and does not answer any more."""
+    """It lived, and no longer answers."""
 
     reason: str
 
@@ -56,7 +55,7 @@ class EngineRestarted(msgspec.Struct, frozen=True):
 
 
 class EngineSame(msgspec.Struct, frozen=True):
-    """It is the same process as before. asked_s: when it was asked, on the clock of the stream. start_s: when its
+    """It is the same process as before. asked_s: when the request was sent, on the clock of the stream. start_s: when its
     process started, on its own clock."""
 
     asked_s: float
@@ -71,7 +70,7 @@ class EngineLiveness:
     had. A refused connection does: nobody is there."""
 
     def __init__(self, start_s: float | None = None) -> None:
-        """start_s: when its process started, as whoever asked before was told."""
+        """start_s: when its process started, as an earlier poller learned."""
         self.start_s = start_s
         self._answered = False
         self._absent = False

@@ -103,7 +103,7 @@ class Ingest:
 
     def begin_unreadable(self, problem: str) -> None:
         """Redis holds something of this worker that cannot be read; nothing of it is used."""
-        self.profile.incident = f"what Redis holds of it cannot be read ({problem}): it is learned anew"
+        self.profile.incident = f"what Redis holds of it cannot be read ({problem}): it is learned again"
 
     def pause(self, incident: str) -> None:
         """Nobody reads the stream for now: what is held stays, until the stream shows whether something was missed."""
@@ -125,7 +125,7 @@ class Ingest:
             self.stock.apply(item, now)
 
     def on_liveness(self, sign: VitalSign) -> None:
-        """What the engine's HTTP says of its life. The caller has the stream read anew where another life may have
+        """What the engine's HTTP says of its life. The caller reads the stream again where another life may have
         begun."""
         contact = self.profile.contact
         if isinstance(sign, EngineAbsent):
@@ -147,13 +147,13 @@ class Ingest:
             self.profile.set(StreamState.CONNECTING, SILENT)
         else:
             what = "answers again" if isinstance(sign, EngineBack) else f"is another process ({sign.reason})"
-            self.held.void_life(f"the engine {what}; its stream is read anew")
+            self.held.void_life(f"the engine {what}; its stream is read again")
             self.profile.stage, self.profile.contact.expired = StreamState.CONNECTING, True
         if self._follows_reports:
             self.reports.suspect_life("answers again" if isinstance(sign, EngineBack) else sign.reason)
 
     def allow_ranks(self, allowed: frozenset[int] | None) -> bool:
-        """What more is known of the ranks that its events may name. True: batches were left out that are its own, so
-        that the caller has the stream read anew."""
+        """Limits the ranks that its events may name. True: batches of its own were left out, so the caller must read
+        the stream again."""
         self.profile.ranks.allowed = allowed
         return self.profile.is_own(None) and self.profile.ranks.skips

@@ -46,7 +46,7 @@ class PatchFeed:
         self._profile = epoch.profile
         self._contact = epoch.profile.contact
         self._patch = epoch.profile.patch
-        # Why a snapshot is needed, to be asked for by whoever holds the sockets.
+        # Why a snapshot is needed; the owner of the sockets requests it.
         self.wants_snapshot: str | None = None
 
     def begin(self, epoch: str | None) -> None:
@@ -65,7 +65,7 @@ class PatchFeed:
         if self._patch.epoch is not None:
             self._patch.epoch = None
             self._epoch.void_life(
-                "the engine's patch no longer answers; what is cached is learned anew from its own topic"
+                "the engine's patch no longer answers; what is cached is learned again from its own topic"
             )
         elif self._profile.declared is not None:
             self._profile.forget_learned()
@@ -112,7 +112,7 @@ class PatchFeed:
             profile.tally.restarts += 1
             self._epoch.void_life("")
             self._distrust(
-                f"the engine's publisher began anew ({item.reason}); loading a snapshot, no credit meanwhile"
+                f"the engine's publisher started again ({item.reason}); loading a snapshot, no credit meanwhile"
             )
         elif isinstance(item, SnapshotFailed):
             profile.incident = f"no snapshot ({item.reason}); asking again; residency before it is not complete"
@@ -129,7 +129,7 @@ class PatchFeed:
 
     def suspect_life(self, reason: str) -> None:
         """The engine's HTTP says that another life may have begun."""
-        self.wants_snapshot = f"the engine may have begun anew ({reason})"
+        self.wants_snapshot = f"the engine may have restarted ({reason})"
         self._distrust(f"{self.wants_snapshot}; loading a snapshot, no credit meanwhile")
 
     def _connection(self, item: Connected | Disconnected) -> None:

@@ -38,7 +38,7 @@ REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
 MAX_SHAPES = 1_024
 
 # How long the engine's HTTP may take to say that its process is the same, where the next seq is the only other proof:
-# several times the interval at which it is asked.
+# several times the interval of its polls.
 SAME_PROCESS_WAIT_S = 10.0
 
 
@@ -88,13 +88,13 @@ class StockFeed:
             if item.first_seq == item.next_seq:
                 lost = f"it cannot be proven that nothing was missed before seq {item.next_seq}"
             self._epoch.void_life(
-                f"{lost} ({item.reason}); residency before seq {item.next_seq} was dropped and is learned anew"
+                f"{lost} ({item.reason}); residency before seq {item.next_seq} was dropped and is learned again"
             )
         elif isinstance(item, Incomplete):
             contact.incomplete = True
         elif isinstance(item, ReadAnew):
             self._epoch.void_life(
-                "the replay endpoint answers again: all that it still has is read anew, with what was given up"
+                "the replay endpoint answers again: all that it still has is read again, with what was given up"
             )
             profile.stage = StreamState.CATCHING_UP
         elif isinstance(item, Restarted):
@@ -132,8 +132,8 @@ class StockFeed:
                 self._void_unproven(self._epoch.seq or 0, "the engine's process is another, or was not known before")
 
     def _follow_next_seq(self, seq: int, now: float) -> None:
-        """Batch `seq` follows after a new connection, and there is no replay to ask: another life may have come to it
-        by chance."""
+        """Batch `seq` follows after a new connection, and there is no replay to ask: another life may happen to have
+        reached it."""
         if self._profile.registration.url is None:
             self._void_unproven(seq, "there is neither a replay endpoint nor a url to ask")
         else:
@@ -146,7 +146,7 @@ class StockFeed:
         self._profile.tally.relearned += 1
         self._epoch.void_life(
             f"it cannot be proven that nothing was missed before seq {seq} ({reason}); residency before it was dropped and is "
-            "learned anew"
+            "learned again"
         )
 
     def _count_gap(self, first_seq: int, next_seq: int) -> None:
@@ -184,7 +184,7 @@ class StockFeed:
         if contact.expired:
             return
         if contact.told_start_s is not None:
-            # It still says batches over the same connection, so it is the process that its HTTP told of.
+            # It still says batches over the same connection, so it is the process that answered over HTTP.
             contact.process_start_s, contact.told_start_s = contact.told_start_s, None
         if contact.next_seq_s is not None and now - contact.next_seq_s > SAME_PROCESS_WAIT_S:
             self._void_unproven(item.seq, "the engine's HTTP did not say that its process is the same")

@@ -49,7 +49,7 @@ class WorkerEpoch:
         self.epoch, self.seq, self._opens_epoch = epoch, seq, False
 
     def void(self, incident: str) -> None:
-        """Begin a new epoch: nothing that was held counts any more."""
+        """Begin a new epoch: what was held no longer counts."""
         contact = self.profile.contact
         self.epoch, self._opens_epoch = self._new_epoch(), True
         self.blocks.forget()

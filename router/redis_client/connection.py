@@ -53,7 +53,7 @@ class Connection(asyncio.Protocol):
             if isinstance(error, (RedisError, TimeoutError)):
                 raise _open_error(address_text(address), error, login) from None
             raise
-        # From here on redis-py knows nothing of it. Each reply to the login is read, so its reader holds nothing.
+        # From here on redis-py does not use it. Each reply to the login is read, so its reader holds nothing.
         writer, link._reader, link._writer = link._writer, None, None
         assert writer is not None
         return cls(writer)

@@ -89,7 +89,7 @@ class EmbeddedStore:
         deadline = now() + START_TIMEOUT_S
         started, reason = False, ""
         while now() < deadline:
-            # Asked again each time: the server that held the lock may have been about to end.
+            # Tried again each time: the server that held the lock may have been about to end.
             if not started:
                 started = self._spawn_if_free()
             elif self._reap() is None:

@@ -162,8 +162,8 @@ class Servers:
         raise error
 
     async def relearn(self) -> None:
-        """Asks anew who holds what; keeps what is known when nobody answers. Connections to a server that holds
-        nothing any more end."""
+        """Asks again who holds what; keeps what is known when nobody answers. Connections to a server that no longer
+        holds anything end."""
         # Hundreds of workers notice a lost server at once; one of them asks, the others wait for what it learns.
         already_asked = self._learning.locked()
         async with self._learning:

@@ -28,13 +28,12 @@ from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_record import WorkerRecord
 from kvrouter.router.workers.provenance import engine_ranks
 
-# Every second time /metrics is asked too, which takes an engine some 100 kB to write and says since when it lives and
-# what load it has; only /health says whether its core lives. The load of what the router itself sent is known without
-# asking.
+# Every second poll requests /metrics too: some 100 kB, with the start time and the load of the engine; only /health says
+# whether its core lives. The load of what the router itself sent is known without a poll.
 METRICS_EVERY = 2
 # A busy engine answers its /health within a second; what takes longer counts as a miss.
 TIMEOUT_S = 2.0
-# Of the interval, to either side: many engines registered at once are not asked at once for ever.
+# Of the interval, to either side: many engines registered at once are not polled at once for ever.
 JITTER = 0.2
 # Some hundred series for each of some hundred LoRA adapters.
 MAX_METRICS_BYTES = 8 * 1024**2
@@ -45,9 +44,8 @@ FIRST_ERROR_STATUS = 500
 
 
 class EnginePoller:
-    """One worker's engine, asked while its stream is followed. What it says goes to the worker's record, and where
-    another life of it may have begun, the stream is read anew. `lives` counts its processes, as far as its HTTP tells
-    one from another."""
+    """Polls one worker's engine while its stream is followed. Its answers go to the worker's record; where another life
+    may have begun, the stream is read again. `lives` counts its processes, as far as its HTTP distinguishes them."""
 
     def __init__(
         self,
@@ -56,19 +54,19 @@ class EnginePoller:
         services: StreamServices,
         engine_load: Callable[[EngineLoad], None],
     ) -> None:
-        """engine_load: told the engine's numbers of its core with this rank."""
+        """engine_load: called with the numbers of the engine's core with this rank."""
         self._record = record
         self._commits = commits
         self._services = services
         self._engine_load = engine_load
         self._url = ""
         self._wanted = asyncio.Event()
-        # Has the stream in hand read anew; None while none is.
+        # Reads the current stream again; None without one.
         self.expire: Callable[[str], None] | None = None
         self.lives = 0
 
     def move(self, url: str) -> None:
-        """The engine is asked there from now on."""
+        """Polls the engine there from now on."""
         self._url = url.rstrip("/")
         self._wanted.set()
 
@@ -83,7 +81,7 @@ class EnginePoller:
         self._record.refresh()
 
     async def run(self) -> None:
-        """Ends only where the engine cannot be asked, or by cancellation."""
+        """Ends only where the engine cannot be polled, or by cancellation."""
         facts, services = self._record.facts, self._services
         url, interval_s = self._record.registration.url, services.config.health_interval_s
         if url is None or services.http is None or not interval_s:

@@ -37,7 +37,7 @@ class RoundMember(Protocol):
         """What the store said of `lease`; None: it refused to answer."""
 
     def take_failure(self, lease: Lease, reason: str) -> None:
-        """Why the store could not be asked."""
+        """Why the store could not be reached."""
 
 
 class LeaseRounds:

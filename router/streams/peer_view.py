@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Redis tells of a worker that another router process follows: catalog, hash scheme, state, block counts. Pure.
+"""What Redis says of a worker that another router process follows: catalog, hash scheme, state, block counts. Pure.
 
 The follower of a worker writes its state into `meta` with its commits; here it is read back, so that all routers answer
 alike.
@@ -26,7 +26,7 @@ log = logging.getLogger("kvrouter.told")
 META_STATE = "state"
 META_REASON = "reason"
 META_CREDITED = "credited"
-# When the engine's process started, as its HTTP told: a router that takes the worker over sees that it is another one.
+# When the engine's process started, by its HTTP: a router that takes the worker over sees that it is another one.
 META_ENGINE_START = "engine_start"
 # What is wrong with the disk below its offload tier.
 META_DISK = "disk"
@@ -63,7 +63,7 @@ def state_fields(
 
 
 class PeerView:
-    """One worker as its log tells of it. `profile` has no feed: Redis says what it is."""
+    """One worker as its log shows it. `profile` has no feed: Redis says what it is."""
 
     def __init__(self, registration: Registration, seed: str | None) -> None:
         self._registration = registration

@@ -20,7 +20,7 @@ from kvrouter.router.workers.registration import NO_PATCH, Registration
 class Phase(StrEnum):
     """Where the following of one worker stands in this process."""
 
-    # No lease, and nothing in memory that a lease could go on with: what Redis held is shown, as far as it was read.
+    # No lease, and nothing in memory that a lease could continue: what was read from Redis is shown.
     WAITING = "waiting"
     # Another process follows it.
     ELSEWHERE = "elsewhere"
@@ -32,7 +32,7 @@ class Phase(StrEnum):
     REPORTS = "reports"
     # This process leads a worker that has no stream.
     UNFED = "unfed"
-    # The hold ended. What this process saw is whole, and gone on with if nobody committed meanwhile.
+    # The hold ended. What this process saw is whole, and continued if nobody committed meanwhile.
     PAUSED = "paused"
 
 
@@ -50,7 +50,7 @@ class Event(StrEnum):
     LEASE_TAKEN = "lease_taken"
     # Mirror and memory stand where the next commit goes on; no batch of the engine's own topic is known.
     LEAD_BEGUN = "lead_begun"
-    # The same, and the engine's own topic can be gone on with after a known batch.
+    # The same, and the engine's own topic can be continued after a known batch.
     LEAD_RESUMED = "lead_resumed"
     PATCH_ANSWERED = "patch_answered"
     PATCH_SILENT = "patch_silent"
@@ -128,7 +128,7 @@ def step(phase: Phase, event: Event, endpoints: Endpoints) -> Step:
 
 
 def _step_idle(phase: Phase, event: Event, endpoints: Endpoints) -> Step | None:
-    # What is in memory is not gone on with after this; what others say is shown until the lead is taken.
+    # What is in memory is not continued after this; what others say is shown until the lead is taken.
     spent = Phase.WAITING if phase is Phase.PAUSED else phase
     match event:
         case Event.LEASE_ELSEWHERE:

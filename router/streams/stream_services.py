@@ -22,8 +22,8 @@ from kvrouter.router.workers.allow_list import AllowList
 
 @dataclasses.dataclass(frozen=True)
 class StreamServices:
-    """token: names the process in leases. leases: renews them. mirror: led while the process follows a worker. http: asks engines whether
-    they live; None: they are not asked."""
+    """token: names the process in leases. leases: renews them. mirror: led while the process follows a worker. http:
+    polls engines for liveness; None: no polls."""
 
     store: IndexStore
     leases: LeaseRounds

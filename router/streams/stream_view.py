@@ -23,10 +23,10 @@ class Facts(msgspec.Struct):
 
     refusal: why it may not be followed. contradiction: what says that its events are another engine's. image_problem:
     why the mirror lacks what Redis holds of it. log_loaded: the image of Redis was read, and the log from there on.
-    log_heard: the store tells what comes after. follower_problem: why the router that follows it is not heard.
+    log_heard: the store shows what comes after. follower_problem: why the router that follows it is not heard.
     hold_problem: why the last hold ended. key_problem: the proof that its patch owes; stays while it is tried again.
     store_problem: why the store takes no commits. overdue: doubt has lasted longer than it is credited. alone: no other
-    rank is registered beside it. engine_ranks: of its engine's cores. stopping: nothing is to follow it any more."""
+    rank is registered beside it. engine_ranks: of its engine's cores. stopping: it is no longer to be followed."""
 
     refusal: str | None = None
     contradiction: str = ""
@@ -81,7 +81,7 @@ def credit(phase: Phase, facts: Facts, word: Word, state: StreamState, suspect_c
     is_credited = credited(state, facts.overdue) and word.credited
     reason = _reason(phase, facts, word, state)
     if state is StreamState.SUSPECT and not is_credited:
-        reason += f"; no credit any more, after {suspect_credit_s:g} s without proof"
+        reason += f"; no credit after {suspect_credit_s:g} s without proof"
     elif state in CREDITED and not is_credited:
         reason += "; the router that follows it gives it no credit"
     return Credit(state, is_credited, reason)
@@ -107,5 +107,5 @@ def _hearing_problem(facts: Facts) -> str | None:
     if not facts.log_loaded:
         return "what other router processes learned of this worker is being loaded from Redis"
     if not facts.log_heard:
-        return "another router process follows this worker, and the store tells nothing of what it learns"
+        return "another router process follows this worker, and the store does not show what it learns"
     return facts.follower_problem

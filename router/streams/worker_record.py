@@ -82,7 +82,7 @@ class WorkerRecord:
 
     @property
     def profile(self) -> WorkerProfile:
-        """What explains the worker: our own ingest, or what another process told."""
+        """What explains the worker: our own ingest, or what another process wrote."""
         return self.peer.profile if self.is_elsewhere else self.ingest.profile
 
     @property

@@ -58,7 +58,7 @@ class WorkerStream:
         changed: Callable[[], None],
         engine_load: Callable[[EngineLoad], None],
     ) -> None:
-        """changed: called when `view` did. engine_load: told what the engine says of its load. mine: whether this
+        """changed: called when `view` did. engine_load: called with the load that the engine reports. mine: whether this
         process should have this one."""
         self.worker = worker = registration.worker
         # Names the worker in heartbeats.
@@ -121,7 +121,7 @@ class WorkerStream:
 
     @property
     def life(self) -> tuple[WorkerKey, int]:
-        """Names the engine's process, as far as its HTTP tells one from another."""
+        """Names the engine's process, as far as its HTTP distinguishes them."""
         return self.worker, self._engine.lives
 
     @property
@@ -220,7 +220,7 @@ class WorkerStream:
         record.refresh()
 
     def take_image(self, image: WorkerImage) -> None:
-        """What Redis holds, as it was loaded for the mirror."""
+        """What Redis held when it was loaded for the mirror."""
         self._record.peer.take_image(image)
         self._record.facts.log_loaded = True
         self._record.shown.epoch, self._record.shown.seq = image.epoch or "", image.seq
@@ -284,7 +284,7 @@ class WorkerStream:
             await self._follow_always()
         except asyncio.CancelledError as error:
             # A frame of TaskGroup's holds the error and its traceback the frame: all that the worker had would stay
-            # until a full collection, for which a router seldom has reason.
+            # until a full collection, for which a router rarely has reason.
             raise error.with_traceback(None) from None
 
     async def _follow_always(self) -> None:
@@ -358,7 +358,7 @@ class WorkerStream:
         return action
 
     async def _show_others(self) -> None:
-        """Another process follows the worker: show what it tells. Raises StoreError."""
+        """Another process follows the worker: show what it writes. Raises StoreError."""
         record = self._record
         record.step(Event.LEASE_ELSEWHERE)
         record.facts.hold_problem = None
@@ -374,7 +374,7 @@ class WorkerStream:
         record = self._record
         assert record.lead is not None
         if not record.lead.continues(record.ingest.held, *self._lease.written):
-            log.warning("written anew from memory", extra={"worker": self.worker})
+            log.warning("rewritten from memory", extra={"worker": self.worker})
             self._commits.rewrite()
 
     async def _rebuild(self) -> None:

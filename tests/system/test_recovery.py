@@ -93,7 +93,7 @@ def test_doubt_is_credited_for_a_while_then_not_and_again_when_it_is_over(
     assert row["credited"] and hit(router) == 192
     row = until(router, has(credited=False))
     assert row["state"] == "suspect" and row["state_age_s"] >= SUSPECT_CREDIT_S
-    assert "no credit any more" in row["reason"] and hit(router) == 0
+    assert "no credit after" in row["reason"] and hit(router) == 0
     engine.mend()
     if not replay:
         until(router, lambda row: "waiting for proof" in row["reason"])

@@ -93,7 +93,7 @@ def test_everything_deleted(engines: str, pair: Pair, server: StoreServer, churn
     if engines == "silent":
         churn.ask("pause")
     server.client.flushall()
-    until(lambda: rewrites(pair, churn) >= ENGINES, "the index is not written anew")
+    until(lambda: rewrites(pair, churn) >= ENGINES, "the index is not rewritten")
     recovered(pair, server, churn)
     assert sum(router.metric("kvrouter_registry_repairs_total") for router in pair) >= 1
     # From memory: nothing was asked of the engines that they may have forgotten.

@@ -103,7 +103,7 @@ def test_a_promoted_replica_that_lacks_the_last_commits_gives_no_false_credit(
     store.primary.kill()
     store.wait_promoted()
     # Silent engines say nothing that could show it: the follower sees that Redis is behind what it wrote.
-    until(lambda: rewrites(pair, churn) >= ENGINES, "the index is not written anew")
+    until(lambda: rewrites(pair, churn) >= ENGINES, "the index is not rewritten")
     recovered(pair, store, churn)
 
 

@@ -285,7 +285,7 @@ def test_the_declared_catalog_overrides_the_registration_and_contradictions_are_
     assert ingest.profile.catalog.source == "declared" and ingest.profile.catalog.hash_block_size == 16
     assert (
         ingest.reason
-        == "the registered catalog says otherwise than the engine about groups, hash_block_size; the engine's word is used"
+        == "the registered catalog differs from the engine's in groups, hash_block_size; the engine's is used"
     )
     assert ingest.profile.spec.lora_paths == {"a": "/adapters/a", "b": "/b"}
 

@@ -99,7 +99,7 @@ CONNECTING, UNHASHABLE = StreamState.CONNECTING, StreamState.UNHASHABLE
 ELSE, OWN = Phase.ELSEWHERE, Phase.STOCK
 # Another router follows it, and is heard.
 HEARD = {"log_loaded": True, "follower_problem": None}
-OVERDUE = "; no credit any more, after 3 s without proof"
+OVERDUE = "; no credit after 3 s without proof"
 
 CREDITS = {
     "our own word": (OWN, {}, Word(LIVE, ""), LIVE, True, ""),
@@ -126,7 +126,7 @@ CREDITS = {
     "others, not loaded": (ELSE, HEARD | {"log_loaded": False}, Word(LIVE, ""), SUSPECT, True,
                            "what other router processes learned of this worker is being loaded from Redis"),
     "others, log not heard": (ELSE, HEARD | {"log_heard": False}, Word(LIVE, ""), SUSPECT, True,
-                              "another router process follows this worker, and the store tells nothing of what it learns"),
+                              "another router process follows this worker, and the store does not show what it learns"),
     "others, none heard yet": (ELSE, {"log_loaded": True}, Word(LIVE, ""), SUSPECT, True, NO_FOLLOWER_YET),
     "others, silent": (ELSE, HEARD | {"follower_problem": "silent"}, Word(LIVE, ""), SUSPECT, True, "silent"),
     "others, silent, answered by hash": (ELSE, HEARD | {"follower_problem": "silent"},
