@@ -5,6 +5,7 @@ two."""
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvrouter.router.common.jit import kernel
 
@@ -25,3 +26,29 @@ def home(key: np.uint64, capacity: int) -> int:
     x = (x * _MIX2) & _LOW32
     # To numba, int() of a uint64 stays unsigned, and unsigned minus signed is a float.
     return np.int64((x * np.uint64(capacity)) >> _S32)  # type: ignore[return-value]
+
+
+@kernel
+def close_gap(keys: NDArray[np.uint64], values: NDArray[np.generic], empty: int, hole: int) -> None:
+    """Empties index `hole` and shifts back the entries behind it that the hole would cut off. values: beside the keys;
+    `empty` marks a free place."""
+    capacity = keys.shape[0]
+    values[hole] = empty
+    i = hole
+    while True:
+        i += 1
+        if i == capacity:
+            i = 0
+        if values[i] == empty:
+            break
+        distance = i - home(keys[i], capacity)
+        if distance < 0:
+            distance += capacity
+        gap = i - hole
+        if gap < 0:
+            gap += capacity
+        if distance >= gap:
+            keys[hole] = keys[i]
+            values[hole] = values[i]
+            values[i] = empty
+            hole = i

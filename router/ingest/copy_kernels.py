@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.common.jit import kernel
-from kvrouter.router.common.open_addressing import home
+from kvrouter.router.common.open_addressing import close_gap, home
 
 U64 = NDArray[np.uint64]
 U16 = NDArray[np.uint16]
@@ -48,7 +48,6 @@ def count_up(keys: U64, counts: U16, hashes: U64, now: U16) -> int:
 @kernel
 def count_down(keys: U64, counts: U16, hashes: U64, was: U16) -> int:
     """One copy less of every hash; was[i] becomes its old count, 0 when it had none. Returns how many are gone."""
-    capacity = keys.shape[0]
     gone = 0
     for h in range(hashes.shape[0]):
         key = hashes[h]
@@ -60,25 +59,7 @@ def count_down(keys: U64, counts: U16, hashes: U64, was: U16) -> int:
         if counts[i] != 0:
             continue
         gone += 1
-        hole = i
-        j = i
-        while True:
-            j += 1
-            if j == capacity:
-                j = 0
-            if counts[j] == 0:
-                break
-            distance = j - home(keys[j], capacity)
-            if distance < 0:
-                distance += capacity
-            gap = j - hole
-            if gap < 0:
-                gap += capacity
-            if distance >= gap:
-                keys[hole] = keys[j]
-                counts[hole] = counts[j]
-                counts[j] = 0
-                hole = j
+        close_gap(keys, counts, 0, i)
     return gone
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.common.jit import kernel
-from kvrouter.router.common.open_addressing import home
+from kvrouter.router.common.open_addressing import close_gap, home
 
 U64 = NDArray[np.uint64]
 U16 = NDArray[np.uint16]
@@ -70,30 +70,6 @@ def find(keys: U64, heads: I32, key: np.uint64) -> int:
 
 
 @kernel
-def close_gap(keys: U64, heads: I32, hole: int) -> None:
-    """Empty index `hole` and shift back the entries behind it that the hole would cut off."""
-    capacity = keys.shape[0]
-    i = hole
-    while True:
-        i += 1
-        if i == capacity:
-            i = 0
-        if heads[i] == EMPTY:
-            break
-        distance = i - home(keys[i], capacity)
-        if distance < 0:
-            distance += capacity
-        gap = i - hole
-        if gap < 0:
-            gap += capacity
-        if distance >= gap:
-            keys[hole] = keys[i]
-            heads[hole] = heads[i]
-            hole = i
-    heads[hole] = EMPTY
-
-
-@kernel
 def add(keys: U64, heads: I32, records: U64, state: I64, slot_records: I64, slot: int, bit: int, hashes: U64) -> None:
     """Set place `bit` of worker `slot` for every hash. Room for len(hashes) keys and records must be there."""
     capacity = keys.shape[0]
@@ -145,7 +121,7 @@ def drop_record(
     heads[index] = following
     if following != EMPTY:
         return False
-    close_gap(keys, heads, index)
+    close_gap(keys, heads, EMPTY, index)
     state[KEYS_USED] -= 1
     return True
 
