@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -84,7 +85,7 @@ class Leases:
         async def renew(part: list[int]) -> None:
             request = b"".join([renewals[at].orders for at in part])
 
-            async def work(connection: Connection) -> list[object] | None:
+            async def work(connection: Connection) -> list[Any] | None:
                 try:
                     return await connection.run(request, _REPLIES_PER_RENEWAL * len(part))
                 except ReplyError:

@@ -52,8 +52,8 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(stops: bool, embedded
         )
         rounds = LeaseRounds(store.leases, 1.0)
         services = StreamServices(
-            store=store, leases=rounds, token="t", config=Config(), metrics=metrics, context=context, clock=clock, rng=rng, http=None,
-            allowed=AllowList(), permits=Permits(rng=rng), supervisor=supervisor, mirror=mirror,
+            store=store, leases=rounds, token="t", config=Config(), metrics=metrics, context=context, clock=clock, rng=rng,
+            http=None, allowed=AllowList(), permits=Permits(rng=rng), supervisor=supervisor, mirror=mirror,
         )  # fmt: skip
         record = WorkerRecord(Registration(WORKER), services, lambda: None)
         lease = LeaseHolder(
