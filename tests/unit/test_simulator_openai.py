@@ -290,7 +290,7 @@ def test_lost_batches_leave_a_gap_in_the_numbers() -> None:
         await client.complete(list(range(64)), max_tokens=1)
         await client.complete(list(range(100, 164)), max_tokens=1)
         assert client.server.publisher.next_seq == 2
-        with client.server._context.socket(zmq.DEALER) as dealer:
+        with zmq.Context[zmq.Socket[bytes]]() as context, context.socket(zmq.DEALER) as dealer:
             dealer.linger = 0
             dealer.rcvtimeo = 10_000
             assert client.server.endpoints["replay"] is not None
