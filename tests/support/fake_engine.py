@@ -81,6 +81,7 @@ class HearingContext:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._context = context
+        self._readers = 0
 
     def socket(self, kind: int) -> zmq.Socket[bytes]:
         if kind != zmq.PUB:
@@ -89,12 +90,12 @@ class HearingContext:
         self._publishing.setsockopt(zmq.XPUB_VERBOSER, 1)
         return self._publishing
 
-    def wait_subscribed(self) -> None:
-        """Until one reader more is subscribed than after the last call. Only while nothing is published: the socket
-        belongs to the publisher's thread."""
-        assert self._publishing.poll(1_000 * PATIENCE_S), "nobody subscribed"
-        while not self._publishing.recv().startswith(b"\1"):
-            assert self._publishing.poll(1_000 * PATIENCE_S), "nobody subscribed"
+    def wait_readers(self, some: bool) -> None:
+        """Until somebody is subscribed, or nobody. Only while nothing is published: the socket belongs to the
+        publisher's thread."""
+        while self._publishing.poll(0) or (self._readers > 0) is not some:
+            assert self._publishing.poll(1_000 * PATIENCE_S), f"{self._readers} are subscribed"
+            self._readers += 1 if self._publishing.recv().startswith(b"\1") else -1
 
 
 class FakeEngine:
@@ -114,10 +115,10 @@ class FakeEngine:
         self._hearing = HearingContext(self._context)
         return EventPublisher(endpoint, replay_endpoint, context=self._hearing, **self._options)  # type: ignore[arg-type]
 
-    def wait_subscribed(self) -> None:
-        """Until one reader more than after the last call will get what is published from now on."""
+    def wait_subscribed(self, some: bool = True) -> None:
+        """Until a reader will get what is published from now on; not `some`: until those before have left."""
         self.publisher.flush(PATIENCE_S)
-        self._hearing.wait_subscribed()
+        self._hearing.wait_readers(some)
 
     def registration(self, worker_id: str, model: str, **more: Any) -> dict[str, Any]:
         body: dict[str, Any] = {"worker_id": worker_id, "model": model, "endpoint": self.endpoint, **more}

@@ -101,6 +101,7 @@ def selection_exchanges(port: int, pair: tuple[FakeEngine, FakeEngine]) -> list[
 
     drive_selection(client, [addresses(first), addresses(second)], publish, TOKENS)
     other = prompt(2)
+    second.wait_subscribed(False)
 
     def publish_rank() -> None:
         second.wait_subscribed()

@@ -57,7 +57,8 @@ def worker(
         engine = CutEngine(context, replay=replay)
         engines.append(engine)
         router.request("POST", "/register", engine.registration("w0", MODEL, **({} if url is None else {"url": url})))
-        router.wait_connected("w0", engine.wait_subscribed)
+        # Its pause lets the engine's HTTP name its process before the first batch, which nothing shows.
+        router.wait_connected("w0")
         router.wait_seen("w0", engine.publish(stored(TOKENS, 0, 12)))
         assert hit(router) == 192
         return engine
