@@ -68,6 +68,8 @@ class Fleet:
         self._version = 0
         # Workers that were not in the registry at the last look, though no change was announced.
         self._missing: set[WorkerKey] = set()
+        # The registrations that Redis had at the last look, as bytes and as what they mean.
+        self._read: dict[WorkerKey, tuple[bytes, Registration]] = {}
         # Workers of this process that are registered in Redis by what cannot be read.
         self._illegible: set[WorkerKey] = set()
 
@@ -125,9 +127,10 @@ class Fleet:
             log.info("unregistered elsewhere", extra={"worker": worker})
         for worker, registration in stored.items():
             known = self._streams.get(worker)
+            if known is not None and known.registration == registration:
+                continue
             if known is not None and _same_stream(known.registration, registration):
-                if known.registration != registration:
-                    self._update(known, registration)
+                self._update(known, registration)
                 continue
             if known is not None:
                 await self._end(worker)
@@ -147,17 +150,20 @@ class Fleet:
         stored: dict[WorkerKey, Registration] = {}
         left_out: dict[WorkerKey, str] = {}
         for worker, raw in raws.items():
+            read = self._read.get(worker)
             try:
-                stored[worker] = registry.decode(worker, raw)
+                stored[worker] = read[1] if read is not None and read[0] == raw else registry.decode(worker, raw)
             except StoredValueError as error:
                 unreadable.append(error)
                 if worker not in self._streams:
                     left_out[worker] = f"its registration cannot be read here: {error}"
+        self._read = {worker: (raws[worker], registration) for worker, registration in stored.items()}
         whole = {(error.key, error.field) for error in unreadable}
         self._illegible = {
             worker
             for worker in self._streams
-            if not {(keys.registry(worker.model), field) for field in ("", keys.registry_field(worker))}.isdisjoint(
+            if whole
+            and not {(keys.registry(worker.model), field) for field in ("", keys.registry_field(worker))}.isdisjoint(
                 whole
             )
         }
@@ -187,8 +193,9 @@ class Fleet:
                 _check_owner(self._streams[other].registration, registration)
             raw = msgspec.json.encode(registration)
             if known is not None and _same_stream(known.registration, registration):
-                await self._store.registry.put(worker, raw)
+                version = await self._store.registry.put(worker, raw)
                 self._update(known, registration)
+                self._take_version(version)
                 return
             if len(self._streams) >= self._max_workers and not replaced:
                 raise Conflict(
@@ -198,11 +205,18 @@ class Fleet:
                 )
             for other in replaced:
                 await self._drop(other)
-            await self._store.registry.put(worker, raw)
+            version = await self._store.registry.put(worker, raw)
             await self._begin(registration)
+            self._take_version(version)
             log.info(
                 "registered", extra={"worker": worker, "events": registration.events, "source": registration.source}
             )
+
+    def _take_version(self, version: int) -> None:
+        """The registry in Redis is at `version` by a change that was made here too. With a change of another process in
+        between, all of it is read again."""
+        if version == self._version + 1:
+            self._version = version
 
     def _update(self, stream: WorkerStream, registration: Registration) -> None:
         """Take over what the stream does not depend on."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -23,6 +24,11 @@ from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.telemetry.metrics import Metrics
 
 log = logging.getLogger("kvrouter.fleet")
+
+
+# Who follows which worker is worked out for all at once, some ten milliseconds for a thousand: of many that come
+# together not for each.
+ASSIGNMENT_PAUSE_S = 0.25
 
 
 class Claims(msgspec.Struct, frozen=True):
@@ -55,14 +61,17 @@ class RouterPeers:
         self._beats = 0
         # Whether others know of this process, and hand workers over to it.
         self.attends = False
-        # The workers that this process should follow, and those that it will not, with the reason; None when that is to
-        # be found again.
-        self._mine: frozenset[WorkerKey] | None = None
+        # The workers that this process should follow, as was found then, and whether that holds.
+        self._mine: frozenset[WorkerKey] = frozenset()
+        self._mine_s = -math.inf
+        self._mine_holds = False
+        # Those that it will not follow, with the reason; None when that is to be found again.
         self._refuses: dict[str, str] | None = None
         registry.subscribe(members=self._on_members)
 
     def _on_members(self) -> None:
-        self._mine = self._refuses = None
+        self._refuses = None
+        self._mine_holds = False
 
     @property
     def routers(self) -> int:
@@ -81,7 +90,7 @@ class RouterPeers:
         self._contact.answered()
         if membership.look(fields, self._clock()):
             log.info("routers changed", extra={"routers": len(membership.routers), "refused": len(membership.refusals)})
-            self._mine = None
+            self._mine_holds, self._mine_s = False, -math.inf
         self._metrics.heartbeats_ignored.inc(membership.ignored - ignored)
         self.attends = True
         if forgotten := membership.forgotten:
@@ -127,20 +136,30 @@ class RouterPeers:
         silence = self._contact.silence
         unheard = silence and f"{silence}: what the router that follows this worker learns is not known here"
         for stream in streams:
-            stream.follower_heard(unheard or self._membership.follower_problem(stream.tag, now_s))
+            # This process's own heartbeats say of what is followed here that it is heard.
+            problem = None if stream.held else self._membership.follower_problem(stream.tag, now_s)
+            stream.follower_heard(unheard or problem)
 
     def is_mine(self, worker: WorkerKey) -> bool:
-        """Whether this process should follow the worker."""
-        if self._mine is None:
-            refused: dict[WorkerKey, set[str]] = {}
-            for one in (*self._registry.streams, *self._registry.left_out):
-                tag = keys.worker_tag(one)
-                refused[one] = set(self._membership.refusals.get(tag, ()))
-                if tag in self._own_refusals():
-                    refused[one].add(self.token)
-            found = assign_workers(refused, self._membership.routers, refused)
-            self._mine = frozenset(worker for worker, router in found.items() if router == self.token)
+        """Whether this process should follow the worker; of one that is new among several routers, known in a
+        moment."""
+        if self._membership.routers == {self.token}:
+            refuses = self._own_refusals()
+            return worker in self._registry.streams and not (refuses and keys.worker_tag(worker) in refuses)
+        if not self._mine_holds and self._clock() >= self._mine_s + ASSIGNMENT_PAUSE_S:
+            self._assign()
         return worker in self._mine
+
+    def _assign(self) -> None:
+        refused: dict[WorkerKey, set[str]] = {}
+        for one in (*self._registry.streams, *self._registry.left_out):
+            tag = keys.worker_tag(one)
+            refused[one] = set(self._membership.refusals.get(tag, ()))
+            if tag in self._own_refusals():
+                refused[one].add(self.token)
+        found = assign_workers(refused, self._membership.routers, refused)
+        self._mine = frozenset(worker for worker, router in found.items() if router == self.token)
+        self._mine_s, self._mine_holds = self._clock(), True
 
     async def claim(self, claims: Claims) -> None:
         """Tell the other routers what the sources of this one see."""

@@ -78,16 +78,17 @@ class Registry:
         self._transactions = transactions
         self._servers = transactions.servers
 
-    async def put(self, worker: WorkerKey, registration: bytes) -> None:
-        """Stores what was registered for `worker`, in place of what was there."""
+    async def put(self, worker: WorkerKey, registration: bytes) -> int:
+        """Stores what was registered for `worker`, in place of what was there. Returns the version that has it."""
         key = keys.registry(worker.model)
         await self._servers.run(key, command("HSET", key, keys.registry_field(worker), registration))
         await self._servers.run(keys.MODELS, command("SADD", keys.MODELS, keys.model_member(worker.model)))
-        await self._changed()
+        return await self._changed()
 
-    async def _changed(self) -> None:
+    async def _changed(self) -> int:
         """After the change itself: whoever sees the new number sees the change."""
-        await self._servers.run(keys.REGISTRATIONS, command("INCR", keys.REGISTRATIONS))
+        (version,) = await self._servers.run(keys.REGISTRATIONS, command("INCR", keys.REGISTRATIONS))
+        return int(version)
 
     async def version(self) -> int:
         """Rises with each change of the registry. Lower than it was: the store lost what was written meanwhile, or it

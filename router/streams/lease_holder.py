@@ -41,6 +41,10 @@ class HandedOver(LeaseLost):
     """Another process should follow the worker, and can."""
 
 
+def _never() -> bool:
+    return False
+
+
 class LeaseHolder:
     """The lease on one worker. Belongs to one event loop; `keep` and `write` run beside each other.
 
@@ -80,7 +84,7 @@ class LeaseHolder:
         self._lock = asyncio.Lock()
         # Set when a round finds something to do: the worker should change hands, or its lease is in doubt.
         self._called = asyncio.Event()
-        self._movable: Callable[[], bool] = lambda: True
+        self._movable: Callable[[], bool] = _never
         # `meta` as a round saw it last, and what was written then.
         self._confirmed: tuple[Written, list[bytes | None]] | None = None
         # Why nothing can be written now, None while it can.
@@ -107,20 +111,26 @@ class LeaseHolder:
 
     async def take(self) -> bool:
         """Wait for the lease. True: nobody else had it since this process did, as far as the store knows."""
-        with self._rounds.joined(self):
-            while True:
-                if not self._mine():
-                    self._called.clear()
-                    await self._called.wait()
-                lease = await self._store.leases.take(self._worker, self._token, self._ttl_s, above=self._number)
-                if lease is not None:
-                    break
-                await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
+        self._rounds.join(self)
+        try:
+            lease = await self._take()
+        finally:
+            self._rounds.leave(self)
         alone = 0 < self._number == lease.number - 1 and not self._interrupted
         self._lease, self._number, self._interrupted = lease, lease.number, False
         self._say(None)
         self._written, self._unsure = await self._store.committed(self._worker), None
         return alone
+
+    async def _take(self) -> Lease:
+        while True:
+            if not self._mine():
+                self._called.clear()
+                await self._called.wait()
+            lease = await self._store.leases.take(self._worker, self._token, self._ttl_s, above=self._number)
+            if lease is not None:
+                return lease
+            await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
 
     @property
     def written(self) -> Written:
@@ -146,18 +156,26 @@ class LeaseHolder:
         """Renew until the hold is lost. movable: hand the worker over when it should be another process's."""
         self._movable = movable
         self._called.clear()
-        with self._rounds.joined(self):
-            while True:
-                await self._called.wait()
-                self._called.clear()
-                if self._should_move():
-                    self._metrics.leases_lost.labels("handed_over").inc()
-                    raise HandedOver("each router process has its share, and this one is another's")
-                try:
-                    async with self._lock:
-                        await self._renew()
-                except StoreError as error:
-                    self._say_unrenewed(str(error))
+        self._rounds.join(self)
+        try:
+            await self._keep()
+        finally:
+            self._rounds.leave(self)
+            # It refers to whoever has this holder.
+            self._movable = _never
+
+    async def _keep(self) -> None:
+        while True:
+            await self._called.wait()
+            self._called.clear()
+            if self._should_move():
+                self._metrics.leases_lost.labels("handed_over").inc()
+                raise HandedOver("each router process has its share, and this one is another's")
+            try:
+                async with self._lock:
+                    await self._renew()
+            except StoreError as error:
+                self._say_unrenewed(str(error))
 
     def _should_move(self) -> bool:
         return not self._mine() and self._movable()

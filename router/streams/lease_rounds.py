@@ -5,9 +5,7 @@ followed. What a round cannot confirm each holder judges by itself."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-from collections.abc import Iterator
 from typing import Protocol
 
 from kvrouter.router.index.commit import Lease
@@ -48,22 +46,24 @@ class LeaseRounds:
         self._ttl_s = ttl_s
         self._members: dict[RoundMember, None] = {}
 
-    @contextlib.contextmanager
-    def joined(self, member: RoundMember) -> Iterator[None]:
-        """`member` takes part until the block ends."""
+    def join(self, member: RoundMember) -> None:
+        """`member` takes part until it leaves."""
         self._members[member] = None
-        try:
-            yield
-        finally:
-            del self._members[member]
+
+    def leave(self, member: RoundMember) -> None:
+        del self._members[member]
 
     async def run(self) -> None:
         for look in itertools.count(1):
             await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
-            for member in list(self._members):
-                member.look()
+            self._look()
             if look % LOOKS_PER_RENEWAL == 0:
                 await self._renew()
+
+    def _look(self) -> None:
+        # Not in `run`, where the last member would be held until the next look.
+        for member in list(self._members):
+            member.look()
 
     async def _renew(self) -> None:
         offers = [(member, *offer) for member in self._members if (offer := member.offer()) is not None]

@@ -31,10 +31,11 @@ GREET_FIRST_S = 0.25
 GREET_KNOWN_S = 3.0
 
 # While the engine's own topic is followed: how long one look for the patch lasts, and the pauses between them, doubled
-# from the first to the last. A new connection begins again: it may be another life of the engine, with the patch.
+# from the first to the last. A new connection begins again: it may be another life of the engine, with the patch. So
+# the last pause only bounds how late a patch is found that comes to a running engine, and a look costs a millisecond.
 PROBE_S = 1.0
 PROBE_PAUSE_FIRST_S = 1.0
-PROBE_PAUSE_LAST_S = 30.0
+PROBE_PAUSE_LAST_S = 300.0
 
 # A patch silent for so long is given up, and the engine's own topic followed: longer than an engine stalls while it
 # compiles.
