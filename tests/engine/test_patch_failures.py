@@ -234,7 +234,7 @@ def test_a_scheduler_of_another_shape_runs(model: Path, seed: int, monkeypatch: 
         work(oracle, rng)
     finally:
         oracle.close()
-    assert len(records.texts) == 1 and "unknown shape" in records.texts[0]
+    assert len(records.texts) == 1 and "unknown scheduler layout" in records.texts[0]
 
 
 def test_a_taken_port_leaves_a_publisher(model: Path, seed: int) -> None:
