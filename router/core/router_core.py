@@ -34,6 +34,7 @@ from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.matching.question import Hit, Question, filter_hits
 from kvrouter.router.matching.routing_history import RoutingHistory
 from kvrouter.router.redis_client.errors import StoreError
+from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_stream import WorkerStream
@@ -121,6 +122,7 @@ class Core:
         services = StreamServices(
             store=store,
             leases=leases,
+            turns=IngestTurns(),
             token=token,
             config=config,
             metrics=metrics,

@@ -7,6 +7,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -18,6 +21,8 @@ from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_record import WorkerRecord
 
 log = logging.getLogger("kvrouter.stream")
+
+T = TypeVar("T")
 
 # Transitions that may wait for the store. With more, and the store slow, the socket is left unread (ZMQ buffers, and
 # later the publisher drops: a gap) for BACKPRESSURE_S; with the store away they are dropped, and all that is held is
@@ -81,21 +86,29 @@ class CommitLoop:
         if waits or self._record.state_fields() != self._written_state:
             self._record.dirty.set()
 
-    async def yield_turn(self, turn: float) -> float:
-        """Lets others run, and the store catch up, once this worker's turn is over; returns when its turn began."""
-        clock = self._services.clock
-        if clock() - turn < TURN_S and self._record.ingest.held.blocks.pending_blocks <= MAX_PENDING_BLOCKS:
-            return turn
-        await self.take_in()
-        await asyncio.sleep(0)
-        return clock()
+    async def take_in(self, items: Sequence[T], apply: Callable[[T, float], None]) -> None:
+        """Apply the items in turns, show what they say after each, and wait for the store if it lacks too much.
 
-    async def take_in(self) -> None:
-        """Show what was read, and wait for the store if it lacks too much."""
-        record = self._record
-        record.refresh()
-        self.wake()
-        backlog = self._lead.backlog
+        apply: called with each item and the time at which all were received."""
+        record, turns, clock = self._record, self._services.turns, self._services.clock
+        received_s = record.shown.received_s = clock()
+        left = deque(items)
+        while left:
+            await turns.wait()
+            begun_s = clock()
+            try:
+                while left and clock() - begun_s < TURN_S:
+                    apply(left.popleft(), received_s)
+                    if record.ingest.held.blocks.pending_blocks > MAX_PENDING_BLOCKS:
+                        break
+                record.refresh()
+                self.wake()
+            finally:
+                turns.spend(clock() - begun_s)
+            await self._wait_for_store()
+
+    async def _wait_for_store(self) -> None:
+        record, backlog = self._record, self._lead.backlog
         give_up_s = self._services.clock() + BACKPRESSURE_S
         while backlog.is_full:
             if self._lease.away or self._services.clock() > give_up_s:

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Coroutine
 
 from kvrouter.events.patch.hello import greet
-from kvrouter.events.patch.items import PatchHeard, PatchSilent
+from kvrouter.events.patch.items import PatchHeard, PatchSilent, ReportItem
 from kvrouter.events.patch.subscriber import ReportSubscriber
 from kvrouter.events.vllm.settings import SubscriberSettings
-from kvrouter.events.vllm.stream_items import Connected
+from kvrouter.events.vllm.stream_items import Connected, StreamItem
 from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.streams.commit_loop import CommitLoop
@@ -193,35 +193,32 @@ class SourceSwitch:
                 raise SourceChanged(f"a patched engine answers at {patch}")
 
     async def _receive(self, subscriber: Subscriber, connected: asyncio.Event) -> None:
-        record, clock = self._record, self._services.clock
+        def apply(item: StreamItem, received_s: float) -> None:
+            self._record.ingest.apply(item, received_s)
+            if isinstance(item, Connected):
+                connected.set()
+                self._engine.ask_now()
+
         while True:
-            items = await subscriber.next()
-            now = turn = record.shown.received_s = clock()
-            for item in items:
-                record.ingest.apply(item, now)
-                if isinstance(item, Connected):
-                    connected.set()
-                    self._engine.ask_now()
-                turn = await self._commits.yield_turn(turn)
-            await self._commits.take_in()
+            await self._commits.take_in(await subscriber.next(), apply)
 
     async def _receive_reports(self, reports: ReportSubscriber, lost: asyncio.Event) -> None:
-        record, clock = self._record, self._services.clock
         giving_up: asyncio.TimerHandle | None = None
+
+        def apply(item: ReportItem, received_s: float) -> None:
+            nonlocal giving_up
+            ingest = self._record.ingest
+            ingest.apply(item, received_s)
+            if isinstance(item, PatchSilent | PatchHeard) and giving_up is not None:
+                giving_up.cancel()
+            if isinstance(item, PatchSilent):
+                giving_up = asyncio.get_running_loop().call_later(REPORTS_LOST_S, lost.set)
+            if ingest.reports.wants_snapshot is not None:
+                reports.request_snapshot(ingest.reports.wants_snapshot)
+                ingest.reports.wants_snapshot = None
+
         while True:
-            items = await reports.next()
-            now = turn = record.shown.received_s = clock()
-            for item in items:
-                record.ingest.apply(item, now)
-                if isinstance(item, PatchSilent | PatchHeard) and giving_up is not None:
-                    giving_up.cancel()
-                if isinstance(item, PatchSilent):
-                    giving_up = asyncio.get_running_loop().call_later(REPORTS_LOST_S, lost.set)
-                if record.ingest.reports.wants_snapshot is not None:
-                    reports.request_snapshot(record.ingest.reports.wants_snapshot)
-                    record.ingest.reports.wants_snapshot = None
-                turn = await self._commits.yield_turn(turn)
-            await self._commits.take_in()
+            await self._commits.take_in(await reports.next(), apply)
 
     async def _give_up(self, lost: asyncio.Event) -> None:
         await lost.wait()

@@ -14,6 +14,7 @@ from kvrouter.events.transport.permits import Permits
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
 from kvrouter.router.index.store import IndexStore
+from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.mirror_lead import MirrorSource
 from kvrouter.router.telemetry.metrics import Metrics
@@ -22,11 +23,12 @@ from kvrouter.router.workers.allow_list import AllowList
 
 @dataclasses.dataclass(frozen=True)
 class StreamServices:
-    """token: names the process in leases. leases: renews them. mirror: led while the process follows a worker. http:
-    polls engines for liveness; None: no polls."""
+    """token: names the process in leases. leases: renews them. turns: of all streams that take items in. mirror: led
+    while the process follows a worker. http: polls engines for liveness; None: no polls."""
 
     store: IndexStore
     leases: LeaseRounds
+    turns: IngestTurns
     token: str
     config: Config
     metrics: Metrics

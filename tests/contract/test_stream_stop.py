@@ -21,6 +21,7 @@ from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.streams.commit_loop import CommitLoop
 from kvrouter.router.streams.engine_poller import EnginePoller
+from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_holder import LeaseHolder, LeaseLost
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.source_switch import SourceSwitch
@@ -52,9 +53,21 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(stops: bool, embedded
         )
         rounds = LeaseRounds(store.leases, 1.0)
         services = StreamServices(
-            store=store, leases=rounds, token="t", config=Config(), metrics=metrics, context=context, clock=clock, rng=rng,
-            http=None, allowed=AllowList(), permits=Permits(rng=rng), supervisor=supervisor, mirror=mirror,
-        )  # fmt: skip
+            store=store,
+            leases=rounds,
+            turns=IngestTurns(),
+            token="t",
+            config=Config(),
+            metrics=metrics,
+            context=context,
+            clock=clock,
+            rng=rng,
+            http=None,
+            allowed=AllowList(),
+            permits=Permits(rng=rng),
+            supervisor=supervisor,
+            mirror=mirror,
+        )
         record = WorkerRecord(Registration(WORKER), services, lambda: None)
         lease = LeaseHolder(
             WORKER, store=store, rounds=rounds, token="t", ttl_s=1.0, metrics=metrics, mine=lambda: True,

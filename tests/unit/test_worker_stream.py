@@ -14,6 +14,7 @@ from kvrouter.events.vllm.stream_items import Connected
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
+from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_record import INCIDENT_SHOWN_S
@@ -34,6 +35,7 @@ class Stage:
         services = StreamServices(
             store=cast(Any, None),
             leases=LeaseRounds(cast(Any, None), 1.0),
+            turns=IngestTurns(),
             token="t",
             config=Config(),
             metrics=Metrics(CollectorRegistry()),
