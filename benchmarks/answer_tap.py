@@ -18,7 +18,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from prometheus_client import CollectorRegistry
 from report import Result, machine, markdown, save
 
 from kvrouter.router.common.ids import WorkerKey
@@ -30,7 +29,7 @@ from kvrouter.router.quality.concurrency import Concurrency
 from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.quality.tracing import Tracing
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
 WORKER = WorkerKey("m", "w0", 0)
 PATH = "/v1/chat/completions"
@@ -134,13 +133,12 @@ def measure(*, quick: bool) -> list[TapRow]:
         TapRow("an event with a usage", len(telling), best_us(pieces(telling, streams=True), count, rounds)),
         TapRow("100 kB of a whole answer", len(whole), best_us(pieces(whole, streams=False), count // 20, rounds)),
     ]
-    metrics = Metrics(CollectorRegistry())
-    measures = QualityMetrics(metrics)
-    without = Quality(metrics, measures, time.monotonic)
+    measures = QualityMetrics(MetricRegistry())
+    without = Quality(measures, time.monotonic)
     rows.append(
         TapRow("a request, without its answer's pieces", 0, best_us(requests(without, [telling]), count // 10, rounds))
     )
-    traced = Quality(metrics, measures, time.monotonic, Tracing(NOWHERE, measures.spans))
+    traced = Quality(measures, time.monotonic, Tracing(NOWHERE, measures.spans))
     rows.append(TapRow("the same, with traces", 0, best_us(requests(traced, [telling]), count // 50, rounds)))
     return rows
 

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from prometheus_client import CollectorRegistry
 from report import machine
 
 from kvrouter.router.common.ids import GPU, Place, WorkerKey
@@ -34,10 +33,11 @@ from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.placement.choose import choose
 from kvrouter.router.placement.cost import ChoiceContext
+from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.server.warm_up import warm
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import CatalogSpec
 from kvrouter.router.workers.stream_state import StreamState
 
@@ -97,7 +97,7 @@ def measure(workers: int, rounds: int) -> tuple[float, float, float]:
     placing = Placer(
         fleet,
         config=Config(),
-        metrics=Metrics(CollectorRegistry()),
+        metrics=PlacementMetrics(MetricRegistry()),
         clock=time.monotonic,
         rng=random.Random(1),
         new_id=lambda: "one",

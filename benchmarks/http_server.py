@@ -20,15 +20,15 @@ import uvicorn
 import uvloop
 from http_client import HttpClient
 from processes import cpu_s
-from prometheus_client import CollectorRegistry
 from report import machine, markdown
 
 from kvrouter.router.api.http.http_api import HttpApi
 from kvrouter.router.api.http.http_connection import connection_factory
 from kvrouter.router.api.http.request import HttpRequest
+from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.config.settings import Config
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
 WAYS = ("own connection", "ASGI under uvicorn")
 # A hot path, and one of the ASGI application behind it.
@@ -73,7 +73,7 @@ def serve(way: str) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
     hot = {HOT: lambda raw, content_type: REPLY}
-    metrics = Metrics(CollectorRegistry())
+    metrics = HttpMetrics(MetricRegistry())
     api = HttpApi(hot, cold, Config(), metrics, None, None, time.perf_counter, Shutdown())
     own = way == WAYS[0]
     config = uvicorn.Config(

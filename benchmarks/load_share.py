@@ -27,7 +27,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-from prometheus_client import CollectorRegistry
 from report import machine
 
 from kvrouter.router.common.ids import WorkerKey
@@ -36,10 +35,11 @@ from kvrouter.router.load.load_sync import LoadShare
 from kvrouter.router.load.load_table import LoadTable
 from kvrouter.router.load.worker_load import LoadModel
 from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.redis_client.servers import Servers
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
@@ -110,7 +110,7 @@ async def place(url: str, placements: int, per_second: float) -> tuple[list[floa
     """When each was placed, and how long that took, in seconds."""
     servers, rng, ids = await Servers.open(url), random.Random(1), itertools.count()
     placing = Placer(
-        Fleet(), config=Config(), metrics=Metrics(CollectorRegistry()), clock=time.monotonic, rng=rng,
+        Fleet(), config=Config(), metrics=PlacementMetrics(MetricRegistry()), clock=time.monotonic, rng=rng,
         new_id=lambda: str(next(ids)), servers=servers, process="a",
     )  # fmt: skip
     placing.start()

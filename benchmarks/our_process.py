@@ -23,17 +23,17 @@ from typing import Any
 import uvloop
 import zmq
 from processes import rss_bytes
-from prometheus_client import CollectorRegistry
 from workload import BLOCK_TOKENS, MODEL
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.core.core_metrics import CoreMetrics
 from kvrouter.router.core.router_core import Core
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore
 from kvrouter.router.redis_client.resp import command
 from kvrouter.router.server.warm_up import warm
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import Registration
 
 TOKEN = "bench"
@@ -87,7 +87,7 @@ def make_core(store: IndexStore, folder: Path, context: zmq.Context[zmq.Socket[b
     return Core(
         store=store,
         config=Config(data_dir=str(folder)),
-        metrics=Metrics(CollectorRegistry()),
+        metrics=CoreMetrics(MetricRegistry()),
         zmq_context=context,
         clock=time.monotonic,
         rng=random.Random(3),

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry
 
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, fingerprint
@@ -24,9 +23,10 @@ from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.placement.placer import Placer
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.workers.stream_state import credited
 from kvrouter.simulator.cache.pool import Event
@@ -131,12 +131,12 @@ class VirtualRouter:
 
     def __init__(self, fleet: VirtualFleet, policy: str, seed: int = 1) -> None:
         self.fleet = fleet
-        self.metrics = Metrics(CollectorRegistry())
+        self.metrics = MetricRegistry()
         ids = itertools.count()
         self.placing = Placer(
             fleet,
             config=Config(policy=policy),  # type: ignore[arg-type]
-            metrics=self.metrics,
+            metrics=PlacementMetrics(self.metrics),
             clock=lambda: fleet.now_s,
             rng=random.Random(seed),
             new_id=lambda: str(next(ids)),
@@ -162,4 +162,4 @@ class VirtualRouter:
             self.placing.tick()
 
     def counted(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(f"kvrouter_{name}", labels or None) or 0.0
+        return self.metrics.get_sample_value(f"kvrouter_{name}", labels or None) or 0.0

@@ -7,6 +7,7 @@ import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.openapi import document, gives, page
 from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
 from kvrouter.router.api.responses import HealthReply, ReadyReply, VersionReply
@@ -17,7 +18,6 @@ from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.common.version import PACKAGE, VERSION
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.proxy import Proxy
-from kvrouter.router.telemetry.metrics import Metrics
 
 STOPPING = "this router is shutting down; send new requests to another one"
 
@@ -28,7 +28,7 @@ def watch_routes(
     tokens: TokensPort | None,
     proxy: Proxy | None,
     sources: SourcesPort | None,
-    shown: Metrics,
+    shown: HttpMetrics,
     shutdown: Shutdown,
     app: FastAPI,
     *,

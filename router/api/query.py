@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.api.dynamo_shapes import DEFAULT_MODEL, check_group
+from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.ports import CorePort
 from kvrouter.router.api.requests import (
     BodyReader,
@@ -26,7 +27,6 @@ from kvrouter.router.api.responses import QueryReply, query_reply
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.json_arrays import hash_array, token_array
 from kvrouter.router.matching.question import Question
-from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration_bodies import (
     model_of,
@@ -38,7 +38,7 @@ class QueryRoutes:
 
     clock: seconds, for `kvrouter_decide_seconds`, which covers the core alone."""
 
-    def __init__(self, core: CorePort, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, core: CorePort, metrics: HttpMetrics, clock: Callable[[], float]) -> None:
         self._core = core
         self._observe = metrics.decide_seconds.observe
         self._clock = clock

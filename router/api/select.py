@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from kvrouter.router.api.dynamo_shapes import ROUTING_GROUP, check_group
+from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.api.query import QueryRoutes, intersect_optional
 from kvrouter.router.api.requests import (
@@ -33,7 +34,6 @@ from kvrouter.router.placement.choose import Choice
 from kvrouter.router.placement.cost import Candidate
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.placement.placer import Placer
-from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH
 from kvrouter.router.workers.registration_bodies import (
     model_of,
@@ -55,7 +55,7 @@ class SelectRoutes:
         placing: Placer,
         tokens: TokensPort | None,
         asking: QueryRoutes,
-        metrics: Metrics,
+        metrics: HttpMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._core = core

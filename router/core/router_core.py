@@ -21,6 +21,7 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.cautions import evicting, open_to_all
 from kvrouter.router.config.settings import Config
+from kvrouter.router.core.core_metrics import CoreMetrics
 from kvrouter.router.core.hit_finder import HitFinder
 from kvrouter.router.core.registration_judge import RegistrationJudge
 from kvrouter.router.core.worker_report import count_worker, worker_status
@@ -38,7 +39,6 @@ from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_stream import WorkerStream
-from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.engine_lists import EngineLists
 from kvrouter.router.workers.model_names import ModelNames, ServedModel, parse_aliases
@@ -62,7 +62,7 @@ class Core:
         *,
         store: IndexStore,
         config: Config,
-        metrics: Metrics,
+        metrics: CoreMetrics,
         zmq_context: zmq.Context[zmq.Socket[bytes]],
         clock: Callable[[], float],
         rng: random.Random,
@@ -77,18 +77,18 @@ class Core:
         self._metrics = metrics
         self._clock = clock
         token = token or secrets.token_hex(8)
-        self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
+        self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng)
         self._allowed = AllowList(config.allow_hosts)
         self._permits = Permits(rng=rng)
         self._memory = SegmentMemory(config.segment_memory_bytes)
         self._history = RoutingHistory(config.approximate_ttl_s)
         self.registry = WorkerRegistry()
-        self._contact = StoreContact(metrics=metrics, clock=clock)
+        self._contact = StoreContact(metrics=metrics.fleet, clock=clock)
         self.peers = RouterPeers(
             self.registry,
             store=store,
             contact=self._contact,
-            metrics=metrics,
+            metrics=metrics.fleet,
             clock=clock,
             token=token,
             ttl_s=config.lease_ttl_s,
@@ -97,7 +97,7 @@ class Core:
             self.registry,
             store=store,
             contact=self._contact,
-            metrics=metrics,
+            metrics=metrics.fleet,
             clock=clock,
             rng=rng,
             supervisor=self._supervisor,
@@ -125,7 +125,7 @@ class Core:
             turns=IngestTurns(),
             token=token,
             config=config,
-            metrics=metrics,
+            metrics=metrics.streams,
             context=zmq_context,
             clock=clock,
             rng=rng,
@@ -150,7 +150,7 @@ class Core:
             self.registry,
             store=store,
             config=config,
-            metrics=metrics,
+            metrics=metrics.fleet,
             clock=clock,
             allowed=self._allowed,
             peers=self.peers,
@@ -338,4 +338,4 @@ class Core:
         self._segments_counted = (hits, misses)
         for worker, stream in self.registry.streams.items():
             stream.settle()
-            count_worker(metrics, worker, stream)
+            count_worker(metrics.streams, worker, stream)

@@ -10,9 +10,9 @@ import msgspec
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.fleet.mirror_sync import MirrorSync
 from kvrouter.router.ingest.worker_profile import WorkerProfile
+from kvrouter.router.streams.stream_metrics import RESYNCS, StreamMetrics
 from kvrouter.router.streams.worker_stream import WorkerStream
-from kvrouter.router.telemetry.metrics import RESYNCS, Metrics
-from kvrouter.router.workers.stream_state import HEARD
+from kvrouter.router.workers.stream_state import HEARD, StreamState
 from kvrouter.router.workers.worker_status import PatchStatus, Recovery, WorkerStatus
 
 
@@ -81,40 +81,24 @@ def _patch_status(profile: WorkerProfile, now: float) -> PatchStatus | None:
     )
 
 
-def count_worker(metrics: Metrics, worker: WorkerKey, stream: WorkerStream) -> None:
+def count_worker(metrics: StreamMetrics, worker: WorkerKey, stream: WorkerStream) -> None:
     """What came in of a worker since the last time, and how its stream is, into the metrics."""
-    label = metrics.worker_label(worker)
     now, before = stream.ingest.profile.tally, stream.counted
-    counters = {
-        "batches": metrics.ingest_batches,
-        "events": metrics.ingest_events,
-        "blocks": metrics.ingest_blocks,
-        "broken": metrics.ingest_broken_events,
-        "unknown": metrics.ingest_unknown_events,
-        "refused": metrics.ingest_refused_blocks,
-        "foreign": metrics.ingest_foreign_batches,
-        "gaps": metrics.stream_gaps,
-        "missed_batches": metrics.stream_missed_batches,
-        "ghost_blocks": metrics.stream_ghost_blocks,
-        "lost_blocks": metrics.stream_lost_blocks,
-        "restarts": metrics.stream_restarts,
-        "losses": metrics.stream_engine_losses,
-        "heartbeats": metrics.patch_heartbeats,
-        "mismatches": metrics.patch_mismatches,
-    }
-    for name, counter in counters.items():
+    resyncs = metrics.resyncs(worker)
+    counters = [(field, counter(worker)) for field, counter in metrics.tallied.items()]
+    for field, counter in counters + [(field, resyncs(how)) for how, field in RESYNCS.items()]:
         # What it refused for want of room counts from zero when it begins again.
-        counter.labels(label).inc(max(0, getattr(now, name) - getattr(before, name)))
-    for how, name in RESYNCS.items():
-        metrics.stream_resyncs.labels(label, how).inc(max(0, getattr(now, name) - getattr(before, name)))
+        counter.inc(max(0, getattr(now, field) - getattr(before, field)))
+    label = metrics.worker_label(worker)
     if (lag_s := _lag_s(stream)) is not None:
-        metrics.stream_event_lag_seconds.labels(label).set(lag_s)
+        metrics.event_lag_seconds.labels(label).set(lag_s)
     else:
         with contextlib.suppress(KeyError):
-            metrics.stream_event_lag_seconds.remove(label)
-    metrics.commit_lag_seconds.labels(label).set(stream.unwritten_s)
-    metrics.backlog_blocks.labels(label).set(stream.unwritten_blocks)
-    metrics.worker_disk_corrupt_records.labels(label).set(stream.disk.signs.corrupt)
-    metrics.worker_unserved_models.labels(label).set(bool(stream.note))
+            metrics.event_lag_seconds.remove(label)
+    metrics.commit_lag_seconds(worker).set(stream.unwritten_s)
+    metrics.backlog_blocks(worker).set(stream.unwritten_blocks)
+    metrics.disk_corrupt_records(worker).set(stream.disk.signs.corrupt)
+    metrics.unserved_models(worker).set(bool(stream.note))
     stream.counted = msgspec.structs.replace(now)
-    metrics.set_stream_state(worker, stream.view.state.value)
+    for state in StreamState:
+        metrics.state(worker)(state).set(state is stream.view.state)

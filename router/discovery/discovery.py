@@ -19,13 +19,13 @@ from kvrouter.router.common.errors import HostNotAllowed, RouterError, WorkerUnr
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.discovery.candidate import Candidate, completed
+from kvrouter.router.discovery.discovery_metrics import DiscoveryMetrics
 from kvrouter.router.discovery.engine_prober import EngineProber, ProbeRequest
 from kvrouter.router.discovery.reconcile import Name, ReconcilePlan, name_of, plan
 from kvrouter.router.discovery.source import Source
 from kvrouter.router.fleet.fleet import Fleet
 from kvrouter.router.fleet.router_peers import Claims
 from kvrouter.router.redis_client.errors import StoreError
-from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.engine_answers import EngineAnswers
 from kvrouter.router.workers.registration import Registration
@@ -66,7 +66,7 @@ class Discovery:
         *,
         session: aiohttp.ClientSession,
         allowed: AllowList,
-        metrics: Metrics,
+        metrics: DiscoveryMetrics,
         clock: Callable[[], float],
         rng: random.Random,
         look_s: float = LOOK_S,
@@ -79,7 +79,7 @@ class Discovery:
         self._metrics = metrics
         self._clock = clock
         self._look_s = look_s
-        self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
+        self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng)
         self._news = asyncio.Event()
         self._asker = EngineProber(session, clock=clock, rng=rng, changed=self._news.set)
         self._kept = {source.name: _Kept() for source in sources}
@@ -144,14 +144,14 @@ class Discovery:
         for name, (found, only_known) in shown.items():
             await self._reconcile(name, found, only_known)
         for source in self._sources:
-            self._metrics.discovery_contested.labels(source.name).set(len(self._kept[source.name].contested))
-            self._metrics.discovery_waiting.labels(source.name).set(len(self._kept[source.name].waiting))
+            self._metrics.contested.labels(source.name).set(len(self._kept[source.name].contested))
+            self._metrics.waiting.labels(source.name).set(len(self._kept[source.name].waiting))
 
     def _report(self, source: Source) -> None:
         kept = self._kept[source.name]
         up = source.shown is not None and not source.problem
-        self._metrics.discovery_up.labels(source.name).set(up)
-        self._metrics.discovery_workers.labels(source.name).set(len(source.shown or ()))
+        self._metrics.up.labels(source.name).set(up)
+        self._metrics.workers.labels(source.name).set(len(source.shown or ()))
         if source.problem != kept.told_problem:
             kept.told_problem = source.problem
             if source.problem:
@@ -257,17 +257,17 @@ class Discovery:
         for name, why in found.contested.items():
             if kept.contested.get(name) != why:
                 log.warning("worker contested", extra={"source": source, "worker": name, "reason": why})
-                self._metrics.discovery_conflicts.labels(source).inc()
+                self._metrics.conflicts.labels(source).inc()
         kept.contested = found.contested
         for worker in found.withdraw:
             if await self._fleet.withdraw(worker, source):
-                self._metrics.discovery_changes.labels(source, "withdrawn").inc()
+                self._metrics.changes.labels(source, "withdrawn").inc()
                 log.info("worker withdrawn", extra={"source": source, "worker": worker})
         for registration in found.register:
             try:
                 await self._fleet.register(registration)
                 kept.asserted[name_of(registration)] = registration
-                self._metrics.discovery_changes.labels(source, "registered").inc()
+                self._metrics.changes.labels(source, "registered").inc()
             except RouterError as error:
                 kept.waiting[name_of(registration)] = error.message
         kept.asserted |= {name_of(one): one for one in found.agreed}

@@ -14,6 +14,7 @@ import msgspec
 from kvrouter.router.common.errors import Conflict, HostNotAllowed
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.fleet.fleet_metrics import FleetMetrics
 from kvrouter.router.fleet.mirror_sync import MirrorSync
 from kvrouter.router.fleet.router_peers import RouterPeers
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
@@ -22,7 +23,6 @@ from kvrouter.router.index.commit import WorkerImage
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.redis_client.errors import StoredValueError, StoreError
 from kvrouter.router.streams.worker_stream import WorkerStream
-from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.source_precedence import PLACES, wins
@@ -48,7 +48,7 @@ class Fleet:
         *,
         store: IndexStore,
         config: Config,
-        metrics: Metrics,
+        metrics: FleetMetrics,
         clock: Callable[[], float],
         allowed: AllowList,
         make_stream: Callable[[Registration], WorkerStream],
@@ -174,7 +174,7 @@ class Fleet:
     def _take_problems(self, problems: list[str]) -> None:
         for problem in problems:
             if problem not in self._registry.problems:
-                self._metrics.unreadable_values.labels("registry").inc()
+                self._metrics.unreadable_values["registry"].inc()
                 log.error("registry not readable", extra={"reason": problem})
         self._registry.problems = problems
 

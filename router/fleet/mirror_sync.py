@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.fleet.fleet_metrics import FleetMetrics
 from kvrouter.router.fleet.store_contact import StoreContact
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index.commit import WorkerImage
@@ -32,7 +33,6 @@ from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.matching.mirror import Mirror, MirrorFull
 from kvrouter.router.redis_client.errors import StoredValueError, StoreError
 from kvrouter.router.streams.worker_stream import WorkerStream
-from kvrouter.router.telemetry.metrics import Metrics
 
 log = logging.getLogger("kvrouter.following")
 
@@ -68,7 +68,7 @@ class MirrorSync:
         *,
         store: IndexStore,
         contact: StoreContact,
-        metrics: Metrics,
+        metrics: FleetMetrics,
         clock: Callable[[], float],
         rng: random.Random,
         supervisor: TaskSupervisor,
@@ -171,7 +171,7 @@ class MirrorSync:
         try:
             self.mirror.add(worker, place, hashes)
         except MirrorFull as error:
-            self._metrics.mirror_refused_blocks.labels(self._metrics.worker_label(worker)).inc(len(hashes))
+            self._metrics.mirror_refused_blocks(worker).inc(len(hashes))
             if self.refused(worker) == len(hashes):
                 log.warning("mirror full", extra={"worker": worker, "reason": str(error)})
 
@@ -322,7 +322,7 @@ class MirrorSync:
             self._regain_store([worker])
 
     def _unreadable(self, stream: WorkerStream, problem: str) -> None:
-        self._metrics.unreadable_values.labels("worker").inc()
+        self._metrics.unreadable_values["worker"].inc()
         log.error("stored values not readable", extra={"worker": stream.worker, "reason": problem})
         stream.image_lost(problem)
 

@@ -14,6 +14,7 @@ import msgspec
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.fleet.assignment import assign_workers
+from kvrouter.router.fleet.fleet_metrics import FleetMetrics
 from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, encode_heartbeat
 from kvrouter.router.fleet.membership import INTERVAL_S, Membership
 from kvrouter.router.fleet.store_contact import StoreContact
@@ -21,7 +22,6 @@ from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index import keys
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.redis_client.errors import StoreError
-from kvrouter.router.telemetry.metrics import Metrics
 
 log = logging.getLogger("kvrouter.fleet")
 
@@ -46,7 +46,7 @@ class RouterPeers:
         *,
         store: IndexStore,
         contact: StoreContact,
-        metrics: Metrics,
+        metrics: FleetMetrics,
         clock: Callable[[], float],
         token: str,
         ttl_s: float,
@@ -180,7 +180,7 @@ class RouterPeers:
                 try:
                     found.update(msgspec.json.decode(raw, type=Claims).workers.get(source, ()))
                 except (msgspec.MsgspecError, ValueError) as error:
-                    self._metrics.unreadable_values.labels("claims").inc()
+                    self._metrics.unreadable_values["claims"].inc()
                     log.warning("claims of another router not readable", extra={"router": token, "error": str(error)})
         if dead:
             await self._store.peers.drop_claims(dead)

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Iterable
 
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.fleet.fleet_metrics import FleetMetrics
 from kvrouter.router.fleet.membership import HEARD_S
-from kvrouter.router.telemetry.metrics import Metrics
 
 log = logging.getLogger("kvrouter.fleet")
 
@@ -20,7 +20,7 @@ log = logging.getLogger("kvrouter.fleet")
 class StoreContact:
     """`problem` says what is wrong; each change is logged once."""
 
-    def __init__(self, *, metrics: Metrics, clock: Callable[[], float]) -> None:
+    def __init__(self, *, metrics: FleetMetrics, clock: Callable[[], float]) -> None:
         self._metrics = metrics
         self._clock = clock
         self._answered_s = clock()

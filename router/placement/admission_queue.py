@@ -14,8 +14,8 @@ from kvrouter.router.common.errors import RouterError, Saturated
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
 from kvrouter.router.load.wait_queue import Waiter, WaitQueue
+from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
-from kvrouter.router.telemetry.metrics import Metrics
 
 # How often queued prompts are tried without any signal: engines' reports and expiry free workers, too.
 LINE_LOOK_S = 0.05
@@ -32,7 +32,7 @@ class AdmissionQueue:
         reserve: Callable[[PlacementRequest], Placement],
         tick: Callable[[], None],
         config: Config,
-        metrics: Metrics,
+        metrics: PlacementMetrics,
         clock: Callable[[], float],
         supervisor: TaskSupervisor,
     ) -> None:
@@ -75,7 +75,7 @@ class AdmissionQueue:
         try:
             self._waiting.join(waiter, retry_after_s)
         except RouterError:
-            self._metrics.queue_refused.labels("full").inc()
+            self._metrics.queue_refused["full"].inc()
             raise
         self._metrics.queue_requests.set(len(self._waiting))
         try:
@@ -92,7 +92,7 @@ class AdmissionQueue:
         finally:
             self._waiting.leave(waiter)
             self._metrics.queue_requests.set(len(self._waiting))
-        self._metrics.queue_refused.labels("deadline").inc()
+        self._metrics.queue_refused["deadline"].inc()
         raise Saturated(
             f"every worker that may take this prompt was saturated for {self._deadline_s:g} s: try again, add workers, or raise "
             "queue_deadline_s",

@@ -24,6 +24,7 @@ AFFINITY = "affinity"  # the session, or a prompt with the same beginning, was e
 TEMPERATURE = "temperature"
 POLICY = "policy"  # a policy other than kv
 TIER = "tier"  # loading it back would take longer than computing it elsewhere
+LOST_REASONS = (EXCLUSION, STATE, LOAD, AFFINITY, TEMPERATURE, POLICY, TIER)
 
 
 class Choice(msgspec.Struct, frozen=True):

@@ -26,10 +26,10 @@ from kvrouter.router.placement.candidates import candidates, no_worker_error, sp
 from kvrouter.router.placement.choose import Choice, choose
 from kvrouter.router.placement.cost import ChoiceContext
 from kvrouter.router.placement.lost_reuse import count_losses
+from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.placement.policies import policy
 from kvrouter.router.placement.prefill_split import PrefillOutcome, SplitRules, with_prefill
-from kvrouter.router.telemetry.metrics import Metrics
 
 NOBODY: frozenset[WorkerKey] = frozenset()
 
@@ -60,7 +60,7 @@ class Decider:
         weights: LoadModel,
         *,
         config: Config,
-        metrics: Metrics,
+        metrics: PlacementMetrics,
         rng: random.Random,
         unavailable: Callable[[WorkerKey], str | None],
         prefillers: Callable[[str], frozenset[WorkerKey]],
@@ -158,7 +158,7 @@ class Decider:
             )
         else:
             outcome = PrefillOutcome.UNAVAILABLE if wants_any else PrefillOutcome.EXCLUDED
-        self._metrics.prefill_decisions.labels(outcome.value).inc()
+        self._metrics.prefill_decisions[outcome].inc()
         if choice.prefill is None:
             return choice
         url = self._fleet.url(choice.prefill.hit.worker)

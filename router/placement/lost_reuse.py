@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement.choose import EXCLUSION, STATE, Choice
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.placement.placement_metrics import PlacementMetrics
 
 
-def count_losses(metrics: Metrics, choice: Choice, everybody: Sequence[Hit], wanted: Sequence[Hit]) -> None:
+def count_losses(metrics: PlacementMetrics, choice: Choice, everybody: Sequence[Hit], wanted: Sequence[Hit]) -> None:
     """Tokens that the best of all workers would have reused and this one does not. wanted: not excluded."""
     best = max(hit.disk for hit in everybody)
     if best == 0:
@@ -24,4 +24,4 @@ def count_losses(metrics: Metrics, choice: Choice, everybody: Sequence[Hit], wan
         (choice.lost, choice.best_hit_tokens - choice.hit.disk),
     ):
         if tokens > 0:
-            metrics.lost_hit_tokens.labels(reason).inc(tokens)
+            metrics.lost_hit_tokens[reason].inc(tokens)

@@ -27,11 +27,11 @@ from kvrouter.router.load.worker_load import Correction, LoadModel, WorkerBacklo
 from kvrouter.router.placement.admission_queue import RETRY_AFTER_S, AdmissionQueue
 from kvrouter.router.placement.choose import Choice
 from kvrouter.router.placement.decider import NOBODY, Decider, HitSource
+from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.placement.reservations import Reservations
 from kvrouter.router.placement.selections import SELECTION_TTL_S, Selected, Selections
 from kvrouter.router.redis_client.servers import Servers
-from kvrouter.router.telemetry.metrics import Metrics
 
 # Models whose problems one answer names.
 MODELS_SHOWN = 8
@@ -57,7 +57,7 @@ class Placer:
         fleet: HitSource,
         *,
         config: Config,
-        metrics: Metrics,
+        metrics: PlacementMetrics,
         clock: Callable[[], float],
         rng: random.Random,
         new_id: Callable[[], str],
@@ -85,10 +85,10 @@ class Placer:
         )
         self._selections = Selections()
         self._reservations = Reservations(
-            self.weights, self._decider, metrics=metrics, clock=clock, changed=self._touched, freed=self._freed
+            self.weights, self._decider, metrics=metrics.load, clock=clock, changed=self._touched, freed=self._freed
         )
         metrics.before_page(self._measure)
-        supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
+        supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng)
         self._line = AdmissionQueue(self.reserve, self.tick, config, metrics, clock, supervisor)
         self._share: LoadShare | None = None
         if servers is not None:
@@ -215,7 +215,7 @@ class Placer:
     def engine_said(self, worker: WorkerKey, said: EngineLoad) -> None:
         """An engine reported its load to this process."""
         ended = self.weights.engine_said(worker, said, self._clock())
-        self._metrics.reservations_voided.inc(ended)
+        self._metrics.load.voided.inc(ended)
         if self._share is not None:
             self._share.gauge(worker, said)
         self._freed()
@@ -279,13 +279,13 @@ class Placer:
         self._measure()
 
     def _measure(self) -> None:
-        metrics = self._metrics
-        metrics.load_known.set(0 if self._share is not None and self._share.problem is not None else 1)
-        metrics.load_routers.set(1 + self.weights.table.others)
-        metrics.reservations_held.set(len(self.weights.table))
+        metrics = self._metrics.load
+        metrics.known.set(0 if self._share is not None and self._share.problem is not None else 1)
+        metrics.routers.set(1 + self.weights.table.others)
+        metrics.held.set(len(self.weights.table))
         for worker in self._fleet.workers():
-            burden, label = self.weights.burden(worker), metrics.worker_label(worker)
-            metrics.load_queued_tokens.labels(label).set(burden.queued_tokens)
-            metrics.load_decode_tokens.labels(label).set(burden.decode_tokens)
-            metrics.load_requests.labels(label).set(burden.requests)
-            metrics.load_saturated.labels(label).set(burden.saturated)
+            burden = self.weights.burden(worker)
+            metrics.queued_tokens(worker).set(burden.queued_tokens)
+            metrics.decode_tokens(worker).set(burden.decode_tokens)
+            metrics.requests(worker).set(burden.requests)
+            metrics.saturated(worker).set(burden.saturated)

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from kvrouter.router.load.load_messages import PREFILL_COMPLETE
+from kvrouter.router.load.load_metrics import LoadMetrics
 from kvrouter.router.load.worker_load import LoadModel
 from kvrouter.router.placement.choose import Choice
 from kvrouter.router.placement.decider import Decider
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest, PrefillPart
-from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.stream_state import StreamState
 
 # Of an answer whose length is not known: half of it is there on average while it is decoded.
@@ -32,7 +32,7 @@ class Reservations:
         weights: LoadModel,
         decider: Decider,
         *,
-        metrics: Metrics,
+        metrics: LoadMetrics,
         clock: Callable[[], float],
         changed: Callable[[], None],
         freed: Callable[[], None],
@@ -106,7 +106,7 @@ class Reservations:
     def _end_prefill(self, placement: Placement, now: float) -> None:
         part, placement.prefill = placement.prefill, None
         if part is not None and self._table.release(part.reservation_id, now):
-            self._metrics.reservations_released.inc()
+            self._metrics.ended["released"].inc()
 
     def first_token(self, placement: Placement) -> None:
         """See `Placement.first_token`."""
@@ -141,7 +141,7 @@ class Reservations:
                 self._end_prefill(placement, now)
         elif output_tokens is not None and placement.told_s is not None:
             self._weights.rates_of(placement.worker).decoded(output_tokens - 1, now - placement.told_s)
-        self._metrics.reservations_released.inc()
+        self._metrics.ended["released"].inc()
         self._freed()
 
     def _learn(self, choice: Choice, num_tokens: int, seconds: float) -> None:
@@ -168,7 +168,7 @@ class Reservations:
             placement = self._placements.pop(reservation_id, None)
             if placement is not None:
                 self._end_prefill(placement, self._clock())
-            self._metrics.reservations_ended.labels(how).inc()
+            self._metrics.ended[how].inc()
 
     def expire(self, now: float) -> None:
         """End what is too old."""

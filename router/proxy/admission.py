@@ -14,9 +14,9 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.matcher import WorkerView
 from kvrouter.router.proxy.circuit_breaker import Breaker, BreakerState
+from kvrouter.router.proxy.proxy_metrics import ProxyMetrics
 from kvrouter.router.proxy.upstream.connection import Connection
 from kvrouter.router.proxy.upstream.failure import Failure, Kind
-from kvrouter.router.telemetry.metrics import BREAKER_STATES, Metrics
 from kvrouter.router.workers.stream_state import StreamState
 
 DRAINING = "it is draining and takes no new requests until its state is set to active"
@@ -29,7 +29,7 @@ class Admission:
 
     drains: whether a worker is draining. clock: seconds, monotonic."""
 
-    def __init__(self, drains: Callable[[WorkerKey], bool], clock: Callable[[], float], metrics: Metrics) -> None:
+    def __init__(self, drains: Callable[[WorkerKey], bool], clock: Callable[[], float], metrics: ProxyMetrics) -> None:
         self._drains = drains
         self._clock = clock
         self._metrics = metrics
@@ -116,8 +116,7 @@ class Admission:
         if state is before:
             return
         self._shown[worker] = state
-        label = self._metrics.worker_label(worker)
-        for known in BREAKER_STATES:
-            self._metrics.proxy_breaker_state.labels(label, known).set(1 if known == state.value else 0)
+        for known in BreakerState:
+            self._metrics.breaker_state(worker)(known).set(known is state)
         extra = {"worker": worker, "state": state.value, "reason": breaker.problem(now) or ""}
         log.log(logging.INFO if state is BreakerState.CLOSED else logging.WARNING, "breaker", extra=extra)

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import kvrouter.router.proxy.headers as h
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.proxy.admission import Admission
+from kvrouter.router.proxy.proxy_metrics import ProxyMetrics
 from kvrouter.router.proxy.request_reader import Request
 from kvrouter.router.proxy.upstream.connection import AnswerHead, Connection
 from kvrouter.router.proxy.upstream.failure import Failure, Kind
 from kvrouter.router.proxy.upstream.origin import Target
 from kvrouter.router.proxy.upstream.pool import Pool
 from kvrouter.router.proxy.worker_addresses import Addresses
-from kvrouter.router.telemetry.metrics import Metrics
 
 FIRST_SERVER_ERROR = 500
 
@@ -39,7 +39,7 @@ class Attempt:
         authorization: Callable[[h.Headers], bytes | None],
         admission: Admission,
         pool: Pool,
-        metrics: Metrics,
+        metrics: ProxyMetrics,
         silence_s: float,
     ) -> None:
         self._addresses = addresses
@@ -130,7 +130,7 @@ class Attempt:
 
     def count(self, worker: WorkerKey, failure: Failure) -> None:
         """An attempt failed."""
-        self._metrics.proxy_failures.labels(self._metrics.worker_label(worker), failure.kind.value).inc()
+        self._metrics.failures(worker)(failure.kind).inc()
 
 
 def named(worker: WorkerKey) -> str:

@@ -19,10 +19,10 @@ from kvrouter.router.placement.placement_request import Placement, PlacementRequ
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.attempt import FIRST_SERVER_ERROR, Attempt, named
 from kvrouter.router.proxy.kv_transfer_params import MAX_ANSWER_BYTES, decode_body, given_params, prefill_body
+from kvrouter.router.proxy.proxy_metrics import ProxyMetrics
 from kvrouter.router.proxy.request_reader import Request
 from kvrouter.router.proxy.upstream.failure import GONE_STATUSES, Failure, Kind
 from kvrouter.router.proxy.worker_addresses import Addresses
-from kvrouter.router.telemetry.metrics import Metrics
 
 OK = 200
 # An outcome, as the metrics name it.
@@ -48,7 +48,7 @@ class _Declined(Exception):
 class PrefillLeg:
     """The first of two requests. Belongs to one loop."""
 
-    def __init__(self, sending: Attempt, admission: Admission, metrics: Metrics) -> None:
+    def __init__(self, sending: Attempt, admission: Admission, metrics: ProxyMetrics) -> None:
         self._sending = sending
         self._admission = admission
         self._metrics = metrics
@@ -136,7 +136,7 @@ class PrefillLeg:
         return params
 
     def _count(self, outcome: str) -> None:
-        self._metrics.handovers.labels(outcome).inc()
+        self._metrics.handovers[outcome].inc()
 
 
 def excluding(ask: PlacementRequest, workers: Iterable[WorkerKey]) -> PlacementRequest:

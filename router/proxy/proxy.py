@@ -21,13 +21,13 @@ from kvrouter.router.proxy.attempt import FIRST_SERVER_ERROR, Attempt, Sent, nam
 from kvrouter.router.proxy.downstream import Client
 from kvrouter.router.proxy.kv_transfer_params import can_be_handed_over
 from kvrouter.router.proxy.prefill_leg import PrefillLeg, excluding
+from kvrouter.router.proxy.proxy_metrics import ProxyMetrics
 from kvrouter.router.proxy.request_reader import Request, RequestReader, Tokens
 from kvrouter.router.proxy.upstream.connection import AnswerHead
 from kvrouter.router.proxy.upstream.failure import GONE_STATUSES, AttemptsSpent, Failure, Kind
 from kvrouter.router.proxy.upstream.pool import Pool
 from kvrouter.router.proxy.worker_addresses import Addresses
 from kvrouter.router.quality.request_watch import Quality
-from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration import Registration
@@ -63,7 +63,7 @@ class Proxy:
         registrations: Callable[[], Sequence[Registration]],
         admission: Admission,
         pool: Pool,
-        metrics: Metrics,
+        metrics: ProxyMetrics,
         quality: Quality,
         allowed: AllowList,
         silence_s: float,
@@ -91,7 +91,7 @@ class Proxy:
         self._worker_authorization = None if worker_key is None else f"Bearer {worker_key}".encode()
         self._has_own_key = has_own_key
         self._open = 0
-        metrics.proxy_open.set_function(lambda: self._open)
+        metrics.open.set_function(lambda: self._open)
         self._addressed: Sequence[Registration] | None = None
         self._known_addresses = Addresses((), allowed)
 
@@ -115,7 +115,7 @@ class Proxy:
             raise
         finally:
             self._open -= 1
-            self._metrics.count_proxied(client.path, outcome)
+            self._metrics.requests(client.path, outcome).inc()
             watch.ended(outcome)
 
     def closed(self, worker: WorkerKey) -> str | None:
@@ -190,7 +190,7 @@ class Proxy:
                     placement.done()
                     request.watch.failed(failure.kind.value, failure.text)
                     spare = answer
-                self._metrics.proxy_retries.labels(failure.kind.value).inc()
+                self._metrics.retries.labels(failure.kind.value).inc()
                 ask = excluding(ask, failed)
         finally:
             if spare is not None:
@@ -267,7 +267,7 @@ class Proxy:
             placement.done(watch.output_tokens())
         self._sending.give_back(answer.sent)
         outcome = _outcome(head.status)
-        self._metrics.count_answer(placement.worker, outcome)
+        self._metrics.answers(placement.worker)(outcome).inc()
         if log.isEnabledFor(logging.DEBUG):
             extra = {"path": client.path, "worker": placement.worker, "status": head.status}
             log.debug("proxied", extra=extra | {"trail": request.attempts.trail} | watch.told().fields())

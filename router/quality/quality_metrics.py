@@ -3,13 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
-from prometheus_client import Counter, Histogram
-
 from kvrouter.router.quality.prediction_judge import PredictionOutcome
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import WORKER, MetricRegistry
 
 # From a cached prompt on a small model to a queue of minutes.
 TTFT_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
@@ -50,65 +45,43 @@ class WorkerQualityMetrics:
 
 
 class QualityMetrics:
-    """The metrics as attributes, on the registry of the process's other metrics."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        registry = metrics.registry
-        metrics.on_forget(self.forget)
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"kvrouter_{name}", text, labels, registry=registry)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-            return Histogram(f"kvrouter_{name}", text, labels, buckets=buckets, registry=registry)
-
+    def __init__(self, registry: MetricRegistry) -> None:
+        counter, histogram = registry.counter, registry.histogram
+        self.of_worker = registry.per_worker(lambda label: WorkerQualityMetrics(self, label))
         self.predictions = counter(
-            "predictions_total", "Answered requests, by the result of their prediction", "worker", "outcome"
+            "predictions_total",
+            "Answered requests, by the result of their prediction",
+            WORKER,
+            outcome=PredictionOutcome,
         )
-        self.untold = counter(
-            "predictions_untold_total", "Answered requests whose prediction cannot be judged, by reason", "reason"
+        self.untold = registry.counters(
+            "predictions_untold_total",
+            "Answered requests whose prediction cannot be judged, by reason",
+            reason=UNTOLD_REASONS,
         )
         self.predicted_tokens = counter(
-            "predicted_cached_tokens_total", "Tokens that were predicted to be reused, of judged requests", "worker"
+            "predicted_cached_tokens_total", "Tokens that were predicted to be reused, of judged requests", WORKER
         )
         self.delivered_tokens = counter(
-            "delivered_cached_tokens_total", "Tokens that engines say were reused, of the same requests", "worker"
+            "delivered_cached_tokens_total", "Tokens that engines say were reused, of the same requests", WORKER
         )
-        self.over_credit = counter("over_credit_tokens_total", "Tokens predicted and not reused", "worker")
-        self.under_credit = counter("under_credit_tokens_total", "Tokens reused and not predicted", "worker")
+        self.over_credit = counter("over_credit_tokens_total", "Tokens predicted and not reused", WORKER)
+        self.under_credit = counter("under_credit_tokens_total", "Tokens reused and not predicted", WORKER)
         self.error = histogram(
             "prediction_error_tokens", "Reused less predicted, of each judged request", ERROR_BUCKETS_TOKENS
         )
-        self.length_mismatches = counter(
-            "token_count_mismatches_total", "Prompts whose length the engine counts differently", "worker"
+        self.length_mismatches = registry.worker_counter(
+            "token_count_mismatches_total", "Prompts whose length the engine counts differently"
         )
-        self.completion_tokens = counter("completion_tokens_total", "Generated tokens, as far as reported", "worker")
+        self.completion_tokens = counter("completion_tokens_total", "Generated tokens, as far as reported", WORKER)
         self.ttft = histogram(
-            "ttft_seconds", "Streams: from a whole request to the first event", TTFT_BUCKETS_S, "worker"
+            "ttft_seconds", "Streams: from a whole request to the first event", TTFT_BUCKETS_S, WORKER
         )
-        self.itl = histogram(
-            "itl_seconds", "Streams: mean time between the tokens of an answer", ITL_BUCKETS_S, "worker"
-        )
+        self.itl = histogram("itl_seconds", "Streams: mean time between the tokens of an answer", ITL_BUCKETS_S, WORKER)
         self.pause = histogram(
-            "itl_max_seconds", "Streams: longest time between two events of an answer", ITL_BUCKETS_S, "worker"
+            "itl_max_seconds", "Streams: longest time between two events of an answer", ITL_BUCKETS_S, WORKER
         )
         self.e2e = histogram(
-            "e2e_seconds", "From a whole request to the end of a whole, successful answer", E2E_BUCKETS_S, "worker"
+            "e2e_seconds", "From a whole request to the end of a whole, successful answer", E2E_BUCKETS_S, WORKER
         )
         self.spans = counter("trace_spans_total", "Spans of traces, by outcome", "outcome")
-        for reason in UNTOLD_REASONS:
-            self.untold.labels(reason)
-
-    def forget(self, label: str) -> None:
-        """Drops a worker's series."""
-        series: list[Any] = [
-            *(self.predicted_tokens, self.delivered_tokens, self.over_credit, self.under_credit),
-            *(self.length_mismatches, self.completion_tokens, self.ttft, self.itl, self.pause, self.e2e),
-        ]
-        # Old versions of prometheus-client raise for a series that never was.
-        for metric in series:
-            with contextlib.suppress(KeyError):
-                metric.remove(label)
-        for outcome in PredictionOutcome:
-            with contextlib.suppress(KeyError):
-                self.predictions.remove(label, outcome.value)

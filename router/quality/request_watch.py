@@ -19,7 +19,6 @@ from kvrouter.router.quality.concurrency import Concurrency, Flight
 from kvrouter.router.quality.prediction_judge import PredictionJudge, PredictionOutcome, outcome_of
 from kvrouter.router.quality.quality_metrics import QualityMetrics, WorkerQualityMetrics
 from kvrouter.router.quality.reuse_report import ReuseReport
-from kvrouter.router.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     # An extra: it is imported where traces are wanted.
@@ -40,16 +39,12 @@ class Quality:
 
     clock: seconds, that of `Placer`."""
 
-    def __init__(
-        self, metrics: Metrics, measures: QualityMetrics, clock: Callable[[], float], tracing: Tracing | None = None
-    ) -> None:
-        self._metrics = metrics
+    def __init__(self, measures: QualityMetrics, clock: Callable[[], float], tracing: Tracing | None = None) -> None:
         self.measures = measures
         self.clock = clock
         self.tracing = tracing
         self.flights = Concurrency()
         self._predictions: dict[WorkerKey, PredictionJudge] = {}
-        self._children: dict[WorkerKey, WorkerQualityMetrics] = {}
 
     def begin(self, path: str, headers: Headers) -> RequestWatch:
         """A request whose body is whole."""
@@ -62,15 +57,6 @@ class Quality:
         if found is None:
             found = self._predictions[worker] = PredictionJudge()
         return found
-
-    def children(self, worker: WorkerKey) -> WorkerQualityMetrics:
-        found = self._children.get(worker)
-        if found is None:
-            found = self._children[worker] = WorkerQualityMetrics(self.measures, self._metrics.worker_label(worker))
-        return found
-
-    def count_length_mismatch(self, worker: WorkerKey) -> None:
-        self.measures.length_mismatches.labels(self._metrics.worker_label(worker)).inc()
 
     def problem(self, worker: WorkerKey) -> str | None:
         """Why the predictions for a worker are not to be trusted; None where nothing speaks against them."""
@@ -86,7 +72,6 @@ class Quality:
         """The core knows something new of `worker`; None: it was dropped."""
         if view is None:
             self._predictions.pop(worker, None)
-            self._children.pop(worker, None)
             self.flights.forget(worker)
 
 
@@ -178,7 +163,7 @@ class RequestWatch:
         return usage.completion_tokens
 
     def ended(self, outcome: str) -> None:
-        """outcome: one of metrics.PROXY_OUTCOMES."""
+        """outcome: as in `ProxyMetrics`."""
         self._land()
         if self._measured and self._tap is not None and self._placement is not None:
             self._count(outcome, self._tap, self._placement)
@@ -204,7 +189,7 @@ class RequestWatch:
         return ReuseReport(predicted, delivered, usage, ttft_s, self._quality.clock() - self._began_s)
 
     def _count(self, outcome: str, tap: AnswerTap, placement: Placement) -> None:
-        told, children = self.told(), self._quality.children(placement.worker)
+        told, children = self.told(), self._quality.measures.of_worker(placement.worker)
         if told.ttft_s is not None and outcome != "server_error":
             children.ttft.observe(told.ttft_s)
         # Clients that have read `[DONE]` hang up, some before the end of the body has come to them.
@@ -229,10 +214,10 @@ class RequestWatch:
         if self._predicted and told.usage is not None:
             predictions.counted(placement.num_tokens, told.usage.prompt_tokens)
             if told.usage.prompt_tokens != placement.num_tokens:
-                quality.count_length_mismatch(placement.worker)
+                measures.length_mismatches(placement.worker).inc()
         if told.predicted is None or told.delivered is None:
             children.outcomes[PredictionOutcome.UNTOLD].inc()
-            measures.untold.labels(_untold(told, tap)).inc()
+            measures.untold[_untold(told, tap)].inc()
             return
         error = told.delivered - told.predicted
         children.outcomes[outcome_of(told.predicted, told.delivered)].inc()

@@ -262,7 +262,7 @@ class RequestTrace:
         self._step_s = now
 
     def ended(self, outcome: str, status: int, first_s: float | None, told: ReuseReport | None, now: float) -> None:
-        """outcome: one of metrics.PROXY_OUTCOMES; status: of the engine's answer, 0: none; first_s: of its first bytes
+        """outcome: as in `ProxyMetrics`; status: of the engine's answer, 0: none; first_s: of its first bytes
         or event."""
         attributes: Attributes = {"kvrouter.outcome": outcome}
         if status:

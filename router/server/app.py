@@ -24,7 +24,7 @@ import aiohttp
 import msgspec
 import uvicorn
 import zmq
-from prometheus_client import CollectorRegistry, PlatformCollector, ProcessCollector
+from prometheus_client import PlatformCollector, ProcessCollector
 
 from kvrouter.router.api.http.deadlines import HttpLimits
 from kvrouter.router.api.http.fastapi_app import build_api
@@ -44,17 +44,17 @@ from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.upstream.pool import KEEP_IDLE_S, Pool
-from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore, EmbeddedStoreError
 from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
 from kvrouter.router.server.checks import checked_settings, log_cautions, tracing_of
 from kvrouter.router.server.listener import bound_socket, port_taken, start_line
+from kvrouter.router.server.router_metrics import RouterMetrics
 from kvrouter.router.server.sibling_metrics import SiblingMetrics
 from kvrouter.router.server.stopping import Server, stopping_on_signals
 from kvrouter.router.server.warm_up import warm
 from kvrouter.router.telemetry.log_format import set_up_logs
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.tokens.engine.client import Engine
 from kvrouter.router.tokens.tokenizer import TextTokenizer
 from kvrouter.router.workers.allow_list import AllowList
@@ -88,7 +88,7 @@ def build_router(
     tokens: TextTokenizer,
     discovery: Discovery,
     config: Config,
-    metrics: Metrics,
+    metrics: RouterMetrics,
     quality: Quality,
     shutdown: Shutdown,
 ) -> HttpApi:
@@ -100,7 +100,7 @@ def build_router(
         registrations=core.registrations,
         admission=admission,
         pool=Pool(asyncio.get_running_loop()),
-        metrics=metrics,
+        metrics=metrics.proxy,
         quality=quality,
         allowed=AllowList(config.allow_hosts),
         silence_s=config.answer_timeout_s,
@@ -108,7 +108,7 @@ def build_router(
         has_own_key=config.api_key is not None,
     )
     return build_api(
-        core, placing, config, metrics, time.perf_counter, tokens, proxy, quality.tracing, discovery, shutdown
+        core, placing, config, metrics.http, time.perf_counter, tokens, proxy, quality.tracing, discovery, shutdown
     )
 
 
@@ -160,15 +160,14 @@ async def _start(
     shutdown: Shutdown,
     stack: AsyncExitStack,
 ) -> Server:
-    registry = CollectorRegistry()
+    registry = MetricRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
-    metrics = Metrics(registry)
-    count_callbacks(metrics)
-    supervisor = TaskSupervisor(clock=time.monotonic, rng=random.Random(), failures=metrics.task_failures)
+    metrics = RouterMetrics(registry)
+    count_callbacks(registry)
+    supervisor = TaskSupervisor(clock=time.monotonic, rng=random.Random(), failures=registry.task_failures)
     # Settings first: a wrong one ends the start before anything is compiled or started.
-    measures = QualityMetrics(metrics)
-    tracing = tracing_of(config, measures)
+    tracing = tracing_of(config, metrics.quality)
     if tracing is not None:
         stack.push_async_callback(tracing.close)
     local = await checked_settings(config)
@@ -186,10 +185,10 @@ async def _start(
         rng=random.Random(),
     )
     if part is not None:
-        siblings = SiblingMetrics(Path(part.folder), part.number, config.processes, metrics.own_page)
+        siblings = SiblingMetrics(Path(part.folder), part.number, config.processes, registry.own_page)
         stack.push_async_callback(siblings.close)
         await siblings.start()
-        metrics.page = siblings.page
+        metrics.http.page = siblings.page
     try:
         url = config.redis
         if url is None:
@@ -204,7 +203,7 @@ async def _start(
         core = Core(
             store=store,
             config=config,
-            metrics=metrics,
+            metrics=metrics.core,
             zmq_context=context,
             clock=time.monotonic,
             rng=random.Random(),
@@ -213,11 +212,11 @@ async def _start(
             supervisor=supervisor,
         )
         stack.push_async_callback(core.stop)
-        admission = Admission(core.registry.drains, time.monotonic, metrics)
+        admission = Admission(core.registry.drains, time.monotonic, metrics.proxy)
         placing = Placer(
             core.finder,
             config=config,
-            metrics=metrics,
+            metrics=metrics.placement,
             clock=time.monotonic,
             rng=random.Random(),
             new_id=new_selection_id,
@@ -238,7 +237,7 @@ async def _start(
             sources,
             session=http,
             allowed=AllowList(config.allow_hosts),
-            metrics=metrics,
+            metrics=metrics.discovery,
             clock=time.monotonic,
             rng=random.Random(),
             supervisor=supervisor,
@@ -258,14 +257,14 @@ async def _start(
         ),
         local=local,
         timeout_s=config.tokenize_timeout_s,
-        metrics=metrics,
+        metrics=metrics.tokens,
         clock=time.monotonic,
         rng=random.Random(),
         supervisor=supervisor,
     )
     stack.push_async_callback(tokens.stop)
     tokens.start()
-    quality = Quality(metrics, measures, time.monotonic, tracing)
+    quality = Quality(metrics.quality, time.monotonic, tracing)
     core.registry.subscribe(view=quality.on_view)
     api = build_router(core, placing, admission, tokens, discovery, config, metrics, quality, shutdown)
     assert api.proxy is not None
@@ -296,13 +295,13 @@ async def _start(
     return Server(settings, started)
 
 
-def count_callbacks(metrics: Metrics) -> None:
+def count_callbacks(registry: MetricRegistry) -> None:
     """Have errors counted that nobody awaits, of timers and of transports; the loop logs them."""
 
     def count(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         # A broken connection is not a bug.
         if not isinstance(context.get("exception"), OSError):
-            metrics.internal_errors.labels("callback").inc()
+            registry.internal_errors.labels("callback").inc()
         loop.default_exception_handler(context)
 
     asyncio.get_running_loop().set_exception_handler(count)

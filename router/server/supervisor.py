@@ -23,7 +23,6 @@ from pathlib import Path
 
 import aiohttp
 import msgspec
-from prometheus_client import CollectorRegistry
 
 from kvrouter.router.common.errors import RouterError, StartError
 from kvrouter.router.common.task_supervisor import TaskSupervisor
@@ -37,7 +36,7 @@ from kvrouter.router.server.checks import checked_settings, log_cautions, tracin
 from kvrouter.router.server.listener import bound_socket, start_line
 from kvrouter.router.server.stopping import HURRY
 from kvrouter.router.telemetry.log_format import set_up_logs
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +119,7 @@ async def _run(config: Config, origin: Origin, listener: socket.socket, running:
 
 async def _check_settings(config: Config, origin: Origin) -> None:
     """All that the processes would refuse, before the store is started. Raises SettingError."""
-    if (tracing := tracing_of(config, QualityMetrics(Metrics(CollectorRegistry())))) is not None:
+    if (tracing := tracing_of(config, QualityMetrics(MetricRegistry()))) is not None:
         await tracing.close()
     await checked_settings(config)
     async with aiohttp.ClientSession() as session:

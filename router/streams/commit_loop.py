@@ -75,8 +75,7 @@ class CommitLoop:
 
     def rewrite(self) -> None:
         """Have the whole epoch written when the store is there."""
-        metrics = self._services.metrics
-        metrics.index_rewrites.labels(metrics.worker_label(self._record.registration.worker)).inc()
+        self._services.metrics.rewrites(self._record.registration.worker).inc()
         self._lead.backlog.overflow()
 
     def wake(self) -> None:

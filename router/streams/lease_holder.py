@@ -20,7 +20,7 @@ from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.redis_client.errors import StoredValueError, StoreError
 from kvrouter.router.streams.lease_rounds import LOOKS_PER_TTL, LeaseRounds
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.streams.stream_metrics import FAILED, StreamMetrics
 
 log = logging.getLogger("kvrouter.hold")
 
@@ -58,7 +58,7 @@ class LeaseHolder:
         rounds: LeaseRounds,
         token: str,
         ttl_s: float,
-        metrics: Metrics,
+        metrics: StreamMetrics,
         mine: Callable[[], bool],
         changed: Callable[[str | None], None],
     ) -> None:
@@ -169,7 +169,7 @@ class LeaseHolder:
             await self._called.wait()
             self._called.clear()
             if self._should_move():
-                self._metrics.leases_lost.labels("handed_over").inc()
+                self._metrics.leases_lost["handed_over"].inc()
                 raise HandedOver("each router process has its share, and this one is another's")
             try:
                 async with self._lock:
@@ -239,7 +239,7 @@ class LeaseHolder:
         log.warning("lease regained", extra={"worker": self._worker})
 
     def _lose(self, how: str, reason: str) -> None:
-        self._metrics.leases_lost.labels(how).inc()
+        self._metrics.leases_lost[how].inc()
         raise LeaseLost(reason)
 
     async def write(self, flush: PendingCommit) -> None:
@@ -267,7 +267,7 @@ class LeaseHolder:
                 # Nothing can be written over it but a new epoch.
                 self._lose("unreadable", str(error))
             except StoreError as error:
-                self._metrics.index_commits.labels("failed").inc()
+                self._metrics.commits[FAILED].inc()
                 if self.problem is None:
                     log.warning("commit failed", extra={"worker": self._worker, "reason": str(error)})
                 self._say(str(error))
@@ -306,7 +306,7 @@ class LeaseHolder:
         return True
 
     async def _judge(self, outcome: CommitOutcome, *, done: bool) -> bool:
-        self._metrics.index_commits.labels(outcome.value).inc()
+        self._metrics.commits[outcome.value].inc()
         if outcome is CommitOutcome.FENCED:
             await self._regain()
             return False

@@ -17,7 +17,7 @@ from kvrouter.router.index.store import IndexStore
 from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.mirror_lead import MirrorSource
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.streams.stream_metrics import StreamMetrics
 from kvrouter.router.workers.allow_list import AllowList
 
 
@@ -31,7 +31,7 @@ class StreamServices:
     turns: IngestTurns
     token: str
     config: Config
-    metrics: Metrics
+    metrics: StreamMetrics
     context: zmq.Context[zmq.Socket[bytes]]
     clock: Callable[[], float]
     rng: random.Random

@@ -19,7 +19,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.common.task_supervisor import TaskSupervisor
-from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.tokens.engine.client import Absent, Engine, EngineClient
 from kvrouter.router.tokens.engine.verification import EQUAL, LocalMaker, Verdict
 from kvrouter.router.tokens.engine.verified_engines import LOOK_S, VerifiedEngines, token_path
@@ -34,6 +33,7 @@ from kvrouter.router.tokens.engine.wire import (
 )
 from kvrouter.router.tokens.prompt_cache import Key, PromptMemory
 from kvrouter.router.tokens.prompt_tokens import FoundTokens, Prompt, TokensUnknown, estimated_tokens
+from kvrouter.router.tokens.token_metrics import TokenMetrics
 from kvrouter.router.tokens.token_request import TokenRequest, read
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class TextTokenizer:
         session: aiohttp.ClientSession,
         local: Mapping[str, LocalMaker],
         timeout_s: float,
-        metrics: Metrics,
+        metrics: TokenMetrics,
         clock: Callable[[], float],
         rng: random.Random,
         supervisor: TaskSupervisor | None = None,
@@ -85,7 +85,7 @@ class TextTokenizer:
         self._metrics = metrics
         self._clock = clock
         self._rng = rng
-        self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng, failures=metrics.task_failures)
+        self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng)
         self._memory = PromptMemory(clock)
         self._engines = VerifiedEngines(
             models=models,
@@ -120,7 +120,7 @@ class TextTokenizer:
         while True:
             self._engines.look()
             held_bytes = self._memory.held_bytes + sum(local.held_bytes for local in self._local.values())
-            self._metrics.prompt_memory_bytes.set(held_bytes)
+            self._metrics.memory_bytes.set(held_bytes)
             await asyncio.sleep(LOOK_S)
 
     async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt:
@@ -142,7 +142,10 @@ class TextTokenizer:
         else:
             # Nothing is waited for: no deadline, no place among those that wait.
             prompt = Prompt(len(request), request, "given")
-        self._metrics.count_prompt(prompt.source, prompt.reason, self._clock() - start_s)
+        self._metrics.prompts(prompt.source).inc()
+        self._metrics.seconds(prompt.source).observe(self._clock() - start_s)
+        if prompt.reason is not None:
+            self._metrics.unknown.labels(prompt.reason).inc()
         return prompt
 
     async def _prompt(
@@ -249,7 +252,7 @@ class TextTokenizer:
         key = (model, request.key)
         known = self._memory.get(key)
         if known is not None:
-            self._metrics.prompt_memory_hits.inc()
+            self._metrics.memory_hits.inc()
             return known
         flight = (*key, authorization)
         task = self._under_way.get(flight)

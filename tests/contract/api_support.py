@@ -15,18 +15,19 @@ from urllib.parse import quote
 
 import msgspec
 import numpy as np
-from prometheus_client import CollectorRegistry
 from uvicorn.server import ServerState
 
 from kvrouter.router.api.http.fastapi_app import build_api
 from kvrouter.router.api.http.http_api import HttpApi
 from kvrouter.router.api.http.http_connection import connection_factory
+from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.common.errors import UnknownModel
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
 from kvrouter.router.matching.question import GroupCover, Hit, HitLimit, Question
+from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placer import Placer
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.tokens.prompt_tokens import Prompt
 from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration import Registration
@@ -215,19 +216,19 @@ class Answer(msgspec.Struct):
 
 def build(
     core: TinyCore, clock: Callable[[], float] = lambda: 0.0, tokens: TinyTokens | None = None, **settings: Any
-) -> tuple[HttpApi, Metrics]:
-    metrics, config = Metrics(CollectorRegistry()), Config(**settings)
+) -> tuple[HttpApi, MetricRegistry]:
+    registry, config = MetricRegistry(), Config(**settings)
     ids = (f"s{number}" for number in itertools.count())
     placing = Placer(
         core,
         config=config,
-        metrics=metrics,
+        metrics=PlacementMetrics(registry),
         clock=clock,
         rng=random.Random(1),
         new_id=lambda: next(ids),
         prefillers=core.prefill_workers,
     )
-    return build_api(core, placing, config, metrics, clock, tokens), metrics
+    return build_api(core, placing, config, HttpMetrics(registry), clock, tokens), registry
 
 
 async def exchange(app: HttpApi, sent: bytes, *, hang_up: bool = False) -> bytes:

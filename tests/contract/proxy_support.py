@@ -22,7 +22,6 @@ import uvloop
 
 # pytest's importlib mode leaves sys.path alone.
 from api_support import TinyCore
-from prometheus_client import CollectorRegistry
 from scripted_engine import Script, ScriptedEngine, plain
 
 from kvrouter.router.api.http.deadlines import HttpLimits
@@ -37,10 +36,10 @@ from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.upstream.pool import Pool
-from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.server.checks import tracing_of
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.server.router_metrics import RouterMetrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.tokens.prompt_tokens import Prompt
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.model_names import ServedModel
@@ -150,15 +149,15 @@ class ProxyServer:
         self, registrations: Sequence[Registration], limits: HttpLimits | None = None, **settings: Any
     ) -> None:
         self.core = InOrder(registrations)
-        self.metrics = Metrics(CollectorRegistry())
+        self.registry = MetricRegistry()
+        self.metrics = RouterMetrics(self.registry)
         self._config = Config(**settings)
         self._limits = limits
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port = self._socket.getsockname()[1]
-        self.admission = Admission(self.core.drains, time.monotonic, self.metrics)
+        self.admission = Admission(self.core.drains, time.monotonic, self.metrics.proxy)
         self.placing = FirstFit(self.core, self.admission.problem)
-        measures = QualityMetrics(self.metrics)
-        self.quality = Quality(self.metrics, measures, time.monotonic, tracing_of(self._config, measures))
+        self.quality = Quality(self.metrics.quality, time.monotonic, tracing_of(self._config, self.metrics.quality))
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -179,7 +178,7 @@ class ProxyServer:
         real = Placer(
             self.core,
             config=config,
-            metrics=self.metrics,
+            metrics=self.metrics.placement,
             clock=time.monotonic,
             rng=random.Random(0),
             new_id=lambda: "x",
@@ -191,14 +190,16 @@ class ProxyServer:
             registrations=self.core.registrations,
             admission=self.admission,
             pool=Pool(self.loop),
-            metrics=self.metrics,
+            metrics=self.metrics.proxy,
             quality=self.quality,
             allowed=AllowList(config.allow_hosts),
             silence_s=config.answer_timeout_s,
             worker_key=config.worker_api_key,
             has_own_key=config.api_key is not None,
         )
-        app = build_api(self.core, real, config, self.metrics, time.perf_counter, None, proxy, self.quality.tracing)
+        app = build_api(
+            self.core, real, config, self.metrics.http, time.perf_counter, None, proxy, self.quality.tracing
+        )
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app.cold,
@@ -233,7 +234,7 @@ class ProxyServer:
         assert done.wait(WAIT_S)
 
     def sample(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(f"kvrouter_{name}", labels) or 0.0
+        return self.registry.get_sample_value(f"kvrouter_{name}", labels) or 0.0
 
     def post(
         self, path: str, body: dict[str, Any] | bytes, headers: dict[str, str] | None = None

@@ -269,13 +269,13 @@ def test_no_worker_is_503(core: TinyCore) -> None:
 
 def test_decisions_are_timed_by_the_given_clock(core: TinyCore) -> None:
     ticks = iter([10.0, 10.25, 20.0, 20.2, 20.3, 20.5])
-    app, metrics = build(core, clock=lambda: next(ticks))
+    app, registry = build(core, clock=lambda: next(ticks))
     call(app, "POST", "/query", {"model": "m", "token_ids": [1]})
     call(app, "POST", "/select", {"model": "m", "token_ids": [1]})
-    assert metrics.registry.get_sample_value("kvrouter_decide_seconds_count") == 2
-    assert metrics.registry.get_sample_value("kvrouter_decide_seconds_sum") == pytest.approx(0.75)
-    assert metrics.registry.get_sample_value("kvrouter_choice_seconds_count") == 1
-    assert metrics.registry.get_sample_value("kvrouter_choice_seconds_sum") == pytest.approx(0.1)
+    assert registry.get_sample_value("kvrouter_decide_seconds_count") == 2
+    assert registry.get_sample_value("kvrouter_decide_seconds_sum") == pytest.approx(0.75)
+    assert registry.get_sample_value("kvrouter_choice_seconds_count") == 1
+    assert registry.get_sample_value("kvrouter_choice_seconds_sum") == pytest.approx(0.1)
 
 
 def test_a_text_is_placed_by_its_tokens(core: TinyCore) -> None:

@@ -75,10 +75,10 @@ def test_a_false_content_length_reserves_no_memory(core: TinyCore) -> None:
 
 
 def test_a_client_that_hangs_up_is_not_counted_as_an_error(core: TinyCore) -> None:
-    app, metrics = build(core)
+    app, registry = build(core)
     sent = b"POST /query HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{"
     assert asyncio.run(exchange(app, sent, hang_up=True)) == b""
-    assert metrics.registry.get_sample_value("kvrouter_internal_errors_total", {"where": "/query"}) is None
+    assert registry.get_sample_value("kvrouter_internal_errors_total", {"where": "/query"}) is None
 
 
 @pytest.mark.parametrize(
@@ -116,25 +116,25 @@ def test_a_bug_is_500_logged_counted_and_shows_nothing(
     core: TinyCore, caplog: pytest.LogCaptureFixture, method: str, path: str, body: Any, label: str
 ) -> None:
     core.fail = RuntimeError("secret inside")
-    app, metrics = build(core)
+    app, registry = build(core)
     with caplog.at_level(logging.ERROR):
         answer = call(app, method, path, body)
     assert (answer.status, answer.error["code"]) == (500, "internal_error")
     assert "secret" not in answer.body.decode()
     assert [record.exc_info is not None for record in caplog.records] == [True]
-    assert metrics.registry.get_sample_value("kvrouter_internal_errors_total", {"where": label}) == 1
-    assert metrics.registry.get_sample_value("kvrouter_requests_total", {"path": label, "code": "500"}) == 1
+    assert registry.get_sample_value("kvrouter_internal_errors_total", {"where": label}) == 1
+    assert registry.get_sample_value("kvrouter_requests_total", {"path": label, "code": "500"}) == 1
 
 
 def test_requests_are_counted_by_template_never_by_what_the_client_sent(core: TinyCore) -> None:
-    app, metrics = build(core)
+    app, registry = build(core)
     for number in range(5):
         call(app, "GET", f"/nowhere/{number}")
         call(app, "DELETE", f"/workers/w{number}")
     call(app, "POST", "/query", QUERY)
     paths = {
         (sample.labels["path"], sample.labels["code"]): sample.value
-        for metric in metrics.registry.collect()
+        for metric in registry.collect()
         for sample in metric.samples
         if sample.name == "kvrouter_requests_total"
     }
@@ -162,22 +162,20 @@ def test_ready_is_503_until_a_worker_can_be_chosen(core: TinyCore) -> None:
 
 
 def test_metrics_are_those_of_the_given_registry(core: TinyCore) -> None:
-    app, metrics = build(core)
-    metrics.mirror_entries.set(17)
+    app, registry = build(core)
+    registry.task_failures.labels("mirror").inc(17)
     answer = call(app, "GET", "/metrics")
     assert answer.headers["content-type"].startswith("text/plain; version=")
-    assert "kvrouter_mirror_entries 17.0" in answer.body.decode()
+    assert 'kvrouter_task_failures_total{task="mirror"} 17.0' in answer.body.decode()
 
 
 def test_two_apps_in_one_process_share_nothing() -> None:
-    first, first_metrics = build(TinyCore([hit("a", 1, 1, 1)]), api_key="first")
-    second, second_metrics = build(TinyCore([hit("b", 2, 2, 2)]))
+    first, first_registry = build(TinyCore([hit("a", 1, 1, 1)]), api_key="first")
+    second, second_registry = build(TinyCore([hit("b", 2, 2, 2)]))
     assert call(first, "POST", "/query", QUERY).status == 401
     assert set(call(second, "POST", "/query", QUERY).json()["instances"]) == {"b"}
-    assert first_metrics.registry is not second_metrics.registry
-    assert (
-        second_metrics.registry.get_sample_value("kvrouter_requests_total", {"path": "/query", "code": "401"}) is None
-    )
+    assert first_registry is not second_registry
+    assert second_registry.get_sample_value("kvrouter_requests_total", {"path": "/query", "code": "401"}) is None
 
 
 def test_version(core: TinyCore) -> None:

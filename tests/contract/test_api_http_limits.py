@@ -20,7 +20,7 @@ from api_support import TinyCore, build, hit
 
 from kvrouter.router.api.http.deadlines import HttpLimits
 from kvrouter.router.api.http.http_connection import connection_factory
-from kvrouter.router.telemetry.metrics import CUT_REASONS
+from kvrouter.router.api.http_metrics import CUT_REASONS
 
 # Short, so that the tests are; far above what a loopback exchange takes.
 SMALL = HttpLimits(
@@ -36,7 +36,7 @@ class Server:
 
     def __init__(self, limits: HttpLimits, *, workers: int = 1) -> None:
         self.core = TinyCore([hit(f"w{n}", 16, 32, 48) for n in range(workers)])
-        app, self._metrics = build(self.core)
+        app, self._registry = build(self.core)
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=64)
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
@@ -65,7 +65,7 @@ class Server:
 
     def cuts(self) -> dict[str, float]:
         name = "kvrouter_http_connections_cut_total"
-        sample = self._metrics.registry.get_sample_value
+        sample = self._registry.get_sample_value
         return {reason: value for reason in CUT_REASONS if (value := sample(name, {"reason": reason}))}
 
     def serves(self) -> bool:

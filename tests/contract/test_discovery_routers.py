@@ -19,19 +19,20 @@ import redis
 import zmq
 from engine_http import EngineHttp
 from fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
-from prometheus_client import CollectorRegistry
 
 from kvrouter.router.common.errors import Conflict
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.core.core_metrics import CoreMetrics
 from kvrouter.router.core.router_core import Core
 from kvrouter.router.discovery.candidate import Candidate, candidate_of
 from kvrouter.router.discovery.discovery import Discovery
+from kvrouter.router.discovery.discovery_metrics import DiscoveryMetrics
 from kvrouter.router.discovery.kubernetes.api import Access, ClusterApi
 from kvrouter.router.discovery.kubernetes.source import KubernetesSource
 from kvrouter.router.discovery.source import Source
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.source_precedence import FILE, KUBERNETES, STATIC
@@ -63,10 +64,10 @@ class Listed:
 
 
 class Router:
-    def __init__(self, core: Core, discovery: Discovery, metrics: Metrics) -> None:
+    def __init__(self, core: Core, discovery: Discovery, registry: MetricRegistry) -> None:
         self.core = core
         self.discovery = discovery
-        self._metrics = metrics
+        self._registry = registry
 
     @property
     def owners(self) -> dict[str, str]:
@@ -88,13 +89,13 @@ class Router:
             await asyncio.sleep(0.01)
 
     def metric(self, name: str, **labels: str) -> float:
-        return self._metrics.registry.get_sample_value(f"kvrouter_{name}", labels) or 0.0
+        return self._registry.get_sample_value(f"kvrouter_{name}", labels) or 0.0
 
 
 @asynccontextmanager
 async def routing(url: str, *sources: Source, allow: tuple[str, ...] = ()) -> AsyncIterator[Router]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    metrics = Metrics(CollectorRegistry())
+    registry = MetricRegistry()
     async with AsyncExitStack() as stack:
         stack.callback(context.destroy, linger=0)
         store = await IndexStore.open(url)
@@ -103,7 +104,7 @@ async def routing(url: str, *sources: Source, allow: tuple[str, ...] = ()) -> As
         core = Core(
             store=store,
             config=Config(health_interval_s=0.0, lease_ttl_s=0.5, allow_hosts=allow),
-            metrics=metrics,
+            metrics=CoreMetrics(registry),
             zmq_context=context,
             clock=time.monotonic,
             rng=random.Random(),
@@ -116,14 +117,14 @@ async def routing(url: str, *sources: Source, allow: tuple[str, ...] = ()) -> As
             sources,
             session=session,
             allowed=AllowList(allow),
-            metrics=metrics,
+            metrics=DiscoveryMetrics(registry),
             clock=time.monotonic,
             rng=random.Random(),
             look_s=LOOK_S,
         )
         stack.push_async_callback(discovery.stop)
         await discovery.start()
-        yield Router(core, discovery, metrics)
+        yield Router(core, discovery, registry)
 
 
 @pytest.fixture

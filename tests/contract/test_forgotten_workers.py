@@ -16,14 +16,14 @@ import pytest
 import zmq
 from engine_http import EngineHttp
 from fake_reporter import FakeReporter
-from prometheus_client import CollectorRegistry
 
 from kvrouter.events.vllm.publisher import EventPublisher
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.core.core_metrics import CoreMetrics
 from kvrouter.router.core.router_core import Core
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 
 pytestmark = pytest.mark.slow
@@ -67,7 +67,7 @@ def test_nothing_is_left_of_a_worker(engine: Callable[..., AsyncExitStack], embe
             core = Core(
                 store=store,
                 config=Config(health_interval_s=0.05),
-                metrics=Metrics(CollectorRegistry()),
+                metrics=CoreMetrics(MetricRegistry()),
                 zmq_context=context,
                 clock=time.monotonic,
                 rng=random.Random(1),

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
-from prometheus_client import CollectorRegistry
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
@@ -19,7 +18,8 @@ from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.streams.lease_holder import HandedOver, LeaseHolder, LeaseLost
 from kvrouter.router.streams.lease_rounds import LeaseRounds
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.streams.stream_metrics import StreamMetrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
 WORKER = WorkerKey("m", "held")
 WAIT_S = 15.0
@@ -44,7 +44,7 @@ def run(url: str, body: Body) -> None:
         rounds = LeaseRounds(store.leases, TTL_S)
 
         def hold(token: str) -> LeaseHolder:
-            metrics = Metrics(CollectorRegistry())
+            metrics = StreamMetrics(MetricRegistry())
             return LeaseHolder(
                 WORKER,
                 store=store,

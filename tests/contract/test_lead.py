@@ -19,11 +19,11 @@ import pytest
 import zmq
 from engine_http import EngineHttp
 from fake_engine import FakeEngine, hashes, prompt, removed, stored
-from prometheus_client import CollectorRegistry
 from store_server import StoreServer
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.core.core_metrics import CoreMetrics
 from kvrouter.router.core.router_core import Core
 from kvrouter.router.fleet.assignment import assign_workers
 from kvrouter.router.index import keys
@@ -33,7 +33,7 @@ from kvrouter.router.ingest.net_changes import NO_HASHES, ResidencyDelta
 from kvrouter.router.matching.question import Question
 from kvrouter.router.server.warm_up import warm
 from kvrouter.router.streams.commit_loop import MAX_PENDING_BLOCKS
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 from kvrouter.router.workers.stream_state import CREDITED, StreamState
 
@@ -82,7 +82,7 @@ async def router(server: StoreServer, token: str, watch: Callable[[Core], None] 
         core = Core(
             store=store,
             config=Config(suspect_credit_s=SUSPECT_CREDIT_S, health_interval_s=0.1, **settings),
-            metrics=Metrics(CollectorRegistry()),
+            metrics=CoreMetrics(MetricRegistry()),
             zmq_context=context,
             clock=time.monotonic,
             rng=random.Random(token),

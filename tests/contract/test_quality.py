@@ -234,10 +234,10 @@ def test_a_workers_series_end_with_it() -> None:
 
         def drop() -> None:
             router.quality.on_view(worker, None)
-            router.metrics.forget_worker(worker)
+            router.registry.forget_worker(worker)
 
         router.on_loop(drop)
-        page = router.metrics.own_page().decode()
+        page = router.registry.own_page().decode()
         assert not [line for line in page.splitlines() if 'worker="w0"' in line]
         router.post(COMPLETIONS, TOKENS)
         until(lambda: counted(router) == {"exact": 1}, "it is counted anew")

@@ -9,12 +9,12 @@ import time
 
 import pytest
 import zmq
-from prometheus_client import CollectorRegistry
 
 from kvrouter.events.transport.permits import Permits
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
+from kvrouter.router.core.core_metrics import CoreMetrics
 from kvrouter.router.fleet.mirror_sync import MirrorSync
 from kvrouter.router.fleet.store_contact import StoreContact
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
@@ -27,7 +27,7 @@ from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.source_switch import SourceSwitch
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_record import WorkerRecord
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.registration import Registration
 
@@ -39,13 +39,13 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(stops: bool, embedded
     async def main() -> None:
         store = await IndexStore.open(embedded_url)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        rng, clock, metrics = random.Random(1), time.monotonic, Metrics(CollectorRegistry())
+        rng, clock, metrics = random.Random(1), time.monotonic, CoreMetrics(MetricRegistry())
         supervisor = TaskSupervisor(clock=clock, rng=rng)
         mirror = MirrorSync(
             WorkerRegistry(),
             store=store,
-            contact=StoreContact(metrics=metrics, clock=clock),
-            metrics=metrics,
+            contact=StoreContact(metrics=metrics.fleet, clock=clock),
+            metrics=metrics.fleet,
             clock=clock,
             rng=rng,
             supervisor=supervisor,
@@ -58,7 +58,7 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(stops: bool, embedded
             turns=IngestTurns(),
             token="t",
             config=Config(),
-            metrics=metrics,
+            metrics=metrics.streams,
             context=context,
             clock=clock,
             rng=rng,
@@ -70,7 +70,7 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(stops: bool, embedded
         )
         record = WorkerRecord(Registration(WORKER), services, lambda: None)
         lease = LeaseHolder(
-            WORKER, store=store, rounds=rounds, token="t", ttl_s=1.0, metrics=metrics, mine=lambda: True,
+            WORKER, store=store, rounds=rounds, token="t", ttl_s=1.0, metrics=metrics.streams, mine=lambda: True,
             changed=record.store_changed,
         )  # fmt: skip
         commits = CommitLoop(record, lease, services)

@@ -13,16 +13,17 @@ from typing import Any
 import pytest
 import zmq
 from fake_engine import FakeEngine, prompt, stored
-from prometheus_client import CollectorRegistry
 
 from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
+from kvrouter.router.core.core_metrics import CoreMetrics
 from kvrouter.router.core.router_core import Core
 from kvrouter.router.fleet import mirror_sync as following
 from kvrouter.router.index.log_entry import LogEntry
 from kvrouter.router.index.log_follower import _Reader
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 
 TIMEOUT_S = 30.0
@@ -37,7 +38,7 @@ class Defect(Exception):
 class Stage:
     """Two routers that share the workers: each leads two, and reads the logs of the others. `core` is looked at."""
 
-    def __init__(self, core: Core, leader: Core, engines: dict[str, FakeEngine], registry: CollectorRegistry) -> None:
+    def __init__(self, core: Core, leader: Core, engines: dict[str, FakeEngine], registry: MetricRegistry) -> None:
         self.core = core
         self._leader = leader
         self.engines = engines
@@ -77,15 +78,17 @@ def staged(body: Callable[[Stage], Awaitable[None]], url: str) -> None:
     async def main() -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         store = await IndexStore.open(url)
-        registry = CollectorRegistry()
+        registry = MetricRegistry()
 
-        def make(metrics: Metrics, seed: int) -> Core:
+        def make(registry: MetricRegistry, seed: int) -> Core:
+            clock, rng = time.monotonic, random.Random(seed)
+            supervisor = TaskSupervisor(clock=clock, rng=rng, failures=registry.task_failures)
             return Core(
-                store=store, config=Config(), metrics=metrics, zmq_context=context, clock=time.monotonic,
-                rng=random.Random(seed),
+                store=store, config=Config(), metrics=CoreMetrics(registry), zmq_context=context, clock=clock, rng=rng,
+                supervisor=supervisor,
             )  # fmt: skip
 
-        core, leader = make(Metrics(registry), 1), make(Metrics(CollectorRegistry()), 2)
+        core, leader = make(registry, 1), make(MetricRegistry(), 2)
         engines = {worker: FakeEngine(context) for worker in WORKERS}
         await leader.start()
         await core.start()

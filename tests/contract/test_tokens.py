@@ -57,7 +57,7 @@ def test_tokenize_that_differs_from_the_engine_is_not_used() -> None:
                 "its /tokenize makes other tokens of a chat" in it.tokenizing.status(MODEL, it.engines[0].url).problem
             )
             assert any("other tokens" in problem for problem in it.tokenizing.health())
-            await until(lambda: it.metrics.token_mismatches._value.get() == 1)
+            await until(lambda: it.metrics.mismatches._value.get() == 1)
 
     run(test())
 
@@ -110,7 +110,7 @@ def test_a_local_tokenizer_that_differs_is_reported_and_not_used(wrong: str, way
             assert [
                 f"the tokenizer here makes other tokens of a {way}" in problem for problem in it.tokenizing.health()
             ] == [True] * len(it.tokenizing.health())
-            await until(lambda: it.metrics.token_mismatches._value.get() == 1)
+            await until(lambda: it.metrics.mismatches._value.get() == 1)
             assert (await it.text("a")).source == ("render" if wrong == "text" else "local")
             prompt = await it.chat(tools=[{"type": "function", "function": {"name": "f"}}])
             assert prompt.source == ("local" if wrong == "text" else "render")
@@ -143,7 +143,7 @@ def test_tokens_are_cached_and_requested_once() -> None:
                 path == RENDER_CHAT and body["messages"] != CHAT["messages"] for path, body in it.engines[0].asked
             )
             assert it.asked(RENDER_CHAT) - probes == 1
-            assert it.metrics.prompt_memory_hits._value.get() == 1
+            assert it.metrics.memory_hits._value.get() == 1
             # What decides about tokens is not shared.
             assert (await it.chat(add_generation_prompt=False)).source == "render"
             assert it.asked(RENDER_CHAT) - probes == 2

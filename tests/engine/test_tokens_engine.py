@@ -25,14 +25,14 @@ from chat_model import write_adapter, write_chat_model
 from chat_server import ChatServer
 from chats import chat, completion, requests
 from engine_process import last_published
-from prometheus_client import CollectorRegistry
 from router_process import RouterError, RouterProcess
 
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.tokens.engine.client import Engine
 from kvrouter.router.tokens.forward_ids import forwarded_body
 from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
 from kvrouter.router.tokens.prompt_tokens import Prompt
+from kvrouter.router.tokens.token_metrics import TokenMetrics
 from kvrouter.router.tokens.tokenizer import TextTokenizer
 
 pytestmark = pytest.mark.engine
@@ -99,7 +99,7 @@ async def prompts(server: ChatServer, asked: Asked, local: Path | None) -> list[
             session=session,
             local={} if local is None else {MODEL: LocalTokenizer(local, datetime.now)},
             timeout_s=TIMEOUT_S,
-            metrics=Metrics(CollectorRegistry()),
+            metrics=TokenMetrics(MetricRegistry()),
             clock=time.monotonic,
             rng=random.Random(1),
         )

@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from prometheus_client import CollectorRegistry
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
 from kvrouter.router.load.pending_prefixes import PIECE_TOKENS
 from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.placement.placer import Placer
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
 TOKENS = 4 * PIECE_TOKENS
 OF_QUESTION = ("worker_ids", "exclude_worker_ids", "exclude_workers")
@@ -56,13 +56,13 @@ class Stage:
     def __init__(self, *hits: Hit, unavailable: dict[str, str] | None = None, **settings: Any) -> None:
         self.now = 0.0
         self.fleet = Fleet(hits or (hit("a"), hit("b")))
-        self.metrics = Metrics(CollectorRegistry())
+        self.metrics = MetricRegistry()
         self.out = unavailable or {}
         ids = itertools.count()
         self.placing = Placer(
             self.fleet,
             config=Config(**settings),
-            metrics=self.metrics,
+            metrics=PlacementMetrics(self.metrics),
             clock=lambda: self.now,
             rng=random.Random(4),
             new_id=lambda: f"s{next(ids)}",
@@ -78,7 +78,7 @@ class Stage:
         return burden.queued_tokens, burden.decode_tokens, burden.requests
 
     def counted(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(f"kvrouter_{name}", labels or None) or 0.0
+        return self.metrics.get_sample_value(f"kvrouter_{name}", labels or None) or 0.0
 
 
 def ask(seed: int = 0, tokens: int = TOKENS, **fields: Any) -> PlacementRequest:

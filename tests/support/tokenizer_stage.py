@@ -14,14 +14,14 @@ import aiohttp
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
-from prometheus_client import CollectorRegistry
 from token_engine import TokenEngine, tokens_of
 
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.tokens.engine.client import Engine
 from kvrouter.router.tokens.engine.verification import LocalMaker
 from kvrouter.router.tokens.engine.wire import RenderQuirks
 from kvrouter.router.tokens.prompt_tokens import Prompt, TokensUnknown
+from kvrouter.router.tokens.token_metrics import TokenMetrics
 from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, TokenRequest
 from kvrouter.router.tokens.tokenizer import TextTokenizer
 
@@ -58,7 +58,7 @@ class Here:
 class Case:
     """Engines, a Tokenizing over them, and what it counted."""
 
-    def __init__(self, tokenizing: TextTokenizer, engines: list[TokenEngine], metrics: Metrics) -> None:
+    def __init__(self, tokenizing: TextTokenizer, engines: list[TokenEngine], metrics: TokenMetrics) -> None:
         self.tokenizing = tokenizing
         self.engines = engines
         self.metrics = metrics
@@ -74,7 +74,7 @@ class Case:
         return sum(engine.paths().count(path) for engine in self.engines for path in paths)
 
     def counted(self, reason: str) -> float:
-        return self.metrics.prompts_unknown.labels(reason)._value.get()
+        return self.metrics.unknown.labels(reason)._value.get()
 
 
 @asynccontextmanager
@@ -82,7 +82,7 @@ async def case(
     engines: int = 1, local: LocalMaker | None = None, timeout_s: float = PATIENCE_S, **settings: Any
 ) -> AsyncIterator[Case]:
     """settings: attributes of each engine."""
-    metrics = Metrics(CollectorRegistry())
+    metrics = TokenMetrics(MetricRegistry())
     running = [TokenEngine() for _ in range(engines)]
     async with aiohttp.ClientSession() as session:
         for engine in running:

@@ -19,7 +19,7 @@ from kvrouter.router.load.worker_load import PROGRESS_MAX, LoadModel
 from kvrouter.router.load.worker_speed import SAMPLES_MIN, SLOWNESS_MAX, SLOWNESS_MIN, TierCosts, slowness
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement import choose as choosing
-from kvrouter.router.placement.choose import Choice, choose
+from kvrouter.router.placement.choose import LOST_REASONS, Choice, choose
 from kvrouter.router.placement.cost import (
     DECODE_TOKEN_COST,
     DELAY_WEIGHT,
@@ -32,7 +32,6 @@ from kvrouter.router.placement.cost import (
     weigh,
 )
 from kvrouter.router.placement.policies import KV, OTHERS, policy
-from kvrouter.router.telemetry.metrics import LOST_REASONS
 
 TOKENS = 200
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `kvrouter`: what it prints, its one-line errors and exit codes; metrics' labels."""
+"""The command `kvrouter`: what it prints, its one-line errors and exit codes."""
 
 from __future__ import annotations
 
@@ -15,15 +15,12 @@ from typing import Any
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
-from prometheus_client import CollectorRegistry
 
 from kvrouter.router.cli.commands import run
 from kvrouter.router.cli.tables import workers_table
 from kvrouter.router.common.errors import SettingError
-from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.loading import load_config
 from kvrouter.router.config.settings import FIELDS, flag_of, metavar_of
-from kvrouter.router.telemetry.metrics import MAX_WORKER_LABEL_CHARS, OTHER_WORKER, Metrics
 
 WORKER = {
     "worker_id": "w0",
@@ -309,41 +306,6 @@ def test_the_page_of_settings_is_what_the_command_prints(capsys: pytest.CaptureF
     assert run(["config", "markdown"]) == 0
     page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "settings.md").read_text()
     assert page.endswith(capsys.readouterr().out), "kvrouter config markdown prints what its table should be"
-
-
-def test_worker_labels_are_short_printable_and_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvrouter.router.telemetry.metrics.MAX_WORKER_LABELS", 3)
-    metrics = Metrics(CollectorRegistry())
-    assert metrics.worker_label(WorkerKey("m", "w\n0", 0)) == "w_0"
-    assert metrics.worker_label(WorkerKey("m", "w0", 2)) == "w0@2"
-    long = metrics.worker_label(WorkerKey("m", "x" * 500, 7))
-    assert len(long) == MAX_WORKER_LABEL_CHARS and long.endswith("@7")
-    assert metrics.worker_label(WorkerKey("m", "w9", 0)) == OTHER_WORKER
-    metrics.forget_worker(WorkerKey("m", "w0", 2))
-    assert metrics.worker_label(WorkerKey("m", "w9", 0)) == "w9"
-
-
-def test_a_worker_is_in_one_state_and_leaves_no_series_behind() -> None:
-    registry = CollectorRegistry()
-    metrics = Metrics(registry)
-    worker = WorkerKey("m", "w0", 0)
-    metrics.set_stream_state(worker, "live")
-    metrics.set_stream_state(worker, "suspect")
-    metrics.ingest_batches.labels(metrics.worker_label(worker)).inc()
-
-    def series() -> dict[str, float]:
-        return {
-            f"{sample.name}{sample.labels.get('state', '')}": sample.value
-            for metric in registry.collect()
-            for sample in metric.samples
-            if sample.labels.get("worker") == "w0"
-        }
-
-    assert {name for name, value in series().items() if value == 1 and "state" in name} == {
-        "kvrouter_stream_statesuspect"
-    }
-    metrics.forget_worker(worker)
-    assert series() == {}
 
 
 @pytest.mark.parametrize(

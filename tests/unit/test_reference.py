@@ -15,15 +15,14 @@ import typer
 from api_support import TinyCore, build
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
-from prometheus_client import CollectorRegistry
 
 from kvrouter.router.api.http import fastapi_app
 from kvrouter.router.api.openapi import HOT_OPERATIONS, SCHEMAS
 from kvrouter.router.cli.commands import app as cli
 from kvrouter.router.common import errors
 from kvrouter.router.proxy.request_reader import PATHS
-from kvrouter.router.quality.quality_metrics import QualityMetrics
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.server.router_metrics import RouterMetrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.simulator.command import app as simulator
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,8 +96,8 @@ def test_the_page_of_the_command_line_has_every_command_and_flag() -> None:
 
 
 def test_the_page_of_metrics_has_every_metric_with_its_type_and_labels() -> None:
-    registry = CollectorRegistry()
-    QualityMetrics(Metrics(registry))
+    registry = MetricRegistry()
+    RouterMetrics(registry)
     served = {
         (one._name + ("_total" if one._type == "counter" else ""), one._type, tuple(one._labelnames))
         for one in registry._collector_to_names

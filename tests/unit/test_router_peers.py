@@ -10,9 +10,9 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.fleet.fleet_metrics import FleetMetrics
 from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, decode_heartbeat, encode_heartbeat
 from kvrouter.router.fleet.membership import HEARD_S
 from kvrouter.router.fleet.router_peers import Claims, RouterPeers
@@ -21,7 +21,7 @@ from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index import keys
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.streams.worker_stream import WorkerStream
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import Registration
 
 
@@ -83,7 +83,7 @@ class World:
         self.store = Store()
         self.registry = WorkerRegistry()
         self.count = 0
-        metrics = Metrics(CollectorRegistry())
+        metrics = FleetMetrics(MetricRegistry())
         self.peers = RouterPeers(
             self.registry,
             store=cast(IndexStore, self.store),

@@ -6,12 +6,12 @@ from __future__ import annotations
 import logging
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.fleet.fleet_metrics import FleetMetrics
 from kvrouter.router.fleet.membership import HEARD_S
 from kvrouter.router.fleet.store_contact import StoreContact
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
 ONE, TWO = WorkerKey("m", "one"), WorkerKey("m", "two")
 
@@ -19,8 +19,8 @@ ONE, TWO = WorkerKey("m", "one"), WorkerKey("m", "two")
 class World:
     def __init__(self) -> None:
         self.now_s = 100.0
-        self.registry = CollectorRegistry()
-        self.contact = StoreContact(metrics=Metrics(self.registry), clock=lambda: self.now_s)
+        self.registry = MetricRegistry()
+        self.contact = StoreContact(metrics=FleetMetrics(self.registry), clock=lambda: self.now_s)
 
     def up(self) -> float | None:
         return self.registry.get_sample_value("kvrouter_store_up")

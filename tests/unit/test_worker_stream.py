@@ -7,7 +7,6 @@ import random
 from typing import Any, cast
 
 import pytest
-from prometheus_client import CollectorRegistry
 
 from kvrouter.events.transport.permits import Permits
 from kvrouter.events.vllm.stream_items import Connected
@@ -16,10 +15,11 @@ from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
 from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_rounds import LeaseRounds
+from kvrouter.router.streams.stream_metrics import StreamMetrics
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_record import INCIDENT_SHOWN_S
 from kvrouter.router.streams.worker_stream import WorkerStream
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
@@ -38,7 +38,7 @@ class Stage:
             turns=IngestTurns(),
             token="t",
             config=Config(),
-            metrics=Metrics(CollectorRegistry()),
+            metrics=StreamMetrics(MetricRegistry()),
             context=cast(Any, None),
             clock=lambda: self.now,
             rng=rng,

@@ -15,6 +15,7 @@ from starlette.routing import BaseRoute
 
 from kvrouter.router.api.health import watch_routes
 from kvrouter.router.api.http.http_api import HotHandler, HttpApi, headers_of, label_of
+from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.models import model_routes
 from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
 from kvrouter.router.api.query import QueryRoutes
@@ -37,7 +38,6 @@ from kvrouter.router.config.settings import Config
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.redis_client.errors import StoreError
-from kvrouter.router.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from kvrouter.router.quality.tracing import Tracing
@@ -99,7 +99,7 @@ def build_api(
     core: CorePort,
     placing: Placer,
     config: Config,
-    metrics: Metrics,
+    metrics: HttpMetrics,
     clock: Callable[[], float],
     tokens: TokensPort | None = None,
     proxy: Proxy | None = None,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Message, Scope
 
 from kvrouter.router.api.http.request import HttpRequest
+from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.responses import encode
 from kvrouter.router.common.errors import (
     BadQuestion,
@@ -29,7 +30,6 @@ from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.config.settings import Config
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.request_reader import PATHS
-from kvrouter.router.telemetry.metrics import Metrics
 
 if TYPE_CHECKING:
     from kvrouter.router.quality.tracing import RequestTrace, Tracing
@@ -64,7 +64,7 @@ class HttpApi:
         hot: Mapping[str, HotHandler],
         cold: ASGIApp,
         config: Config,
-        metrics: Metrics,
+        metrics: HttpMetrics,
         proxy: Proxy | None,
         tracing: Tracing | None,
         clock: Callable[[], float],
@@ -140,7 +140,7 @@ class HttpApi:
 
     def _reply(self, reply: Any, request: HttpRequest, trace: RequestTrace | None) -> Answer:
         content, media_type = encode(reply, request.accept)
-        self._metrics.count_request(request.path, 200)
+        self._metrics.requests(request.path, 200).inc()
         return self._trace(trace, reply, _answer(200, content, media_type))
 
     def _trace(self, trace: RequestTrace | None, reply: Any, answer: Answer) -> Answer:
@@ -182,16 +182,16 @@ class HttpApi:
             await self.cold(scope, receive, send)
         except Exception:
             return self.bug_answer(label_of(scope), request.accept)
-        self._metrics.count_request(label_of(scope), status)
+        self._metrics.requests(label_of(scope), status).inc()
         return status, headers, bytes(content)
 
     def count_answer(self, path: str, status: int) -> None:
         """Counts an answer that was not made here."""
-        self._metrics.count_request(path, status)
+        self._metrics.requests(path, status).inc()
 
     def count_cut(self, reason: str) -> None:
         """Counts a connection that was closed for the client's fault."""
-        self._metrics.connections_cut.labels(reason).inc()
+        self._metrics.connections_cut[reason].inc()
 
     def refuse(self, request: HttpRequest, error: RouterError) -> Answer:
         """The answer to a request that gets no other; counted."""
@@ -201,7 +201,7 @@ class HttpApi:
     def error_answer(self, error: RouterError, label: str = OTHER_PATH, accept: str = "") -> Answer:
         """The answer that says `error`; counted."""
         content, media_type = encode(error.body(), accept)
-        self._metrics.count_request(label, error.status)
+        self._metrics.requests(label, error.status).inc()
         return _answer(error.status, content, media_type, headers_of(error))
 
     def bug_answer(self, label: str, accept: str) -> Answer:
@@ -209,7 +209,7 @@ class HttpApi:
         log.exception("unhandled error", extra={"path": label})
         self._metrics.internal_errors.labels(label).inc()
         content, media_type = encode(internal_error(), accept)
-        self._metrics.count_request(label, 500)
+        self._metrics.requests(label, 500).inc()
         return _answer(500, content, media_type)
 
     def _has_key(self, authorization: str) -> bool:

@@ -13,11 +13,11 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvrouter.router.common.escaping import printable
-from kvrouter.router.telemetry.metrics import Metrics
 from kvrouter.router.tokens.engine.client import Engine, EngineClient
 from kvrouter.router.tokens.engine.verification import EQUAL, LocalMaker, Verdict, Verifier, same_truths
 from kvrouter.router.tokens.engine.wire import HOW_TO_RENDER, ONLY_RENDERED
 from kvrouter.router.tokens.prompt_tokens import Source, TokensUnknown
+from kvrouter.router.tokens.token_metrics import TokenMetrics
 from kvrouter.router.tokens.token_request import Feature, TokenRequest
 from kvrouter.router.workers.worker_status import TokensStatus
 
@@ -62,7 +62,7 @@ class VerifiedEngines:
         client: EngineClient,
         local: Mapping[str, LocalMaker],
         changed: Callable[[str], None],
-        metrics: Metrics,
+        metrics: TokenMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._models = models
@@ -148,7 +148,7 @@ class VerifiedEngines:
                 judged.task.cancel()
             if all(url != key[1] for _, url in self._judged):
                 self._client.forget(key[1])
-        self._metrics.token_mismatches.set(
+        self._metrics.mismatches.set(
             sum(bool(self._problems(*key, judged.verdict)) for key, judged in self._judged.items() if judged.verdict)
         )
 

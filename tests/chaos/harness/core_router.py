@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import aiohttp
 import numpy as np
 import zmq
-from prometheus_client import CollectorRegistry
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
+from kvrouter.router.core.core_metrics import CoreMetrics
 from kvrouter.router.core.router_core import Core
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.matching.question import Question
-from kvrouter.router.telemetry.metrics import Metrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import NO_PATCH, CatalogSpec, Registration
 
 from .engines import MODEL, Engine
@@ -79,7 +79,7 @@ class CoreRouter:
                 segment_memory_bytes=0,
                 health_interval_s=HEALTH_INTERVAL_S,
             ),
-            metrics=Metrics(CollectorRegistry()),
+            metrics=CoreMetrics(MetricRegistry()),
             zmq_context=self._context,
             clock=self.clock,
             rng=self._rng,

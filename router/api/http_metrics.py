@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of HTTP answers and of clients' connections, and the page that shows all metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from functools import cache
+
+from kvrouter.router.placement.placement_metrics import DECISION_BUCKETS_S
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
+
+# Why a client's connection was closed: size or time of a head, time of a body, an answer that nobody read, too many
+# connections, no HTTP.
+CUT_REASONS = ("head_size", "head_time", "body_time", "send_time", "connections", "invalid")
+
+
+class HttpMetrics:
+    def __init__(self, registry: MetricRegistry) -> None:
+
+        async def own_page() -> bytes:
+            return registry.own_page()
+
+        # What `/metrics` answers: this process's numbers, and those of its siblings where it has any.
+        self.page: Callable[[], Awaitable[bytes]] = own_page
+        self.internal_errors = registry.internal_errors
+        # By a route's template, never the path as the client sent it: to find a child costs more than to count.
+        self.requests = cache(registry.counter("requests_total", "HTTP requests answered", "path", "code").labels)
+        self.connections_cut = registry.counters(
+            "http_connections_cut_total", "Connections closed for a client's fault", reason=CUT_REASONS
+        )
+        self.decide_seconds = registry.histogram(
+            "decide_seconds", "Time to answer a question of the API (/query, /select), without HTTP", DECISION_BUCKETS_S
+        )

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of what is read of the store for all workers, and of the mirror that it fills."""
+
+from __future__ import annotations
+
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
+
+# Where a value in Redis was met that no router writes: in what is stored of a worker, the registry, the claims of
+# routers.
+UNREADABLE = ("worker", "registry", "claims")
+
+
+class FleetMetrics:
+    def __init__(self, registry: MetricRegistry) -> None:
+        counter = registry.counter
+        self.forget_worker = registry.forget_worker
+        self.internal_errors = registry.internal_errors
+        self.heartbeats_ignored = counter(
+            "heartbeats_ignored_total", "Values among the routers' heartbeats in the store that are none"
+        )
+        self.registry_repairs = counter("registry_repairs_total", "Registrations that were lost and written back")
+        self.store_up = registry.gauge("store_up", "1 while the store answers")
+        self.unreadable_values = registry.counters(
+            "unreadable_values_total", "Values in Redis that no router writes, as they were met", where=UNREADABLE
+        )
+        self.mirror_refused_blocks = registry.worker_counter(
+            "mirror_refused_blocks_total", "Blocks that found no room in memory: they earn no credit"
+        )

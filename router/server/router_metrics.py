@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every metric of a router process: those of each room, on one registry."""
+
+from __future__ import annotations
+
+from kvrouter.router.api.http_metrics import HttpMetrics
+from kvrouter.router.core.core_metrics import CoreMetrics
+from kvrouter.router.discovery.discovery_metrics import DiscoveryMetrics
+from kvrouter.router.placement.placement_metrics import PlacementMetrics
+from kvrouter.router.proxy.proxy_metrics import ProxyMetrics
+from kvrouter.router.quality.quality_metrics import QualityMetrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.tokens.token_metrics import TokenMetrics
+
+
+class RouterMetrics:
+    """Those of each part as an attribute; each part gets its own only."""
+
+    def __init__(self, registry: MetricRegistry) -> None:
+        self.core = CoreMetrics(registry)
+        self.placement = PlacementMetrics(registry)
+        self.tokens = TokenMetrics(registry)
+        self.quality = QualityMetrics(registry)
+        self.proxy = ProxyMetrics(registry)
+        self.http = HttpMetrics(registry)
+        self.discovery = DiscoveryMetrics(registry)
