@@ -49,7 +49,8 @@ from kvrouter.router.workers.worker_status import WorkerStatus
 
 log = logging.getLogger(__name__)
 
-GAUGE_INTERVAL_S = 1.0
+# What happened to workers is forgotten, and publishers are compared.
+TEND_INTERVAL_S = 1.0
 # Somebody may change how the store evicts while it runs.
 STORE_SETTINGS_S = 30.0
 
@@ -161,7 +162,7 @@ class Core:
             "mirror": self.mirror_sync.follow,
             "mirror_reload": self.mirror_sync.reload,
             "mirror_sweep": self.mirror_sync.sweep,
-            "gauges": self._gauge,
+            "tend": self._tend,
             "heartbeat": self.peers.beat_always,
             "leases": leases.run,
             "followers": self.peers.judge_followers,
@@ -314,12 +315,17 @@ class Core:
                 self._evicting = found
             await asyncio.sleep(STORE_SETTINGS_S)
 
-    async def _gauge(self) -> None:
+    async def _tend(self) -> None:
         while True:
-            self._measure()
-            self._judge.judge_publishers()
-            self._history.expire(self._clock())
-            await asyncio.sleep(GAUGE_INTERVAL_S)
+            self._tend_now()
+            await asyncio.sleep(TEND_INTERVAL_S)
+
+    def _tend_now(self) -> None:
+        # Not in `_tend`, where the last stream would be held until it is tended again.
+        for stream in self.registry.streams.values():
+            stream.settle()
+        self._judge.judge_publishers()
+        self._history.expire(self._clock())
 
     def _measure(self) -> None:
         metrics = self._metrics
@@ -337,5 +343,4 @@ class Core:
         metrics.segment_misses.inc(misses - self._segments_counted[1])
         self._segments_counted = (hits, misses)
         for worker, stream in self.registry.streams.items():
-            stream.settle()
             count_worker(metrics.streams, worker, stream)

@@ -266,7 +266,7 @@ class Placer:
         self._line.look_soon()
 
     def tick(self) -> None:
-        """Periodic work: old entries expire, and the metrics are updated."""
+        """Periodic work: old entries expire."""
         now = self._clock()
         workers = list(self._fleet.workers())
         self._reservations.expire(now)
@@ -276,7 +276,6 @@ class Placer:
         if self._share is not None:
             self._share.tick()
         self._touched()
-        self._measure()
 
     def _measure(self) -> None:
         metrics = self._metrics.load
