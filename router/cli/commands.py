@@ -23,6 +23,7 @@ from kvrouter.router.common.escaping import printable_json
 from kvrouter.router.common.version import VERSION
 from kvrouter.router.config.loading import Origin, given_flags, load_config
 from kvrouter.router.config.settings import markdown, schema
+from kvrouter.router.server.checks import check_store_url
 
 # asyncio and rich are imported where they are used: they take longer than to refuse a wrong flag.
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def serve(config: Path | None, flags: dict[str, Any]) -> None:
     file = config if config is not None else Path(named) if named else None
     settings = load_config(file, os.environ, flags)
     origin = Origin(None if file is None else str(file), given_flags(flags))
-    # The kernels' compiler takes a second to import; the client commands need none of it.
+    check_store_url(settings)
+    # What a router is made of takes seconds to import; a refusal and the client commands need none of it.
     from kvrouter.router.server.app import serve as run_router
     from kvrouter.router.server.supervisor import supervise
 

@@ -15,8 +15,6 @@ from kvrouter.router.discovery.candidate import candidate_of
 from kvrouter.router.discovery.files.file_source import FileSource
 from kvrouter.router.discovery.files.settings_file import SettingsFile, overridden
 from kvrouter.router.discovery.files.workers_file import parse_workers
-from kvrouter.router.discovery.kubernetes.api import ClusterApi, access_from
-from kvrouter.router.discovery.kubernetes.source import KubernetesSource
 from kvrouter.router.discovery.source import Source, StaticSource
 from kvrouter.router.workers.source_precedence import CONFIG, FILE, STATIC
 from kvrouter.router.workers.worker_spec import parse_worker
@@ -46,6 +44,10 @@ def sources_of(
         where = config.workers_file
         found.append(_begun(FileSource(FILE, Path(where), lambda text: parse_workers(text, where, FILE))))
     if config.kubernetes_selector is not None:
+        # Most routers run without it.
+        from kvrouter.router.discovery.kubernetes.api import ClusterApi, access_from
+        from kvrouter.router.discovery.kubernetes.source import KubernetesSource
+
         access = access_from(
             environ,
             api=config.kubernetes_api,

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 import msgspec
-from redis.asyncio.connection import RedisSSLContext, SSLConnection
-from redis.asyncio.connection import parse_url as parse_server_url
-from redis.exceptions import RedisError
 
 from kvrouter.router.redis_client.errors import StoreError
+
+# redis-py is imported where it is used: it takes longer than to refuse a wrong URL.
+if TYPE_CHECKING:
+    from redis.asyncio.connection import RedisSSLContext
 
 # Host and port, or the path of a unix socket.
 Address = tuple[str, int] | str
@@ -95,6 +96,10 @@ def _parsed(url: str) -> StoreUrl:
         int(path.strip("/"))
     sentinel_login = {name.removeprefix("sentinel_"): query.pop(name) for name in known - _OPTIONS if name in query}
     host = "" if mode == "sentinel" else hosts
+    # Reading a port raises for one that is no number.
+    parts._replace(netloc=host).port  # noqa: B018
+    from redis.asyncio.connection import parse_url as parse_server_url
+
     options: dict[str, Any] = {
         **parse_server_url(
             parts._replace(scheme=scheme, netloc=user + at + host, path=path, query=urlencode(query)).geturl()
@@ -119,6 +124,9 @@ def _sentinel(text: str) -> tuple[str, int]:
 
 def _tls(options: dict[str, Any]) -> RedisSSLContext:
     """Made once, so that no connection reads the files again."""
+    from redis.asyncio.connection import SSLConnection
+    from redis.exceptions import RedisError
+
     try:
         context = SSLConnection(**options).ssl_context
         context.get()

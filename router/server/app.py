@@ -47,7 +47,7 @@ from kvrouter.router.proxy.upstream.pool import KEEP_IDLE_S, Pool
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore, EmbeddedStoreError
 from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
-from kvrouter.router.server.checks import checked_settings, log_cautions, tracing_of
+from kvrouter.router.server.checks import local_tokenizers, log_cautions, tracing_of
 from kvrouter.router.server.listener import bound_socket, port_taken, start_line
 from kvrouter.router.server.router_metrics import RouterMetrics
 from kvrouter.router.server.sibling_metrics import SiblingMetrics
@@ -170,7 +170,7 @@ async def _start(
     tracing = tracing_of(config, metrics.quality)
     if tracing is not None:
         stack.push_async_callback(tracing.close)
-    local = await checked_settings(config)
+    local = await asyncio.to_thread(local_tokenizers, config)
     if part is None:
         log_cautions(config)
     token = PRIVATE_TOKEN if config.redis is None else None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before anything is compiled or started."""
+"""Checks before anything is compiled or started. What a setting asks for is imported when it does."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from datetime import datetime
 from pathlib import Path
@@ -12,28 +11,26 @@ from typing import TYPE_CHECKING
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.config.cautions import open_to_all
 from kvrouter.router.config.settings import Config, without_password
-from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.redis_client.url import parse_url
-from kvrouter.router.tokens.engine.verification import LocalMaker
 from kvrouter.router.workers.model_names import parse_tokenizers
 
 if TYPE_CHECKING:
+    from kvrouter.router.quality.quality_metrics import QualityMetrics
     from kvrouter.router.quality.tracing import Tracing
+    from kvrouter.router.tokens.engine.verification import LocalMaker
 
 log = logging.getLogger(__name__)
 
 
-async def checked_settings(config: Config) -> dict[str, LocalMaker]:
-    """The tokenizers of the settings, whatever else can be checked without a connection being right. Raises
-    SettingError."""
-    if config.redis is not None:
-        try:
-            parse_url(config.redis)
-        except StoreError as error:
-            raise SettingError(f"redis is {without_password(config.redis)!r}: {error}") from None
-    # In a thread, as a large vocabulary takes a second to load.
-    return await asyncio.to_thread(local_tokenizers, config) if config.tokenizers else {}
+def check_store_url(config: Config) -> None:
+    """Raises SettingError."""
+    if config.redis is None:
+        return
+    try:
+        parse_url(config.redis)
+    except StoreError as error:
+        raise SettingError(f"redis is {without_password(config.redis)!r}: {error}") from None
 
 
 def log_cautions(config: Config) -> None:
@@ -57,7 +54,9 @@ def tracing_of(config: Config, measures: QualityMetrics) -> Tracing | None:
 
 
 def local_tokenizers(config: Config) -> dict[str, LocalMaker]:
-    """Those of the settings, by model. Raises SettingError."""
+    """Those of the settings, by model. A large vocabulary takes a second to load. Raises SettingError."""
+    if not config.tokenizers:
+        return {}
     try:
         # An extra, of which most routers have no need.
         from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer

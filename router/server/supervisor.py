@@ -32,7 +32,7 @@ from kvrouter.router.discovery.sources import sources_of
 from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStoreError
 from kvrouter.router.server.app import PRIVATE_TOKEN, ProcessPart, private_store, serve
-from kvrouter.router.server.checks import checked_settings, log_cautions, tracing_of
+from kvrouter.router.server.checks import local_tokenizers, log_cautions, tracing_of
 from kvrouter.router.server.listener import bound_socket, start_line
 from kvrouter.router.server.stopping import HURRY
 from kvrouter.router.telemetry.log_format import set_up_logs
@@ -121,7 +121,7 @@ async def _check_settings(config: Config, origin: Origin) -> None:
     """All that the processes would refuse, before the store is started. Raises SettingError."""
     if (tracing := tracing_of(config, QualityMetrics(MetricRegistry()))) is not None:
         await tracing.close()
-    await checked_settings(config)
+    await asyncio.to_thread(local_tokenizers, config)
     async with aiohttp.ClientSession() as session:
         sources_of(config, origin, os.environ, alone=False, session=session, rng=random.Random())
 
