@@ -150,7 +150,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ] = 32 * 1024**2
     # How long a dead router's workers stay without ingest: others see it gone, and its leases free, after this and two
     # looks (a tenth of it each). 2 s left takeovers on a busy machine too near to 3 s (2.6 to 3.5 s measured). Renewed
-    # every quarter, so that a router must stand still for over a second to lose a worker; then it changes hands, and
+    # every fifth, so that a router must stand still for over a second to lose a worker; then it changes hands, and
     # nothing is lost.
     lease_ttl_s: Annotated[
         float,
