@@ -18,6 +18,8 @@ from kvrouter.router.common.ids import WorkerKey
 MODEL = "m"
 TIMEOUT_S = 40.0
 POLL_S = 0.01
+# Batches of one engine of `churn.py`: most of its prompts are held somewhere by then.
+BUSY_SEQ = 100
 
 
 def until(reached: Callable[[], Any], what: str, timeout_s: float = TIMEOUT_S) -> Any:
@@ -89,6 +91,11 @@ def wait_seqs(router: RouterProcess, seqs: dict[str, int]) -> None:
 def paused(churn: Churn) -> dict[str, int]:
     """Stop the engines; the last seq of each worker."""
     return dict(zip(churn.workers, churn.ask("pause"), strict=True))
+
+
+def wait_busy(client: Any, churn: Churn) -> None:
+    """Until Redis has so much of each worker that a fault meets something, and a check compares something."""
+    wait_stored(client, dict.fromkeys((WorkerKey(MODEL, worker) for worker in churn.workers), BUSY_SEQ))
 
 
 def wrong_answers(router: RouterProcess, churn: Churn, truth: dict[str, Any]) -> list[str]:
@@ -163,6 +170,7 @@ def two_routers(
         wait_shared((one, two), engines)
         check((one, two), server.client, churn)
         churn.ask("go")
+        wait_busy(server.client, churn)
         yield one, two
         for router, name in ((one, "a"), (two, "b")):
             assert router.metric("kvrouter_internal_errors_total", where="stream") == 0

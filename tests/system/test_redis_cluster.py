@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from churn import Churn
-from fleet import MODEL, check, register, rows, until, wait_shared, wait_well
+from fleet import MODEL, check, register, rows, until, wait_busy, wait_shared, wait_well
 from router_process import RouterProcess
 from store_server import StoreCluster
 
@@ -43,6 +43,7 @@ def pair(tmp_path: Path, cluster: StoreCluster, churn: Churn) -> Iterator[Pair]:
         wait_shared((one, two), ENGINES)
         check((one, two), cluster.client, churn)
         churn.ask("go")
+        wait_busy(cluster.client, churn)
         yield one, two
         for router in (one, two):
             assert "Traceback" not in router.log_tail()

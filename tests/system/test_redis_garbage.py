@@ -182,7 +182,8 @@ def test_a_bad_value_of_a_worker_that_nobody_follows_is_named_and_loaded_when_it
                     pipe.restore(key, 0, value)
                 pipe.execute()
             until(lambda: not cannot_be_read(two), f"{kind} is not loaded when it is repaired")
-            assert rows(two)[SPOILED]["residency"] == residency
+            # What is wrong with it is not said either while it is being loaded.
+            until(lambda: rows(two)[SPOILED]["residency"] == residency, f"{kind} is not shown as it is stored")
         assert two.metric("kvrouter_unreadable_values_total", where="worker") >= len(HEADS)
         # And it is followed again by whoever may.
         client.delete(LEASE)

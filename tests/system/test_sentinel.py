@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from churn import Churn
-from fleet import MODEL, check, rows, two_routers, until, wait_well
+from fleet import MODEL, check, rows, two_routers, until, wait_busy, wait_well
 from ports import free_port
 from router_process import RouterProcess
 from sentinel_store import PASSWORD, SENTINEL_PASSWORD, SERVICE, SentinelStore
@@ -90,6 +90,7 @@ def test_the_routers_go_on_with_the_promoted_replica(
 def test_a_promoted_replica_that_lacks_the_last_commits_gives_no_false_credit(
     engines: str, pair: Pair, store: SentinelStore, churn: Churn
 ) -> None:
+    wait_busy(store.replica.client, churn)
     store.cut_replication()
     until(
         lambda: all(
