@@ -98,7 +98,7 @@ def test_a_signal_ends_it_and_leaves_nothing(number: signal.Signals, code: int, 
     script.write_text(
         "import sys\nfrom kvrouter.simulator.demo.demo import run_demo\n"
         f"IGNORANT = {IGNORANT!r}\n"
-        "sys.exit(run_demo(requests=200, command=lambda port, data: [sys.executable, '-c', IGNORANT, str(port)]))\n"
+        "sys.exit(run_demo(requests=2_000, command=lambda port, data: [sys.executable, '-c', IGNORANT, str(port)]))\n"
     )
     scratch = tmp_path / "scratch"
     scratch.mkdir()
