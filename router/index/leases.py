@@ -17,21 +17,22 @@ from kvrouter.router.redis_client.connection import Connection
 from kvrouter.router.redis_client.errors import ReplyError
 from kvrouter.router.redis_client.resp import command
 
-# PEXPIRE, GET, HMGET.
-_REPLIES_PER_RENEWAL = 3
+# GET, HMGET.
+_REPLIES_PER_LOOK = 2
 
 
 class Renewal(msgspec.Struct, frozen=True, eq=False):
     """One worker's part of a request that renews many leases; made once. key: routes it."""
 
     key: str
-    orders: bytes
+    look: bytes
+    expire: bytes
 
     @classmethod
     def of(cls, worker: WorkerKey, ttl_s: float) -> Renewal:
         lease, meta = keys.lease(worker), keys.meta(worker)
         expire = command("PEXPIRE", lease, _milliseconds(ttl_s))
-        return cls(meta, expire + command("GET", lease) + command("HMGET", meta, *HEAD_FIELDS))
+        return cls(meta, command("GET", lease) + command("HMGET", meta, *HEAD_FIELDS), expire)
 
 
 class RenewalReply(msgspec.Struct, frozen=True):
@@ -71,31 +72,34 @@ class Leases:
         changed."""
         return await self._if_leased(worker, lease, command("PEXPIRE", keys.lease(worker), _milliseconds(ttl_s)))
 
-    async def renew_all(self, renewals: Sequence[Renewal]) -> list[RenewalReply | None]:
-        """Renews many leases with one request to each server; None: the server refused a part of that request.
+    async def renew_all(self, renewals: Sequence[tuple[Lease, Renewal]]) -> list[RenewalReply | None]:
+        """Renews those that are held still, with two requests to each server; None: it refused a part of the first.
 
-        Renewing and reading are no transaction. A lease that another process took meanwhile is prolonged for that one,
-        once, which does no harm."""
+        No transaction: a lease that ends and is taken by another process between the two gets the time of this one."""
         servers = self._transactions.servers
         found: list[RenewalReply | None] = [None] * len(renewals)
         parts: dict[object, list[int]] = {}
-        for at, renewal in enumerate(renewals):
+        for at, (_, renewal) in enumerate(renewals):
             parts.setdefault(servers.address_of(renewal.key), []).append(at)
 
         async def renew(part: list[int]) -> None:
-            request = b"".join([renewals[at].orders for at in part])
+            looks = b"".join([renewals[at][1].look for at in part])
 
             async def work(connection: Connection) -> list[Any] | None:
                 try:
-                    return await connection.run(request, _REPLIES_PER_RENEWAL * len(part))
+                    replies = await connection.run(looks, _REPLIES_PER_LOOK * len(part))
                 except ReplyError:
                     # Of one of many. Whose it is, and what it means, shows when they are renewed one by one.
                     return None
+                pairs = zip(part, replies[::2], strict=True)
+                held = [renewals[at][1].expire for at, holder in pairs if holder == renewals[at][0].value]
+                if held:
+                    await connection.run(b"".join(held), len(held))
+                return replies
 
-            replies = await servers.on(renewals[part[0]].key, work, urgent=True)
+            replies = await servers.on(renewals[part[0]][1].key, work, urgent=True)
             if replies is not None:
-                for n, at in enumerate(part):
-                    _, holder, fields = replies[_REPLIES_PER_RENEWAL * n : _REPLIES_PER_RENEWAL * (n + 1)]
+                for at, holder, fields in zip(part, replies[::2], replies[1::2], strict=True):
                     found[at] = RenewalReply(holder, fields)
 
         await asyncio.gather(*map(renew, parts.values()))

@@ -72,7 +72,7 @@ class LeaseRounds:
 
     async def _renew_some(self, offers: list[tuple[RoundMember, Lease, Renewal]]) -> None:
         try:
-            replies = await self._leases.renew_all([renewal for _, _, renewal in offers])
+            replies = await self._leases.renew_all([(lease, renewal) for _, lease, renewal in offers])
         except StoreError as error:
             for member, lease, _ in offers:
                 member.take_failure(lease, str(error))
