@@ -198,7 +198,7 @@ class LeaseHolder:
         if self._confirmed == (self._written, fields):
             return True
         head = Head.of(keys.meta(self._worker), *fields)
-        if head.problem is not None or (head.epoch, head.seq) not in (self._written, self._unsure):
+        if head.problem is not None or not self._is_ours((head.epoch, head.seq)):
             return False
         self._confirmed = (self._written, fields)
         return True
@@ -220,8 +220,12 @@ class LeaseHolder:
             await self._regain()
         elif head.problem is not None:
             self._lose("unreadable", str(head.problem))
-        elif (head.epoch, head.seq) not in (self._written, self._unsure):
+        elif not self._is_ours((head.epoch, head.seq)):
             self._lose("data_lost", "Redis lost commits of this worker")
+
+    def _is_ours(self, stored: Written) -> bool:
+        """Whether the store is where this process left it."""
+        return stored in (self._written, self._unsure)
 
     async def _regain(self) -> None:
         """Take the lease again that ended, if nobody had it since and the store is where we left it."""
@@ -234,7 +238,7 @@ class LeaseHolder:
         if not alone:
             self._interrupted = True
             self._lose("taken", "another router process followed this worker meanwhile; beginning again from Redis")
-        if await self._store.committed(self._worker) not in (self._written, self._unsure):
+        if not self._is_ours(await self._store.committed(self._worker)):
             self._lose("data_lost", "Redis lost commits of this worker")
         log.warning("lease regained", extra={"worker": self._worker})
 
