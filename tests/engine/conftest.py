@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,9 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "sup
 SEED_VARIABLE = "KVROUTER_TEST_SEED"
 DEFAULT_SEED = 20261
 
+# These start engines and take minutes: last, one process would still be at them when the others are done.
+LONGEST = ("offload_engine", "tokens_engine", "proxy_engine", "patch_versions", "media_engine", "real_engine")
+
 _tables = pytest.StashKey[dict[str, list[tuple[str, ...]]]]()
 
 
@@ -35,6 +39,28 @@ def pytest_configure(config: pytest.Config) -> None:
         "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning",
     ):
         config.addinivalue_line("filterwarnings", ignored)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def rank(item: pytest.Item) -> int:
+        name = item.path.stem.removeprefix("test_")
+        return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+    items.sort(key=rank)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    # In a process of pytest-xdist: what it has for the end of the run goes to the one that prints it.
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["tables"] = session.config.stash[_tables]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    tables = node.config.stash[_tables]
+    for title, rows in getattr(node, "workeroutput", {}).get("tables", {}).items():
+        heading, *others = map(tuple, rows)
+        tables.setdefault(title, [heading]).extend(others)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:

