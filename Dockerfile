@@ -12,7 +12,10 @@ RUN python -m venv --without-pip /opt/kvrouter
 COPY pyproject.toml ./
 RUN python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > dependencies.txt \
  && pip --python /opt/kvrouter install --requirement dependencies.txt
-COPY README.md LICENSE ./
+RUN apt-get update -qq \
+ && apt-get install -y -qq --no-install-recommends gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
+COPY README.md LICENSE setup.py ./
 COPY events/ events/
 COPY router/ router/
 COPY engine_patch/ engine_patch/
@@ -26,24 +29,20 @@ LABEL org.opencontainers.image.title="hybrid-kv-router" \
 # A number of its own, so that a volume's files belong to the same user on every host.
 RUN groupadd --gid 10001 kvrouter \
  && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /nonexistent --shell /usr/sbin/nologin kvrouter \
- && install -d -o kvrouter -g kvrouter -m 0700 /var/lib/kvrouter /var/cache/kvrouter
+ && install -d -o kvrouter -g kvrouter -m 0700 /var/lib/kvrouter
 COPY --from=build /opt/kvrouter /opt/kvrouter
 # 0.0.0.0 is inside the container; what of it is reachable from outside is said by `ports` or -p.
 ENV PATH=/opt/kvrouter/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONUNBUFFERED=1 \
-    NUMBA_CACHE_DIR=/var/cache/kvrouter \
     KVROUTER_HOST=0.0.0.0 \
     KVROUTER_PORT=30000 \
     KVROUTER_DATA_DIR=/var/lib/kvrouter
 USER 10001:10001
 WORKDIR /var/lib/kvrouter
-# Compiles the kernels once, here (12 s of CPU); a processor of another type than the builder's compiles its own at the first start.
-RUN python -c "from kvrouter.router.server.warm_up import warm; warm()"
 EXPOSE 30000
-# Not urllib: Docker may hand a proxy to every container, and urllib would ask that for 127.0.0.1. The start period covers
-# a first start that has to compile.
-HEALTHCHECK --interval=5s --timeout=3s --start-period=90s --retries=3 \
+# Not urllib: Docker may hand a proxy to every container, and urllib would ask that for 127.0.0.1.
+HEALTHCHECK --interval=5s --timeout=3s --start-period=30s --retries=3 \
     CMD ["python", "-c", "import http.client, os; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['KVROUTER_PORT']), timeout=2); c.request('GET', '/health'); raise SystemExit(c.getresponse().status != 200)"]
 ENTRYPOINT ["kvrouter"]
 CMD ["serve"]

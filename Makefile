@@ -26,7 +26,7 @@ help:
 	@echo "make clean        remove .venv and caches"
 
 # Strict editable installs link the files that exist now, so a new file needs a new install.
-SOURCES := $(shell find events router engine_patch simulator -name '*.py')
+SOURCES := setup.py $(shell find events router engine_patch simulator -name '*.py' -o -name '*.pxd')
 
 # runtime: what the router needs; installed: that and what development needs.
 $(VENV)/runtime $(VENV)/installed: pyproject.toml $(SOURCES)
@@ -36,21 +36,16 @@ $(VENV)/runtime $(VENV)/installed: pyproject.toml $(SOURCES)
 	$(PIP) install -e '.$(if $(filter %/installed,$@),[dev])' $(STRICT)
 	@touch $@
 
-# Test processes would all compile them at once. An installation removes them.
-$(VENV)/compiled: $(VENV)/installed
-	$(BIN)/python -c 'from kvrouter.router.server.warm_up import warm; warm()'
-	@touch $@
-
 demo: $(firstword $(wildcard $(VENV)/installed) $(VENV)/runtime)
 	$(BIN)/kvrouter demo
 
 # A file's tests stay in one process, so that they share their router and their store.
 PYTEST := $(BIN)/python -m pytest --ignore=tests/engine --numprocesses auto --maxprocesses 8 --dist loadfile
 
-test: $(VENV)/compiled
+test: $(VENV)/installed
 	KVROUTER_TEST_EXAMPLES=few $(PYTEST) -m "not slow" $(ARGS)
 
-test-all: $(VENV)/compiled
+test-all: $(VENV)/installed
 	$(PYTEST) -m "slow or property" $(ARGS)
 
 test-engine:

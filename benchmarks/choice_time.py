@@ -36,7 +36,6 @@ from kvrouter.router.placement.cost import ChoiceContext
 from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.placement.placer import Placer
-from kvrouter.router.server.warm_up import warm
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import CatalogSpec
 from kvrouter.router.workers.stream_state import StreamState
@@ -118,7 +117,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
     given = parser.parse_args()
-    warm()
     # As in service, where what lives long is not walked again and again.
     gc.disable()
     print(f"{' '.join(['python', *sys.argv])}\n{json.dumps(machine())}")

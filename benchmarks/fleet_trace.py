@@ -34,7 +34,6 @@ from virtual_router import VirtualFleet, VirtualRouter
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.placement.placement_request import Placement
 from kvrouter.router.placement.policies import NAMES
-from kvrouter.router.server.warm_up import warm
 from kvrouter.simulator.cache.cpu_tier import CacheEvent
 from kvrouter.simulator.cache.job import Job
 from kvrouter.simulator.cache.shapes import SHAPES, Geometry, make_geometry
@@ -296,7 +295,6 @@ def main() -> None:
     given = parser.parse_args()
     # Blocks and jobs are some millions of objects, and nearly none of them is garbage in a cycle.
     gc.disable()
-    warm()
     requests = list(read(given.trace, given.requests or -1))
     print(f"{' '.join(['python', *sys.argv])}\n{json.dumps(machine())}\n{HEADER}", flush=True)
     known: dict[Setting, Run] = {}

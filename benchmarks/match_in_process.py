@@ -21,7 +21,6 @@ from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Question
-from kvrouter.router.server.warm_up import warm
 from kvrouter.router.workers.registration import CatalogSpec
 from kvrouter.router.workers.stream_state import StreamState
 
@@ -58,7 +57,6 @@ def time_calls(matcher: Matcher, plans: HashPlans, asked: list[Question]) -> flo
 
 
 def measure(settings: Settings) -> tuple[list[Row], list[str]]:
-    warm()
     rounds = settings.pick(9, 3)
     calls = settings.pick(4000, 300)
     token_calls = settings.pick(400, 40)

@@ -2,7 +2,7 @@
 """Claim: a router that starts on an existing store of 10^6 entries has its mirror loaded within a second.
 
 Time of `Core.start` in a fresh core, with 16 workers in a private Valkey that has its data in memory. Not in it:
-starting Python and Valkey, and reading numba's cache.
+starting Python and Valkey.
 """
 
 from __future__ import annotations

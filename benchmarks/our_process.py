@@ -32,7 +32,6 @@ from kvrouter.router.core.router_core import Core
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore
 from kvrouter.router.redis_client.resp import command
-from kvrouter.router.server.warm_up import warm
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import Registration
 
@@ -101,7 +100,6 @@ def entries(core: Core) -> int:
 
 async def fill(folder: Path, endpoints: list[str], last_seqs: list[int]) -> None:
     """Registers, reports `ready`, and when all is visible reports the memory it took."""
-    warm()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     async with private_store(folder) as store:
         core = make_core(store, folder, context)
@@ -146,7 +144,6 @@ def registration_without_stream(key: WorkerKey) -> bytes:
 
 async def load(folder: Path, rounds: int) -> None:
     """Times Core.start on what is stored; the kernels are compiled and Valkey has its data in memory already."""
-    warm()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     async with private_store(folder) as store:
         for _ in range(rounds):

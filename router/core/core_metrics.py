@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from kvrouter.router.common import compiled
 from kvrouter.router.fleet.fleet_metrics import FleetMetrics
 from kvrouter.router.streams.stream_metrics import StreamMetrics
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
@@ -23,6 +24,9 @@ class CoreMetrics:
         self.approximate_pieces = gauge("approximate_pieces", "Pieces of prompts remembered for those")
         self.approximate_workers = gauge(
             "approximate_workers", "Workers without usable events, credited with what was sent there"
+        )
+        gauge("compiled", "1 where the hot modules are compiled, 0 where they run as they stand").set(
+            compiled.caution() is None
         )
         self.mirror_entries = gauge("mirror_entries", "(worker, block) entries in memory")
         self.mirror_bytes = gauge("mirror_bytes", "Bytes of the index in memory")

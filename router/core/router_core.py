@@ -16,6 +16,7 @@ import aiohttp
 import zmq
 
 from kvrouter.events.transport.permits import Permits
+from kvrouter.router.common import compiled
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
@@ -298,7 +299,11 @@ class Core:
 
     def cautions(self) -> list[str]:
         """What works now and is a risk all the same; it degrades nothing."""
-        return [caution for caution in (open_to_all(self._config), *self._evicting) if caution is not None]
+        return [
+            caution
+            for caution in (open_to_all(self._config), compiled.caution(), *self._evicting)
+            if caution is not None
+        ]
 
     async def _watch_store_settings(self) -> None:
         while True:

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.common.ids import Place
-from kvrouter.router.ingest.copy_counts import CopyTable
-from kvrouter.router.ingest.copy_kernels import MAX_COPIES
+from kvrouter.router.ingest.copy_counts import MAX_COPIES, CopyTable
 from kvrouter.router.ingest.net_changes import NetChanges, ResidencyDelta
 
 Hashes = NDArray[np.uint64]

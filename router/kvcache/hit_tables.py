@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker's catalog and places as the integer tables that the hit rule's kernels read.
+"""A worker's catalog and places as the integer tables that the hit rule reads.
 
-Columns are constants here so that kernels and builders cannot disagree. A *place bit* says that a block is resident in
+Columns are constants here so that the rule and the builder cannot disagree. A *place bit* says that a block is resident in
 one place; 16 of them make a row (a *bank*), and a worker with more places has more banks.
 """
 
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvrouter.router.common.ids import CPU, GPU, STORAGE, Place
 from kvrouter.router.kvcache.catalog import Catalog, Group, GroupRule, SpecGroup
 from kvrouter.router.kvcache.offload_connectors import DISK_OWNER, TierRule
+from kvrouter.router.kvcache.rule_tables import RuleTables
 
 RULE_FULL = GroupRule.FULL.value
 RULE_SLIDING_WINDOW = GroupRule.SLIDING_WINDOW.value
@@ -73,15 +74,6 @@ class BankMask(msgspec.Struct, frozen=True):
 def bank_mask(places: dict[Place, int], place: Place) -> BankMask:
     index = places.get(place)
     return BankMask(0, 0) if index is None else BankMask(index // BANK_BITS, 1 << (index % BANK_BITS))
-
-
-class Geometry(msgspec.Struct, frozen=True):
-    """The tables of one or many workers, concatenated; int64, shapes (n, GEO_COLUMNS), (n, SPEC_COLUMNS), ..."""
-
-    geos: NDArray[np.int64]
-    specs: NDArray[np.int64]
-    members: NDArray[np.int64]
-    exts: NDArray[np.int64]
 
 
 def _cdiv(numerator: int, denominator: int) -> int:
@@ -183,8 +175,8 @@ class GeometryBuilder:
         geo[GEO_EXT_SPARSE] = int(bool(sparse))
         geo[GEO_EXT_TAIL_BLOCK] = _partial_tail_block(catalog)
 
-    def build(self) -> Geometry:
-        return Geometry(
+    def build(self) -> RuleTables:
+        return RuleTables(
             _table(self._geos, GEO_COLUMNS),
             _table(self._specs, SPEC_COLUMNS),
             _table(self._members, MEMBER_COLUMNS),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a question to the hit of every worker: hashes, one kernel call for each hash space, and the reasons.
+"""From a question to the hit of every worker: hashes, one call of a judge for each hash space, and the reasons.
 
 Reads the mirror and the workers' views; writes nothing. Hits are in tokens, cumulative by tier.
 """
@@ -13,26 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.common.jit import kernel
 from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace
 from kvrouter.router.kvcache.catalog import Catalog, GroupRule, SpecGroup
-from kvrouter.router.kvcache.gpu_hit import gpu_hit, single_group_hit
-from kvrouter.router.kvcache.hit_tables import (
-    GEO_SPEC_END,
-    GEO_SPEC_START,
-    RULE_FULL,
-    SPEC_RULE,
-    Geometry,
-    GeometryBuilder,
-)
-from kvrouter.router.kvcache.offload_hit import tier_hit
+from kvrouter.router.kvcache.hit_tables import GeometryBuilder
 from kvrouter.router.kvcache.prompt_hasher import SEGMENT_BLOCKS, PromptHasher, SegmentMemory
+from kvrouter.router.matching.judge import Judge
 from kvrouter.router.matching.mirror import Mirror
-from kvrouter.router.matching.mirror_kernels import any_resident, gather
 from kvrouter.router.matching.question import GroupCover, Hit, HitLimit, Question
 from kvrouter.router.workers.stream_state import StreamState
-
-OUT_GPU, OUT_CPU, OUT_DISK, OUT_LIMITER, OUT_FULL_ATTENTION, OUT_COLUMNS = range(6)
 
 
 class WorkerView(msgspec.Struct, frozen=True, eq=False):
@@ -54,54 +42,14 @@ class WorkerView(msgspec.Struct, frozen=True, eq=False):
     approximate: bool = False
 
 
-@kernel
-def match_workers(
-    keys: NDArray[np.uint64],
-    heads: NDArray[np.int32],
-    records: NDArray[np.uint64],
-    hashes: NDArray[np.uint64],
-    row_of_slot: NDArray[np.int32],
-    rows: NDArray[np.uint16],
-    bases: NDArray[np.int64],
-    geos: NDArray[np.int64],
-    specs: NDArray[np.int64],
-    members: NDArray[np.int64],
-    exts: NDArray[np.int64],
-    num_tokens: int,
-    out: NDArray[np.int64],
-) -> None:
-    """Look all hashes up, then judge every worker: out (n_workers, OUT_COLUMNS). rows must be zero."""
-    gather(keys, heads, records, hashes, row_of_slot, rows)
-    for w in range(bases.shape[0]):
-        geo = geos[w]
-        gpu, limiter = gpu_hit(rows, bases[w], geo, specs, members, num_tokens)
-        cpu = tier_hit(rows, bases[w], geo, specs, members, exts, num_tokens, gpu, False)
-        disk = max(cpu, tier_hit(rows, bases[w], geo, specs, members, exts, num_tokens, gpu, True))
-        out[w, OUT_GPU] = gpu
-        out[w, OUT_CPU] = cpu
-        out[w, OUT_DISK] = disk
-        out[w, OUT_LIMITER] = limiter
-        covered = gpu
-        for s in range(geo[GEO_SPEC_START], geo[GEO_SPEC_END]):
-            if specs[s, SPEC_RULE] == RULE_FULL:
-                if s != limiter:
-                    covered = single_group_hit(rows, bases[w], geo, specs, members, num_tokens, s)
-                break
-        out[w, OUT_FULL_ATTENTION] = covered
-
-
 class HashPlan(msgspec.Struct, frozen=True, eq=False):
-    """Workers of one hash space, as the arrays that the kernels need. Valid for one version of the mirror's
-    places."""
+    """Workers of one hash space, and the judge of their hits. Valid for one version of the mirror's places."""
 
     views: tuple[WorkerView, ...]
     # Of each worker: its spec groups, and why some of its tiers earn nothing.
     spec_groups: tuple[tuple[SpecGroup, ...], ...]
     withheld: tuple[str, ...]
-    row_of_slot: NDArray[np.int32]
-    row_count: int
-    bases: NDArray[np.int64]
-    geometry: Geometry
+    judge: Judge
     stops_early: bool
     segment_blocks: int
 
@@ -129,18 +77,14 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
                 row_of_slot[slot] = row
                 row += 1
             if not known.slots:
-                # It holds nothing, but the kernels look into its first row.
+                # It holds nothing, but the rule looks into its first row.
                 row += 1
             # Without full attention a prefix may be worth something although its beginning is gone.
             stops_early = stops_early and any(group.rule is GroupRule.FULL for group in groups)
             chunk = max(g.block_size for g in view.catalog.cacheable) * (view.catalog.blocks_per_chunk or 1)
             segment = max(segment, chunk // view.catalog.hash_block_size)
-        geometry = builder.build()
-        tables = (row_of_slot, row, bases, geometry, stops_early, segment)
-        return cls(tuple(views), tuple(spec_groups), tuple(withheld), *tables)
-
-    def rows(self, hashes: int) -> NDArray[np.uint16]:
-        return np.zeros((self.row_count, hashes), np.uint16)
+        judge = Judge(builder.build(), bases, row_of_slot, row)
+        return cls(tuple(views), tuple(spec_groups), tuple(withheld), judge, stops_early, segment)
 
 
 class HashPlans(msgspec.Struct, frozen=True, eq=False):
@@ -243,26 +187,21 @@ class Matcher:
             segment = hasher.extend()
             if not len(segment):
                 break
-            if plan.stops_early and not any_resident(*self._mirror.table, segment, plan.row_of_slot):
+            if plan.stops_early and not plan.judge.any_resident(self._mirror.table, segment):
                 break
         return hasher.hashes
 
     def _judge(self, plan: HashPlan, hashes: NDArray[np.uint64], question: Question) -> list[Hit]:
-        rows = plan.rows(len(hashes))
-        out = np.zeros((len(plan.views), OUT_COLUMNS), np.int64)
-        geometry = plan.geometry
-        match_workers(
-            *self._mirror.table, hashes, plan.row_of_slot, rows, plan.bases,
-            geometry.geos, geometry.specs, geometry.members, geometry.exts, question.num_tokens, out,
-        )  # fmt: skip
+        judge = plan.judge
+        found = judge.judge(self._mirror.table, hashes, question.num_tokens)
         hits = []
-        for w, (view, (gpu, cpu, disk, limiter, covered)) in enumerate(zip(plan.views, out.tolist(), strict=True)):
+        for w, (view, (gpu, cpu, disk, limiter, covered)) in enumerate(zip(plan.views, found, strict=True)):
             groups: tuple[GroupCover, ...] = ()
             limited: HitLimit | None = None
             if question.explain:
-                groups = tuple(_covers(plan, rows, w, question.num_tokens))
+                groups = tuple(_covers(plan, w, question.num_tokens))
                 if limiter >= 0:
-                    spec_group = plan.spec_groups[w][limiter - int(geometry.geos[w, GEO_SPEC_START])]
+                    spec_group = plan.spec_groups[w][limiter - judge.spec_start(w)]
                     limited = _limit(spec_group, gpu, plan.withheld[w])
             hits.append(
                 Hit(view.worker, gpu, cpu, disk, view.state.value, view.reason, groups, limited, full_attention=covered)
@@ -274,14 +213,12 @@ def _no_hit(view: WorkerView, reason: str) -> Hit:
     return Hit(view.worker, 0, 0, 0, view.state.value, reason)
 
 
-def _covers(plan: HashPlan, rows: NDArray[np.uint16], w: int, num_tokens: int) -> Iterable[GroupCover]:
-    """How far each group alone would let worker `w` reach."""
-    geometry = plan.geometry
-    geo = geometry.geos[w]
-    for s, spec_group in enumerate(plan.spec_groups[w], int(geo[GEO_SPEC_START])):
-        covered = single_group_hit(rows, int(plan.bases[w]), geo, geometry.specs, geometry.members, num_tokens, s)
+def _covers(plan: HashPlan, w: int, num_tokens: int) -> Iterable[GroupCover]:
+    """How far each group alone would let worker `w` reach, in the question judged last."""
+    for s, spec_group in enumerate(plan.spec_groups[w], plan.judge.spec_start(w)):
+        covered = plan.judge.cover(w, s, num_tokens)
         for group in spec_group.members:
-            yield GroupCover(group.group_idx, group.kind, int(covered))
+            yield GroupCover(group.group_idx, group.kind, covered)
 
 
 def _limit(spec_group: SpecGroup, hit: int, withheld: str) -> HitLimit:

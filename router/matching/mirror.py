@@ -14,23 +14,20 @@ from numpy.typing import NDArray
 
 from kvrouter.router.common.ids import TIERS, Place, WorkerKey
 from kvrouter.router.kvcache.hit_tables import BANK_BITS
-from kvrouter.router.matching import mirror_kernels as kernels
+from kvrouter.router.matching.mirror_table import BYTES_PER_KEY, BYTES_PER_RECORD, MirrorTable
 
 # Table entries: load between MAX_LOAD / KEY_GROWTH and MAX_LOAD. Linear probing stays short below 0.8, and growing by
 # half keeps the bytes of an entry near their minimum at every size.
 MAX_LOAD = 0.8
 KEY_GROWTH = 1.5
 RECORD_GROWTH = 1.25
-MIN_CAPACITY = 1024
-
-BYTES_PER_KEY = 12
-BYTES_PER_RECORD = 8
 
 # Table entries swept in one turn: about a millisecond, so that answers are not held up.
 SWEEP_ENTRIES = 65_536
 
 # uint16 names a slot.
 MAX_SLOTS = 65_536
+FIRST_SLOTS = 16
 
 
 class MirrorFull(Exception):
@@ -52,13 +49,11 @@ class Mirror:
 
     def __init__(self, budget_bytes: int) -> None:
         self._budget_bytes = budget_bytes
-        self._keys = np.zeros(MIN_CAPACITY, np.uint64)
-        self._heads = np.full(MIN_CAPACITY, kernels.EMPTY, np.int32)
-        self._records = np.zeros(MIN_CAPACITY, np.uint64)
-        self._state = np.zeros(kernels.STATE_COLUMNS, np.int64)
-        self._state[kernels.FREE_HEAD] = kernels.EMPTY
-        self._slot_records = np.zeros(16, np.int64)
-        self._dead = np.zeros(16, np.bool_)
+        self.table = MirrorTable()
+        # By slot, shared with the table: how many records, and whether they are to be dropped.
+        self._slot_records = np.zeros(FIRST_SLOTS, np.int64)
+        self._dead = np.zeros(FIRST_SLOTS, np.uint8)
+        self._share_slots()
         self._free_slots: list[int] = []
         self._next_slot = 0
         self._workers: dict[WorkerKey, WorkerSlots] = {}
@@ -69,11 +64,11 @@ class Mirror:
     @property
     def entries(self) -> int:
         """(worker, bank, block) records in the table, those of dead epochs not yet swept included."""
-        return int(self._state[kernels.RECORDS_LIVE])
+        return self.table.records_live
 
     @property
     def bytes(self) -> int:
-        return len(self._keys) * BYTES_PER_KEY + len(self._records) * BYTES_PER_RECORD
+        return self.table.key_capacity() * BYTES_PER_KEY + self.table.record_capacity() * BYTES_PER_RECORD
 
     @property
     def slot_count(self) -> int:
@@ -102,7 +97,7 @@ class Mirror:
             return
         self.version += 1
         for slot in known.slots:
-            self._dead[slot] = True
+            self._dead[slot] = 1
 
     def add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
         """Blocks became resident. Media that earn no credit are not kept. Raises MirrorFull, having added nothing."""
@@ -116,9 +111,7 @@ class Mirror:
             known.refused_blocks += len(hashes)
             raise
         slot = known.slots[index // BANK_BITS]
-        kernels.add(
-            self._keys, self._heads, self._records, self._state, self._slot_records, slot, index % BANK_BITS, hashes
-        )
+        self.table.add(slot, index % BANK_BITS, hashes)
 
     def _index(self, known: WorkerSlots, place: Place) -> int:
         index = known.places.get(place)
@@ -137,14 +130,7 @@ class Mirror:
         if index is None or not len(hashes):
             return
         slot = known.slots[index // BANK_BITS]
-        kernels.discard(
-            self._keys, self._heads, self._records, self._state, self._slot_records, slot, index % BANK_BITS, hashes
-        )
-
-    @property
-    def table(self) -> tuple[NDArray[np.uint64], NDArray[np.int32], NDArray[np.uint64]]:
-        """The arrays that kernels read: keys, heads, records."""
-        return self._keys, self._heads, self._records
+        self.table.discard(slot, index % BANK_BITS, hashes)
 
     def held(self, worker: WorkerKey, place: Place) -> NDArray[np.uint64]:
         """The hashes that `worker` holds at `place`, in no order. Walks the table: for inspection, not for answers."""
@@ -154,20 +140,20 @@ class Mirror:
             return np.empty(0, np.uint64)
         slot = known.slots[index // BANK_BITS]
         out = np.empty(int(self._slot_records[slot]), np.uint64)
-        count = kernels.members(*self.table, slot, index % BANK_BITS, out)
+        count = self.table.members(slot, index % BANK_BITS, out)
         return out[:count]
 
     def sweep(self) -> bool:
         """Drop a bounded number of dead records and free slots that have none left; True while more is to do."""
         if not self._dead.any():
             return False
-        capacity = len(self._keys)
+        capacity = self.table.key_capacity()
         start = self._sweep_at if self._sweep_at < capacity else 0
         end = min(start + SWEEP_ENTRIES, capacity)
-        kernels.sweep(self._keys, self._heads, self._records, self._state, self._slot_records, self._dead, start, end)
+        self.table.sweep(start, end)
         self._sweep_at = end if end < capacity else 0
-        for slot in np.flatnonzero(self._dead & (self._slot_records == 0)):
-            self._dead[slot] = False
+        for slot in np.flatnonzero((self._dead != 0) & (self._slot_records == 0)):
+            self._dead[slot] = 0
             self._free_slots.append(int(slot))
         return bool(self._dead.any())
 
@@ -181,27 +167,23 @@ class Mirror:
         if slot == len(self._slot_records):
             self._slot_records = np.concatenate([self._slot_records, np.zeros_like(self._slot_records)])
             self._dead = np.concatenate([self._dead, np.zeros_like(self._dead)])
+            self._share_slots()
         return slot
 
+    def _share_slots(self) -> None:
+        self.table.slot_records, self.table.dead = self._slot_records, self._dead
+
     def _make_room(self, count: int) -> None:
-        keys = len(self._keys)
-        wanted = int((self._state[kernels.KEYS_USED] + count) / MAX_LOAD) + 1
+        keys = had_keys = self.table.key_capacity()
+        wanted = int((self.table.keys_used + count) / MAX_LOAD) + 1
         if wanted > keys:
             keys = max(wanted, int(keys * KEY_GROWTH))
-        records = len(self._records)
-        room = records - int(self._state[kernels.RECORDS_LIVE])
+        records = had_records = self.table.record_capacity()
+        room = records - self.table.records_live
         if room < count:
             records = max(records + count - room, int(records * RECORD_GROWTH))
-        if (keys, records) == (len(self._keys), len(self._records)):
+        if (keys, records) == (had_keys, had_records):
             return
         if keys * BYTES_PER_KEY + records * BYTES_PER_RECORD > self._budget_bytes:
             raise MirrorFull(f"the mirror's budget of {self._budget_bytes} bytes is spent: raise mirror_budget_bytes")
-        if keys != len(self._keys):
-            new_keys = np.empty(keys, np.uint64)
-            new_heads = np.full(keys, kernels.EMPTY, np.int32)
-            kernels.rehash(self._keys, self._heads, new_keys, new_heads)
-            self._keys, self._heads = new_keys, new_heads
-        if records != len(self._records):
-            grown = np.empty(records, np.uint64)
-            grown[: len(self._records)] = self._records
-            self._records = grown
+        self.table.resize(keys, records)

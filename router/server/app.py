@@ -31,7 +31,6 @@ from kvrouter.router.api.http.fastapi_app import build_api
 from kvrouter.router.api.http.http_api import HttpApi
 from kvrouter.router.api.http.http_connection import connection_factory
 from kvrouter.router.common.errors import StartError
-from kvrouter.router.common.jit import progress
 from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.loading import Origin
@@ -52,7 +51,6 @@ from kvrouter.router.server.listener import bound_socket, port_taken, start_line
 from kvrouter.router.server.router_metrics import RouterMetrics
 from kvrouter.router.server.sibling_metrics import SiblingMetrics
 from kvrouter.router.server.stopping import Server, stopping_on_signals
-from kvrouter.router.server.warm_up import warm
 from kvrouter.router.telemetry.log_format import set_up_logs
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.tokens.engine.client import Engine
@@ -67,8 +65,6 @@ FILES_PER_CONNECTION = 2
 # each. ZMQ's own limit of 1,023 would refuse some of a hundred workers.
 SOCKETS_PER_WORKER = 10
 SPARE_SOCKETS = 64
-# Compiling takes half a minute on a slow machine: interval of progress lines.
-WARM_LOOK_S = 2.0
 # Interval at which a dead private server is noticed; queries are answered from memory meanwhile.
 STORE_CHECK_S = 1.0
 # The data directory's lock admits one router, so its leases need no name of their own, and a restart takes over at
@@ -166,7 +162,7 @@ async def _start(
     metrics = RouterMetrics(registry)
     count_callbacks(registry)
     supervisor = TaskSupervisor(clock=time.monotonic, rng=random.Random(), failures=registry.task_failures)
-    # Settings first: a wrong one ends the start before anything is compiled or started.
+    # Settings first: a wrong one ends the start before anything is started.
     tracing = tracing_of(config, metrics.quality)
     if tracing is not None:
         stack.push_async_callback(tracing.close)
@@ -227,7 +223,6 @@ async def _start(
             supervisor=supervisor,
         )
         core.registry.subscribe(view=admission.on_view, load=placing.engine_said)
-        await warm_up()
         await core.start()
         stack.push_async_callback(placing.stop)
         placing.start()
@@ -314,22 +309,6 @@ def _redis_problem(config: Config, error: StoreError) -> str:
     return f"Redis at {without_password(config.redis)}: {error}" + (
         f"; {fix}" if isinstance(error, StoreUnavailable) else ""
     )
-
-
-async def warm_up() -> None:
-    """Have all kernels compiled or loaded, and say how far it is where it takes its time."""
-    begun = time.monotonic()
-    # In a thread, as it takes seconds on the first start of all and a signal must not wait for it.
-    working = asyncio.get_running_loop().run_in_executor(None, warm)
-    compiled = False
-    while not (await asyncio.wait({working}, timeout=WARM_LOOK_S))[0]:
-        found = progress()
-        if found.missed:
-            compiled = True
-            log.info("compiling kernels, once", extra={"ready": f"{found.ready} of {found.total}"})
-    working.result()
-    if compiled:
-        log.info("kernels compiled", extra={"seconds": round(time.monotonic() - begun, 1)})
 
 
 def _connections_possible(wanted: int) -> int:

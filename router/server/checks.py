@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks before anything is compiled or started. What a setting asks for is imported when it does."""
+"""Checks before anything is started. What a setting asks for is imported when it does."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvrouter.router.common import compiled
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.config.cautions import open_to_all
 from kvrouter.router.config.settings import Config, without_password
@@ -35,8 +36,9 @@ def check_store_url(config: Config) -> None:
 
 def log_cautions(config: Config) -> None:
     """Once for all processes of this router."""
-    if (caution := open_to_all(config)) is not None:
-        log.warning(caution)
+    for caution in (open_to_all(config), compiled.caution()):
+        if caution is not None:
+            log.warning(caution)
 
 
 def tracing_of(config: Config, measures: QualityMetrics) -> Tracing | None:

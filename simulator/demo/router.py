@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# A first start compiles numba kernels and writes a new database; later ones take a second or two.
+# A start takes some seconds where the machine has other work.
 START_S = 60.0
 # What a replica published is visible within milliseconds; this much later something is broken.
 VISIBLE_S = 10.0

@@ -19,8 +19,7 @@ from typing import Any
 
 import pytest
 
-# The first start of all compiles the kernels.
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 
 

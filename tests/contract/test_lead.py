@@ -31,7 +31,6 @@ from kvrouter.router.index.commit import Commit, CommitOutcome, Lease
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import NO_HASHES, ResidencyDelta
 from kvrouter.router.matching.question import Question
-from kvrouter.router.server.warm_up import warm
 from kvrouter.router.streams.commit_loop import MAX_PENDING_BLOCKS
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import NO_PATCH, Registration
@@ -43,12 +42,6 @@ CHAIN = hashes(TOKENS)
 WAIT_S = 30.0
 SUSPECT_CREDIT_S = 2.0
 FIRST, SECOND = "first-router", "second-router"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    """The first question would compile the kernels, and the loop would stand still."""
-    warm()
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-HEAVY = ("aiohttp", "fastapi", "numba", "numpy", "prometheus_client", "redis", "uvicorn")
+HEAVY = ("aiohttp", "fastapi", "numpy", "prometheus_client", "redis", "uvicorn")
 # Runs the command in a fresh interpreter, then prints its exit code and what of HEAVY it has imported.
 PROGRAM = f"""
 import sys

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvrouter.router.common.ids import TIERS, Place
 from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
-from kvrouter.router.ingest.copy_kernels import MAX_COPIES
+from kvrouter.router.ingest.copy_counts import MAX_COPIES
 from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.ingest.residency import Residency
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory

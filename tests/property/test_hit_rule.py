@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from judging import judge
 
+from kvrouter.router.common.compiled import UNCOMPILED
 from kvrouter.router.common.ids import CPU, GPU, STORAGE, Place
 from kvrouter.router.kvcache.catalog import Group
 from kvrouter.router.kvcache.offload_connectors import DISK_OWNER, OFFLOADING, SIMPLE_CPU
@@ -289,7 +290,7 @@ SAMPLE = 60
 
 
 def sample() -> list[tuple[int, int, int]]:
-    """Hits of a fixed sample with every feature, to compare compiled with uncompiled kernels."""
+    """Hits of a fixed sample with every feature, to compare the compiled rule with the uncompiled one."""
     found = []
     for seed in range(SAMPLE):
         draw = random.Random(seed)
@@ -303,9 +304,9 @@ def sample() -> list[tuple[int, int, int]]:
     return found
 
 
-def test_kernels_give_the_same_uncompiled() -> None:
+def test_the_rule_gives_the_same_uncompiled() -> None:
     support = Path(__file__).resolve().parents[1] / "support"
-    environ = {**os.environ, "NUMBA_DISABLE_JIT": "1", "PYTHONPATH": str(support)}
+    environ = {**os.environ, UNCOMPILED: "1", "PYTHONPATH": str(support)}
     done = subprocess.run(
         [sys.executable, "-W", "error", __file__], env=environ, capture_output=True, text=True, check=False, timeout=300
     )

@@ -16,7 +16,8 @@ from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
 from kvrouter.router.ingest.copy_counts import CopyTable
 from kvrouter.router.ingest.net_changes import NetChanges
 from kvrouter.router.kvcache.hit_tables import BANK_BITS
-from kvrouter.router.matching.mirror import MIN_CAPACITY, Mirror, MirrorFull
+from kvrouter.router.matching.mirror import Mirror, MirrorFull
+from kvrouter.router.matching.mirror_table import MIN_CAPACITY
 
 BUDGET_BYTES = 1 << 26
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router forked from a process that has imported it and loaded its kernels, which are most of the time of a start.
+"""A router forked from a process that has imported it, which is most of the time of a start.
 
 There is one such process for each test process, Python's own fork server. What is forked runs the same command line
 with the same environment, folder and log as a process of its own would."""
@@ -22,7 +22,14 @@ class PreloadedRouter:
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, log: Path) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["warm_router", __name__])
+        context.set_forkserver_preload(
+            [
+                "kvrouter.router.cli.commands",
+                "kvrouter.router.server.app",
+                "kvrouter.router.server.supervisor",
+                __name__,
+            ]
+        )
         with pytest.MonkeyPatch.context() as patch:
             # The fork server imports these before it learns of our search path.
             patch.setenv("PYTHONPATH", str(Path(__file__).parent))

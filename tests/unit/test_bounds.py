@@ -37,9 +37,11 @@ from kvrouter.router.ingest.stock_feed import MAX_SHAPES
 from kvrouter.router.kvcache.catalog_learner import MAX_BLOCK_SIZES
 from kvrouter.router.kvcache.gpu_hit import MAX_SPEC_GROUPS
 from kvrouter.router.kvcache.hit_tables import BANK_BITS
+from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
 from kvrouter.router.matching import mirror as mirrors
-from kvrouter.router.matching.matcher import HashPlans, WorkerView
+from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror, MirrorFull
+from kvrouter.router.matching.question import Question
 from kvrouter.router.workers.registration import MAX_GROUPS, MAX_TOKENS, Registration
 from kvrouter.router.workers.stream_state import StreamState
 
@@ -228,8 +230,8 @@ def test_a_table_without_a_free_slot_refuses_blocks_and_still_knows_the_worker(m
     scheme = ingest.profile.identity.scheme
     view = WorkerView(second, None, ingest.state, True, "", "e", ingest.profile.catalog, scheme, {})
     plans = HashPlans.build(mirror, [view])
-    assert plans.by_hash is not None
-    assert plans.by_hash.row_count == 1
+    (hit,) = Matcher(mirror, SegmentMemory(0)).match(Question("m", 33, block_hashes=hashes_of(1, 2)), plans)
+    assert (hit.gpu, hit.state) == (0, ingest.state.value)
 
 
 def test_a_message_over_the_limit_costs_its_connection_and_not_the_stream() -> None:

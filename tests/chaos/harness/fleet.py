@@ -8,8 +8,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 
-from kvrouter.router.server.warm_up import warm
-
 from .faults import FAULTS
 from .process_schedule import PROCESS_FAULTS, ProcessSchedule
 from .schedule import MIXED, Schedule
@@ -32,7 +30,6 @@ async def run_all(
     order."""
     waiting = list(reversed(list(schedules)))
     outcomes: list[Outcome] = []
-    warm()
 
     async def work() -> None:
         while waiting:

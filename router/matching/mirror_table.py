@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mirror's table: open addressing on 64-bit block hashes, linear probing, no tombstones.
+
+An entry is a key and the first of its records. A record is one uint64, so that visiting it is one memory access: next
+record (upper 32 bits), worker slot (16), place bits (16). Compiled, see `setup.py`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.router.common.open_addressing import close_gap, home, homes
+
+U64 = NDArray[np.uint64]
+U16 = NDArray[np.uint16]
+I32 = NDArray[np.int32]
+
+EMPTY = -1
+MIN_CAPACITY = 1024
+
+BYTES_PER_KEY = 12
+BYTES_PER_RECORD = 8
+
+_LOW16 = 0xFFFF
+_LOW32 = 0xFFFFFFFF
+_HIGH32 = 0xFFFFFFFF00000000
+_END = 0xFFFFFFFF
+
+
+def record_next(record: np.uint64) -> int:
+    """The record after this one, or EMPTY."""
+    link = record >> 32
+    return EMPTY if link == _END else int(link)
+
+
+def record_slot(record: np.uint64) -> int:
+    return int((record >> 16) & _LOW16)
+
+
+def link_to(record: np.uint64, following: int) -> np.uint64:
+    """The record with another successor; EMPTY ends the list."""
+    rest = record & _LOW32
+    if following == EMPTY:
+        return rest | _HIGH32
+    link = following
+    return rest | (link << 32)
+
+
+class MirrorTable:
+    """Keys and records. Room must be made before blocks are added."""
+
+    def __init__(self) -> None:
+        self.keys = np.zeros(MIN_CAPACITY, np.uint64)
+        self.heads = np.full(MIN_CAPACITY, EMPTY, np.int32)
+        self.records = np.zeros(MIN_CAPACITY, np.uint64)
+        # By slot: how many records, and whether they are to be dropped. The mirror's, which lets them grow.
+        self.slot_records = np.zeros(0, np.int64)
+        self.dead = np.zeros(0, np.uint8)
+        self.keys_used = 0
+        self.records_used = 0
+        self.records_live = 0
+        self.free_head = EMPTY
+        # Room for `gather`: the first record of each hash.
+        self.firsts = np.zeros(0, np.int64)
+
+    def key_capacity(self) -> int:
+        return self.keys.shape[0]
+
+    def record_capacity(self) -> int:
+        return self.records.shape[0]
+
+    def resize(self, keys: int, records: int) -> None:
+        """Room for so many entries and records, no fewer than there are."""
+        if keys != self.keys.shape[0]:
+            old_keys, old_heads = self.keys, self.heads
+            self.keys = np.empty(keys, np.uint64)
+            self.heads = np.full(keys, EMPTY, np.int32)
+            self.take_over(old_keys, old_heads)
+        if records != self.records.shape[0]:
+            grown = np.empty(records, np.uint64)
+            grown[: self.records.shape[0]] = self.records
+            self.records = grown
+
+    def take_over(self, old_keys: U64, old_heads: I32) -> None:
+        """Move all entries into the empty arrays; records stay where they are."""
+        keys, heads = self.keys, self.heads
+        capacity = keys.shape[0]
+        for j in range(old_keys.shape[0]):
+            if old_heads[j] == EMPTY:
+                continue
+            i = home(old_keys[j], capacity)
+            while heads[i] != EMPTY:
+                i += 1
+                if i == capacity:
+                    i = 0
+            keys[i] = old_keys[j]
+            heads[i] = old_heads[j]
+
+    def find(self, key: np.uint64) -> int:
+        """The index of `key`, or -1."""
+        capacity = self.keys.shape[0]
+        i = home(key, capacity)
+        while self.heads[i] != EMPTY:
+            if self.keys[i] == key:
+                return i
+            i += 1
+            if i == capacity:
+                i = 0
+        return -1
+
+    def add(self, slot: int, bit: int, hashes: U64) -> None:
+        """Set place `bit` of worker `slot` for every hash. Room for len(hashes) keys and records must be there."""
+        keys, heads, records = self.keys, self.heads, self.records
+        capacity = keys.shape[0]
+        mask = 1 << bit
+        fresh = (slot << 16) | mask
+        for h in range(hashes.shape[0]):
+            key = hashes[h]
+            i = home(key, capacity)
+            while heads[i] != EMPTY and keys[i] != key:
+                i += 1
+                if i == capacity:
+                    i = 0
+            first = int(heads[i])
+            if first == EMPTY:
+                keys[i] = key
+                self.keys_used += 1
+            at = first
+            while at != EMPTY and record_slot(records[at]) != slot:
+                at = record_next(records[at])
+            if at != EMPTY:
+                records[at] |= mask
+                continue
+            at = self.free_head
+            if at != EMPTY:
+                self.free_head = record_next(records[at])
+            else:
+                at = self.records_used
+                self.records_used += 1
+            records[at] = fresh
+            records[at] = link_to(records[at], first)
+            heads[i] = at
+            self.records_live += 1
+            self.slot_records[slot] += 1
+
+    def drop_record(self, index: int, before: int, at: int) -> bool:
+        """Unlink record `at` of entry `index`; True when that emptied the entry (another may now stand there)."""
+        record = self.records[at]
+        following = record_next(record)
+        self.records[at] = link_to(record, self.free_head)
+        self.free_head = at
+        self.records_live -= 1
+        self.slot_records[record_slot(record)] -= 1
+        if before != EMPTY:
+            self.records[before] = link_to(self.records[before], following)
+            return False
+        self.heads[index] = following
+        if following != EMPTY:
+            return False
+        close_gap(self.keys, self.heads, EMPTY, index)
+        self.keys_used -= 1
+        return True
+
+    def discard(self, slot: int, bit: int, hashes: U64) -> None:
+        """Clear place `bit` of worker `slot` for every hash; absent ones are left alone."""
+        records = self.records
+        mask = 1 << bit
+        for h in range(hashes.shape[0]):
+            i = self.find(hashes[h])
+            if i < 0:
+                continue
+            before = EMPTY
+            at = int(self.heads[i])
+            while at != EMPTY and record_slot(records[at]) != slot:
+                before = at
+                at = record_next(records[at])
+            if at == EMPTY or records[at] & mask == 0:
+                continue
+            records[at] ^= mask
+            if records[at] & _LOW16 == 0:
+                self.drop_record(i, before, at)
+
+    def sweep(self, start: int, end: int) -> None:
+        """Drop the records of dead slots in entries [start, end). An entry shifted out of the range is met in a later
+        pass."""
+        i = start
+        while i < end:
+            before = EMPTY
+            at = int(self.heads[i])
+            emptied = False
+            while at != EMPTY:
+                following = record_next(self.records[at])
+                if self.dead[record_slot(self.records[at])]:
+                    emptied = self.drop_record(i, before, at)
+                    if emptied:
+                        break
+                else:
+                    before = at
+                at = following
+            if not emptied:
+                i += 1
+
+    def gather(self, hashes: U64, row_of_slot: I32, rows: U16) -> None:
+        """Write the place bits of every hash into rows[row_of_slot[slot], i]; rows must be zero."""
+        if hashes.shape[0] > self.firsts.shape[0]:
+            self.firsts = np.empty(2 * hashes.shape[0], np.int64)
+        # The hottest loops of all. Entries first, then records: so the processor waits for many of them at once.
+        keys, heads, records, firsts = self.keys, self.heads, self.records, self.firsts
+        capacity = keys.shape[0]
+        homes(hashes, capacity, firsts)
+        for h in range(hashes.shape[0]):
+            key = hashes[h]
+            i = firsts[h]
+            while heads[i] != EMPTY and keys[i] != key:
+                i += 1
+                if i == capacity:
+                    i = 0
+            firsts[h] = heads[i]
+        for h in range(hashes.shape[0]):
+            if firsts[h] == EMPTY:
+                continue
+            link = firsts[h]
+            while link != _END:
+                record = records[link]
+                row = row_of_slot[(record >> 16) & _LOW16]
+                if row >= 0:
+                    rows[row, h] = record & _LOW16
+                link = record >> 32
+
+    def any_resident(self, hashes: U64, row_of_slot: I32) -> bool:
+        """Whether any worker that has a row holds any of these blocks anywhere."""
+        for h in range(hashes.shape[0]):
+            i = self.find(hashes[h])
+            if i < 0:
+                continue
+            at = int(self.heads[i])
+            while at != EMPTY:
+                if row_of_slot[record_slot(self.records[at])] >= 0:
+                    return True
+                at = record_next(self.records[at])
+        return False
+
+    def members(self, slot: int, bit: int, out: U64) -> int:
+        """Write the hashes that worker `slot` holds at place `bit` into `out`, as many as fit; returns how many there
+        are."""
+        mask = 1 << bit
+        count = 0
+        for i in range(self.keys.shape[0]):
+            at = int(self.heads[i])
+            while at != EMPTY:
+                record = self.records[at]
+                if record_slot(record) == slot and record & mask != 0:
+                    if count < out.shape[0]:
+                        out[count] = self.keys[i]
+                    count += 1
+                at = record_next(record)
+        return count

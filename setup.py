@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The modules that are compiled where there is a C compiler; all else is in pyproject.toml.
+
+They are those that have a `.pxd` beside them, which gives their C types. Each is plain Python that runs uncompiled too.
+`KVROUTER_CHECK_BOUNDS=1` builds them with every access checked.
+"""
+
+import os
+from pathlib import Path
+
+from Cython.Build import cythonize
+from setuptools import Extension, setup
+
+BUILD = Path("build", "cython")
+PACKAGES = ("events", "router")
+
+# Cython finds what one module takes from another by its full name.
+names = BUILD / "kvrouter"
+names.mkdir(parents=True, exist_ok=True)
+for package in PACKAGES:
+    if not (names / package).is_symlink():
+        (names / package).symlink_to(Path(package).resolve())
+
+compiled = sorted(path.with_suffix("") for path in Path("router").rglob("*.pxd"))
+extensions = [
+    Extension(
+        ".".join(("kvrouter", *path.parts)),
+        [f"{path}.py"],
+        extra_compile_args=["-O3", "-g0"],
+        # Without a compiler the modules run as they stand.
+        optional=True,
+    )
+    for path in compiled
+]
+
+setup(
+    options={"build_ext": {"parallel": os.cpu_count()}},
+    ext_modules=cythonize(
+        extensions,
+        include_path=[str(BUILD)],
+        build_dir=str(BUILD / "c"),
+        compiler_directives={
+            "language_level": 3,
+            # The hints are numpy's; C types are in the .pxd files.
+            "annotation_typing": False,
+            "boundscheck": os.environ.get("KVROUTER_CHECK_BOUNDS") == "1",
+            "wraparound": False,
+            "initializedcheck": False,
+        },
+    ),
+)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where no compiler was found the router runs all the same, predicts alike, and says that it is slow."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import zmq
+from fake_engine import BLOCK, FakeEngine, prompt, stored
+from router_process import RouterProcess
+
+from kvrouter.router.common.compiled import SLOW, UNCOMPILED
+
+TOKENS = prompt(1)
+HELD_BLOCKS = 7
+
+
+@pytest.mark.parametrize("uncompiled", [False, True], ids=["compiled", "uncompiled"])
+def test_a_router_without_compiled_modules_says_so_and_predicts_alike(tmp_path: Path, uncompiled: bool) -> None:
+    environment = {UNCOMPILED: str(int(uncompiled))}
+    with (
+        RouterProcess(tmp_path, environment=environment) as router,
+        zmq.Context[zmq.Socket[bytes]]() as context,
+        closing(FakeEngine(context)) as engine,
+    ):
+        assert router.request("GET", "/health").get("warnings", []) == [SLOW] * uncompiled
+        assert router.metric("kvrouter_compiled") == (not uncompiled)
+        assert (SLOW in router.log_tail()) == uncompiled
+        router.request("POST", "/register", engine.registration("w0", "m"))
+        engine.wait_subscribed()
+        router.wait_seen("w0", engine.publish(stored(TOKENS, 0, HELD_BLOCKS)))
+        assert router.query("m", "w0", tuple(TOKENS), None)["gpu"] == HELD_BLOCKS * BLOCK
