@@ -22,30 +22,22 @@ for package in PACKAGES:
         (names / package).symlink_to(Path(package).resolve())
 
 compiled = sorted(path.with_suffix("") for path in Path("router").rglob("*.pxd"))
-extensions = [
-    Extension(
-        ".".join(("kvrouter", *path.parts)),
-        [f"{path}.py"],
-        extra_compile_args=["-O3", "-g0"],
-        # Without a compiler the modules run as they stand.
-        optional=True,
-    )
-    for path in compiled
-]
-
-setup(
-    options={"build_ext": {"parallel": os.cpu_count()}},
-    ext_modules=cythonize(
-        extensions,
-        include_path=[str(BUILD)],
-        build_dir=str(BUILD / "c"),
-        compiler_directives={
-            "language_level": 3,
-            # The hints are numpy's; C types are in the .pxd files.
-            "annotation_typing": False,
-            "boundscheck": os.environ.get("KVROUTER_CHECK_BOUNDS") == "1",
-            "wraparound": False,
-            "initializedcheck": False,
-        },
-    ),
+extensions = cythonize(
+    [Extension(".".join(("kvrouter", *path.parts)), [f"{path}.py"]) for path in compiled],
+    include_path=[str(BUILD)],
+    build_dir=str(BUILD / "c"),
+    compiler_directives={
+        "language_level": 3,
+        # The hints are numpy's; C types are in the .pxd files.
+        "annotation_typing": False,
+        "boundscheck": os.environ.get("KVROUTER_CHECK_BOUNDS") == "1",
+        "wraparound": False,
+        "initializedcheck": False,
+    },
 )
+for extension in extensions:
+    extension.extra_compile_args = ["-O3", "-g0"]
+    # Without a compiler the modules run as they stand.
+    extension.optional = True
+
+setup(ext_modules=extensions, options={"build_ext": {"parallel": os.cpu_count()}})
