@@ -26,7 +26,7 @@ help:
 	@echo "make clean        remove .venv and caches"
 
 # Strict editable installs link the files that exist now, so a new file needs a new install.
-SOURCES := setup.py $(shell find events router engine_patch simulator -name '*.py' -o -name '*.pxd')
+SOURCES := setup.py $(shell find events router engine_patch simulator -name '*.py' -o -name '*.p[yx][xd]' -o -name '*.h')
 
 # runtime: what the router needs; installed: that and what development needs.
 $(VENV)/runtime $(VENV)/installed: pyproject.toml $(SOURCES)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The modules that are compiled where there is a C compiler; all else is in pyproject.toml.
 
-They are those that have a `.pxd` beside them, which gives their C types. Each is plain Python that runs uncompiled too.
+They are those that have a `.pxd` beside them, which gives their C types; each is plain Python that runs uncompiled too.
+A `.pyx` has a plain module of its name beside it, which runs in its place.
 `KVROUTER_CHECK_BOUNDS=1` builds them with every access checked.
 """
 
@@ -21,9 +22,17 @@ for package in PACKAGES:
     if not (names / package).is_symlink():
         (names / package).symlink_to(Path(package).resolve())
 
-compiled = sorted(path.with_suffix("") for path in Path("router").rglob("*.pxd"))
+typed = [path.with_suffix(".py") for path in Path("router").rglob("*.pxd")]
 extensions = cythonize(
-    [Extension(".".join(("kvrouter", *path.parts)), [f"{path}.py"]) for path in compiled],
+    [
+        Extension(
+            ".".join(("kvrouter", *path.with_suffix("").parts)),
+            [str(path)],
+            include_dirs=[str(path.parent)],
+            depends=sorted(map(str, path.parent.glob("*.h"))),
+        )
+        for path in sorted([*typed, *Path("router").rglob("*.pyx")])
+    ],
     include_path=[str(BUILD)],
     build_dir=str(BUILD / "c"),
     compiler_directives={

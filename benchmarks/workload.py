@@ -9,7 +9,6 @@ writes.
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.wire import WireStored
-from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace, hash_chain, reduce_hashes
+from kvrouter.router.kvcache.block_hash import HashScheme, hash_chain
 
 MODEL = "m"
 BLOCK_TOKENS = 16
@@ -66,23 +65,22 @@ class Workload:
 
     def __init__(self, seed: int = 1) -> None:
         self._rng = np.random.default_rng(seed)
-        self._space = HashSpace(HashScheme.default(), BLOCK_TOKENS, None, None)
-        self._families: list[tuple[NDArray[np.int64], list[bytes]]] = []
+        self._scheme = HashScheme.default()
+        # Tokens of the prefix, its hashes and its last digest.
+        self._families: list[tuple[NDArray[np.int64], NDArray[np.uint64], bytes]] = []
         for _ in range(FAMILIES):
             tokens = self._tokens(PREFIX_BLOCKS)
-            self._families.append((tokens, self._digests(None, tokens)))
+            self._families.append((tokens, *hash_chain(self._scheme, None, tokens, BLOCK_TOKENS, (None,))))
 
     def _tokens(self, blocks: int) -> NDArray[np.int64]:
         return self._rng.integers(0, VOCABULARY, blocks * BLOCK_TOKENS)
 
-    def _digests(self, parent: bytes | None, tokens: NDArray[np.int64]) -> list[bytes]:
-        return list(hash_chain(self._space.scheme, parent, tokens, BLOCK_TOKENS, itertools.repeat(None)))
-
     def chain(self, family: int) -> Chain:
-        prefix, prefix_digests = self._families[family]
+        prefix, prefix_hashes, digest = self._families[family]
         own = self._tokens(CHAIN_BLOCKS - PREFIX_BLOCKS)
         tokens = np.concatenate([prefix, own])
-        hashes = reduce_hashes([*prefix_digests, *self._digests(prefix_digests[-1], own)])
+        own_hashes, _ = hash_chain(self._scheme, digest, own, BLOCK_TOKENS, (None,))
+        hashes = np.concatenate([prefix_hashes, own_hashes])
         rows = tokens.astype(np.uint32).reshape(-1, BLOCK_TOKENS)
         local = np.array([xxhash.xxh3_64_intdigest(row.tobytes(), seed=DYNAMO_SEED) for row in rows], np.uint64)
         return Chain(family, tokens, hashes, local)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules with a `.pxd` beside them are compiled at installation where there is a C compiler, and run as they stand
-where there is none, some hundred times slower. With KVROUTER_TEST_UNCOMPILED=1 they run as they stand all the same, so
-that they can be read, debugged and covered; tests hold both ways equal."""
+"""Modules with a `.pxd` or `.pyx` beside them are compiled at installation where there is a C compiler, and run as they
+stand where there is none, some hundred times slower. With KVROUTER_TEST_UNCOMPILED=1 they run as they stand all the
+same, so that they can be read, debugged and covered; tests hold both ways equal."""
 
 from __future__ import annotations
 

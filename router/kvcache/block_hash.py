@@ -21,6 +21,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvrouter.router.kvcache.chain_hash import hash_blocks
 from kvrouter.router.kvcache.multimodal import Items
 
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
@@ -40,29 +41,25 @@ MAX_TOKEN_ID = 2**63 - 1
 # block sizes are multiples of 8 or more in vLLM's attention backends, and so is their gcd.
 HASH_BLOCK_STEP_TOKENS = 8
 
-# Above this, an undeclared hash block size is not guessed: 10 schemes and 9 sizes of 2,048 tokens already take 20 ms,
-# and an engine either announces smaller blocks too or can be declared.
+# Above this, an undeclared hash block size is not guessed: 10 schemes and 9 sizes of 2,048 tokens already take 20 ms
+# uncompiled, and an engine either announces smaller blocks too or can be declared.
 MAX_GUESSED_BLOCK_TOKENS = 2048
 
 ExtraKeys = tuple[tuple[object, ...], ...]
-
-
-def _xxh3_128(data: bytes) -> bytes:
-    return xxhash.xxh3_128_digest(data)
 
 
 def _sha256(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-# Plain pickle.dumps on purpose: its bytes put together by hand came out 1.0x as fast with numpy and 1.7x with numba,
-# since SHA-256 itself is a third of the time.
 _pickled = functools.partial(pickle.dumps, protocol=PICKLE_PROTOCOL)
 _cbored = functools.partial(cbor2.dumps, canonical=True)
 
 
 class _Algorithm(msgspec.Struct, frozen=True):
     serialize: Callable[[object], bytes]
+    # How a serialised block without extra keys ends, from where others have theirs.
+    plain_ending: bytes
     digest: Callable[[bytes], bytes]
     digest_bytes: int
     # A predictable seed would let an attacker precompute collisions, so vLLM draws a random one a process.
@@ -70,10 +67,10 @@ class _Algorithm(msgspec.Struct, frozen=True):
 
 
 _ALGORITHMS = {
-    "sha256": _Algorithm(_pickled, _sha256, 32, False),
-    "sha256_cbor": _Algorithm(_cbored, _sha256, 32, False),
-    "xxhash": _Algorithm(_pickled, _xxh3_128, 16, True),
-    "xxhash_cbor": _Algorithm(_cbored, _xxh3_128, 16, True),
+    "sha256": _Algorithm(_pickled, b"N\x87\x94.", _sha256, 32, False),
+    "sha256_cbor": _Algorithm(_cbored, b"\xf6", _sha256, 32, False),
+    "xxhash": _Algorithm(_pickled, b"N\x87\x94.", xxhash.xxh3_128_digest, 16, True),
+    "xxhash_cbor": _Algorithm(_cbored, b"\xf6", xxhash.xxh3_128_digest, 16, True),
 }
 
 
@@ -174,20 +171,23 @@ Verdict = SchemeVerified | SchemeUnexplained | SchemeUnknown
 
 def check_token_ids(token_ids: Sequence[int] | NDArray[np.integer]) -> NDArray[np.int64]:
     """`token_ids` as int64, shape (num_tokens,). Raises ValueError on anything but integers from 0 to 2**63-1."""
+    return measure_token_ids(token_ids)[0]
+
+
+def measure_token_ids(token_ids: Sequence[int] | NDArray[np.integer]) -> tuple[NDArray[np.int64], int]:
+    """`check_token_ids`, and all bits that are set in any id: below 2**n where all ids are."""
     found = np.asarray(token_ids)
     if found.ndim == 1 and found.size == 0:
-        return np.empty(0, np.int64)
+        return np.empty(0, np.int64), 0
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise ValueError(f"token ids must be a list of integers from 0 to 2**63-1, got {found.dtype} {found.shape}")
-    if found.dtype == np.int64:
-        # One pass for both bounds: seen as unsigned, a negative id is the largest.
-        if int(found.view(np.uint64).max()) > MAX_TOKEN_ID:
-            raise ValueError(f"token ids must be from 0 to 2**63-1, got {int(found.min())}")
-        return np.ascontiguousarray(found)
-    low, high = int(found.min()), int(found.max())
-    if low < 0 or high > MAX_TOKEN_ID:
-        raise ValueError(f"token ids must be from 0 to 2**63-1, got {low if low < 0 else high}")
-    return np.ascontiguousarray(found, dtype=np.int64)
+    if found.dtype == np.uint64 and (high := int(found.max())) > MAX_TOKEN_ID:
+        raise ValueError(f"token ids must be from 0 to 2**63-1, got {high}")
+    ids = np.ascontiguousarray(found, dtype=np.int64)
+    bits = int(np.bitwise_or.reduce(ids))
+    if bits < 0:
+        raise ValueError(f"token ids must be from 0 to 2**63-1, got {int(ids.min())}")
+    return ids, bits
 
 
 def hash_block(
@@ -205,38 +205,48 @@ def hash_block(
     return algorithm.digest(algorithm.serialize((parent or scheme.none_hash, block, extra_keys)))
 
 
+def _ending(algorithm: _Algorithm, keys: ExtraKeys | None) -> bytes:
+    """The bytes of a serialised block from its extra keys on. A pickle's references count the objects before, which are
+    as many whatever parent and token ids are."""
+    if keys is None:
+        return algorithm.plain_ending
+    # Of an object of its own, unlike b"", which may be a key too.
+    parent = bytes(algorithm.digest_bytes)
+    head = len(algorithm.serialize((parent, (0,), None))) - len(algorithm.plain_ending)
+    return algorithm.serialize((parent, (0,), keys))[head:]
+
+
 def hash_chain(
     scheme: HashScheme,
     parent: bytes | None,
     token_ids: NDArray[np.int64],
     block_size: int,
-    extra_keys: Iterable[ExtraKeys | None],
-) -> list[bytes]:
-    """The full digests of the successive full blocks of `token_ids` (already checked), the first one after `parent`.
+    extra_keys: Sequence[ExtraKeys | None],
+) -> tuple[NDArray[np.uint64], bytes]:
+    """`reduce_hash` of the successive full blocks of `token_ids` (already checked), the first one after `parent`, and
+    the full digest of the last (of the parent if there is none).
 
-    extra_keys: one for each block, in their order; more than that do no harm."""
+    extra_keys: one for each block, in their order; the last one is that of all further blocks too."""
     algorithm = _algorithm(scheme.algo)
     serialize, digest = algorithm.serialize, algorithm.digest
     tail = parent or scheme.none_hash
-    digests = []
-    tokens = iter(token_ids[: len(token_ids) // block_size * block_size].tolist())
-    for block, keys in zip(zip(*[tokens] * block_size, strict=True), extra_keys, strict=False):
+    hashes = np.empty(len(token_ids) // block_size, np.uint64)
+    endings = tuple([_ending(algorithm, keys) for keys in extra_keys])
+    called = None if digest is _sha256 else digest
+    last = hash_blocks(tail, token_ids, block_size, endings, serialize is _cbored, called, hashes)
+    if last is not None:
+        return hashes, last
+    tokens = iter(token_ids[: hashes.size * block_size].tolist())
+    keys_of_blocks = itertools.chain(extra_keys, itertools.repeat(extra_keys[-1]))
+    for i, (block, keys) in enumerate(zip(zip(*[tokens] * block_size, strict=True), keys_of_blocks, strict=False)):
         tail = digest(serialize((tail, block, keys)))
-        digests.append(tail)
-    return digests
+        hashes[i] = reduce_hash(tail)
+    return hashes, tail
 
 
 def reduce_hash(digest: bytes) -> int:
     """The hash as an index key and as events carry it: the last 8 bytes, big-endian, unsigned."""
     return int.from_bytes(digest[-8:], "big")
-
-
-def reduce_hashes(digests: Sequence[bytes]) -> NDArray[np.uint64]:
-    """`reduce_hash` of many digests of one length; shape (len(digests),)."""
-    if not digests:
-        return np.empty(0, np.uint64)
-    words = np.frombuffer(b"".join(digests), dtype=">u8").reshape(len(digests), -1)
-    return words[:, -1].astype(np.uint64)
 
 
 def _as_received(text: str) -> str:
@@ -337,12 +347,11 @@ def verify_scheme(
     # Their keys are those of the announced block; its hash blocks may have others, which are not on the wire.
     located = any(key[0] in ("mm", "prompt_embeds") for key in first or ())
     others = tuple(key for key in first or () if key[0] == "lora") or None
-    keys = (first, *itertools.repeat(others, block_size // min(sizes) - 1))
     schemes = list(candidates)
     for size in sizes:
         for scheme in schemes:
-            digests = hash_chain(scheme, None, tokens, size, keys)
-            if reduce_hash(digests[-1]) == block_hash:
+            hashes, _ = hash_chain(scheme, None, tokens, size, (first, others))
+            if int(hashes[-1]) == block_hash:
                 return SchemeVerified(scheme, size)
     if located and hash_block_size != block_size:
         return SchemeUnknown("multi-modal and prompt-embeds keys of the hash blocks within a block are not on the wire")

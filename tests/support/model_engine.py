@@ -34,7 +34,7 @@ from kvrouter.events.patch.messages import (
 from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
 from kvrouter.router.common.ids import CPU, GPU, Place
-from kvrouter.router.kvcache.block_hash import HashScheme, hash_chain, reduce_hash
+from kvrouter.router.kvcache.block_hash import HashScheme, hash_chain
 
 PROMPTS = 4
 # One more, of the quiet end alone: what was held before it stays the only sign of itself.
@@ -96,8 +96,8 @@ UNKNOWN_SCHEME = HashScheme.from_seed("sha256", "a seed that nobody states")
 
 @cache
 def boundary_hashes(scheme: HashScheme, hash_block_size: int, prompt: int) -> list[int]:
-    digests = hash_chain(scheme, None, np.array(TOKENS[prompt]), hash_block_size, [None] * PROMPT_TOKENS)
-    return [reduce_hash(digest) for digest in digests]
+    hashes, _ = hash_chain(scheme, None, np.array(TOKENS[prompt]), hash_block_size, (None,))
+    return hashes.tolist()
 
 
 @cache

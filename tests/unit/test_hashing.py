@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import json
-from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,6 @@ from kvrouter.router.kvcache.block_hash import (
     known_schemes,
     plausible_hash_block_sizes,
     reduce_hash,
-    reduce_hashes,
     tag_extra_keys,
     verify_scheme,
 )
@@ -57,10 +54,16 @@ def test_digests_equal_vllms(algo: str) -> None:
     for vector in vectors:
         space = space_of(vector)
         ids = check_token_ids(prompt_ids(vector["prompt"]))
-        digests = hash_chain(space.scheme, None, ids, space.block_size, map(partial(extra_keys_for, space), count()))
-        assert [digest.hex() for digest in digests] == vector["hashes"], vector
-        assert [reduce_hash(digest) for digest in digests] == vector["reduced"]
-        assert reduce_hashes(digests).tolist() == vector["reduced"]
+        keys = [extra_keys_for(space, 0), extra_keys_for(space, 1)]
+        hashes, last = hash_chain(space.scheme, None, ids, space.block_size, keys)
+        assert hashes.tolist() == vector["reduced"], vector
+        assert last.hex() == vector["hashes"][-1]
+        parent = None
+        for index, digest in enumerate(vector["hashes"]):
+            block = ids[index * space.block_size : (index + 1) * space.block_size]
+            one = hash_chain(space.scheme, parent, block, space.block_size, keys[min(index, 1) :])
+            parent = bytes.fromhex(digest)
+            assert (one[0].tolist(), one[1]) == ([reduce_hash(parent)], parent)
 
 
 def test_none_hash_equals_vllms_for_each_seed() -> None:
@@ -115,13 +118,14 @@ def test_known_schemes_start_with_vllms_default_and_have_no_duplicates() -> None
 @given(st.lists(st.integers(0, 2**63 - 1), max_size=40), st.integers(1, 7))
 def test_a_chain_is_its_blocks_one_after_another(ids: list[int], block_size: int) -> None:
     space = HashSpace(DEFAULT, block_size, ("n", "p"), "s")
-    parent, expected = None, []
+    parent, expected = None, list[int]()
     for index in range(len(ids) // block_size):
         block = ids[index * block_size : (index + 1) * block_size]
         parent = hash_block(DEFAULT, parent, block, extra_keys_for(space, index))
-        expected.append(parent)
-    keys = map(partial(extra_keys_for, space), count())
-    assert hash_chain(DEFAULT, None, check_token_ids(ids), block_size, keys) == expected
+        expected.append(reduce_hash(parent))
+    keys = [extra_keys_for(space, 0), extra_keys_for(space, 1)]
+    hashes, last = hash_chain(DEFAULT, None, check_token_ids(ids), block_size, keys)
+    assert (hashes.tolist(), last) == (expected, parent or DEFAULT.none_hash)
 
 
 def test_hash_block_takes_arrays_as_it_takes_lists() -> None:
