@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hashes of a prompt, segment by segment, and a bounded memory of hashed segments.
 
-Invariant: what the memory returns equals what hashing would give, for any input: keys hold the tokens themselves, not a
-fingerprint of them. Memory and hashers are for one thread; neither does I/O nor reads a clock.
+Invariant: what the memory returns equals what hashing would give, for any input: entries hold the tokens themselves, and
+a key's fingerprint of them only finds the entry. Memory and hashers are for one thread; neither does I/O nor reads a
+clock.
 """
 
 from __future__ import annotations
@@ -10,31 +11,37 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest
 
-from kvrouter.router.kvcache.block_hash import (
-    HashSpace,
-    check_token_ids,
-    extra_keys_for,
-    hash_chain,
-)
+from kvrouter.router.kvcache.block_hash import HashSpace, extra_keys_for, hash_chain, measure_token_ids
 from kvrouter.router.kvcache.multimodal import Items, within
 
 # Blocks hashed before the caller may stop: 10 us of work at 16 tokens (uncompiled 0.1 ms), and 8 look-ups for a prompt
 # of 8,192 tokens.
 SEGMENT_BLOCKS = 64
 
-# Key and value tuples, array header, dict and list slots of one entry; a test compares with tracemalloc.
-ENTRY_OVERHEAD_BYTES = 640
+# Key and entry, headers of arrays and bytes, dict and list slots of one entry; a test compares with tracemalloc.
+ENTRY_OVERHEAD_BYTES = 740
 
 # One multimodal item of an entry: its tuple, two numbers and the header of its name.
 ITEM_OVERHEAD_BYTES = 220
 
-# (space, parent's full digest or None at the root, blocks, raw token bytes, items with offsets from the segment's
-# start); the block count gives the ids' width.
-_Key = tuple[HashSpace, bytes | None, int, bytes, Items]
-_Value = tuple[NDArray[np.uint64], bytes]
+# (space, parent's full digest or None at the root, blocks, fingerprint of the raw token bytes, items with offsets from
+# the segment's start); the block count gives the ids' width.
+_Key = tuple[HashSpace, bytes | None, int, int, Items]
+
+
+class Segment(msgspec.Struct, frozen=True, gc=False):
+    """Hashes of consecutive blocks, the last one's full digest, the raw ids of all, and the bytes that it keeps
+    alive."""
+
+    hashes: NDArray[np.uint64]
+    last_digest: bytes
+    tokens: bytes
+    size_bytes: int
 
 
 class SegmentMemory:
@@ -51,19 +58,19 @@ class SegmentMemory:
         self.bytes = 0
         self.hits = 0
         self.misses = 0
-        self._entries: OrderedDict[_Key, _Value] = OrderedDict()
+        self._entries: OrderedDict[_Key, Segment] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def get(
         self, space: HashSpace, parent: bytes | None, blocks: int, tokens: bytes, items: Items = ()
-    ) -> _Value | None:
-        """(hashes, last digest) of a segment, or None. tokens: the raw ids of its `blocks` blocks, at one width. items:
-        with offsets from its start."""
-        key = (space, parent, blocks, tokens, items)
+    ) -> Segment | None:
+        """A remembered segment, or None. tokens: the raw ids of its `blocks` blocks, at one width. items: with offsets
+        from its start."""
+        key = (space, parent, blocks, xxh3_64_intdigest(tokens), items)
         found = self._entries.get(key)
-        if found is None:
+        if found is None or found.tokens != tokens:
             self.misses += 1
             return None
         self.hits += 1
@@ -81,35 +88,24 @@ class SegmentMemory:
         items: Items = (),
     ) -> None:
         """Remember a segment; its hashes become read-only, because every later asker shares them."""
-        key, value = (space, parent, blocks, tokens, items), (hashes, last_digest)
-        size = _entry_bytes(key, value)
+        # Each entry is charged for its space, although the segments of one prompt share it: users choose salts, so a
+        # cheaper count could be exceeded at will.
+        size = ENTRY_OVERHEAD_BYTES + hashes.nbytes + len(tokens) + len(last_digest) + len(parent or b"")
+        if space.lora or space.cache_salt:
+            size += sum(map(sys.getsizeof, (*(space.lora or ()), space.cache_salt or "")))
+        if items:
+            size += sum([ITEM_OVERHEAD_BYTES + len(item.identifier) for item in items])
         if size > self.budget_bytes:
             return
         hashes.setflags(write=False)
+        key = (space, parent, blocks, xxh3_64_intdigest(tokens), items)
         replaced = self._entries.pop(key, None)
         if replaced is not None:
-            self.bytes -= _entry_bytes(key, replaced)
-        self._entries[key] = value
+            self.bytes -= replaced.size_bytes
+        self._entries[key] = Segment(hashes, last_digest, tokens, size)
         self.bytes += size
         while self.bytes > self.budget_bytes:
-            self.bytes -= _entry_bytes(*self._entries.popitem(last=False))
-
-
-def _entry_bytes(key: _Key, value: _Value) -> int:
-    space, parent, _, tokens, items = key
-    hashes, last_digest = value
-    # Each entry is charged for its space, although the segments of one prompt share it: users choose salts, so a
-    # cheaper count could be exceeded at will.
-    names = (*(space.lora or ()), space.cache_salt or "")
-    return (
-        ENTRY_OVERHEAD_BYTES
-        + sys.getsizeof(tokens)
-        + hashes.nbytes
-        + sys.getsizeof(last_digest)
-        + (0 if parent is None else sys.getsizeof(parent))
-        + sum(map(sys.getsizeof, names))
-        + sum(ITEM_OVERHEAD_BYTES + len(item.identifier) for item in items)
-    )
+            self.bytes -= self._entries.popitem(last=False)[1].size_bytes
 
 
 class PromptHasher:
@@ -130,10 +126,11 @@ class PromptHasher:
         if segment_blocks < 1:
             raise ValueError(f"segment_blocks must be at least 1, got {segment_blocks}")
         self._space = space
-        self._tokens = check_token_ids(token_ids)
-        # Ids below 2**32, that is all real ones, are kept at half the width: less memory, less to hash at a look-up.
-        narrow = self._tokens.size == 0 or int(self._tokens.max()) < 2**32
-        self._raw = self._tokens.astype(np.uint32) if narrow else self._tokens
+        self._tokens, bits = measure_token_ids(token_ids)
+        # Ids below 2**32, that is all real ones, are kept at half the width: less memory, less to compare at a look-up.
+        narrow = bits < 2**32
+        self._raw = (self._tokens.astype(np.uint32) if narrow else self._tokens).tobytes()
+        self._id_bytes = 4 if narrow else 8
         self._memory = memory
         self._segment_blocks = segment_blocks
         self._items = items
@@ -155,19 +152,21 @@ class PromptHasher:
         last = min(first + self._segment_blocks, self.total_blocks)
         if first == last:
             return np.empty(0, np.uint64)
-        size = self._space.block_size
-        raw = self._raw[first * size : last * size].tobytes()
-        items = within(self._items, first * size, last * size)
+        start, end = first * self._space.block_size, last * self._space.block_size
+        raw = self._raw[start * self._id_bytes : end * self._id_bytes]
+        items = within(self._items, start, end) if self._items else ()
         found = self._memory.get(self._space, self._parent, last - first, raw, items)
         if found is None:
-            found = self._hash(first, last, items)
-            self._memory.put(self._space, self._parent, last - first, raw, *found, items)
-        hashes, self._parent = found
+            hashes, digest = self._hash(first, last, items)
+            self._memory.put(self._space, self._parent, last - first, raw, hashes, digest, items)
+        else:
+            hashes, digest = found.hashes, found.last_digest
+        self._parent = digest
         self._hashes[first:last] = hashes
         self._done = last
         return hashes
 
-    def _hash(self, first: int, last: int, items: Items) -> _Value:
+    def _hash(self, first: int, last: int, items: Items) -> tuple[NDArray[np.uint64], bytes]:
         """Hashes and last digest of some blocks. items: with offsets from block `first`."""
         space = self._space
         size = space.block_size

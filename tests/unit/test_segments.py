@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from kvrouter.router.kvcache import prompt_hasher
 from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace, extra_keys_for, hash_block, reduce_hash
 from kvrouter.router.kvcache.multimodal import Items, MultimodalItem, within
 from kvrouter.router.kvcache.prompt_hasher import PromptHasher, SegmentMemory
@@ -104,6 +105,15 @@ def test_wide_ids_are_not_cut_to_narrow_ones() -> None:
         array = np.array(ids, np.int64)
         assert hashed(space, array, memory) == one_by_one(space, array)
     assert memory.hits == 0
+
+
+def test_segments_of_one_fingerprint_are_told_apart_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_hasher, "xxh3_64_intdigest", lambda _: 0)
+    memory = SegmentMemory(PLENTY)
+    for ids in (np.arange(16), np.arange(16, 32), np.arange(16)):
+        assert hashed(SPACE, ids, memory) == one_by_one(SPACE, ids)
+    # The second prompt replaced the first one's root, and the third the second's.
+    assert (memory.hits, len(memory)) == (1, 3)
 
 
 def test_a_shared_prefix_is_hashed_once() -> None:
