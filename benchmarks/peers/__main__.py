@@ -68,7 +68,7 @@ def failed(groups: dict[str, Group]) -> list[str]:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """As Ctrl-C: all that was started ends."""
+    """Ends all that was started, as its contexts are left."""
     raise KeyboardInterrupt
 
 
@@ -80,7 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", choices=MEASURES, action="append", help="this one; may be repeated")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured, with all rounds, to FILE")
     given = parser.parse_args(arguments)
-    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
     packages = {name: environment(name) for name in VERSIONS}
     groups: dict[str, Group] = {}
     # The page shows all; what is not measured now keeps its last measurement.

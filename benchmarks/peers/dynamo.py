@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from workload import BLOCK_TOKENS, Chain
 
 INDEXER = "dynamo.indexer"
 SELECT_SERVICE = "dynamo.select_service"
+Server = TypeVar("Server", bound=Served)
 
 
 class Dynamo(Served):
@@ -52,6 +54,6 @@ def check_equal(servers: Sequence[Served], chains: Sequence[Chain]) -> None:
             raise AssertionError(f"answers differ: {answers}")
 
 
-def in_turn(servers: Sequence[Served], turn: int) -> Sequence[Served]:
+def in_turn(servers: Sequence[Server], turn: int) -> list[Server]:
     """Another one is first in each round."""
-    return servers[turn % len(servers) :] + servers[: turn % len(servers)]
+    return [*servers[turn % len(servers) :], *servers[: turn % len(servers)]]

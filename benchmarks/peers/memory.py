@@ -59,8 +59,8 @@ def measure_entries(settings: PeerSettings, entries: int, rounds: int, *, valkey
             process.setdefault(INDEXER, []).append(dynamo_bytes(settings.dynamo.bin, folder, load) / load.entries)
         if valkey:
             for name in (llm_d.TIER_FIELDS, llm_d.JSON_FIELDS):
-                size = asyncio.run(llm_d_bytes(folder / name.replace(" ", "-"), load, name))
-                store.setdefault(name, []).append(size / load.entries)
+                grown = asyncio.run(llm_d_bytes(folder / name.replace(" ", "-"), load, name))
+                store.setdefault(name, []).append(grown / load.entries)
     size = f"{load.entries:,} entries"
     unit = "bytes/entry"
     problem = settings.dynamo.problem
@@ -72,7 +72,7 @@ def measure_entries(settings: PeerSettings, entries: int, rounds: int, *, valkey
             peer_row(f"memory in Valkey, log included, {size}", unit, name, store, goal=goal)
             for name, goal in ((llm_d.JSON_FIELDS, VALKEY_GOAL), (llm_d.TIER_FIELDS, None))
         ]
-    keys = ", ".join(f"{name} {size / load.entries:.1f}" for name, size in sorted(taken["keys"].items()))
+    keys = ", ".join(f"{name} {grown / load.entries:.1f}" for name, grown in sorted(taken["keys"].items()))
     return Findings(
         rows,
         [

@@ -17,9 +17,11 @@ from processes import Publisher, Served, cpu_s
 from report import progress
 from workload import (
     CHAIN_BLOCKS,
+    MODEL,
     ONE_GROUP,
     PREFIX_BLOCKS,
     WORKERS,
+    Chain,
     Kind,
     Publishing,
     Workload,
@@ -44,7 +46,7 @@ def latencies(server: Served, questions: Sequence[bytes], count: int = 0, until:
     """Times of single requests in us: `count` of them, or as many as go before `until` (CLOCK_MONOTONIC)."""
     clock = time.perf_counter_ns
     send = server.client.send
-    taken = []
+    taken: list[int] = []
     at = 0
     while (len(taken) < count) if count else (time.monotonic() < until):
         start = clock()
@@ -72,10 +74,18 @@ def busy_round(
     return taken, max(0.0, whole - alone - ingest), sent["blocks"] / (sent["end"] - sent["start"])
 
 
+def check_groups(server: Served, chain: Chain, groups: int) -> None:
+    """Raises unless this router judges a prompt by all of its groups."""
+    body = {"model_name": MODEL, "block_hashes": chain.hashes.tolist(), "explain": True}
+    for worker, hit in server.client.call("POST", "/query_by_hash", body)["instances"].items():
+        if hit["longest_matched"] and len(hit["groups"]) != groups:
+            raise AssertionError(f"{len(hit['groups'])} groups at worker {worker}, {groups} were announced")
+
+
 def measure(settings: PeerSettings, groups: Sequence[Kind] = ONE_GROUP) -> Findings:
     rounds = settings.pick(7, 2)
     requests = settings.pick(3000, 200)
-    busy_s = settings.pick(8, 2)
+    busy_s = settings.pick(4, 2)
     count = chains_for(settings.pick(200_000, 40_000))
     own_blocks = (CHAIN_BLOCKS - PREFIX_BLOCKS) * 2 * len(groups)
     busy_chains = int(INGEST_BLOCKS_S * busy_s * rounds / own_blocks) + WORKERS
@@ -102,6 +112,7 @@ def measure(settings: PeerSettings, groups: Sequence[Kind] = ONE_GROUP) -> Findi
                 for worker in publishing.held[index]:
                     server.wait_visible(chains[index], worker)
         check_equal(servers, chains[:count])
+        check_groups(servers[0], chains[0], len(groups))
         questions = {server.name: [server.question(chain) for chain in chains[:PROMPTS]] for server in servers}
         for turn in range(rounds):
             progress(f"query: idle, round {turn + 1} of {rounds}")
