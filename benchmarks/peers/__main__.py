@@ -27,6 +27,7 @@ from processes import HERE
 from report import PAGE, Others, machine, progress, write_part
 from workload import SIX_GROUPS
 
+from kvrouter.router.common.compiled import caution, wanted
 from peers import ingest, memory, proxy, query, selection, two_processes
 from peers.packages import VERSIONS, Package, PeerSettings, environment
 from peers.table import Findings, Group, PeerRow, page_part, table
@@ -57,7 +58,10 @@ def measured(name: str, quick: bool, packages: dict[str, Package]) -> Group:
             traceback.print_exc()
             reason = f"{type(error).__name__}: {error}".replace("|", "/").replace("\n", " ")[:200]
             found = Findings([PeerRow(name, "", "", problem=reason)])
-    about = machine() | {"peers": ", ".join(f"{package} {version}" for package, version in VERSIONS.items())}
+    about = machine() | {
+        "compiled modules": "yes" if wanted() and caution() is None else "no",
+        "peers": ", ".join(f"{package} {version}" for package, version in VERSIONS.items()),
+    }
     about.pop("load before")
     load = f"load before {load_before:.1f}, at its end {os.getloadavg()[0]:.1f} (its own included)"
     return Group(about, found.rows, [*found.notes, f"{load}; {others.note()}"])
