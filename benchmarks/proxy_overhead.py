@@ -117,6 +117,19 @@ def timed(client: HttpClient, request: bytes) -> float:
     return taken
 
 
+def check(ports: dict[str, int]) -> None:
+    """Raises unless the same request gives the engine's own answer through every router."""
+    body = Prompts("ids", SIZES[0]).body()
+    answers = {}
+    for name, port in ports.items():
+        client = HttpClient(port)
+        answers[name] = client.call("POST", "/v1/completions", json.loads(body))
+        client.close()
+    for name, answer in answers.items():
+        if answer != answers[DIRECT]:
+            raise AssertionError(f"{name} answers {answer}, the engine {answers[DIRECT]}")
+
+
 def latencies(ports: dict[str, int], prompts: Prompts, count: int, order: Sequence[str]) -> dict[str, list[float]]:
     """Each way in turn, so that what else the machine does meets all alike."""
     clients = {name: HttpClient(ports[name]) for name in order}
@@ -224,6 +237,7 @@ def measure(
     found, notes = Found([], [], [load_now()]), list[str]()
     rounds = 1 if quick else 3
     with ways(folder, vllm_router, names) as (ports, pids):
+        check(ports)
         for kind in kinds:
             for tokens in SIZES:
                 counts = COUNTS if kind == "ids" else TEXT_COUNTS

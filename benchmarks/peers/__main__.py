@@ -46,7 +46,7 @@ RESULTS = HERE / "results" / "peers.json"
 BEGIN = "<!-- table: written by make bench-peers -->"
 
 
-def measured(name: str, quick: bool, packages: dict[str, Package]) -> Group:
+def measure_group(name: str, quick: bool, packages: dict[str, Package]) -> Group:
     """One group; what fails is a row that says so."""
     others, load_before = Others(), os.getloadavg()[0]
     # /tmp, not the system's choice: the path of the private store's socket must stay short.
@@ -67,7 +67,7 @@ def measured(name: str, quick: bool, packages: dict[str, Package]) -> Group:
     return Group(about, found.rows, [*found.notes, f"{load}; {others.note()}"])
 
 
-def failed(groups: dict[str, Group]) -> list[str]:
+def failures(groups: dict[str, Group]) -> list[str]:
     return [name for name, group in groups.items() if any(not row.ours for row in group.rows)]
 
 
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in MEASURES:
         if given.only and name not in given.only:
             continue
-        groups[name] = measured(name, given.quick, packages)
+        groups[name] = measure_group(name, given.quick, packages)
         progress(f"{table(groups[name].rows)}\n")
     if given.json:
         given.json.write_bytes(msgspec.json.format(msgspec.json.encode(groups)) + b"\n")
@@ -105,10 +105,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         whole = {name: found for name in MEASURES if (found := groups.get(name) or kept.get(name)) is not None}
         part = page_part(whole)
         print(part)
-        if not failed(groups):
+        if not failures(groups):
             RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(whole)) + b"\n")
             write_part(PAGE, BEGIN, part)
-    if names := failed(groups):
+    if names := failures(groups):
         raise SystemExit(f"failed: {', '.join(names)}")
 
 

@@ -37,7 +37,7 @@ class Dynamo(Served):
 
 
 @contextlib.contextmanager
-def beside(service: str, bin_folder: Path | None, folder: Path) -> Iterator[list[Served]]:
+def run_servers(service: str, bin_folder: Path | None, folder: Path) -> Iterator[list[Served]]:
     """This router, and the service where it can be had."""
     with contextlib.ExitStack() as stack:
         servers: list[Served] = [stack.enter_context(Ours.run(folder))]
@@ -54,6 +54,6 @@ def check_equal(servers: Sequence[Served], chains: Sequence[Chain]) -> None:
             raise AssertionError(f"answers differ: {answers}")
 
 
-def in_turn(servers: Sequence[Server], turn: int) -> list[Server]:
+def rotate(servers: Sequence[Server], turn: int) -> list[Server]:
     """Another one is first in each round."""
     return [*servers[turn % len(servers) :], *servers[: turn % len(servers)]]

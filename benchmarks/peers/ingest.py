@@ -12,7 +12,7 @@ from processes import Publisher, Served, cpu_s
 from report import progress
 from workload import EVENTS_PER_BATCH, Chain, Publishing, Workload, chains_for, write_frames
 
-from peers.dynamo import INDEXER, beside, check_equal, in_turn
+from peers.dynamo import INDEXER, check_equal, rotate, run_servers
 from peers.packages import PeerSettings
 from peers.table import Findings, peer_row
 
@@ -51,8 +51,8 @@ def measure(settings: PeerSettings) -> Findings:
         published = []
         for turn in range(rounds):
             progress(f"ingest: {size} blocks an event, round {turn + 1} of {rounds}")
-            with beside(INDEXER, settings.dynamo.bin, settings.folder) as servers:
-                for server in in_turn(servers, turn):
+            with run_servers(INDEXER, settings.dynamo.bin, settings.folder) as servers:
+                for server in rotate(servers, turn):
                     with Publisher.run(path, 1) as publisher:
                         server.register(publisher.endpoints)
                         rate, sending, cpu = one_round(server, publisher, batches, chosen[-1])

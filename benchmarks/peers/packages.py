@@ -16,7 +16,7 @@ from report import CACHE, Settings, progress
 VERSIONS = {"ai-dynamo-runtime": "1.6.1", "vllm-router": "0.1.17"}
 # Folders have the name by which the tests look for dynamo's.
 FOLDERS = {"ai-dynamo-runtime": "dynamo", "vllm-router": "vllm-router"}
-# A registry that is not there is asked for minutes by default.
+# By default pip tries a registry that is not there for minutes.
 PIP = ("-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--retries", "1", "--timeout", "20")
 REASON_CHARACTERS_MAX = 200
 

@@ -29,7 +29,7 @@ from workload import (
     write_frames,
 )
 
-from peers.dynamo import INDEXER, beside, check_equal, in_turn
+from peers.dynamo import INDEXER, check_equal, rotate, run_servers
 from peers.packages import PeerSettings
 from peers.samples import Samples
 from peers.table import Findings, latency_rows, peer_row
@@ -101,7 +101,7 @@ def measure(settings: PeerSettings, groups: Sequence[Kind] = ONE_GROUP) -> Findi
 
     samples, published = Samples(), []
     with contextlib.ExitStack() as stack:
-        servers = stack.enter_context(beside(INDEXER, settings.dynamo.bin, settings.folder))
+        servers = stack.enter_context(run_servers(INDEXER, settings.dynamo.bin, settings.folder))
         publishers = {}
         for server in servers:
             publisher = publishers[server.name] = stack.enter_context(Publisher.run(path, WORKERS))
@@ -116,14 +116,14 @@ def measure(settings: PeerSettings, groups: Sequence[Kind] = ONE_GROUP) -> Findi
         questions = {server.name: [server.question(chain) for chain in chains[:PROMPTS]] for server in servers}
         for turn in range(rounds):
             progress(f"query: idle, round {turn + 1} of {rounds}")
-            for server in in_turn(servers, turn):
+            for server in rotate(servers, turn):
                 latencies(server, questions[server.name], WARM_REQUESTS)
                 before = cpu_s(server.pid)
                 taken = latencies(server, questions[server.name], requests)
                 samples.add(IDLE, server.name, taken, cpu_s(server.pid) - before)
         for turn in range(rounds):
             progress(f"query: while ingesting, round {turn + 1} of {rounds}")
-            for server in in_turn(servers, turn):
+            for server in rotate(servers, turn):
                 asked = questions[server.name]
                 taken, used_s, rate = busy_round(server, publishers[server.name], asked, per_round, busy_s)
                 samples.add(BUSY, server.name, taken, used_s)

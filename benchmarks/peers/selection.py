@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`POST /select` of 8,192 token ids, and the life of a reservation, beside dynamo.select_service.
 
-Both follow the same 16 event streams and are asked by the same client over one kept connection, in turns. In "last 256
-new" a prompt's first 7,936 ids are cached and were asked before; in "all new" nothing was. No prompt is sent twice in a
-round. Choices are compared first: the same tokens reused, at a worker that holds them.
+Both follow the same 16 event streams and serve the same client over one kept connection, in turns. In "last 256 new" a
+prompt's first 7,936 ids are cached and came in earlier requests; in "all new" nothing is cached. No prompt is sent twice
+in a round. Choices are compared first: the same tokens reused, at a worker that holds them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from processes import HERE, POLL_S, VISIBLE_TIMEOUT_S, Publisher, Served, cpu_s,
 from report import progress
 from workload import BLOCK_TOKENS, MODEL, VOCABULARY, WORKERS, Chain, Publishing, Workload, chains_for, write_frames
 
-from peers.dynamo import SELECT_SERVICE, beside, in_turn
+from peers.dynamo import SELECT_SERVICE, rotate, run_servers
 from peers.packages import PeerSettings
 from peers.samples import Samples
 from peers.table import Findings, latency_rows, peer_row
@@ -143,7 +143,7 @@ def measure(settings: PeerSettings) -> Findings:
     samples = Samples()
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(engine(settings.folder))
-        servers = stack.enter_context(beside(SELECT_SERVICE, settings.dynamo.bin, settings.folder))
+        servers = stack.enter_context(run_servers(SELECT_SERVICE, settings.dynamo.bin, settings.folder))
         for server in servers:
             publisher = stack.enter_context(Publisher.run(path, WORKERS))
             register(server, url, publisher.endpoints)
@@ -156,7 +156,7 @@ def measure(settings: PeerSettings) -> Findings:
         for turn in range(rounds):
             for kind in KINDS:
                 progress(f"select: {kind}, round {turn + 1} of {rounds}")
-                for server in in_turn(servers, turn):
+                for server in rotate(servers, turn):
                     prompts = Prompts(chains, kind, turn)
                     # Made before: what is timed is the server.
                     asked = [prompts.requests(server) for _ in range(WARM_REQUESTS + requests)]

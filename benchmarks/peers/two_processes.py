@@ -22,7 +22,7 @@ from processes import Ours, Publisher, cpu_by_process
 from report import progress
 from workload import MODEL, WORKERS, Publishing, Workload, chains_for, write_frames
 
-from peers.dynamo import in_turn
+from peers.dynamo import rotate
 from peers.packages import PeerSettings
 from peers.samples import capacity
 from peers.table import OURS, Findings, peer_row
@@ -101,7 +101,7 @@ def measure(settings: PeerSettings) -> Findings:
             check(router, asked[0], publishing.held[0])
         for turn in range(rounds):
             progress(f"processes: round {turn + 1} of {rounds}")
-            for router in in_turn(routers, turn):
+            for router in rotate(routers, turn):
                 before = cpu_by_process(router.pid)
                 done = decide(router.port, asked, seconds)
                 used = {pid: after - before.get(pid, 0.0) for pid, after in cpu_by_process(router.pid).items()}
