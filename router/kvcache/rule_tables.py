@@ -12,7 +12,7 @@ Table = NDArray[np.int64]
 
 class RuleTables:
     """geos, specs, members, exts: int64, columns as in `hit_tables.py`. rows: the place bits of every hash, uint16,
-    shape (rows of all workers, hashes); set anew for each question."""
+    shape (rows of all workers, hashes); set for each question."""
 
     def __init__(self, geos: Table, specs: Table, members: Table, exts: Table) -> None:
         self.geos = geos

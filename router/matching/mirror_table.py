@@ -71,7 +71,7 @@ class MirrorTable:
         return self.records.shape[0]
 
     def resize(self, keys: int, records: int) -> None:
-        """Room for so many entries and records, no fewer than there are."""
+        """Room for this many entries and records, no fewer than there are."""
         if keys != self.keys.shape[0]:
             old_keys, old_heads = self.keys, self.heads
             self.keys = np.empty(keys, np.uint64)

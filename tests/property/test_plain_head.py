@@ -91,7 +91,7 @@ def some_request(draw: random.Random) -> bytes:
         head += name + (draw.choice(COLONS) if strange else b": ") + value + draw.choice(ends)
     data = head + draw.choice(ends) + BODY
     for _ in range(draw.choice((0, 0, 0, 0, 1, 2))):
-        at = draw.randrange(len(data))
+        at = draw.randrange(len(data) + 1)
         data = draw.choice(
             (data[:at], data[:at] + bytes((draw.randrange(256),)) + data[at + draw.randrange(2) :], data * 2)
         )

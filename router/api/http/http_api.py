@@ -80,6 +80,12 @@ class HttpApi:
         self._clock = clock
         self.max_body_bytes = config.max_body_bytes
         self._key = None if config.api_key is None else config.api_key.encode()
+        # Targets whose handlers need no header but those of the body: not a key's, and not a trace's.
+        self.plain_paths = {
+            path.encode(): path
+            for path in hot
+            if self._key is None and path not in self._proxied_paths and (tracing is None or path not in TRACED_PATHS)
+        }
 
     def is_proxied(self, request: HttpRequest) -> bool:
         return request.path in self._proxied_paths

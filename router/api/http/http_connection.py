@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One client's connection to the HTTP server: requests in, answers out in their order.
 
-A whole request of a hot path is answered at once in one write, without a task. Cold paths and answers that wait have a
+A whole request of a hot path is answered at once in one write, without a task; where its head is plain, without the
+general parser (`plain_head.py`). Cold paths and answers that wait have a
 task each, proxied requests theirs (`proxied_answer.py`). uvicorn's server accepts the connections, keeps the Date
 header and ends them; of it are used `ServerState` and `shutdown`, which its documented `http=` option takes."""
 
@@ -18,6 +19,7 @@ from uvicorn.server import ServerState
 
 from kvrouter.router.api.http.deadlines import Deadlines, HttpLimits
 from kvrouter.router.api.http.http_api import Answer, HttpApi
+from kvrouter.router.api.http.plain_head import plain_head
 from kvrouter.router.api.http.proxied_answer import ProxiedAnswer
 from kvrouter.router.api.http.request import CONTINUE, HttpRequest
 from kvrouter.router.api.http.request_parser import RequestParser
@@ -77,8 +79,15 @@ class HttpConnection(asyncio.Protocol):
             # It had its last answer.
             return
         parser, deadlines = self._parser, self._deadlines
-        before = parser.messages
         deadlines.end_idling()
+        if not (self._queue or parser.in_message or self._stops or self._api.shutdown.begun):
+            head = plain_head(data, self._api.plain_paths, self._limits.max_head_bytes)
+            if head is not None and len(data) - head.body_start <= self._api.max_body_bytes:
+                deadlines.expect_nothing()
+                self._queue.append(HttpRequest.plain(head, data))
+                self._answer_next()
+                return
+        before = parser.messages
         try:
             parser.feed(data)
         except RouterError as error:

@@ -5,10 +5,12 @@ RFC 9110)."""
 from __future__ import annotations
 
 import re
+from typing import Self
 from urllib.parse import unquote
 
 import httptools
 
+from kvrouter.router.api.http.plain_head import PlainHead
 from kvrouter.router.common.errors import BadQuestion, NotSupported, RouterError, WrongVersion
 from kvrouter.router.proxy.headers import Headers
 
@@ -101,6 +103,18 @@ class HttpRequest:
         self.body = bytearray()
         self.refusal: RouterError | None = None
         self.is_whole = self.answer_begun = self.answer_ended = False
+
+    @classmethod
+    def plain(cls, head: PlainHead, data: bytes) -> Self:
+        """The whole request that `data` is. Its headers are not kept: who asks for them does not take this way."""
+        self = cls.__new__(cls)
+        self.method, self.speaks_1_1, self.keep_alive = "POST", True, True
+        self.path, self.url = head.path, head.path.encode()
+        self.content_type, self.accept, self.authorization = head.content_type, head.accept, ""
+        self.headers, self.content_length, self.refusal = [], None, None
+        self.expects_continue = self.answer_begun = self.answer_ended = False
+        self.body, self.is_whole = bytearray(memoryview(data)[head.body_start :]), True
+        return self
 
 
 def origin_form(target: bytes) -> bytes:
