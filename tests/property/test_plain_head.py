@@ -5,9 +5,14 @@ head would disagree, which is what smuggling is made of."""
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
 from examples import examples
 
 from kvrouter.router.api.http.deadlines import HttpLimits
@@ -145,8 +150,8 @@ def test_a_plain_head_has_what_its_handler_needs() -> None:
 
 
 if __name__ == "__main__":
-    import sys
-
-    # python tests/property/test_plain_head.py COUNT SEED
+    # COUNT SEED
     draw = random.Random(int(sys.argv[2]))
-    print(sum(held_together(some_request(draw)) for _ in range(int(sys.argv[1]))), "taken")
+    print(
+        f"{sys.argv[1]} heads, {sum(held_together(some_request(draw)) for _ in range(int(sys.argv[1])))} taken, none otherwise"
+    )
