@@ -8,16 +8,17 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
-from importlib.util import find_spec, spec_from_file_location
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader, ModuleSpec, PathFinder
+from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
 UNCOMPILED = "KVROUTER_TEST_UNCOMPILED"
 SLOW = (
-    "the compiled modules are missing, so questions and events take some hundred times longer: install a wheel of this "
-    "platform, or install again where there is a C compiler"
+    "some modules are not compiled ({}), so questions and events may take some hundred times longer: install a wheel of "
+    "this platform, or install again where there is a C compiler"
 )
+ROUTER = Path(__file__).parents[1]
 
 
 class SourceFinder:
@@ -37,9 +38,10 @@ class SourceFinder:
 
 @functools.cache
 def caution() -> str | None:
-    """SLOW where nothing is compiled."""
-    found = find_spec("kvrouter.router.matching.judge")
-    return None if found is not None and isinstance(found.loader, ExtensionFileLoader) else SLOW
+    """Which modules should be compiled and are not, and what to do; None where all are."""
+    typed = (path.with_suffix("") for kind in ("*.pxd", "*.pyx") for path in ROUTER.rglob(kind))
+    plain = [path.name for path in typed if not (wanted() and Path(f"{path}{EXTENSION_SUFFIXES[0]}").exists())]
+    return SLOW.format(", ".join(sorted(plain))) if plain else None
 
 
 def wanted() -> bool:
