@@ -121,6 +121,9 @@ class Fleet:
                 await self._restore_registry()
             self._missing = missing
             return False
+        if missing and await self._store.registry.version() != version:
+            # Changed, or lost, while it was read: who is missing may have been lost with it.
+            return False
         self._missing = set()
         for worker in missing:
             await self._end(worker)

@@ -31,6 +31,8 @@ from kvrouter.router.discovery.discovery_metrics import DiscoveryMetrics
 from kvrouter.router.discovery.kubernetes.api import Access, ClusterApi
 from kvrouter.router.discovery.kubernetes.source import KubernetesSource
 from kvrouter.router.discovery.source import Source
+from kvrouter.router.index import keys
+from kvrouter.router.index.registry import Registry
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.allow_list import AllowList
@@ -142,6 +144,35 @@ def run(main: Callable[[], Any]) -> None:
 
 
 A, B, C = "a=http://127.0.0.1:1", "b=http://127.0.0.1:2", "c=http://127.0.0.1:3"
+
+
+def test_a_store_that_is_emptied_while_the_registry_is_read_loses_nobody(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Registry.load
+    emptied: list[None] = []
+
+    async def main() -> None:
+        client = redis.Redis.from_url(url)
+
+        async def emptied_first(self: Registry) -> Any:
+            if not emptied:
+                client.flushall()
+                emptied.append(None)
+            return await load(self)
+
+        async with routing(url) as router:
+            await router.core.register(Registration(WorkerKey("m", "own"), url="http://127.0.0.1:9"))
+            await router.owners_are(own="register")
+            monkeypatch.setattr(Registry, "load", emptied_first)
+            client.incr(keys.REGISTRATIONS)
+            async with asyncio.timeout(TIMEOUT_S):
+                while not (emptied and client.exists(keys.registry("m"))):
+                    await asyncio.sleep(0.01)
+            await router.owners_are(own="register")
+        client.close()
+
+    run(main)
 
 
 def test_a_source_takes_away_its_own_and_nothing_else(url: str) -> None:
