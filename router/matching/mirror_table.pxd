@@ -30,34 +30,36 @@ cdef class MirrorTable:
     cpdef int64_t key_capacity(self) noexcept
     cpdef int64_t record_capacity(self) noexcept
 
-    @cython.locals(keys=uint64_t[::1], heads=int32_t[::1], capacity=int64_t, i=int64_t, j=int64_t)
+    @cython.locals(capacity=int64_t, i=int64_t, j=int64_t)
     cdef void take_over(self, uint64_t[::1] old_keys, int32_t[::1] old_heads) noexcept nogil
 
-    @cython.locals(capacity=int64_t, i=int64_t)
+    @cython.locals(capacity=int64_t)
+    cdef int64_t probe(self, uint64_t key, int64_t i) noexcept nogil
+
     cdef int64_t find(self, uint64_t key) noexcept nogil
 
     @cython.locals(
-        keys=uint64_t[::1], heads=int32_t[::1], records=uint64_t[::1], capacity=int64_t, mask=uint64_t, fresh=uint64_t,
-        h=int64_t, key=uint64_t, i=int64_t, first=int64_t, at=int64_t,
+        heads=int32_t[::1], records=uint64_t[::1], capacity=int64_t, mask=uint64_t, fresh=uint64_t, h=int64_t, key=uint64_t, i=int64_t, first=int64_t, at=int64_t,
     )
     cpdef void add(self, int64_t slot, int64_t bit, const uint64_t[::1] hashes) noexcept
 
     @cython.locals(record=uint64_t, following=int64_t)
     cdef bint drop_record(self, int64_t index, int64_t before, int64_t at) noexcept nogil
 
-    @cython.locals(records=uint64_t[::1], mask=uint64_t, h=int64_t, i=int64_t, before=int64_t, at=int64_t)
+    @cython.locals(
+        records=uint64_t[::1], capacity=int64_t, mask=uint64_t, h=int64_t, i=int64_t, before=int64_t, at=int64_t
+    )
     cpdef void discard(self, int64_t slot, int64_t bit, const uint64_t[::1] hashes) noexcept
 
     @cython.locals(i=int64_t, before=int64_t, at=int64_t, emptied=bint, following=int64_t)
     cpdef void sweep(self, int64_t start, int64_t end) noexcept
 
     @cython.locals(
-        keys=uint64_t[::1], heads=int32_t[::1], records=uint64_t[::1], firsts=int64_t[::1], capacity=int64_t,
-        h=int64_t, key=uint64_t, i=int64_t, link=uint64_t, record=uint64_t, row=int32_t,
+        records=uint64_t[::1], firsts=int64_t[::1], h=int64_t, link=uint64_t, record=uint64_t, row=int32_t,
     )
     cdef void gather(self, const uint64_t[::1] hashes, const int32_t[::1] row_of_slot, uint16_t[:, ::1] rows)
 
-    @cython.locals(h=int64_t, i=int64_t, at=int64_t)
+    @cython.locals(h=int64_t, at=int64_t)
     cpdef bint any_resident(self, const uint64_t[::1] hashes, const int32_t[::1] row_of_slot) noexcept
 
     @cython.locals(mask=uint64_t, count=int64_t, i=int64_t, at=int64_t, record=uint64_t)

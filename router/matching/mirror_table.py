@@ -38,7 +38,7 @@ def record_slot(record: np.uint64) -> int:
     return int((record >> 16) & _LOW16)
 
 
-def link_to(record: np.uint64, following: int) -> np.uint64:
+def link_to(record: np.uint64 | int, following: int) -> np.uint64 | int:
     """The record with another successor; EMPTY ends the list."""
     rest = record & _LOW32
     if following == EMPTY:
@@ -84,47 +84,39 @@ class MirrorTable:
 
     def take_over(self, old_keys: U64, old_heads: I32) -> None:
         """Move all entries into the empty arrays; records stay where they are."""
-        keys, heads = self.keys, self.heads
-        capacity = keys.shape[0]
+        capacity = self.keys.shape[0]
         for j in range(old_keys.shape[0]):
             if old_heads[j] == EMPTY:
                 continue
-            i = home(old_keys[j], capacity)
-            while heads[i] != EMPTY:
-                i += 1
-                if i == capacity:
-                    i = 0
-            keys[i] = old_keys[j]
-            heads[i] = old_heads[j]
+            i = self.probe(old_keys[j], home(old_keys[j], capacity))
+            self.keys[i] = old_keys[j]
+            self.heads[i] = old_heads[j]
 
-    def find(self, key: np.uint64) -> int:
-        """The index of `key`, or -1."""
+    def probe(self, key: np.uint64, i: int) -> int:
+        """From its home `i` on: the index of `key`, or of the free entry where it would go."""
         capacity = self.keys.shape[0]
-        i = home(key, capacity)
-        while self.heads[i] != EMPTY:
-            if self.keys[i] == key:
-                return i
+        while self.heads[i] != EMPTY and self.keys[i] != key:
             i += 1
             if i == capacity:
                 i = 0
-        return -1
+        return i
+
+    def find(self, key: np.uint64) -> int:
+        """The first record of `key`, or EMPTY."""
+        return int(self.heads[self.probe(key, home(key, self.keys.shape[0]))])
 
     def add(self, slot: int, bit: int, hashes: U64) -> None:
         """Set place `bit` of worker `slot` for every hash. Room for len(hashes) keys and records must be there."""
-        keys, heads, records = self.keys, self.heads, self.records
-        capacity = keys.shape[0]
+        heads, records = self.heads, self.records
+        capacity = self.keys.shape[0]
         mask = 1 << bit
         fresh = (slot << 16) | mask
         for h in range(hashes.shape[0]):
             key = hashes[h]
-            i = home(key, capacity)
-            while heads[i] != EMPTY and keys[i] != key:
-                i += 1
-                if i == capacity:
-                    i = 0
+            i = self.probe(key, home(key, capacity))
             first = int(heads[i])
             if first == EMPTY:
-                keys[i] = key
+                self.keys[i] = key
                 self.keys_used += 1
             at = first
             while at != EMPTY and record_slot(records[at]) != slot:
@@ -138,8 +130,7 @@ class MirrorTable:
             else:
                 at = self.records_used
                 self.records_used += 1
-            records[at] = fresh
-            records[at] = link_to(records[at], first)
+            records[at] = link_to(fresh, first)
             heads[i] = at
             self.records_live += 1
             self.slot_records[slot] += 1
@@ -165,11 +156,10 @@ class MirrorTable:
     def discard(self, slot: int, bit: int, hashes: U64) -> None:
         """Clear place `bit` of worker `slot` for every hash; absent ones are left alone."""
         records = self.records
+        capacity = self.keys.shape[0]
         mask = 1 << bit
         for h in range(hashes.shape[0]):
-            i = self.find(hashes[h])
-            if i < 0:
-                continue
+            i = self.probe(hashes[h], home(hashes[h], capacity))
             before = EMPTY
             at = int(self.heads[i])
             while at != EMPTY and record_slot(records[at]) != slot:
@@ -206,17 +196,10 @@ class MirrorTable:
         if hashes.shape[0] > self.firsts.shape[0]:
             self.firsts = np.empty(2 * hashes.shape[0], np.int64)
         # The hottest loops of all. Entries first, then records: so the processor waits for many of them at once.
-        keys, heads, records, firsts = self.keys, self.heads, self.records, self.firsts
-        capacity = keys.shape[0]
-        homes(hashes, capacity, firsts)
+        records, firsts = self.records, self.firsts
+        homes(hashes, self.keys.shape[0], firsts)
         for h in range(hashes.shape[0]):
-            key = hashes[h]
-            i = firsts[h]
-            while heads[i] != EMPTY and keys[i] != key:
-                i += 1
-                if i == capacity:
-                    i = 0
-            firsts[h] = heads[i]
+            firsts[h] = self.heads[self.probe(hashes[h], firsts[h])]
         for h in range(hashes.shape[0]):
             if firsts[h] == EMPTY:
                 continue
@@ -231,10 +214,7 @@ class MirrorTable:
     def any_resident(self, hashes: U64, row_of_slot: I32) -> bool:
         """Whether any worker that has a row holds any of these blocks anywhere."""
         for h in range(hashes.shape[0]):
-            i = self.find(hashes[h])
-            if i < 0:
-                continue
-            at = int(self.heads[i])
+            at = self.find(hashes[h])
             while at != EMPTY:
                 if row_of_slot[record_slot(self.records[at])] >= 0:
                     return True
