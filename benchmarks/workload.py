@@ -10,7 +10,7 @@ writes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -151,6 +151,12 @@ class Publishing:
     @property
     def next_seqs(self) -> list[int]:
         return list(self._seqs)
+
+
+def last_placed(held: Mapping[int, Sequence[int]], prompts: int) -> Iterator[tuple[int, int]]:
+    """(index, worker) of the last of `prompts` prompts; once they are visible at each, all before them are."""
+    for index in range(max(0, prompts - 2 * WORKERS), prompts):
+        yield from ((index, worker) for worker in held[index])
 
 
 def stored(chain: Chain, start: int, end: int, group: int = 0, kind: Kind = ONE_GROUP[0]) -> WireStored:

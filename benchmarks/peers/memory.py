@@ -18,7 +18,7 @@ from filling import FILL_BLOCKS_S, Load, fill_ours, make_load
 from our_process import info, private_store
 from processes import Publisher, rss_bytes
 from report import progress
-from workload import WORKERS
+from workload import WORKERS, last_placed
 
 from kvrouter.router.index.store import IndexStore
 from peers import llm_d
@@ -92,9 +92,8 @@ def dynamo_bytes(bin_folder: Path, folder: Path, load: Load) -> int:
         time.sleep(SETTLE_S)
         before = rss_bytes(dynamo.pid)
         publisher.send(load.batches, FILL_BLOCKS_S)
-        for index in range(max(0, len(load.chains) - 2 * WORKERS), len(load.chains)):
-            for worker in load.held[index]:
-                dynamo.wait_visible(load.chains[index], worker)
+        for index, worker in last_placed(load.held, len(load.chains)):
+            dynamo.wait_visible(load.chains[index], worker)
         time.sleep(SETTLE_S)
         return rss_bytes(dynamo.pid) - before
 

@@ -26,6 +26,7 @@ from workload import (
     Publishing,
     Workload,
     chains_for,
+    last_placed,
     write_frames,
 )
 
@@ -108,9 +109,8 @@ def measure(settings: PeerSettings, groups: Sequence[Kind] = ONE_GROUP) -> Findi
             server.register(publisher.endpoints)
             publisher.wait()
             publisher.send(len(load))
-            for index in range(max(0, count - 2 * WORKERS), count):
-                for worker in publishing.held[index]:
-                    server.wait_visible(chains[index], worker)
+            for index, worker in last_placed(publishing.held, count):
+                server.wait_visible(chains[index], worker)
         check_equal(servers, chains[:count])
         check_groups(servers[0], chains[0], len(groups))
         questions = {server.name: [server.question(chain) for chain in chains[:PROMPTS]] for server in servers}

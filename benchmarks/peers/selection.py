@@ -21,7 +21,18 @@ import numpy as np
 from ports import free_port
 from processes import HERE, POLL_S, VISIBLE_TIMEOUT_S, Publisher, Served, cpu_s, serving
 from report import progress
-from workload import BLOCK_TOKENS, MODEL, VOCABULARY, WORKERS, Chain, Publishing, Workload, chains_for, write_frames
+from workload import (
+    BLOCK_TOKENS,
+    MODEL,
+    VOCABULARY,
+    WORKERS,
+    Chain,
+    Publishing,
+    Workload,
+    chains_for,
+    last_placed,
+    write_frames,
+)
 
 from peers.dynamo import SELECT_SERVICE, rotate, run_servers
 from peers.packages import PeerSettings
@@ -149,9 +160,8 @@ def measure(settings: PeerSettings) -> Findings:
             register(server, url, publisher.endpoints)
             publisher.wait()
             publisher.send(batches)
-            for index in range(max(0, count - 2 * WORKERS), count):
-                for worker in publishing.held[index]:
-                    wait_visible(server, chains[index], worker)
+            for index, worker in last_placed(publishing.held, count):
+                wait_visible(server, chains[index], worker)
         check(servers, chains[:PROMPTS], publishing.held)
         for turn in range(rounds):
             for kind in KINDS:

@@ -20,7 +20,7 @@ import numpy as np
 from http_client import TIMEOUT_S, HttpClient
 from processes import Ours, Publisher, cpu_by_process
 from report import progress
-from workload import MODEL, WORKERS, Publishing, Workload, chains_for, write_frames
+from workload import MODEL, WORKERS, Publishing, Workload, chains_for, last_placed, write_frames
 
 from peers.dynamo import rotate
 from peers.packages import PeerSettings
@@ -90,9 +90,8 @@ def measure(settings: PeerSettings) -> Findings:
             router.register(publisher.endpoints)
             publisher.wait()
             publisher.send(batches)
-            for index in range(max(0, count - 2 * WORKERS), count):
-                for worker in publishing.held[index]:
-                    router.wait_visible(chains[index], worker)
+            for index, worker in last_placed(publishing.held, count):
+                router.wait_visible(chains[index], worker)
         asked = []
         for chain in chains[:PROMPTS]:
             body = {"model_name": MODEL, "block_hashes": chain.hashes.view(np.int64).tolist()}
