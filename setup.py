@@ -13,14 +13,12 @@ from Cython.Build import cythonize
 from setuptools import Extension, setup
 
 BUILD = Path("build", "cython")
-PACKAGES = ("events", "router")
 
 # Cython finds what one module takes from another by its full name.
 names = BUILD / "kvrouter"
 names.mkdir(parents=True, exist_ok=True)
-for package in PACKAGES:
-    if not (names / package).is_symlink():
-        (names / package).symlink_to(Path(package).resolve())
+if not (names / "router").is_symlink():
+    (names / "router").symlink_to(Path("router").resolve())
 
 typed = [path.with_suffix(".py") for path in Path("router").rglob("*.pxd")]
 extensions = cythonize(

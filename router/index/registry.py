@@ -41,7 +41,7 @@ def decode(worker: WorkerKey, raw: bytes) -> Registration:
 
 
 def _problems(registration: Registration) -> Iterator[str | None]:
-    """What no router registers: it would be connected to, or be a size of the kernels' tables."""
+    """What no router registers: it would be connected to, or be a size of the rule's tables."""
     yield worker_id_problem(registration.worker.worker_id)
     for endpoint in (registration.events, registration.replay):
         yield endpoint and endpoint_problem(endpoint)

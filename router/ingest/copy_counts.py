@@ -23,6 +23,7 @@ MIN_CAPACITY = 1024
 
 # A count above this stays there; the removals that follow then reach zero early, which can only under-credit.
 MAX_COPIES = 65_535
+# The loops' own; compiled, it is no name that others could import.
 _MOST = MAX_COPIES
 
 

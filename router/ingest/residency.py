@@ -243,7 +243,7 @@ class Residency:
 
 
 class Runs:
-    """Counts events into a Residency, those of one place and one direction in a row together: one kernel call a run."""
+    """Counts events into a Residency, those of one place and one direction in a row together: one call a run."""
 
     def __init__(self, blocks: Residency) -> None:
         self._blocks = blocks

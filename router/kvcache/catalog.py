@@ -22,7 +22,7 @@ from kvrouter.router.workers.registration import MAX_GROUPS, MAX_TOKENS, Catalog
 
 
 class GroupRule(Enum):
-    """Which floor function judges a group; the values are the kernels' codes."""
+    """Which floor function judges a group; the values are the rule's codes."""
 
     FULL = 0
     SLIDING_WINDOW = 1

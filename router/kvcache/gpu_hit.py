@@ -40,6 +40,7 @@ _STRETCH = 32
 
 # More spec groups than any model has; the fixpoint keeps one flag for each, in one word.
 MAX_SPEC_GROUPS = 64
+# Named, because a literal would be shifted in 32 bits where this is compiled.
 _FLAG = 1
 
 

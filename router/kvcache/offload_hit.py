@@ -42,6 +42,7 @@ from kvrouter.router.kvcache.hit_tables import (
 )
 from kvrouter.router.kvcache.rule_tables import RuleTables
 
+# Named, because a literal would be shifted in 32 bits where this is compiled.
 _FLAG = 1
 
 

@@ -9,11 +9,11 @@ from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.workers.role import HandoverWay, Role
 from kvrouter.router.workers.source_precedence import REGISTER
 
-# The largest hybrid models have below ten groups. The hit rule's kernels have room for this many, and do not check.
+# The largest hybrid models have below ten groups. The hit rule has room for this many, and does not check.
 MAX_GROUPS = 64
 
 # Far over any engine's block (vLLM: up to some thousand tokens for Mamba) and any window; the product of two still fits
-# the kernels' int64.
+# the rule's int64.
 MAX_TOKENS = 2**31 - 1
 
 

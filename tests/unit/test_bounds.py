@@ -173,7 +173,7 @@ def test_the_learner_remembers_a_bounded_number_of_groups_sizes_and_shapes() -> 
     assert len(sizes.profile.learner.dump()) < 1_000
 
 
-def test_the_kernels_have_room_for_every_catalog_that_is_let_through() -> None:
+def test_the_rule_has_room_for_every_catalog_that_is_let_through() -> None:
     assert MAX_GROUPS <= MAX_SPEC_GROUPS
     assert (MAX_TOKENS + 1) ** 2 <= 2**63
 

@@ -2,9 +2,9 @@
 """One client's connection to the HTTP server: requests in, answers out in their order.
 
 A whole request of a hot path is answered at once in one write, without a task; where its head is plain, without the
-general parser (`plain_head.py`). Cold paths and answers that wait have a
-task each, proxied requests theirs (`proxied_answer.py`). uvicorn's server accepts the connections, keeps the Date
-header and ends them; of it are used `ServerState` and `shutdown`, which its documented `http=` option takes."""
+general parser (`plain_head.py`). Cold paths and answers that wait have a task each, proxied requests theirs
+(`proxied_answer.py`). uvicorn's server accepts the connections, keeps the Date header and ends them; of it are used
+`ServerState` and `shutdown`, which its documented `http=` option takes."""
 
 from __future__ import annotations
 
