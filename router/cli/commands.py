@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 a wrong flag or setting, 130 interrupted.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import sys
@@ -23,7 +24,7 @@ from kvrouter.router.common.escaping import printable_json
 from kvrouter.router.common.version import VERSION
 from kvrouter.router.config.loading import Origin, given_flags, load_config
 from kvrouter.router.config.settings import markdown, schema
-from kvrouter.router.server.checks import check_store_url
+from kvrouter.router.server.checks import check_settings, local_tokenizers
 
 # asyncio and rich are imported where they are used: they take longer than to refuse a wrong flag.
 if TYPE_CHECKING:
@@ -66,12 +67,20 @@ def serve(config: Path | None, flags: dict[str, Any]) -> None:
     file = config if config is not None else Path(named) if named else None
     settings = load_config(file, os.environ, flags)
     origin = Origin(None if file is None else str(file), given_flags(flags))
-    check_store_url(settings)
-    # What a router is made of takes seconds to import; a refusal and the client commands need none of it.
+    check_settings(settings, origin, os.environ)
+    local = local_tokenizers(settings)
+    # What a router is made of takes a second to import; a refusal and the client commands need none of it. All of it
+    # stays, so there is nothing for the garbage collector to find.
+    gc.disable()
     from kvrouter.router.server.app import serve as run_router
     from kvrouter.router.server.supervisor import supervise
 
-    _run(lambda: run_router(settings, origin) if settings.processes == 1 else supervise(settings, origin))
+    gc.freeze()
+    gc.enable()
+    if settings.processes > 1:
+        # Each process loads its own.
+        local.clear()
+    _run(lambda: run_router(settings, origin, local) if settings.processes == 1 else supervise(settings, origin))
 
 
 def _run(start: Callable[[], Coroutine[Any, Any, None]]) -> None:

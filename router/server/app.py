@@ -14,7 +14,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from kvrouter.router.proxy.upstream.pool import KEEP_IDLE_S, Pool
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore, EmbeddedStoreError
 from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
-from kvrouter.router.server.checks import local_tokenizers, log_cautions, tracing_of
+from kvrouter.router.server.checks import log_cautions, tracing_of
 from kvrouter.router.server.listener import bound_socket, port_taken, start_line
 from kvrouter.router.server.router_metrics import RouterMetrics
 from kvrouter.router.server.sibling_metrics import SiblingMetrics
@@ -54,6 +54,7 @@ from kvrouter.router.server.stopping import Server, stopping_on_signals
 from kvrouter.router.telemetry.log_format import set_up_logs
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.tokens.engine.client import Engine
+from kvrouter.router.tokens.engine.verification import LocalMaker
 from kvrouter.router.tokens.tokenizer import TextTokenizer
 from kvrouter.router.workers.allow_list import AllowList
 
@@ -118,9 +119,11 @@ class ProcessPart(msgspec.Struct, frozen=True):
     folder: str
 
 
-async def serve(config: Config, origin: Origin, part: ProcessPart | None = None) -> None:
+async def serve(
+    config: Config, origin: Origin, local: Mapping[str, LocalMaker], part: ProcessPart | None = None
+) -> None:
     """Runs a router until SIGTERM or SIGINT; one that is a part also until its supervisor is gone. origin: where config
-    came from. Raises SettingError and StartError before it serves."""
+    came from; local: the settings' tokenizers, by model. Raises SettingError and StartError before it serves."""
     set_up_logs(config.log_level, config.log_format, sys.stderr)
     allow_descriptors()
     with stopping_on_signals(config.shutdown_delay_s, part is not None) as stopping:
@@ -130,7 +133,9 @@ async def serve(config: Config, origin: Origin, part: ProcessPart | None = None)
             # First, because it fails most often, and fails fast.
             opened = bound_socket(config.host, config.port) if part is None else socket.socket(fileno=part.listener)
             listener = stack.enter_context(contextlib.closing(opened))
-            server = await stopping.unless_stopped(_start(config, origin, part, listener, stopping.shutdown, stack))
+            server = await stopping.unless_stopped(
+                _start(config, origin, local, part, listener, stopping.shutdown, stack)
+            )
             if server is not None:
                 stopping.server = server
                 try:
@@ -151,6 +156,7 @@ def allow_descriptors() -> None:
 async def _start(
     config: Config,
     origin: Origin,
+    local: Mapping[str, LocalMaker],
     part: ProcessPart | None,
     listener: socket.socket,
     shutdown: Shutdown,
@@ -166,7 +172,6 @@ async def _start(
     tracing = tracing_of(config, metrics.quality)
     if tracing is not None:
         stack.push_async_callback(tracing.close)
-    local = await asyncio.to_thread(local_tokenizers, config)
     if part is None:
         log_cautions(config)
     token = PRIVATE_TOKEN if config.redis is None else None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvrouter.router.common import compiled
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.config.cautions import open_to_all
+from kvrouter.router.config.loading import Origin
 from kvrouter.router.config.settings import Config, without_password
 from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.redis_client.url import parse_url
@@ -24,14 +26,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-def check_store_url(config: Config) -> None:
-    """Raises SettingError."""
-    if config.redis is None:
-        return
-    try:
-        parse_url(config.redis)
-    except StoreError as error:
-        raise SettingError(f"redis is {without_password(config.redis)!r}: {error}") from None
+def check_settings(config: Config, origin: Origin, environ: Mapping[str, str]) -> None:
+    """All that a start would refuse, before what a router is made of is imported. Raises SettingError."""
+    if config.redis is not None:
+        try:
+            parse_url(config.redis)
+        except StoreError as error:
+            raise SettingError(f"redis is {without_password(config.redis)!r}: {error}") from None
+    if config.otlp_endpoint is not None:
+        _tracing_class()
+    if config.kubernetes_selector is not None or config.workers_file is not None:
+        from kvrouter.router.discovery.sources import cluster_access, named_sources
+
+        cluster_access(config, environ)
+        named_sources(config, origin, environ, alone=False)
 
 
 def log_cautions(config: Config) -> None:
@@ -45,6 +53,10 @@ def tracing_of(config: Config, measures: QualityMetrics) -> Tracing | None:
     """Where traces go, None where none are wanted. Raises SettingError."""
     if config.otlp_endpoint is None:
         return None
+    return _tracing_class()(config.otlp_endpoint, measures.spans)
+
+
+def _tracing_class() -> type[Tracing]:
     try:
         # An extra, and a thread and some megabytes that most routers have no need of.
         from kvrouter.router.quality.tracing import Tracing
@@ -52,7 +64,7 @@ def tracing_of(config: Config, measures: QualityMetrics) -> Tracing | None:
         raise SettingError(
             f"otlp_endpoint needs a package that is not installed ({error.name}): pip install 'hybrid-kv-router[otel]'"
         ) from None
-    return Tracing(config.otlp_endpoint, measures.spans)
+    return Tracing
 
 
 def local_tokenizers(config: Config) -> dict[str, LocalMaker]:

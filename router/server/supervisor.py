@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import random
 import signal
 import socket
@@ -21,22 +20,18 @@ from asyncio.subprocess import PIPE, Process
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-import aiohttp
 import msgspec
 
 from kvrouter.router.common.errors import RouterError, StartError
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.loading import Origin
 from kvrouter.router.config.settings import Config
-from kvrouter.router.discovery.sources import sources_of
-from kvrouter.router.quality.quality_metrics import QualityMetrics
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStoreError
 from kvrouter.router.server.app import PRIVATE_TOKEN, ProcessPart, private_store, serve
-from kvrouter.router.server.checks import local_tokenizers, log_cautions, tracing_of
+from kvrouter.router.server.checks import local_tokenizers, log_cautions
 from kvrouter.router.server.listener import bound_socket, start_line
 from kvrouter.router.server.stopping import HURRY
 from kvrouter.router.telemetry.log_format import set_up_logs
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +85,6 @@ async def supervise(config: Config, origin: Origin) -> None:
 async def _run(config: Config, origin: Origin, listener: socket.socket, running: set[Process]) -> None:
     """running: has the processes that live."""
     async with AsyncExitStack() as stack:
-        await _check_settings(config, origin)
         log_cautions(config)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvrouter-"))
         url = config.redis
@@ -105,7 +99,7 @@ async def _run(config: Config, origin: Origin, listener: socket.socket, running:
         children = [_Child(order, running) for order in orders]
         try:
             async with asyncio.TaskGroup() as group:
-                # The first alone: it compiles what the others then load, and registers the workers of the sources.
+                # The first alone: it registers the workers of the sources.
                 for child in children:
                     group.create_task(child.keep())
                     if child is children[0]:
@@ -115,15 +109,6 @@ async def _run(config: Config, origin: Origin, listener: socket.socket, running:
                 print(start_line(config, listener, children[0].workers), flush=True)
         except* RouterError as errors:
             raise errors.exceptions[0] from None
-
-
-async def _check_settings(config: Config, origin: Origin) -> None:
-    """All that the processes would refuse, before the store is started. Raises SettingError."""
-    if (tracing := tracing_of(config, QualityMetrics(MetricRegistry()))) is not None:
-        await tracing.close()
-    await asyncio.to_thread(local_tokenizers, config)
-    async with aiohttp.ClientSession() as session:
-        sources_of(config, origin, os.environ, alone=False, session=session, rng=random.Random())
 
 
 def _order(config: Config, origin: Origin, url: str, number: int, folder: str, listener: socket.socket) -> ChildOrder:
@@ -206,7 +191,8 @@ def main() -> int:
     order = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildOrder)
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(order.config, order.origin, order.part))
+            local = local_tokenizers(order.config)
+            runner.run(serve(order.config, order.origin, local, order.part))
     except RouterError as error:
         print(f"kvrouter: {error}", file=sys.stderr)
         return 1

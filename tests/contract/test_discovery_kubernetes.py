@@ -17,7 +17,8 @@ from fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
 
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.discovery.kubernetes import api as cluster_api
-from kvrouter.router.discovery.kubernetes.api import Access, ClusterApi, access_from
+from kvrouter.router.discovery.kubernetes.access import Access, access_from
+from kvrouter.router.discovery.kubernetes.api import ClusterApi
 from kvrouter.router.discovery.kubernetes.source import KubernetesSource
 
 TIMEOUT_S = 10.0

@@ -42,3 +42,15 @@ print(code, *sorted({{name.partition(".")[0] for name in sys.modules}} & {set(HE
 def test_help_and_refusals_import_nothing_heavy(arguments: Sequence[str], code: int) -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM, *arguments], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == str(code)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--workers-file", "/nowhere.yaml"], ["--tokenizer", "m=/nowhere"], ["--kubernetes-selector", "app=vllm"]],
+    ids=lambda given: given[0],
+)
+def test_what_a_setting_names_is_looked_for_with_numpy_at_most(arguments: Sequence[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, "serve", *arguments], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] in ("2", "2 numpy"), done.stdout

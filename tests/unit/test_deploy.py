@@ -16,7 +16,7 @@ import yaml
 from kvrouter.router.config.loading import load_config
 from kvrouter.router.config.settings import Config
 from kvrouter.router.discovery.files.workers_file import parse_workers
-from kvrouter.router.discovery.kubernetes.api import access_from
+from kvrouter.router.discovery.kubernetes.access import access_from
 from kvrouter.router.discovery.kubernetes.pods import Pod, candidates_of
 from kvrouter.router.server.supervisor import CLOSE_TIMEOUT_S
 from kvrouter.router.workers.source_precedence import FILE
