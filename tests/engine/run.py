@@ -100,7 +100,9 @@ def main() -> int:
     shutil.rmtree(SITE, ignore_errors=True)
     pip(python, "install", "--no-deps", "--target", str(SITE), str(ROOT))
     environ = {**os.environ, "PYTHONPATH": str(SITE)}
-    arguments = sys.argv[1:] or [*PARALLEL, "tests/engine"]
+    arguments = sys.argv[1:]
+    if not any(Path(one.partition("::")[0]).exists() for one in arguments):
+        arguments = [*PARALLEL, "tests/engine", *arguments]
     return subprocess.run([python, "-m", "pytest", *arguments], cwd=ROOT, env=environ, check=False).returncode
 
 
