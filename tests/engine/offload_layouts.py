@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from strided_pages import LayerCache, strided_pages
 
-from kvrouter.engine_patch.offload.memory.canonical import CanonicalCaches, LayerCache, canonical_caches
+from kvrouter.engine_patch.offload.memory.canonical import CanonicalCaches
 
-Views = Mapping[str, torch.Tensor | Sequence[torch.Tensor] | LayerCache]
+Views = Mapping[str, torch.Tensor | LayerCache]
 
 # Of every layout; not 2, which may be keys and values.
 NUM_BLOCKS = 12
@@ -38,7 +39,7 @@ class Layout:
         return [torch.randint(-128, 128, (size,), dtype=torch.int8, generator=generator) for size in self.storages]
 
     def caches(self, raw: Sequence[torch.Tensor]) -> CanonicalCaches:
-        return canonical_caches(self.views(raw), self.groups, NUM_BLOCKS)
+        return strided_pages(self.views(raw), self.groups, NUM_BLOCKS)
 
     def blocks(self, raw: Sequence[torch.Tensor], group: int) -> list[torch.Tensor]:
         """Views of the group's layers whose first dimension counts blocks, as integers of the elements' size: bytes
@@ -47,8 +48,7 @@ class Layout:
         found = []
         for name in self.groups[group]:
             view = views[name]
-            tensors = view.tensors if isinstance(view, LayerCache) else [view] if torch.is_tensor(view) else view
-            for tensor in tensors:
+            for tensor in view.tensors if isinstance(view, LayerCache) else (view,):
                 whole = tensor.view(INTEGERS[tensor.element_size()])
                 by_block = whole.movedim(1, 0) if whole.shape[0] == 2 else whole
                 found.append(by_block.unflatten(0, (NUM_BLOCKS, -1)))
@@ -137,13 +137,12 @@ def mamba(raw: Sequence[torch.Tensor]) -> Views:
 
 
 def mamba_states(raw: Sequence[torch.Tensor]) -> Views:
-    """Two states of a page with a gap of 12 bytes between them, each a tensor of its own in a list."""
-    return {
-        "l0": [
-            take(raw[0], torch.bfloat16, (NUM_BLOCKS, 3, 6), (64, 6, 1)),
-            take(raw[0], torch.float32, (NUM_BLOCKS, 4, 5), (32, 5, 1), 48),
-        ]
-    }
+    """Two states of a page with a gap of 12 bytes between them, each a tensor of its own."""
+    states = (
+        take(raw[0], torch.bfloat16, (NUM_BLOCKS, 3, 6), (64, 6, 1)),
+        take(raw[0], torch.float32, (NUM_BLOCKS, 4, 5), (32, 5, 1), 48),
+    )
+    return {"l0": LayerCache(states)}
 
 
 def shared(raw: Sequence[torch.Tensor]) -> Views:

@@ -17,9 +17,9 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.engine
 
 from offload_layouts import LAYOUTS, NUM_BLOCKS, Layout  # noqa: E402
+from strided_pages import strided_pages  # noqa: E402
 
 from kvrouter.engine_patch.offload.memory import copier as copier_module  # noqa: E402
-from kvrouter.engine_patch.offload.memory.canonical import canonical_caches  # noqa: E402
 from kvrouter.engine_patch.offload.memory.copier import CpuCopier  # noqa: E402
 from kvrouter.engine_patch.offload.memory.region import Region  # noqa: E402
 from kvrouter.engine_patch.offload.memory.slot_layout import GroupPart, Plan, SlotLayout, num_chunks  # noqa: E402
@@ -182,7 +182,7 @@ def test_what_is_not_there_is_refused_and_nothing_is_changed(wrong: GroupPart) -
 @pytest.mark.parametrize("direction", ["store", "load"])
 def test_the_interpreter_is_free_while_a_copy_runs(page_bytes: int, direction: str) -> None:
     cache = torch.zeros(16, page_bytes, dtype=torch.int8)
-    caches = canonical_caches({"layer": cache}, [["layer"]], 16)
+    caches = strided_pages({"layer": cache}, [["layer"]], 16)
     slots = torch.zeros(16, page_bytes, dtype=torch.int8)
     copier = CpuCopier(caches, SlotLayout(caches.page_bytes, 1, page_bytes), slots)
     plan = (part(0, list(range(16)), 0, list(range(15, -1, -1))),)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Caches in any layout as the pages that a copier moves: the runs of bytes that a block has, found from strides alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from kvrouter.engine_patch.offload.memory.canonical import CanonicalCaches, PageRef, PageTensor
+
+# Keys and values, where a cache has them as its first dimension.
+KV_HALVES = 2
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer's cache. tensors: several for Mamba, one per kind of state. page_size_bytes: of a block with its padding;
+    None: what the tensors cover. Blocks, or kernel blocks of which several are one block, are the first dimension, or
+    the second behind one of keys and values."""
+
+    tensors: tuple[torch.Tensor, ...]
+    page_size_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """`width` bytes of each block, of which the first `used` hold something."""
+
+    storage: int
+    offset: int
+    stride: int
+    width: int
+    used: int
+
+
+def strided_pages(
+    layers: Mapping[str, torch.Tensor | LayerCache], groups: Sequence[Sequence[str]], num_blocks: int
+) -> CanonicalCaches:
+    """layers: by name; groups: the names of each group's layers."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    group_runs = []
+    for names in groups:
+        runs: list[_Run] = []
+        for name in names:
+            cache = layers[name]
+            cache = cache if isinstance(cache, LayerCache) else LayerCache((cache,))
+            found: list[_Run] = []
+            for tensor in cache.tensors:
+                storage = tensor.untyped_storage()
+                storages.setdefault(storage.data_ptr(), storage)
+                found += _runs(tensor, list(storages).index(storage.data_ptr()), num_blocks)
+            runs += _padded(_joined(found), cache.page_size_bytes)
+        group_runs.append(_joined(runs))
+    # One tensor for each place, as wide as its widest user needs.
+    widths: dict[tuple[int, int, int], int] = {}
+    for run in itertools.chain.from_iterable(group_runs):
+        place = (run.storage, run.offset, run.stride)
+        widths[place] = max(widths.get(place, 0), run.width)
+    tensors = []
+    for (number, offset, stride), width in widths.items():
+        view = torch.empty(0, dtype=torch.int8).set_(
+            list(storages.values())[number], offset, (num_blocks, width), (stride, 1)
+        )
+        tensors.append(PageTensor(view, width))
+    numbers = {place: number for number, place in enumerate(widths)}
+    refs = [[PageRef(numbers[r.storage, r.offset, r.stride], r.used) for r in runs] for runs in group_runs]
+    return CanonicalCaches(tensors, refs)
+
+
+def _runs(tensor: torch.Tensor, storage: int, num_blocks: int) -> Iterator[_Run]:
+    element = tensor.element_size()
+    dims = [(int(size), int(stride) * element) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    size, stride = dims.pop(1 if dims[0][0] == KV_HALVES else 0)
+    ratio, rest = divmod(size, num_blocks)
+    assert not rest
+    width = element
+    outer: list[tuple[int, int]] = []
+    # The kernel blocks of one block follow one another.
+    for n, step in sorted(((n, step) for n, step in [*dims, (ratio, stride)] if n > 1), key=lambda dim: dim[1]):
+        if step == width:
+            width *= n
+        else:
+            outer.append((n, step))
+    start = tensor.storage_offset() * element
+    for steps in itertools.product(*([step * i for i in range(n)] for n, step in outer)):
+        yield _Run(storage, start + sum(steps), stride * ratio, width, width)
+
+
+def _joined(runs: Sequence[_Run]) -> list[_Run]:
+    """Those side by side in every block as one; a place that comes twice, once."""
+    joined: list[_Run] = []
+    for run in sorted(runs, key=lambda run: (run.storage, run.stride, run.offset)):
+        last = joined[-1] if joined else None
+        if last is None or (last.storage, last.stride) != (run.storage, run.stride):
+            joined.append(run)
+        elif last.offset == run.offset:
+            joined[-1] = replace(last, width=max(last.width, run.width), used=max(last.used, run.used))
+        elif last.offset + last.width == run.offset:
+            joined[-1] = replace(last, width=last.width + run.width, used=last.width + run.used)
+        else:
+            joined.append(run)
+    return joined
+
+
+def _padded(runs: list[_Run], page: int | None) -> list[_Run]:
+    """As one page with its padding, where they lie within one."""
+    first, last = runs[0], runs[-1]
+    span = last.offset + last.used - first.offset
+    if page is None or len({(run.storage, run.stride) for run in runs}) > 1 or span > page:
+        return runs
+    return [replace(first, width=page, used=span)]
