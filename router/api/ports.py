@@ -7,7 +7,7 @@ All of it runs in one asyncio loop; `ask` is synchronous and does no I/O. Errors
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvrouter.router.common.ids import WorkerKey
@@ -37,7 +37,9 @@ class CorePort(Protocol):
         """The worker's id as registered, a number if it was one."""
         ...
 
-    def statuses(self) -> Sequence[WorkerStatus]: ...
+    def statuses(self) -> Iterable[WorkerStatus]:
+        """Each is made when it is read; workers may come and go meanwhile."""
+        ...
 
     def ask(self, question: Question) -> Sequence[Hit]:
         """One hit for each worker of the model. Raises UnknownModel, UnknownWorker, BadQuestion."""

@@ -13,8 +13,10 @@ from kvrouter.router.workers.engine_lists import EngineLists, ServedModels
 from kvrouter.router.workers.model_names import unserved_problem
 from kvrouter.router.workers.provenance import origin_problems
 
-# Some milliseconds for a thousand workers: of many that come at once, not each is worth it.
+# Of many workers that come at once, not each is judged: a pause lasts at least this, and so long that judging takes at
+# most this share of the time. A thousand workers take tens of milliseconds.
 JUDGE_PAUSE_S = 0.05
+JUDGE_SHARE = 0.1
 
 
 class RegistrationJudge:
@@ -24,8 +26,8 @@ class RegistrationJudge:
         self._registry = registry
         self._engines = engines
         self._clock = clock
-        # When it was done last, when it will be, and by which publishers.
-        self._judged_s: float | None = None
+        # When it may be done next, when it will be, and by which publishers it was done last.
+        self._next_s: float | None = None
         self._judging: asyncio.TimerHandle | None = None
         self._lives: dict[WorkerKey, str] = {}
         registry.subscribe(members=self._judge_soon)
@@ -37,10 +39,10 @@ class RegistrationJudge:
 
     def _judge_soon(self) -> None:
         """At once, unless it was done a moment ago."""
-        if self._judged_s is None:
+        if self._next_s is None:
             # A start loads them all, and judges once.
             return
-        pause_s = self._judged_s + JUDGE_PAUSE_S - self._clock()
+        pause_s = self._next_s - self._clock()
         if pause_s <= 0:
             self.judge()
         elif self._judging is None:
@@ -48,6 +50,7 @@ class RegistrationJudge:
 
     def judge(self) -> None:
         self.stop()
+        begun_s = self._clock()
         registrations, self._lives = self._registry.registrations(), self._publishers()
         contradictions = origin_problems(registrations, self._engines.sources, self._lives)
         ranks = Counter(one.worker.worker_id for one in registrations)
@@ -58,7 +61,8 @@ class RegistrationJudge:
                 contradiction=contradictions.get(worker, ""),
                 note=unserved_problem(worker.model, engine.names, engine.adapters),
             )
-        self._judged_s = self._clock()
+        ended_s = self._clock()
+        self._next_s = ended_s + max(JUDGE_PAUSE_S, (ended_s - begun_s) / JUDGE_SHARE)
 
     def judge_publishers(self) -> None:
         """To be called now and then, as patched publishers name their epochs at any time."""

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import aiohttp
 import zmq
@@ -266,10 +266,12 @@ class Core:
         """One hit for each worker of the model that the question does not leave out, in no particular order."""
         return filter_hits(self.finder.hits(question), question)
 
-    def statuses(self) -> list[WorkerStatus]:
+    def statuses(self) -> Iterator[WorkerStatus]:
         unread, now = self._contact.unread_problem, self._clock()
-        ordered = sorted(self.registry.streams.items())
-        return [worker_status(stream, self.mirror_sync, unread, now) for _, stream in ordered]
+        for worker, stream in sorted(self.registry.streams.items()):
+            # It may have gone since the row before was read.
+            if self.registry.streams.get(worker) is stream:
+                yield worker_status(stream, self.mirror_sync, unread, now)
 
     def readiness(self) -> str | None:
         if not self._loaded:

@@ -45,6 +45,9 @@ HASH_BLOCK_STEP_TOKENS = 8
 # uncompiled, and an engine either announces smaller blocks too or can be declared.
 MAX_GUESSED_BLOCK_TOKENS = 2048
 
+# The default seed and the router's own, for each algorithm; every worker has its scheme from one of these.
+CACHED_SEEDS = 64
+
 ExtraKeys = tuple[tuple[object, ...], ...]
 
 
@@ -101,6 +104,7 @@ class HashScheme(msgspec.Struct, frozen=True, cache_hash=True):
         return f"{self.algo}/{self.none_hash[:4].hex()}"
 
     @classmethod
+    @functools.lru_cache(maxsize=CACHED_SEEDS)
     def from_seed(cls, algo: str, seed: str) -> HashScheme:
         """The scheme of an engine started with PYTHONHASHSEED=`seed`."""
         algorithm = _algorithm(algo)

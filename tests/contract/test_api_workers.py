@@ -3,18 +3,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-from api_support import TinyCore, build, call
+from api_support import TinyCore, ask_app, build, call, status
 
+from kvrouter.router.api.workers import ROWS_A_TURN
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.redis_client.errors import StoreUnavailable
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.workers.registration_from_body import MAX_LORAS, MAX_PATH_CHARS
+from kvrouter.router.workers.worker_status import WorkerStatus
 
 BARE = {"worker_id": "w0", "model": "m", "endpoint": "tcp://10.0.0.5:5557"}
 W0 = WorkerKey("m", "w0", 0)
@@ -313,3 +317,35 @@ def test_a_worker_drains_until_it_is_active_again(core: TinyCore) -> None:
     call(app, "PATCH", "/workers/w0", {"state": "active"})
     assert not core.registered[worker].draining
     assert call(app, "PATCH", "/workers/w0", {"state": "gone"}).status == 400
+
+
+class TurnsCore(TinyCore):
+    """A fleet of `rows` workers, which keeps at which turn of the loop each row was made."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.turn = 0
+        self.turns: list[int] = []
+
+    def statuses(self) -> Iterator[WorkerStatus]:  # type: ignore[override]
+        for n in range(self.rows):
+            self.turns.append(self.turn)
+            yield status(WorkerKey("m", f"w{n}", 0), None)
+
+    async def count_turns(self) -> None:
+        while True:
+            self.turn += 1
+            await asyncio.sleep(0)
+
+
+def test_a_long_list_of_workers_lets_others_have_their_turn() -> None:
+    async def listed(core: TurnsCore) -> int:
+        counting = asyncio.create_task(core.count_turns())
+        answer = await ask_app(build(core)[0], "GET", "/workers")
+        counting.cancel()
+        return len(answer.json()["workers"])
+
+    core = TurnsCore(3 * ROWS_A_TURN)
+    assert asyncio.run(listed(core)) == core.rows
+    assert max(core.turns.count(turn) for turn in core.turns) <= ROWS_A_TURN
