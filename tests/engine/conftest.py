@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-# vLLM reads these when it is imported: no telemetry, no downloads, event sockets on the loopback interface.
+# vLLM reads these when it is imported: no telemetry, no downloads, event sockets on the loopback interface. One thread:
+# these models are too small for more, and threads that wait for each other spin on cores that other engines need.
 os.environ.update(
     VLLM_NO_USAGE_STATS="1",
     DO_NOT_TRACK="1",
     HF_HUB_OFFLINE="1",
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_HOST_IP="127.0.0.1",
+    OMP_NUM_THREADS="1",
     VLLM_LOGGING_LEVEL="ERROR",
 )
 # pytest's importlib mode leaves sys.path alone; the helpers of this folder are imported by their plain names.
