@@ -36,8 +36,9 @@ def rss_bytes(pid: int) -> int:
 
 
 def cpu_by_process(pid: int) -> dict[int, float]:
-    """CPU time (user and system, in s) by process id: of a process, its threads that still live, and its children. Unlike
-    wall time it hardly depends on what else runs on the machine. Source: /proc/PID/task/TID/schedstat (ns), children."""
+    """CPU time (user and system, in s) by process id: of a process, its threads that still live, and its children.
+    Unlike wall time it hardly depends on what else runs on the machine. Source: /proc/PID/task/TID/schedstat (ns),
+    children."""
     found = {pid: 0.0}
     for task in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):

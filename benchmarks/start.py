@@ -2,7 +2,8 @@
 """Claim: a router answers within a second, and a wrong setting is refused within half of one.
 
 CPU time is that of the command and its children, the private store included, until the first answer of /health or the
-end of the command. Each round starts every command once; the first start, which reads all from the disk, is not counted.
+end of the command. Each round starts every command once; the first start, which reads all from the disk, is not
+counted.
 """
 
 from __future__ import annotations

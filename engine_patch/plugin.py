@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry point that vLLM calls in each of its processes: it replaces two constructors, and a scheduler does the rest.
+"""The entry point that vLLM calls in each of its processes: it replaces two constructors, and a scheduler does the
+rest.
 
 Only a scheduler with an enabled zmq publisher starts a reporter. KVROUTER_PATCH=0 leaves vLLM untouched.
 """

@@ -2,8 +2,8 @@
 """This router beside those who do the same, in one run: dynamo.indexer, dynamo.select_service, vllm-router, and llm-d's
 layout in Valkey.
 
-Every row alternates between the sides, on the same events and requests, after their answers were compared. A ratio above
-one says that this router is ahead. The table is written to docs/reference/benchmarks.md, and all rounds to
+Every row alternates between the sides, on the same events and requests, after their answers were compared. A ratio
+above one says that this router is ahead. The table is written to docs/reference/benchmarks.md, and all rounds to
 benchmarks/results/peers.json; --quick ones are printed only. The peers' packages come from PyPI into environments under
 $KVROUTER_CACHE (by default ~/.cache/hybrid-kv-router), built on first use; a peer that cannot be had is named in the
 table with the reason.

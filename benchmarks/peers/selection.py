@@ -2,8 +2,8 @@
 """`POST /select` of 8,192 token ids, and the life of a reservation, beside dynamo.select_service.
 
 Both follow the same 16 event streams and serve the same client over one kept connection, in turns. In "last 256 new" a
-prompt's first 7,936 ids are cached and came in earlier requests; in "all new" nothing is cached. No prompt is sent twice
-in a round. Choices are compared first: the same tokens reused, at a worker that holds them.
+prompt's first 7,936 ids are cached and came in earlier requests; in "all new" nothing is cached. No prompt is sent
+twice in a round. Choices are compared first: the same tokens reused, at a worker that holds them.
 """
 
 from __future__ import annotations

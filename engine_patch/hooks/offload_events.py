@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reports what the OffloadingConnector's manager does from its raw events, with group, hash form and positions as for the
-GPU.
+"""Reports what the OffloadingConnector's manager does from its raw events, with group, hash form and positions as for
+the GPU.
 
 The connector's own KV events go to vLLM's topic unchanged, and are left out of ours. Events that are taken early, at a
 reset, are held and returned at the next take in the same order, so that vLLM's topic stays the same.
@@ -54,8 +54,8 @@ Handed = tuple[list[Any], list[Any]]
 
 
 class Offload:
-    """One OffloadingConnector's scheduler side. Reports in the engine's thread: `taken` with the next batch, `report` (raw
-    events) and `cleared` at once."""
+    """One OffloadingConnector's scheduler side. Reports in the engine's thread: `taken` with the next batch, `report`
+    (raw events) and `cleared` at once."""
 
     def __init__(
         self,
@@ -146,8 +146,8 @@ class Offload:
         scheduler.reset_cache = reset_cache
 
     def _hold(self) -> None:
-        """The manager emptied its primary tier, with or without an event. Events with an owner belong to another tier and
-        are reported now."""
+        """The manager emptied its primary tier, with or without an event. Events with an owner belong to another tier
+        and are reported now."""
         self._owed = self._pending()
         fresh = list(self._take_raw())
         self._held += fresh

@@ -3,8 +3,8 @@
 
 Invariant: the ledger equals the state of a reader that applied every message below `next_seq`. A message that is not
 sent still uses up its seq, so that readers see the gap and load a snapshot. When the ledger itself misses changes,
-nothing can be proven against it: a new epoch begins with an empty ledger. Readers then credit too little until blocks are
-stored again, never too much. No sockets, no threads.
+nothing can be proven against it: a new epoch begins with an empty ledger. Readers then credit too little until blocks
+are stored again, never too much. No sockets, no threads.
 """
 
 from __future__ import annotations

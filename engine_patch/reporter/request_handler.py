@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests and their replies: a hello, a snapshot, or a refusal. No sockets: `reply` returns what became of a payload."""
+"""Requests and their replies: a hello, a snapshot, or a refusal. No sockets: `reply` returns what became of a
+payload."""
 
 from __future__ import annotations
 

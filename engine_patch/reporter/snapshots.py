@@ -89,7 +89,8 @@ class SnapshotService:
         return True
 
     def turn(self, now_s: float) -> bool:
-        """Sends one part to the client whose turn it is; to the next one when it takes none. False: no client took any."""
+        """Sends one part to the client whose turn it is; to the next one when it takes none. False: no client took
+        any."""
         for _ in range(len(self._clients)):
             client = self._clients.popleft()
             if client.pending is None:

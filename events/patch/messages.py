@@ -210,7 +210,8 @@ Request: TypeAlias = HelloRequest | SnapshotRequest
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello", omit_defaults=True):
-    """Describes the publisher. `reports` is the PUB endpoint as bound: a wildcard stands for the host of the request."""
+    """Describes the publisher. `reports` is the PUB endpoint as bound: a wildcard stands for the host of the
+    request."""
 
     id: int
     epoch: str

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from kvrouter.events.vllm.replay_request import Purpose, Request
 
-# Answers between two readings of the whole ring: an endpoint that never sends all of it must not void the index at every
-# check.
+# Answers between two readings of the whole ring: an endpoint that never sends all of it must not void the index at
+# every check.
 ANSWERS_BETWEEN_READINGS = 3
 
 

@@ -55,8 +55,8 @@ class EngineRestarted(msgspec.Struct, frozen=True):
 
 
 class EngineSame(msgspec.Struct, frozen=True):
-    """It is the same process as before. asked_s: when the request was sent, on the clock of the stream. start_s: when its
-    process started, on its own clock."""
+    """It is the same process as before. asked_s: when the request was sent, on the clock of the stream. start_s: when
+    its process started, on its own clock."""
 
     asked_s: float
     start_s: float

@@ -51,8 +51,8 @@ class Contact(msgspec.Struct):
     """What is known of the connection to the engine, and of the proof that nothing was missed. Times: seconds.
 
     down: why the engine is down by what its HTTP says; absent: why its URL has never answered; a stream that is
-    connected says more than its URL. expired: the engine's process is another, and the stream has not started again yet:
-    its batches may be the old one's. gap_open: counted, and neither filled nor lost yet. incomplete: the replay
+    connected says more than its URL. expired: the engine's process is another, and the stream has not started again
+    yet: its batches may be the old one's. gap_open: counted, and neither filled nor lost yet. incomplete: the replay
     endpoint may have more than is known. fingerprint: of the last batch. process_start_s: when the process started that
     said what is held, by its HTTP; told_start_s: what its HTTP answered since the last batch. next_seq_s: when the next
     seq came after a new connection, while only the engine's HTTP can prove that it is the same life."""

@@ -20,8 +20,8 @@ def hash_blocks(
     digest: Callable[[bytes], bytes] | None,
     hashes: NDArray[np.uint64],
 ) -> bytes | None:
-    """Fill `hashes`, one for each block of `token_ids`, with the last 8 bytes of the digests, each the next one's parent.
-    Returns the last whole digest, None for blocks that have to be serialised in Python.
+    """Fill `hashes`, one for each block of `token_ids`, with the last 8 bytes of the digests, each the next one's
+    parent. Returns the last whole digest, None for blocks that have to be serialised in Python.
 
     endings: of each block, the serialised bytes from its extra keys on; the last one is that of all further blocks.
     cbor: serialise as cbor2 does, else as pickle. digest: None for SHA-256. Raises ValueError on sizes that do not fit.

@@ -3,9 +3,9 @@
 
 Each spec group is a floor function; the hit is their greatest common fixpoint below num_tokens - 1. What the CPU and
 disk tiers add on top is in `offload_hit.py`. No I/O, no names: residency comes as rows of place bits
-(`matching/mirror_table.py`), the catalog as the integer tables of `hit_tables.py`. Lengths are in tokens; a block is looked up
-by the hash at its last hash boundary. shift: hashes before the prompt's part that is judged, as vLLM looks a suffix up
-in a tier's own block pool.
+(`matching/mirror_table.py`), the catalog as the integer tables of `hit_tables.py`. Lengths are in tokens; a block is
+looked up by the hash at its last hash boundary. shift: hashes before the prompt's part that is judged, as vLLM looks a
+suffix up in a tier's own block pool.
 
 Source: vLLM 0.32.0 v1/core/kv_cache_coordinator.py:796, v1/core/single_type_kv_cache_manager.py:733 :956 :1269 :1454.
 """

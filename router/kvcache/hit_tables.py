@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker's catalog and places as the integer tables that the hit rule reads.
 
-Columns are constants here so that the rule and the builder cannot disagree. A *place bit* says that a block is resident in
-one place; 16 of them make a row (a *bank*), and a worker with more places has more banks.
+Columns are constants here so that the rule and the builder cannot disagree. A *place bit* says that a block is resident
+in one place; 16 of them make a row (a *bank*), and a worker with more places has more banks.
 """
 
 from __future__ import annotations

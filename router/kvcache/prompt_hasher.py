@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hashes of a prompt, segment by segment, and a bounded memory of hashed segments.
 
-Invariant: what the memory returns equals what hashing would give, for any input: entries hold the tokens themselves, and
-a key's fingerprint of them only finds the entry. Memory and hashers are for one thread; neither does I/O nor reads a
-clock.
+Invariant: what the memory returns equals what hashing would give, for any input: entries hold the tokens themselves,
+and a key's fingerprint of them only finds the entry. Memory and hashers are for one thread; neither does I/O nor reads
+a clock.
 """
 
 from __future__ import annotations

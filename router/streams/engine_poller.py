@@ -28,8 +28,8 @@ from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_record import WorkerRecord
 from kvrouter.router.workers.provenance import engine_ranks
 
-# Every second poll requests /metrics too: some 100 kB, with the start time and the load of the engine; only /health says
-# whether its core lives. The load of what the router itself sent is known without a poll.
+# Every second poll requests /metrics too: some 100 kB, with the start time and the load of the engine; only /health
+# says whether its core lives. The load of what the router itself sent is known without a poll.
 METRICS_EVERY = 2
 # A busy engine answers its /health within a second; what takes longer counts as a miss.
 TIMEOUT_S = 2.0

@@ -149,8 +149,8 @@ class TokenRequest:
 def read(path: str, raw: bytes) -> TokenRequest | NDArray[np.int64]:
     """The request for tokens, or the ids if the client has given them (int64). Of several prompts, the first decides.
 
-    Raises BadQuestion where the body is not a JSON object, and Unknown where it has no tokens or none that could be found
-    out."""
+    Raises BadQuestion where the body is not a JSON object, and Unknown where it has no tokens or none that could be
+    found out."""
     try:
         body = _fields.decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The router's HTTP and its proxy in a thread, on a core that takes the first worker that it may: so tests know who is
-asked."""
+called."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class InOrder(TinyCore):
 
 
 class Placed:
-    """A place at a worker, and what its request told of itself."""
+    """A place at a worker, and what its request reported."""
 
     def __init__(self, hit: Hit, url: str | None, num_tokens: int) -> None:
         self.selection_id = f"{random.getrandbits(128):032x}"

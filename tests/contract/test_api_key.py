@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""With an API key, nothing but the health paths is had without it: every route there is, by every method."""
+"""With an API key, only the health paths answer without it: every route there is, by every method."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def test_a_worker_drains_until_it_is_active_again(core: TinyCore) -> None:
     (worker,) = core.registered
     assert call(app, "PATCH", "/workers/w0", {"state": "draining"}).status == 200
     assert core.registered[worker].draining
-    # An engine that registers again knows nothing of it.
+    # An engine that registers again does not know.
     call(app, "POST", "/register", body | {"url": "http://h:2"})
     assert (core.registered[worker].draining, core.registered[worker].url) == (True, "http://h:2")
     call(app, "PATCH", "/workers/w0", {"url": "http://h:3"})

@@ -56,13 +56,13 @@ class Listed:
         self.show(*specs)
 
     def show(self, *specs: str) -> None:
-        """Each with its model and events, so that no engine is asked."""
+        """Each with its model and events, so that no engine is queried."""
         self.shown = [
             candidate_of(parse_worker(f"{spec},model=m,events=tcp://127.0.0.1:1"), self.name) for spec in specs
         ]
 
     async def run(self, changed: Callable[[], None]) -> None:
-        """It only changes when it is told to."""
+        """It changes only when the test sets it."""
 
 
 class Router:

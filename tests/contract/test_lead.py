@@ -338,7 +338,7 @@ def test_credit_that_the_fleet_gives_back_reaches_the_other_routers_of_a_silent_
                 lambda: follower.registry.streams[WORKER].view.state is StreamState.MISMATCHED, "no contradiction"
             )
             told = functools.partial(server.client.hget, keys.meta(WORKER), "credited")
-            await until(lambda: told() == b"0", "the other routers are not told of it")
+            await until(lambda: told() == b"0", "the other routers do not learn of it")
             await one.unregister("other")
             await until(lambda: len(two.statuses()) == 1, "the other worker stays")
             await until(lambda: is_well(one, 12) and is_well(two, 12), "not both are well again")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that is really full, and a folder that can really not be written any more: the kernel says no, not a
+"""A disk that is really full, and a folder that can really no longer be written: the kernel says no, not a
 stand-in."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines that fail and hang: who is asked again, who is blamed, and what the client sees. Real sockets."""
+"""Engines that fail and hang: who is tried again, who is blamed, and what the client sees. Real sockets."""
 
 from __future__ import annotations
 

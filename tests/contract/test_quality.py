@@ -23,7 +23,7 @@ TEXT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 
 
 def usage(cached: int | None, prompt: int = 99, completion: int = 4) -> dict[str, Any]:
-    """As vLLM tells it, with --enable-prompt-tokens-details unless `cached` is None."""
+    """As vLLM reports it, with --enable-prompt-tokens-details unless `cached` is None."""
     details = None if cached is None else {"cached_tokens": cached}
     return {"prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": details}
 
@@ -240,4 +240,4 @@ def test_a_workers_series_end_with_it() -> None:
         page = router.registry.own_page().decode()
         assert not [line for line in page.splitlines() if 'worker="w0"' in line]
         router.post(COMPLETIONS, TOKENS)
-        until(lambda: counted(router) == {"exact": 1}, "it is counted anew")
+        until(lambda: counted(router) == {"exact": 1}, "it is counted again")

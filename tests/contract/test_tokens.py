@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which engine or tokenizer makes the tokens of a text, and how it is verified. Real HTTP servers answer as vLLM does."""
+"""Which engine or tokenizer makes the tokens of a text, and how it is verified. Real HTTP servers answer as vLLM
+does."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def test_an_engine_renders_a_chat_and_a_text() -> None:
             prompt = await it.chat(temperature=0.5, stream=True, cache_salt="s", model="alias", max_tokens=3)
             assert (ids(prompt), prompt.source, prompt.problem) == (tokens_of(CHAT), "render", "")
             assert prompt.num_tokens == len(tokens_of(CHAT))
-            # What the engine was asked with decides about tokens; not who asks nor how it is sampled.
+            # What the request says decides about tokens; not who sends it nor how it is sampled.
             assert it.engines[0].asked[-1] == (RENDER_CHAT, {**CHAT, "mm_payload": "none"})
             prompt = await it.text("Hallo")
             assert (ids(prompt), prompt.source) == ([1, *b"Hallo"], "render")
@@ -105,7 +106,7 @@ def test_a_local_tokenizer_that_agrees_is_used() -> None:
 def test_a_local_tokenizer_that_differs_is_reported_and_not_used(wrong: str, way: str) -> None:
     async def test() -> None:
         async with case(local=Here(wrong)) as it:
-            # Judged when it is known, not when it is first asked.
+            # Judged when it is known, not when it is first queried.
             await until(it.tokenizing.health)
             assert [
                 f"the tokenizer here makes other tokens of a {way}" in problem for problem in it.tokenizing.health()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Traces: what a collector gets of a request, what the engine is told, and that nobody waits for a collector. Real
+"""Traces: what a collector gets of a request, what the engine gets, and that nobody waits for a collector. Real
 sockets."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def parts_of(asked: Asked) -> tuple[str, str, str]:
-    """Trace, span and flags that an engine was told."""
+    """Trace, span and flags that an engine got."""
     (given,) = asked.all("traceparent")
     version, trace_id, span_id, flags = given.split("-")
     assert version == "00"

@@ -89,7 +89,7 @@ def chat_fleet(folder: Path, model: Path, arguments: Sequence[str] = ()) -> Iter
             flags += ["--worker", spec]
         router = stack.enter_context(RouterProcess(folder / "router", flags))
         made = Fleet(router, engines, stack.enter_context(zmq.Context()))
-        # The engines must have told of their cache once, and their tokenizers be judged.
+        # The engines must have reported their cache once, and their tokenizers be judged.
         for engine in engines.values():
             client_of(engine.url).completions.create(model=MODEL, prompt=list(range(10, 200)), max_tokens=2)
         until(lambda: all(row["state"] == "live" for row in router.request("GET", "/workers")["workers"]), "live")

@@ -29,7 +29,7 @@ SHOWN_MISMATCHES = 3
 
 @dataclass
 class Tally:
-    """What one run compared. `early`: questions asked before a learned catalog was whole, where less is allowed.
+    """What one run compared. `early`: questions from before a learned catalog was whole, where less is allowed.
 
     in_transfer: probes with a chunk on its way, judged by what is held; cut_short: those where the engine does not wait
     for it and yet takes something else than what is held. misplaced: probes where vLLM 0.32 takes chunks of chunked
@@ -110,15 +110,15 @@ class Comparison:
         *,
         never_whole: bool = False,
         patch: str | None = None,
-        told: Callable[[], int] | None = None,
+        reported: Callable[[], int] | None = None,
         resets: bool = False,
     ) -> Tally:
         """Register the engine, let it work, and ask `questions` prompts after each of `rounds` rounds.
 
         never_whole: the wire lacks a fact, so answers may fall short of the engine's for ever, and never exceed them.
-        patch: where the engine patch answers, which declares the catalog; told: seq of its last message, once all are
-        sent. resets: caches are emptied now and then, of the GPU and of the connector, also while requests run; without
-        the patch vLLM does not say which, so answers may fall short."""
+        patch: where the engine patch answers, which declares the catalog; reported: seq of its last message, once all
+        are sent. resets: caches are emptied now and then, of the GPU and of the connector, also while requests run;
+        without the patch vLLM does not say which, so answers may fall short."""
         oracle, router = self._oracle, self._router
         self._never_whole = never_whole or (resets and patch is None)
         self._resets = resets
@@ -131,7 +131,7 @@ class Comparison:
                 router.wait_proven(self._worker_id)
             for _ in range(rounds):
                 if self._advance():
-                    seq = oracle.last_seq if told is None else told()
+                    seq = oracle.last_seq if reported is None else reported()
                     self._learn(router.wait_seen(self._worker_id, seq))
                 for _ in range(questions):
                     self._compare(self._tree.question())

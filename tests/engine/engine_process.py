@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine in a process of its own: a tiny Gemma-3 with random weights on the CPU, asked line by line.
+"""A real vLLM engine in a process of its own: a tiny Gemma-3 with random weights on the CPU, driven line by line.
 
 Run as a script it is the child: it reads one JSON request a line and writes one JSON answer a line. The parent's side
 is `EngineProcess`. The engine's own output goes to a log file, its warnings stay in the child.

@@ -28,7 +28,7 @@ IMAGE, AROUND_IMAGE, GLOBAL_IMAGE, END_OF_UTTERANCE = (
     "<end_of_utterance>",
 )
 MEDIA_TOKENS = (IMAGE, AROUND_IMAGE, GLOBAL_IMAGE, END_OF_UTTERANCE)
-# The tokenizer may hold fewer tokens than it is asked for; what is added to it has room behind.
+# The tokenizer may hold fewer tokens than were requested; what is added to it has room behind.
 MEDIA_VOCAB_SIZE = VOCAB_SIZE + 64
 
 IMAGE_SIZE_PIXELS = 64

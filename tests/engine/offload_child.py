@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine with our offload tier, in one process of its own, asked line by line; looks into its tiers too.
+"""A real vLLM engine with our offload tier, in one process of its own, driven line by line; looks into its tiers too.
 
 Run as a script: one JSON request a line, one JSON answer a line. `offload_engine.py` is the parent's side.
 """
@@ -60,7 +60,7 @@ class Child:
 
             self.manager = self.scheduler.connector.connector_scheduler.manager
             self.worker = get_kv_transfer_group().connector_worker.worker
-        # As an engine core with a process of its own does: what was found on disk is told before any request.
+        # As an engine core with a process of its own does: what was found on disk is reported before any request.
         self.rest()
 
     def generate(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class Child:
         return bool(now.generation == reader._generation and entries == reader._entries)
 
     def last_seq(self) -> int | None:
-        """Of the patch's last message, once it has told everything."""
+        """Of the patch's last message, once everything is reported."""
         next_seq = self._reporter()._stream.next_seq
         return next_seq - 1 if next_seq else None
 
@@ -142,7 +142,7 @@ class Child:
         return reporter
 
     def ledger(self) -> dict[str, list[int]]:
-        """The same as the patch tells it, once it has told everything."""
+        """The same as the patch reports it, once everything is reported."""
         reporter = self._reporter()
         found = {}
         for at in reporter._stream.ledger.places():

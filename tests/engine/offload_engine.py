@@ -71,7 +71,7 @@ def _write(folder: Path, config: dict[str, Any]) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
     model.save_pretrained(folder)
-    # As it was asked for: what transformers writes lacks what it does not know.
+    # As requested: what transformers writes lacks what it does not know.
     (folder / "config.json").write_text(json.dumps(config | {"initializer_range": WEIGHTS_STD}))
     return folder
 

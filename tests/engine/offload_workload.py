@@ -80,7 +80,7 @@ def workload(shape: str, seed: int) -> Iterator[Work]:
 
 
 def offload(case: Case, disk: Path) -> dict[str, Any]:
-    """Tiers of so many blocks, whatever a chunk is."""
+    """Tiers of that many blocks, whatever a chunk is."""
     shape = SHAPES[case.shape]
     chunk_bytes = shape.block_bytes * int(case.settings.get("blocks_per_chunk", 1))
     records = shape.disk_blocks * shape.block_bytes // chunk_bytes
@@ -123,7 +123,7 @@ def alike(answer: dict[str, Any], truth: dict[str, Any]) -> bool:
 
 
 class Run:
-    """Prompts asked of the router first and of the engine then."""
+    """Prompts sent to the router first and to the engine then."""
 
     def __init__(self, router: RouterProcess, engine: OffloadEngine) -> None:
         self._router, self._engine = router, engine

@@ -2,7 +2,7 @@
 """vLLM's own scheduler, run without a model: it publishes real events and says what it would reuse.
 
 Every step is the engine's: `schedule`, made-up sampled tokens, `update_from_output`, which hands the step's KV events
-to the real `ZmqEventPublisher`. Questions are asked between steps, of the same objects, and change nothing.
+to the real `ZmqEventPublisher`. Questions are put to the same objects, between steps, and change nothing.
 
 The same seed gives the same requests and steps. With an offload tier the traces differ a little from run to run all the
 same, because vLLM walks sets of byte keys there.

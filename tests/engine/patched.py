@@ -75,7 +75,7 @@ def patched(
             setattr(owner, name, value)
 
 
-def last_told(oracle: Oracle) -> int:
+def last_reported(oracle: Oracle) -> int:
     """Seq of the patch's last message, once everything that was published is sent."""
     reporter: Any = tap_of(oracle).reporter
     eventually(lambda: not len(reporter._queue) and reporter._queue._asleep)
@@ -137,7 +137,7 @@ class WatchedOracle(Oracle):
     def drain(self) -> None:
         while self.unfinished:
             self.step(self.tree)
-        for _ in range(6):  # what finished is told to the connector, and its last transfers end
+        for _ in range(6):  # the connector learns what finished, and its last transfers end
             self.step(self.tree)
 
     def hear(self, published: int | None = None) -> list[Events]:
@@ -147,7 +147,7 @@ class WatchedOracle(Oracle):
         """
         if published is not None:
             eventually(lambda: self.peer.hello().next_seq >= published)
-        # The reporter's thread takes what was published before it is asked.
+        # The reporter's thread takes what was published before it is queried.
         eventually(lambda: not len(self.reporter._queue))
         until = self.peer.hello().next_seq
         fresh = []

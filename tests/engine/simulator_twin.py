@@ -73,7 +73,7 @@ class Engine:
     def __init__(
         self, geometry: Geometry, num_blocks: int, chunk_tokens: int, folder: Path, *, cpu_chunks: int = 0
     ) -> None:
-        """cpu_chunks: about so many; `num_cpu_chunks` says how many there are."""
+        """cpu_chunks: about that many; `num_cpu_chunks` says how many there are."""
         import torch
         from vllm.config import (
             CacheConfig,
@@ -191,7 +191,7 @@ class Engine:
         self.over: list[str] = []
         # Numbers of the transfers that ended in the last step.
         self.ended: list[int] = []
-        # By request: what its usage tells as cached.
+        # By request: what its usage reports as cached.
         self.reused: dict[str, int] = {}
 
     def publish(self, batch: Any) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Caches in any layout as the pages that a copier moves: the runs of bytes that a block has, found from strides alone."""
+"""Caches in any layout as the pages that a copier moves: the runs of bytes that a block has, found from strides
+alone."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ KV_HALVES = 2
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer's cache. tensors: several for Mamba, one per kind of state. page_size_bytes: of a block with its padding;
-    None: what the tensors cover. Blocks, or kernel blocks of which several are one block, are the first dimension, or
-    the second behind one of keys and values."""
+    """One layer's cache. tensors: several for Mamba, one per kind of state. page_size_bytes: of a block with its
+    padding; None: what the tensors cover. Blocks, or kernel blocks of which several are one block, are the first
+    dimension, or the second behind one of keys and values."""
 
     tensors: tuple[torch.Tensor, ...]
     page_size_bytes: int | None = None

@@ -143,7 +143,7 @@ def test_after_a_kill_what_is_announced_is_there(
         finally:
             router.unregister(WORKER)
     assert not list((tmp_path / "slots").iterdir()), "memory of engines that are gone"
-    table("Killed three times, then asked", HEADINGS, run.row(f"{blocks_per_chunk} a chunk, found {found}", 0))
+    table("Killed three times, then queried", HEADINGS, run.row(f"{blocks_per_chunk} a chunk, found {found}", 0))
     assert not run.wrong, "\n".join(run.wrong[:8])
     assert not run.other, "\n".join(run.other[:8])
     assert counts["vllm:kvrouter_offload_promotions"] > 10

@@ -17,7 +17,7 @@ from comparison import Comparison, Tally, verdict
 from group_sets import OFFLOAD_SETS, OffloadSet
 from offload_engine import SPEC
 from oracle import Oracle
-from patched import last_told, patched, tap_of
+from patched import last_reported, patched, tap_of
 from router_process import RouterProcess
 
 pytestmark = pytest.mark.engine
@@ -68,7 +68,7 @@ def run(
             reporter: Any = tap_of(oracle).reporter
             comparison = Comparison(router, oracle, rng, seed, name)
             return comparison.run(
-                None, ROUNDS, QUESTIONS, patch=reporter.requests_endpoint, told=lambda: last_told(oracle)
+                None, ROUNDS, QUESTIONS, patch=reporter.requests_endpoint, reported=lambda: last_reported(oracle)
             )
         finally:
             oracle.close()

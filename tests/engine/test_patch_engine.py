@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real vLLM engine finds the patch by its entry point and tells everything, at the addresses that follow from its
+"""A real vLLM engine finds the patch by its entry point and reports everything, at the addresses that follow from its
 own."""
 
 from __future__ import annotations

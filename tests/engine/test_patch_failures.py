@@ -165,7 +165,7 @@ def fail(*_: Any, **__: Any) -> Any:
     raise RuntimeError("made up")
 
 
-# Name -> where our code fails, which feature that costs, whether what is told is still all that is resident.
+# Name -> where our code fails, which feature that costs, whether what is reported is still all that is resident.
 FAILURES: dict[str, tuple[Any, str, str, bool]] = {
     "queue": (publisher, "unblock", "queue", True),
     "catalog": (tap, "read_catalog", "catalog", True),
@@ -300,7 +300,7 @@ def test_a_place_with_other_parameters_is_left_alone(
 
 
 def test_another_queue_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A publisher that queues otherwise is not told how."""
+    """A publisher that queues otherwise is not configured."""
 
     class Own(queue.Queue[Any]):
         pass

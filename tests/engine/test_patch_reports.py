@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the patch tells equals what the engine holds, block for block, copy for copy, at the right positions."""
+"""What the patch reports equals what the engine holds, block for block, copy for copy, at the right positions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def work_with_resets(oracle: WatchedOracle, rng: Random) -> dict[str, int]:
             done[kind] += oracle.scheduler.connector is not None
         if phase % 2:
             oracle.drain()
-            # A request that runs holds blocks whose events wait for its step; an idle engine has told everything.
+            # A request that runs holds blocks whose events wait for its step; an idle engine has reported everything.
             oracle.verify()
     oracle.drain()
     oracle.verify()
@@ -107,7 +107,7 @@ def check_positions(oracle: WatchedOracle) -> int:
 
 
 def test_batches_carry_the_stock_seq(model: Path, seed: int) -> None:
-    """Every batch of the engine's topic has its message, in order; what was told at once has no number."""
+    """Every batch of the engine's topic has its message, in order; what was reported at once has no number."""
     rng = Random(seed)
     group_set = next(group_set for group_set in GPU_SETS if group_set.name == "full+window")
     with patched(), WatchedOracle(group_set, model, rng) as oracle:

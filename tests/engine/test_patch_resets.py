@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clears name their medium and are told when they happen: no engine step follows in these tests."""
+"""Clears name their medium and are reported when they happen: no engine step follows in these tests."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_held_events_reach_the_engines_topic_in_their_order(oracle: WatchedOracl
     late = OffloadingEvent([key], Medium.CPU, False)
     manager.events += [early, other]
     oracle.scheduler.reset_connector_cache()
-    # On ours the event of the emptied tier is void, and the one of the other tier is told at once.
+    # On ours the event of the emptied tier is void, and the one of the other tier is reported at once.
     assert told(oracle) == [("STORAGE", "disk", ReportStored), ("CPU", None, ReportCleared)]
     manager.events.append(late)
     oracle.step()  # an empty step takes events as any other
@@ -180,7 +180,8 @@ def test_held_events_reach_the_engines_topic_in_their_order(oracle: WatchedOracl
 
 
 def test_two_pools_of_one_queue(oracle: WatchedOracle) -> None:
-    """A host pool that shares the device pool's queue (HiSparse) is cleared by its own medium; each is told once."""
+    """A host pool that shares the device pool's queue (HiSparse) is cleared by its own medium; each is reported
+    once."""
     from vllm.v1.hisparse.block_pool import SharedEventQueueBlockPool
 
     device = oracle.scheduler.kv_cache_manager.block_pool

@@ -20,7 +20,7 @@ from comparison import Comparison, Tally, verdict
 from engine_process import VOCAB_SIZE, EngineProcess
 from group_sets import GPU_SETS, OFFLOAD_SETS, GroupSet, OffloadSet
 from oracle import Oracle
-from patched import ENVIRONMENT, last_told, patched, tap_of
+from patched import ENVIRONMENT, last_reported, patched, tap_of
 from ports import free_port
 from report_peer import eventually
 from router_process import RouterProcess
@@ -70,7 +70,7 @@ def proven(router: RouterProcess, oracle: Oracle) -> dict[str, Any]:
 
 
 def work(oracle: Oracle, tree: PromptTree, rng: Random, batches: int) -> None:
-    """Let the engine publish so many batches."""
+    """Let the engine publish that many batches."""
     until = oracle.traffic.batches + batches
     while oracle.traffic.batches < until:
         while oracle.unfinished < 5 and rng.random() < 0.7:
@@ -123,7 +123,7 @@ def test_with_the_declared_catalog_every_hit_is_the_engines(
         comparison = Comparison(router, oracle, rng, seed, f"patched {case.name}")
         reporter: Any = tap_of(oracle).reporter
         tally = comparison.run(
-            None, ROUNDS, QUESTIONS, patch=reporter.requests_endpoint, told=lambda: last_told(oracle)
+            None, ROUNDS, QUESTIONS, patch=reporter.requests_endpoint, reported=lambda: last_reported(oracle)
         )
     table("With the engine patch, nothing registered but its address", Tally.HEADINGS, tally.row())
     verdict(tally)

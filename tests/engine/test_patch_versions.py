@@ -28,7 +28,7 @@ TIMEOUT_S = 600.0
 AT_ONCE = 2
 
 VERSIONS = (INSTALLED, *SUPPORTED)
-# Nothing tells the patch where an offloaded chunk stands.
+# Nothing shows the patch where an offloaded chunk stands.
 WITHOUT_OFFLOAD_POSITIONS = ("0.23.0", "0.22.1", "0.20.2")
 # Their own topic does not say the group of offloaded blocks.
 WITHOUT_OFFLOAD_GROUPS = ("0.23.0", "0.22.1", "0.20.2")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two real vLLM servers behind `kvrouter serve`, asked by OpenAI's client: what is answered, where it goes, and what is
-reused."""
+"""Two real vLLM servers behind `kvrouter serve`, queried by OpenAI's client: what is answered, where it goes, and what
+is reused."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from comparison import Comparison, Tally, verdict
 from group_sets import SIMPLE_SETS, SimpleSet
 from oracle import Oracle
-from patched import last_told, patched, tap_of
+from patched import last_reported, patched, tap_of
 from router_process import RouterProcess
 from workload import PromptTree
 
@@ -74,7 +74,7 @@ def test_resets_are_followed_with_the_engine_patch(
                 RESET_ROUNDS,
                 QUESTIONS,
                 patch=reporter.requests_endpoint,
-                told=lambda: last_told(oracle),
+                reported=lambda: last_reported(oracle),
                 resets=True,
             )
         finally:

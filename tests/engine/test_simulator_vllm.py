@@ -216,7 +216,7 @@ def test_with_a_cpu_tier(name: str, keep: int | str | None, tmp_path: Path) -> N
     counts: Counter[str] = Counter()
     for chunk_tokens, spare_blocks, prompts in ((72, 3, 1.5), (200, 12, 6)):
         blocks = 2 * fewest_blocks(geometry, LONGEST_TOKENS, chunk_tokens) + spare_blocks
-        # A tier for so many of the longest prompts.
+        # A tier for that many of the longest prompts.
         cpu_chunks = int(prompts * fewest_blocks(geometry, LONGEST_TOKENS, LONGEST_TOKENS))
         twins = Twins(geometry, blocks, chunk_tokens, tmp_path / str(chunk_tokens), cpu_chunks)
         # A dense tail that an abort moves is not simulated.

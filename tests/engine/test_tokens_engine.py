@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router's tokens of a text are those of a real vLLM, asked or made here; and what it predicts from them is what is
-reused."""
+"""The router's tokens of a text are those of a real vLLM, from the engine or made here; and what it predicts from them
+is what is reused."""
 
 from __future__ import annotations
 
@@ -183,10 +183,10 @@ def test_conversations_reuse_what_the_router_said(
     wrong: list[str] = []
     hits: Counter[str] = Counter()
     reused = total = 0
-    # The name that the router is asked by, and the engine's own.
+    # The name that requests to the router have, and the engine's own.
     names = [("assistant", MODEL), ("assistant", MODEL), (ADAPTER, ADAPTER)]
     conversations = [(names[n % len(names)], chat(rng)["messages"][:4]) for n in range(CONVERSATIONS)]
-    # One that both the model and its adapter are told: neither may be credited with the other's blocks.
+    # One that both the model and its adapter get: neither may be credited with the other's blocks.
     conversations += [(name, list(conversations[0][1])) for name in names[1:]]
     with RouterProcess(tmp_path / "router", arguments) as router:
         try:

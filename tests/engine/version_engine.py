@@ -247,7 +247,7 @@ class Engine:
         self.drain()
 
     def drain(self) -> None:
-        # A few more steps, so that what finished is told to the connector and its last transfers end.
+        # A few more steps, so that the connector learns what finished and its last transfers end.
         idle = 0
         for _ in range(MAX_DRAIN_STEPS):
             self.step()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts that share prefixes like a tree, and the questions asked about them."""
+"""Prompts that share prefixes like a tree, and the questions about them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PromptTree:
             self._remember(Prompt(token_ids, cache_salt))
 
     def question(self) -> Prompt:
-        """A prompt to ask about, without ever sending it: as it was, cut, longer, turned aside, salted, or new."""
+        """A prompt to ask about, without ever sending it: unchanged, cut, longer, turned aside, salted, or new."""
         rng = self._rng
         prompt = self._pick()
         kind = rng.random()

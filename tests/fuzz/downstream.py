@@ -103,7 +103,7 @@ class Downstream:
         assert {place: blocks for place, blocks in held.items() if blocks} == wanted, "the mirror shows something else"
 
     def ask(self, ingest: Ingest) -> None:
-        """Whatever was said, the worker can be shown and asked, and costs no other worker of its model its answer."""
+        """Whatever was said, the worker can be shown and queried, and costs no other worker of its model its answer."""
         _ = (
             ingest.state,
             ingest.reason,

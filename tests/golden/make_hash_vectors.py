@@ -60,7 +60,7 @@ def start(algo: str, seed: str | None):
 
 
 def received(value, kind):
-    """`value` as an engine core gets it: pickle, so the hash, tells two equal strings from one used twice."""
+    """`value` as an engine core gets it: pickle, so the hash, differs between two equal strings and one used twice."""
     return MsgpackDecoder(kind).decode(MsgpackEncoder().encode(value))
 
 

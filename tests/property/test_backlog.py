@@ -95,7 +95,7 @@ def test_one_commit_does_what_the_flushes_would_have_done(flushes: list[PendingC
         one_by_one.write(flush)
         backlog.add(flush)
         if data.draw(st.booleans()):
-            # With no seq in the epoch yet, nothing tells whether a commit before was lost.
+            # With no seq in the epoch yet, nothing shows whether a commit before was lost.
             assert merged.seq is None or backlog.continues(merged.epoch, merged.seq)
             taken = backlog.take()
             assert taken is not None

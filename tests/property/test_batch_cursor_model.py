@@ -2,7 +2,7 @@
 """The Cursor against a small world: a publisher that drops, doubles, skips and restarts, and a replay that loses
 answers.
 
-What must hold, whatever happens: unless the consumer was told to start from nothing, the next batch is the next seq of
+What must hold, whatever happens: unless the consumer must start from nothing, the next batch is the next seq of
 the same life; no batch twice; what was held stays bounded; and once the world is quiet, the last batch has come.
 """
 
@@ -124,7 +124,7 @@ class World(RuleBasedStateMachine):
         for _ in range(count):
             batch = self._make()
             # A publisher that nobody follows drops, all but the first batch of its life where there is no replay:
-            # nothing else tells a restart then.
+            # nothing else shows a restart then.
             if sent or (batch[0] == 0 and not self.replay):
                 self.live.append(batch)
                 self.sent.append(batch)
@@ -249,7 +249,7 @@ class World(RuleBasedStateMachine):
             elif not self.live:
                 break
         self.consumer_is_never_misled()
-        assert self.cursor.request is None, "replay asked for ever"
+        assert self.cursor.request is None, "replay requested for ever"
         assert self.cursor.held == 0
 
 

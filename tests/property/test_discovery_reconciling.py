@@ -29,7 +29,7 @@ def registration(name: Name, source: str, url: str = "http://h:1", model: str = 
 
 
 class Router:
-    """What one process knows; `shown` of a source that is down stays as it was."""
+    """What one process knows; `shown` of a source that is down stays unchanged."""
 
     def __init__(self) -> None:
         self.shown: dict[str, dict[Name, Registration]] = {source: {} for source in SOURCES}
@@ -140,7 +140,7 @@ class Machine(RuleBasedStateMachine):
             if any(source not in router.down for router in self.routers.values()):
                 left = {name for name, one in self.registered.items() if one.source == source}
                 assert left <= set().union(*(router.claims(source) for router in self.routers.values()))
-        # As it was before: the next rule begins from there.
+        # Unchanged: the next rule begins from there.
         self.registered = kept[1]
         for name, router in self.routers.items():
             router.asserted = asserted[name]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random changes against counters by hand: the ledger, what it freezes, and what a reader knows who applied what was
-told."""
+reported."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ FIRST_SEED = 1
 
 
 def broken_law(seed: int, steps: int) -> str | None:
-    """What went wrong in a world of so many steps, None when nothing did."""
+    """What went wrong in a world of that many steps, None when nothing did."""
     world = World(seed)
     try:
         world.run(steps)

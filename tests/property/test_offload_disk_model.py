@@ -2,8 +2,8 @@
 """Random writes, reads, clears, restarts, kills and faults against a dict of what was written.
 
 The tier's work is done by hand, in any order, so that every order in which threads may end is possible. What must hold
-throughout: what is told adds up to what the tier holds; what it holds reads back with the bytes last written; nothing
-else is ever loaded.
+throughout: what is reported adds up to what the tier holds; what it holds reads back with the bytes last written;
+nothing else is ever loaded.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class DiskModel(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """All that is queued is done and told."""
+        """All that is queued is done and reported."""
         self.hands.run_all()
         self.poll()
 
@@ -202,7 +202,7 @@ class DiskModel(RuleBasedStateMachine):
             del self.held[job.key]
 
     def hear(self) -> list[OffloadKey]:
-        """What is told comes and goes one at a time. Returns what went."""
+        """What is reported comes and goes one at a time. Returns what went."""
         gone = []
         for stored, name in self.tier.take_changes():
             assert stored is (name not in self.told)
@@ -257,7 +257,7 @@ class DiskModel(RuleBasedStateMachine):
         self.tier._folder.release()
         told = self.told
         self.open(records)
-        # What was told is there, with what came back or was written untold, as far as the budget allows.
+        # What was reported is there, with what came back or was written untold, as far as the budget allows.
         assert self.faults or told <= self.told or len(self.told) == records
         self.relearn()
 
@@ -298,7 +298,7 @@ class DiskModel(RuleBasedStateMachine):
 
 
 class FailingDiskModel(DiskModel):
-    """A disk that fails in all ways: what is loaded is still right, and what is told still adds up."""
+    """A disk that fails in all ways: what is loaded is still right, and what is reported still adds up."""
 
     faults = True
 

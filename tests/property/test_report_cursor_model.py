@@ -2,9 +2,9 @@
 """The report cursor against a small world: a publisher that drops, restarts and answers late, over wires that lose and
 overtake.
 
-What must hold, whatever happens: a reader that applies what it is handed has exactly the publisher's ledger as it was
-before the next message, or has been told that it does not know; a heartbeat is handed out only where it sums that state
-up; what is held stays bounded; and once the world is quiet, the reader has the ledger as it is now.
+What must hold, whatever happens: a reader that applies what it is handed has exactly the publisher's ledger of the
+moment before the next message, or knows that it does not know; a heartbeat is handed out only where it sums that state
+up; what is held stays bounded; and once the world is quiet, the reader has the current ledger.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Reader:
 
     def __init__(self, ledgers: dict[tuple[str, int], Ledger], kept: tuple[str, int] | None) -> None:
         self.ledgers = ledgers
-        # Epoch and next seq; None: told that it does not know.
+        # Epoch and next seq; None: it knows that it does not know.
         self.at = kept
         self.ledger: Ledger = copy.deepcopy(ledgers[kept]) if kept else {}
         self.epoch = kept[0] if kept else None
@@ -74,7 +74,7 @@ class Reader:
                 self._is_exact()
             case Loaded(snapshot):
                 if self.epoch is not None:
-                    assert snapshot.epoch == self.epoch, "another life without being told"
+                    assert snapshot.epoch == self.epoch, "another life without a sign of it"
                 assert snapshot.epoch == self.greeted, "blocks without their groups"
                 self.epoch = snapshot.epoch
                 self.ledger = {}
@@ -90,7 +90,7 @@ class Reader:
                 assert self.at == (message.epoch, next_seq)
                 assert _by_place(message.places) == _by_place(summary(self.ledger))
             case ReportGap(first, following, dropped):
-                assert self.at is not None, "told twice"
+                assert self.at is not None, "reported twice"
                 assert first <= following
                 assert first == self.at[1] or first == following
                 assert dropped <= following - first
@@ -136,7 +136,7 @@ class World(RuleBasedStateMachine):
         self.version = 0
         self.live: deque[tuple[int, Events | Heartbeat | CatalogMessage | None, str]] = deque()
         self.hellos: deque[Hello] = deque()
-        # Parts under way, of the request that was asked for.
+        # Parts under way, of the request that was made.
         self.parts: deque[SnapshotPart] = deque()
         self.asked: int | None = None
         # The request is sent and not received yet.
@@ -346,12 +346,12 @@ class World(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "cursor"):
             return
-        # Quiet: nothing is lost any more, and heartbeats come.
+        # Quiet: nothing more is lost, and heartbeats come.
         for _ in range(4):
             self.beat(False)
             self.deliver(len(self.live))
             if self.cursor.greeting_wanted or self.hellos:
-                # An answer that does not come is asked for again.
+                # An answer that does not come is requested again.
                 self.greet()
                 self.hear_hello()
             self.reader_is_never_misled()

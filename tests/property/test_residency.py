@@ -22,7 +22,7 @@ def array(hashes: list[int]) -> np.ndarray:
 
 
 class Machine(RuleBasedStateMachine):
-    """model: copies by place and hash. flushed: what the takers of changes and copies have been told."""
+    """model: copies by place and hash. flushed: what the takers of changes and copies have received."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine's answer tells, read as it passes: however the bytes are cut, whatever stands in its text."""
+"""What an engine's answer reports, read as it passes: however the bytes are cut, whatever stands in its text."""
 
 from __future__ import annotations
 

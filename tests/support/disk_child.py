@@ -3,8 +3,8 @@
 
     python disk_child.py FOLDER SEED
 
-It opens a tier on FOLDER, writes, reads and sometimes clears, and prints one line for each thing it is told, the moment
-it is told: `+ KEY` stored, `- KEY` removed, in hex; `? KEY` before a write, which may evict; `clear` before and
+It opens a tier on FOLDER, writes, reads and sometimes clears, and prints one line for each report, the moment
+it comes: `+ KEY` stored, `- KEY` removed, in hex; `? KEY` before a write, which may evict; `clear` before and
 `cleared SALT` after a clear. What it writes has a salt that grows with each clear, and is larger in a life with a
 larger seed. It ends on SIGTERM.
 """
@@ -65,7 +65,7 @@ def salt_of(data: bytes) -> int:
 
 
 class Slots:
-    """CPU memory of so many slots."""
+    """CPU memory of that many slots."""
 
     def __init__(self, count: int, slot_bytes: int = RECORD_BYTES) -> None:
         self.memory = [bytearray(slot_bytes) for _ in range(count)]
@@ -81,7 +81,7 @@ class Slots:
 
 
 class HandExecutor:
-    """Runs work when it is told to, in the order it is told to, in the caller's thread."""
+    """Runs work on request, in the order of the requests, in the caller's thread."""
 
     def __init__(self, max_queued: int = 100) -> None:
         self.max_queued = max_queued
@@ -160,7 +160,7 @@ class FaultyFiles(FileOps):
         return super().pwrite(fd, data[:limit], offset) if limit else 0
 
     def _limit(self, operation: str, fd: int, size: int) -> int:
-        """How many bytes the call may move; raises what it was told to."""
+        """How many bytes the call may move; raises what the test set."""
         name = (operation, self.names[fd])
         faults = self.next.get(name)
         fault = faults.popleft() if faults else self.always.get(name)
@@ -193,7 +193,7 @@ def main(folder: Path, seed: int, say: Callable[[str], object]) -> None:
     say("open")
     free = list(range(CHILD_SLOTS))
     salt = seed * SALTS_A_LIFE
-    # So many writes were begun, and at so many there is a clear.
+    # How many writes were begun, and at which of them there is a clear.
     written, clear_at = 0, rng.randrange(2 * CLEAR_EVERY)
 
     def tell() -> None:

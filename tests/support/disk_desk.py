@@ -41,7 +41,7 @@ class Desk:
         return self.tier.write(name, slot)
 
     def store(self, *names: OffloadKey) -> None:
-        """Written, each before the next, and told."""
+        """Written, each before the next, and reported."""
         for name in names:
             assert self.write(name)
             self.hands.run_all()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an engine answers over HTTP to those who ask whether it lives: a real server that can hang, fail, end and begin
-anew."""
+"""What an engine answers over HTTP to those who ask whether it lives: a real server that can hang, fail, end and start
+again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class EngineHttp:
-    """Listens until `stop`; `start` listens on the same port again. start_s: of its process, as /metrics tells, if it
+    """Listens until `stop`; `start` listens on the same port again. start_s: of its process, as /metrics reports, if it
     does."""
 
     def __init__(self, start_s: float | None = 1_000.5) -> None:

@@ -2,8 +2,8 @@
 """Kubernetes' API for pods over real HTTP: lists in pages, watches as chunked streams, bookmarks, 410, and faults.
 
 What it answers is made after the API concepts of Kubernetes' documentation: every change has a resource version; a
-watch tells what came after the version that it is given; versions that were compacted away are 410 Gone, as a status or
-as an ERROR event.
+watch reports what came after the version that it is given; versions that were compacted away are 410 Gone, as a status
+or as an ERROR event.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ MAMBA = {"kind": "mamba"}
 
 
 def prompt(seed: int, blocks: int = 12) -> list[int]:
-    """A prompt of so many blocks and 8 tokens."""
+    """A prompt of that many blocks and 8 tokens."""
     return [int(t) for t in np.random.default_rng(seed).integers(0, 50_000, blocks * BLOCK + 8)]
 
 

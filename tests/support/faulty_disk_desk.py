@@ -20,7 +20,7 @@ RETRY_S = 10.0
 
 
 class Desk:
-    """A tier on files that fail when told to, its work done by hand, at a time that stands still."""
+    """A tier on files that fail on request, its work done by hand, at a time that stands still."""
 
     def __init__(self, folder: Path, records: int) -> None:
         self.now = 0.0

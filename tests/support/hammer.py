@@ -12,7 +12,7 @@ import time
 from collections import Counter
 
 WAIT_S = 30.0
-# Refused so many times in a row, with so long between, nobody listens any more.
+# After this many refusals in a row, this far apart, nobody listens.
 REFUSALS = 3
 REFUSAL_PAUSE_S = 0.2
 
@@ -68,7 +68,7 @@ class Hammer:
         assert self._process.stdout.readline() == b"begun\n"
 
     def ended(self) -> dict[str, int]:
-        """How many ended how, once nobody listens any more."""
+        """How many ended how, once nobody listens."""
         assert self._process.stdout is not None
         found: dict[str, int] = json.loads(self._process.stdout.read())
         self._process.stdout.close()

@@ -33,7 +33,7 @@ def judge(
 ) -> Hit:
     """The hit of one worker that holds the hash indices `resident[place]`.
 
-    hashed_tokens: ask with the hashes of so many tokens only, as when hashing stopped early. catalog: in place of
+    hashed_tokens: ask with the hashes of that many tokens only, as when hashing stopped early. catalog: in place of
     `groups`."""
     spec = spec or CatalogSpec(offload_connector=OFFLOADING)
     catalog = catalog or build_catalog(groups, "configured", spec, blocks_per_chunk)

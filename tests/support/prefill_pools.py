@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prefill and decode workers of one model at a router, simulated or scripted, and what is asked of them."""
+"""The prefill and decode workers of one model at a router, simulated or scripted, and requests to them."""
 
 from __future__ import annotations
 

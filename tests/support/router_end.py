@@ -33,7 +33,7 @@ TRACE_LINES = 80
 
 
 class RouterEnd:
-    """The router that follows one worker, and what has reached it. `life` is the engine of now, None between two
+    """The router that follows one worker, and what has reached it. `life` is the current engine, None between two
     lives."""
 
     def __init__(self, seed: int) -> None:
@@ -89,7 +89,7 @@ class RouterEnd:
         self.ingest = self._new_ingest()
         self.vitals = EngineLiveness(store.start_s)
         if store.epoch is not None:
-            # What another process reads is loaded anew.
+            # What another process reads is loaded again.
             store.mirror.begin_epoch(WORKER, store.epoch)
             for place, held in store.arrays().items():
                 store.mirror.add(WORKER, place, held)
@@ -134,7 +134,7 @@ class RouterEnd:
         self._follow()
 
     def change_router(self) -> None:
-        """A lease changes hands, in order or after a crash; or the process begins anew."""
+        """A lease changes hands, in order or after a crash; or the process starts again."""
         if self.rng.random() < 0.5:
             self.process()
             self.commit()
@@ -176,7 +176,7 @@ class RouterEnd:
             self.store.commit(flush, self.vitals.start_s)
 
     def pulse(self) -> None:
-        """The engine's HTTP is asked."""
+        """The engine's HTTP is queried."""
         if not self.http:
             return
         # What was received before the answer is taken before it.

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real `kvrouter serve` process with its embedded Valkey, forked or started, and the HTTP questions the tests put to it."""
+"""A real `kvrouter serve` process with its embedded Valkey, forked or started, and the HTTP questions the tests put to
+it."""
 
 from __future__ import annotations
 

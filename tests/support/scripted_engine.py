@@ -132,7 +132,7 @@ class ScriptedEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Every connection is cut, and nobody listens any more."""
+        """Every connection is cut, and nobody listens."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(WAIT_S)
@@ -185,7 +185,7 @@ class ScriptedEngine:
             try:
                 await answering
             except ConnectionError:
-                # It was still sending; `watch` may not have been told yet.
+                # It was still sending; `watch` may not know yet.
                 self.given_up += not gone.is_set()
         finally:
             watching.cancel()

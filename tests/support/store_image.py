@@ -29,7 +29,7 @@ class StoreImage:
         self.places: dict[Place, set[int]] = {}
         self.copies: dict[tuple[Place, int], int] = {}
         self.meta: dict[str, bytes] = {}
-        # When the engine's process started, as the follower was told.
+        # When the engine's process started, as far as the follower knows.
         self.start_s: float | None = None
         self.mirror = Mirror(MIRROR_BYTES)
 

@@ -38,7 +38,7 @@ from kvrouter.router.workers.stream_state import StreamState, credited
 
 # Rounds of a batch each after the last fault, at most a check's interval (10 s) apart.
 QUIET_ROUNDS = 8
-# Events of one batch that say nothing new: so many batches of these end what odd events left behind.
+# Events of one batch that say nothing new: this many batches of these end what odd events left behind.
 STEADY_EVENTS = 64
 QUIET_ODD_BATCHES = 20
 # Of requests and answers between two batches.
@@ -95,7 +95,7 @@ class World(FaultyWire):
         return steps + self._end_quietly()
 
     def _end_quietly(self) -> int:
-        """No fault any more: the worker must become live with full credit."""
+        """No more faults: the worker must become live with full credit."""
         self.faulty = False
         self.trace.append("-- quiet")
         self.replay_up = True
@@ -118,7 +118,7 @@ class World(FaultyWire):
                     self._say(life, *self._steady(life))
                     self._turn()
             steps += self._turn()
-            # A stream that was silent for long enough is asked for its tail.
+            # A stream that was silent for long enough is queried for its tail.
             if number % 2:
                 self.check()
             steps += self._turn()

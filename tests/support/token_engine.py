@@ -44,7 +44,7 @@ class TokenEngine:
         self.go_on = asyncio.Event()
         # Requests with this in them end their connection.
         self.dies_of: str | None = None
-        # What render tells of images and the like, of requests that have them.
+        # What render reports of images and the like, of requests that have them.
         self.features: dict[str, Any] | None = None
         self.tokens: Callable[[dict[str, Any]], list[int]] = tokens_of
         # What /tokenize makes, where it is not what the engine makes.

@@ -130,7 +130,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
 
 @contextlib.contextmanager
 def running(command: list[str], env: Mapping[str, str], cwd: Path) -> Iterator[Callable[[], str | None]]:
-    """Runs a container's command; yields what tells why it is not running any more. Its end must be clean."""
+    """Runs a container's command; yields what says why it no longer runs. Its end must be clean."""
     log = cwd / f"{free_port()}.log"
     with log.open("wb") as output, subprocess.Popen(command, env=env, cwd=cwd, stdout=output, stderr=output) as process:
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CURVE between a router and an engine's patch: the right key works, a wrong one is told, and without one nothing is
-heard."""
+"""CURVE between a router and an engine's patch: the right key works, a wrong one is reported, and without one nothing
+is heard."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_keys(router: RouterProcess, engine: PatchedEngine) -> None:
         engine.report(stores(CHAIN[:4]))
         until(router, lambda row: sum(row["residency"].values()) == 4)
 
-        # Another one: told within seconds, nothing credited, and the engine's plain topic is not listened to in its
+        # Another one: reported within seconds, nothing credited, and the engine's plain topic is not listened to in its
         # place.
         router.request("POST", "/register", known | {"patch_key": other.decode()})
         row = until(router, told)
@@ -78,7 +78,7 @@ def test_keys(router: RouterProcess, engine: PatchedEngine) -> None:
         row = until(router, lambda row: row["state"] not in ("connecting", "down"))
         assert row["patch"] is None
 
-        # A plain engine is not accepted by who was told a key.
+        # A plain engine is not accepted by who has a key.
         router.unregister("w0")
         engine.reporter.close()
         engine.patch()
@@ -86,7 +86,7 @@ def test_keys(router: RouterProcess, engine: PatchedEngine) -> None:
         until(router, told)
         assert sum(router.worker("w0")["residency"].values()) == 0
 
-        # And what was wrong can be mended without registering anew.
+        # And what was wrong can be mended without registering again.
         engine.reporter.close()
         engine.patch(curve_secret=secret)
         until(router, lambda row: row["patch"] is not None and not told(row))

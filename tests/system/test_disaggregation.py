@@ -64,9 +64,9 @@ def test_a_long_prompt_is_computed_here_and_decoded_there(pools: Pools) -> None:
     assert cached(answer) == 0 and answer["usage"]["completion_tokens"] == 4
     assert p0.api.life.engine.prompt_tokens == d0.api.life.engine.prompt_tokens == LONG
     assert outcomes(pools.router) - before == Counter(remote=1, done=1)
-    # The same prefix with a long new part: what the prefill worker had of it is told as cached.
+    # The same prefix with a long new part: what the prefill worker had of it is reported as cached.
     again = prompt + tokens(2, LONG)
-    until(lambda: pools.hit("p0", again) > 0 and pools.hit("d0", again) > 0, "both have told of their blocks")
+    until(lambda: pools.hit("p0", again) > 0 and pools.hit("d0", again) > 0, "both have reported their blocks")
     predicted = pools.hit("p0", again)
     status, headers, answer = pools.ask(again)
     assert headers["x-kvrouter-prefill-worker"] == "p0"
@@ -74,7 +74,7 @@ def test_a_long_prompt_is_computed_here_and_decoded_there(pools: Pools) -> None:
     assert 0 < predicted <= LONG
     # A second turn: nearly all of it is where it was decoded, so that one does it alone.
     turn = again + answer_ids(answer) + tokens(3, 40)
-    until(lambda: pools.hit("d0", turn) >= 2 * LONG - 600, "the decode worker has told of its blocks")
+    until(lambda: pools.hit("d0", turn) >= 2 * LONG - 600, "the decode worker has reported its blocks")
     predicted = pools.hit("d0", turn)
     status, headers, answer = pools.ask(turn)
     assert headers["x-kvrouter-worker"] == "d0" and "x-kvrouter-prefill-worker" not in headers
@@ -168,7 +168,7 @@ def test_another_prefill_worker_is_asked_where_the_first_cannot_be_reached(pools
         # all.
         with socket.create_server(("127.0.0.1", 0)) as gone:
             gone.settimeout(WAIT_S)
-            # With an event endpoint, so that the engine is not asked for one.
+            # With an event endpoint, so that the engine is not queried for one.
             at = f"127.0.0.1:{gone.getsockname()[1]}"
             pools.register(name, f"http://{at}", endpoint=f"tcp://{at}", patch_endpoint="off")
             gone.accept()[0].close()
@@ -190,7 +190,7 @@ def test_a_decode_worker_that_dies_is_replaced_by_another(pools: Pools) -> None:
         pools.add(name)
     pools.occupy("d0", "d1")
     prompt = tokens(1)
-    # Which one it will be; then that one dies when it is asked.
+    # Which one it will be; then that one dies when it is called.
     first = pools.router.request("POST", "/select", {"model": pools.model, "token_ids": prompt})["worker_id"]
     other = "d1" if first == "d0" else "d0"
     fault(pools.replicas[first], fail=1, fail_status=503)

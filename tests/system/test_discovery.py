@@ -122,7 +122,7 @@ def test_a_file_is_followed_and_a_wrong_one_changes_nothing(tmp_path: Path, repl
         assert set(rows(router)) == {"w0", "w1"}
         until(lambda: router.metric("kvrouter_discovery_up", source="file") == 0, "shown as down")
         file.unlink()
-        until(lambda: "put it back" in said(router), "told that it is gone")
+        until(lambda: "put it back" in said(router), "it is reported as gone")
         write(file, f"- w0={first}\n")
         until(live(router, "w0"), "the second went")
         assert "source file" not in said(router)
@@ -173,7 +173,7 @@ def test_of_several_processes_one_has_the_sources(tmp_path: Path, replicas: list
 
 
 def test_an_engine_that_does_not_tell_is_named(tmp_path: Path) -> None:
-    # It is there, as far as its socket tells, but answers nothing.
+    # It is there, as far as its socket shows, but answers nothing.
     with socket.create_server(("127.0.0.1", 0)) as silent:
         arguments = ["--worker", f"w0=http://127.0.0.1:{silent.getsockname()[1]},model=m"]
         with RouterProcess(tmp_path, arguments) as router:

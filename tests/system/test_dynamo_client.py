@@ -31,7 +31,7 @@ DYNAMO = (
 GOLDEN = Path(__file__).parents[1] / "golden" / "dynamo_1_6_1.json"
 TOKENS = prompt(1)
 
-# What an answer of theirs has and ours has not: hints of their scheduler, and what it was told of the worker and we do
+# What an answer of theirs has and ours has not: hints of their scheduler, and what it knows of the worker and we do
 # not use.
 NOT_OURS = frozenset(
     (
@@ -43,7 +43,7 @@ NOT_OURS = frozenset(
     )
 )
 # Numbers of each one's own: here an answer's load is counted with its prompt, and so is a prompt of which only the
-# length is known; ids are made; of several ranks the chosen one is told. What the client reads of them it checks
+# length is known; ids are made; of several ranks the chosen one is named. What the client reads of them it checks
 # itself.
 OWN_NUMBERS = frozenset({"potential_decode_blocks", "potential_prefill_tokens", "selection_id", "dp"})
 # Done is done: 201 is 200 here where a worker is added. What is not there is 404 here, what is over its bounds 400.

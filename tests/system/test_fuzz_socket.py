@@ -17,7 +17,7 @@ from router_process import RouterProcess
 from kvrouter.events.vllm.codec import encode_batch
 
 MESSAGES = 10_000
-# Sent at once before the router is asked how far it is, so that the PUB's high-water mark drops nothing.
+# Sent at once before the router is queried for how far it is, so that the PUB's high-water mark drops nothing.
 BURST = 500
 TOKENS = prompt(1)
 

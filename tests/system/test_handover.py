@@ -173,7 +173,7 @@ def test_a_prefill_worker_that_hangs_is_given_up_when_its_health_is_gone(pools: 
     pools.occupy("d0")
     with concurrent.futures.ThreadPoolExecutor() as pool:
         asked = pool.submit(pools.ask, tokens(1))
-        until(lambda: bool(completions(prefill)), "it is asked")
+        until(lambda: bool(completions(prefill)), "it is called")
         prefill.healthy = False
         status, headers, _ = asked.result(WAIT_S)
     assert (status, headers["x-kvrouter-retried"]) == (200, "p0 lost")

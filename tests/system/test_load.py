@@ -142,7 +142,7 @@ def test_without_the_store_each_counts_its_own_and_says_so(
         return any("load of other routers is not known" in why for why in two.request("GET", "/health")["reasons"])
 
     until(says_so, "nothing is said of it")
-    until(lambda: requests(two) == 0, "what is not heard any more still counts")
+    until(lambda: requests(two) == 0, "what is no longer heard still counts")
     assert status(two, "DELETE", f"/reservations/{made['selection_id']}") == 503
     assert reserve(two, 2)["worker_id"] in WORKERS
     server.start()

@@ -112,7 +112,7 @@ def test_one_engine_with_ranks_is_asked_rank_by_rank(
         rows = router.request("GET", "/workers")["workers"]
         return next(row for row in rows if (row["worker_id"], row["dp_rank"]) == ("dp", rank))
 
-    # Nothing answers on that url: both are down until their events come, and none is asked for tokens.
+    # Nothing answers on that url: both are down until their events come, and none is queried for tokens.
     until(lambda: all(row(rank)["state"] != "connecting" for rank in range(2)))
     seqs = [engines[rank].publish(stored(TOKENS, 0, 3 + 3 * rank)) for rank in range(2)]
     until(lambda: all((-1 if row(rank)["seq"] is None else row(rank)["seq"]) >= seqs[rank] for rank in range(2)))

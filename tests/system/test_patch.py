@@ -103,7 +103,7 @@ def test_a_new_life_of_the_patch_voids_and_loads_anew(fresh: RouterProcess, engi
     engine.unpatch()
     engine.patch()
     engine.report(stores(CHAIN[:2]))
-    # `patch` tells what was heard last, `epoch` and `seq` what the answers show.
+    # `patch` shows what was heard last, `epoch` and `seq` what the answers show.
     row = until(fresh, lambda row: at(0)(row) and row["epoch"] != before["epoch"])
     assert ask(fresh) == 32 and row["residency"] == {"g0:GPU": 2}
     assert row["patch"]["epoch"] != before["patch"]["epoch"]

@@ -21,7 +21,7 @@ _models = itertools.count()
 
 
 class Fleet:
-    """Workers of one fresh model, asked together."""
+    """Workers of one fresh model, queried together."""
 
     def __init__(
         self, router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]], engines: list[FakeEngine]
@@ -151,7 +151,7 @@ def test_an_engine_restart_voids_what_it_held(fleet: Fleet, replay: bool) -> Non
     assert fleet.ask() == {"w1": 192}
     engine.restart()
     if not replay:
-        # Nothing tells that the new life began until it speaks; the connection's loss is shown meanwhile.
+        # Nothing shows that the new life began until it speaks; the connection's loss is shown meanwhile.
         fleet.until("w1", lambda row: row["state"] == "suspect")
         engine.wait_subscribed()
     other = prompt(4)

@@ -32,7 +32,7 @@ def samples(text: str, name: str) -> dict[str, float]:
 
 
 def ask_all(router: RouterProcess, churn: Churn, truth: dict[str, object]) -> None:
-    """Every process answers rightly: connections are spread over them, so some are made anew."""
+    """Every process answers rightly: connections are spread over them, so some are made again."""
     for _ in range(4 * COUNT):
         assert not wrong_answers(router, churn, truth)
         router.reconnect()

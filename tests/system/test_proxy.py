@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`kvrouter serve` as a process, in front of engines that fail, asked by OpenAI's own client and by many clients at
+"""`kvrouter serve` as a process, in front of engines that fail, queried by OpenAI's own client and by many clients at
 once."""
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def test_openais_client_finds_an_openai_server(tmp_path: Path) -> None:
 
 
 def chats(engine: ScriptedEngine) -> list[Asked]:
-    """What clients asked; the router asks for the tokens of some chats of its own."""
+    """What clients requested; the router requests the tokens of some chats of its own."""
     return [asked for asked in engine.asked if asked.target == CHAT and b"return_token_ids" not in asked.body]
 
 

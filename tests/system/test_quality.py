@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated replicas behind `kvrouter serve`, asked by OpenAI's client: what is predicted is delivered, counted and
+"""Simulated replicas behind `kvrouter serve`, queried by OpenAI's client: what is predicted is delivered, counted and
 traced."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROMPT_TOKENS = (200, 900)
 
 @contextmanager
 def replicas(count: int, *arguments: str) -> Iterator[list[dict[str, Any]]]:
-    """The endpoints of so many replicas of one process."""
+    """The endpoints of that many replicas of one process."""
     command = [sys.executable, "-m", "kvrouter.router.cli", "sim", "--replicas", str(count), "--instant", *arguments]
     process = subprocess.Popen([*command, "--model", MODEL], stdout=subprocess.PIPE, text=True)
     try:

@@ -160,7 +160,7 @@ def test_a_restart_that_nothing_else_tells_is_told_by_the_start_time(
 def test_a_new_life_that_goes_on_where_the_old_one_was_is_not_believed(
     router: RouterProcess, worker: Callable[..., CutEngine], http: EngineHttp
 ) -> None:
-    """No replay to ask; its next seq is the one that is waited for. Only the start time tells."""
+    """No replay to read; its next seq is the one that is waited for. Only the start time shows it."""
     engine = worker(False, http.url)
     until(router, lambda row: http.asked.count("/metrics") > 1)
     engine.cut()

@@ -96,7 +96,7 @@ def test_everything_deleted(engines: str, pair: Pair, server: StoreServer, churn
     until(lambda: rewrites(pair, churn) >= ENGINES, "the index is not rewritten")
     recovered(pair, server, churn)
     assert sum(router.metric("kvrouter_registry_repairs_total") for router in pair) >= 1
-    # From memory: nothing was asked of the engines that they may have forgotten.
+    # From memory: the engines were queried for nothing that they may have forgotten.
     assert all(row["gaps"] == 0 for row in rows(pair[0]).values())
 
 

@@ -164,7 +164,7 @@ def test_a_bad_value_of_a_worker_that_nobody_follows_is_named_and_loaded_when_it
     HEADS["seq"](client)
     churn.ask("go")
     with RouterProcess(tmp_path / "b", ["--redis", server.url]) as two:
-        # It starts, whatever it finds, and the other workers are as ever.
+        # It starts, whatever it finds, and the other workers are unchanged.
         for kind, spoil in HEADS.items():
             print(kind)
             spoil(client)
@@ -226,7 +226,7 @@ def test_a_bad_entry_of_the_registry_is_named_and_left_out(
     # Registrations of others are known all the same.
     events, replay = churn.endpoints[0]
     one.register("late", "m2", events, replay, patch_endpoint="off")
-    until(lambda: "late" in rows(two), "registrations at the other router are not known any more")
+    until(lambda: "late" in rows(two), "registrations at the other router are no longer known")
     for router in pair:
         until(lambda router=router: named(router), "it is not named")
         assert SPOILED in rows(router)
@@ -266,7 +266,7 @@ def test_a_bad_version_of_the_registry_is_begun_anew(pair: Pair, server: StoreSe
                 return False
             return name in rows(two)
 
-        until(registered, "registrations at the other router are not known any more")
+        until(registered, "registrations at the other router are no longer known")
     for number in range(3):
         one.unregister(f"late{number}")
     for router in pair:

@@ -24,7 +24,7 @@ TURNS = 60
 STALL_S = 8.0
 MODEL = "sim-gemma3"
 REPLICA = ("--prefill-rate", "50000", "--step-ms", "1", "--decode-ms", "0.1")
-# One in so many requests is a client's own mistake, which an engine or the router says.
+# One in this many requests is a client's own mistake, which an engine or the router says.
 MISTAKES = 6
 NONSENSE = (
     {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": -1},

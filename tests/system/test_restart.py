@@ -95,7 +95,7 @@ def test_same_workers_and_answers_with_the_engine_silent(
             states.add(row["state"])
             return "nothing was missed" in row["reason"]
 
-        # Until the lease is had, the reason says that nobody has it.
+        # Until the lease is taken, the reason says that nobody has it.
         row = router.wait_row("w0", is_restored, "restored")
         assert states == {"suspect"}
         for same in ("epoch", "seq", "residency", "catalog", "hash_scheme", "url", "model", "gaps"):
@@ -103,7 +103,7 @@ def test_same_workers_and_answers_with_the_engine_silent(
         assert ask(router) == {"w0": 192} and ask(router, OTHER) == {"w0": 32}
         router.wait_connected("w0", engine.wait_subscribed)
         assert router.worker("w0")["state"] == "suspect"
-        # The next seq follows, which another life can come to by chance. The twelfth block had two copies, and one is
+        # The next seq follows, which another life can reach accidentally. The twelfth block had two copies, and one is
         # left.
         row = router.wait_seen("w0", engine.publish(*removed(hashes(TOKENS)[11:])))
         assert row["state"] == "suspect" and "HTTP" in row["reason"] and row["epoch"] == before["epoch"]
@@ -186,7 +186,7 @@ def test_an_engine_that_restarted_meanwhile_is_void_before_it_speaks(
         before = fill(router, engine)
         router.kill()
         engine.restart()
-        # As many batches as the old life had, so that only their content tells the lives apart.
+        # As many batches as the old life had, so that the lives differ in content alone.
         engine.publish(stored(OTHER, 0, 4))
         last = engine.publish(stored(OTHER, 4, 6))
     with RouterProcess(tmp_path) as router:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router that is told to stop loses nothing: who connects is served or refused, streams end whole, `/ready` says no
+"""A router that stops loses nothing: who connects is served or refused, streams end whole, `/ready` says no
 at once."""
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def recovered(pair: Pair, store: SentinelStore, churn: Churn) -> None:
     for router in pair:
         wait_well(router, ENGINES)
     assert check(pair, store.replica.client, churn) > 100
-    # Nothing was asked of the engines that they may have forgotten.
+    # The engines were queried for nothing that they may have forgotten.
     assert all(row["gaps"] == 0 for row in rows(pair[0]).values())
 
 

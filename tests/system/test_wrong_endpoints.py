@@ -146,7 +146,7 @@ def test_swapped_and_shared_endpoints_are_named_and_earn_nothing(fleet: Fleet) -
 def test_two_streams_of_one_patched_publisher_are_one_engine(
     router: RouterProcess, context: zmq.Context[zmq.Socket[bytes]]
 ) -> None:
-    """Nothing but the publisher's epoch tells: the endpoints are one address in two spellings."""
+    """Nothing but the publisher's epoch shows it: the endpoints are one address in two spellings."""
     engine = PatchedEngine(context)
     try:
         port = str(requests_endpoint(engine.endpoint)).rpartition(":")[2]

@@ -64,7 +64,7 @@ SELECTED = {
 
 
 class Stub(BaseHTTPRequestHandler):
-    """Answers what the test put into `answers`, and keeps what it was asked."""
+    """Answers what the test put into `answers`, and keeps the requests."""
 
     answers: dict[str, tuple[int, bytes]]
     asked: list[tuple[str, str, bytes, str | None]]

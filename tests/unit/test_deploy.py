@@ -53,7 +53,7 @@ def test_the_routers_settings_are_its_own_and_find_the_engines() -> None:
     assert matches(config.kubernetes_selector, engines["metadata"]["labels"])
     assert not matches(config.kubernetes_selector, router["metadata"]["labels"]), "it must not find itself"
     assert container["ports"] == [{"name": "http", "containerPort": Config().port}]
-    # A rollout loses nothing: connections are taken until nobody is sent there any more, and there is time for all of
+    # A rollout loses nothing: connections are taken until no more are sent there, and there is time for all of
     # the end.
     assert config.shutdown_delay_s >= 5 and "preStop" not in json.dumps(container)
     assert router["spec"]["terminationGracePeriodSeconds"] >= config.shutdown_delay_s + config.drain_s + CLOSE_TIMEOUT_S

@@ -34,7 +34,7 @@ def watched(path: Path) -> FileSource:
 
 
 def look(source: FileSource, times: int = 2) -> list[str]:
-    """The workers after so many looks; a change counts at the second."""
+    """The workers after that many looks; a change counts at the second."""
     for _ in range(times):
         source._look()
     return [one.registration.worker.worker_id for one in source.shown or ()]
@@ -187,7 +187,7 @@ def test_the_settings_file_names_workers_unless_a_flag_does(tmp_path: Path, capl
     assert look(source) == ["c"]
     assert [record.getMessage() for record in caplog.records] == [
         "settings changed: restart the router to apply them"
-    ], "told once"
+    ], "reported once"
     file.write_text("port: 1\nqueue_size: many\nworkers: [d=http://h:1]\n")
     assert look(source) == ["c"] and "queue_size" in source.problem, "never half"
     file.write_text("")

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The subscriber over real sockets, on both event loops: joining, gaps, restarts, replays. Each decision by itself is the
-subject of test_batch_cursor.py."""
+"""The subscriber over real sockets, on both event loops: joining, gaps, restarts, replays. Each decision by itself is
+the subject of test_batch_cursor.py."""
 
 from __future__ import annotations
 

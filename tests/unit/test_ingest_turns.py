@@ -54,7 +54,7 @@ def test_all_streams_together_hold_the_loop_for_one_pass_and_one_turn(took_s: fl
 def test_nobody_gets_a_second_turn_before_all_had_one() -> None:
     streams = Streams(PASS_S)
     asyncio.run(streams.run())
-    # The first had its turn before the others asked for theirs.
+    # The first had its turn before the others wanted theirs.
     for turn in range(TURNS - 1):
         assert sorted(streams.order[1 + turn * STREAMS :][:STREAMS]) == [*range(STREAMS)]
 

@@ -75,7 +75,7 @@ def test_the_largest_medium_is_forgotten_beyond_the_bound() -> None:
     assert made.untracked == []
     assert made.report([stored([3])]) == [made_of(3), ReportCleared("FS", "untracked")]
     assert (made.blocks, made.untracked) == (3, ["FS"])
-    # Nothing is said of it any more, not even its removals.
+    # Nothing more is said of it, not even its removals.
     assert made.report([stored([9], "FS"), removed([1], "FS")]) == []
     # One owner's clear says nothing of the others.
     made.report([ReportCleared("FS", ownership="a")])

@@ -102,6 +102,6 @@ def test_no_series_of_a_worker_is_left_unless_another_has_its_label() -> None:
     assert series_of(registry, "w0") == held
     registry.forget_worker(NAMESAKE)
     assert series_of(registry, "w0") == {}
-    # What was kept of the label counts anew.
+    # What was kept of the label counts from zero.
     metrics.proxy.answers(WORKER)("ok").inc()
     assert series_of(registry, "w0") == {("kvrouter_proxy_answers_total", "ok"): 1}

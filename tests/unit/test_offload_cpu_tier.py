@@ -311,7 +311,7 @@ def test_a_policy_in_use_is_refused() -> None:
 
 
 class Careless(LruPolicy):
-    """Evicts what it was told to."""
+    """Evicts what the test names."""
 
     answer: Sequence[OffloadKey] | None = None
 
@@ -341,12 +341,12 @@ def test_a_policy_that_evicts_what_it_must_not_is_refused(answer: list[OffloadKe
 
 
 class Unasked(LruPolicy):
-    """Must not be asked, for it would have to look at every key."""
+    """Must not be called, for it would have to look at every key."""
 
     def victims(
         self, count: int, may_evict: Callable[[OffloadKey], bool], incoming: Sequence[OffloadKey] = ()
     ) -> list[OffloadKey] | None:
-        raise AssertionError("asked for victims")
+        raise AssertionError("called for victims")
 
 
 def test_an_allocation_that_cannot_be_is_refused_without_a_search() -> None:

@@ -165,7 +165,7 @@ def test_damaged_records_are_named_in_the_log_and_counted_when_there_are_many(
     (line,) = lines(caplog)
     assert str(manifest.parent) in line and "the payload of record 0 is damaged" in line
     assert "nothing of it was loaded, the record was dropped" in line and "1 such records" in line
-    # The others within the minute are told together.
+    # The others within the minute are reported together.
     assert desk.read(B) is False and desk.read(C) is False
     assert len(lines(caplog)) == 1
     desk.now += INTERVAL_S

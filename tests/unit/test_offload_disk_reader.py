@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine that reads the folder another one writes: what it tells is what it can read, and nothing else is ever
+"""An engine that reads the folder another one writes: what it reports is what it can read, and nothing else is ever
 loaded."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NEW_WEIGHTS = 1
 
 
 class BadFiles(FileOps):
-    """Reads fail while it is told so."""
+    """Reads fail while the test says so."""
 
     def __init__(self) -> None:
         self.bad = False

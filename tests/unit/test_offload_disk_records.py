@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payloads: where they lie, that they are not copied, and that wrong ones are told."""
+"""Payloads: where they lie, that they are not copied, and that wrong ones are reported."""
 
 from __future__ import annotations
 

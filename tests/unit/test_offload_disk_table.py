@@ -197,7 +197,7 @@ def test_trials_while_off_come_ever_later_up_to_a_bound() -> None:
     assert waits[-1] == MAX_RETRY_S
     made.trial_ended(None)
     assert made.state is State.ON
-    # One error of before does not count any more.
+    # An earlier error no longer counts.
     assert not made.failed("EIO") and not made.failed("EIO")
     made.turn_off("EIO")
     clock.now += 10.0

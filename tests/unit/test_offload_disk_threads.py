@@ -101,7 +101,7 @@ def test_close_waits_for_what_runs_and_drops_the_rest() -> None:
     gate.go.set()
     closing.join(LONG_S)
     assert gate.ended.is_set() and order == [] and not named("t-close")
-    # Nobody looks at it any more.
+    # Nobody looks at it now.
     memory.extend(b"more")
     threads.close()
 

@@ -48,7 +48,7 @@ def test_what_is_there_or_on_its_way_is_not_written_again(desks: Callable[..., D
     assert desk.write(A)
     assert not desk.write(A, 1)
     desk.hands.run_all()
-    # Done, but not told yet.
+    # Done, but not reported yet.
     assert not desk.write(A, 1)
     desk.tier.poll()
     assert not desk.write(A, 1)

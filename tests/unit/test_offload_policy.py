@@ -38,7 +38,7 @@ def all_but(*in_use: int) -> Callable[[OffloadKey], bool]:
 
 
 class Counting:
-    """A may_evict that counts how often it was asked."""
+    """A may_evict that counts how often it was called."""
 
     def __init__(self, *in_use: int) -> None:
         self.in_use = set(in_use)

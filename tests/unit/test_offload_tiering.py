@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moves between the tiers and what is said of it, with a disk that does what it is told, one job at a time."""
+"""What moves between the tiers and what is said of it, with a disk that does its work on request, one job at a time."""
 
 from __future__ import annotations
 
@@ -258,7 +258,7 @@ def test_what_a_waiting_request_needs_is_not_evicted_by_others() -> None:
     assert store(tiers, keys(3)) == keys(3)
 
 
-@pytest.mark.parametrize("ends", ["forgotten", "not asked for any more"])
+@pytest.mark.parametrize("ends", ["forgotten", "no longer requested"])
 def test_a_request_that_went_away_keeps_nothing(ends: str) -> None:
     disk = SlowDisk(*keys(1, 2))
     tiers, wish = tiering(2, disk), PromotionRequest()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the engine's environment may say to the patch, and what it is told when that is wrong."""
+"""What the engine's environment may say to the patch, and what it hears when that is wrong."""
 
 from __future__ import annotations
 

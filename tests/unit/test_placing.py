@@ -59,12 +59,12 @@ def test_a_new_cold_worker_gets_traffic_although_others_have_the_prefix() -> Non
 def test_siblings_of_a_prompt_that_is_being_computed_go_with_it() -> None:
     stage = Stage(hit("a"), hit("b"), hit("c"), hit("d"))
     first = stage.placing.reserve(ask())
-    # The engine has told nothing yet, and the load there is no smaller than elsewhere once it is done.
+    # The engine has reported nothing yet, and the load there is no smaller than elsewhere once it is done.
     stage.now = 1.0
     first.first_token()
     same = [stage.placing.choose(ask()).hit for _ in range(5)]
     assert {found.worker for found in same} == {first.worker} and all(found.disk == 0 for found in same)
-    # The engine has had the time to tell, and told of nothing.
+    # The engine has had the time to report, and reported nothing.
     stage.now += max(SETTLE_S, SELECTED_TTL_S) + 0.1
     assert stage.placing.choose(ask()).prefill_tokens == TOKENS
 

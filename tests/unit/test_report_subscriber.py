@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report subscriber over real sockets, on both event loops: joining, gaps, lives, silence. Each decision by itself is the
-subject of test_report_cursor.py."""
+"""The report subscriber over real sockets, on both event loops: joining, gaps, lives, silence. Each decision by itself
+is the subject of test_report_cursor.py."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_silent_publisher_is_greeted_until_it_is_heard_again(context: Context,
                 await stream.until_kind(Loaded)
                 await stream.until_kind(PatchSilent)
                 greeted = reporter.asked(HelloRequest)
-                # It is asked where it is, again and again.
+                # It is queried where it is, again and again.
                 await eventually(lambda: reporter.asked(HelloRequest) > greeted + 1)
                 reporter.beat()
                 items = await stream.until_kind(HeartbeatSeen)

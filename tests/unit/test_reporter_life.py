@@ -25,7 +25,7 @@ def rebinding_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class FailingPub:
-    """A context whose PUB socket fails as often as it is told to."""
+    """A context whose PUB socket fails as often as the test says."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

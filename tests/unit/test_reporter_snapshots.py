@@ -163,7 +163,7 @@ def test_a_slow_reader_that_goes_on_gets_all_of_it(context: Context, made: Calla
         first = slow.reply()
         assert isinstance(first, SnapshotPart)
         reading.snapshot()
-        # It was frozen when it was asked for.
+        # It was frozen when it was requested.
         reporter.publish(said(removed(range(60))), None)
         eventually(lambda: reading.hello().next_seq == 2)
         parts = [first, *slow.rest_of_snapshot()]

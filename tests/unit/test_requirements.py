@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bounds on both sides; the lock keeps to them and names no index; an audit tells what it did not see."""
+"""Bounds on both sides; the lock keeps to them and names no index; an audit says what it did not see."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a router process tells its peers, and which workers are its own."""
+"""What a router process reports to its peers, and which workers are its own."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Store:
 
 
 class Stream:
-    """As much of a WorkerStream as is told of and told to."""
+    """As much of a WorkerStream as peers hear of and change."""
 
     def __init__(self, worker_id: str, refusal: str | None = None) -> None:
         self.worker = WorkerKey("m", worker_id)

@@ -92,7 +92,7 @@ def test_a_prompt_comes_back_from_the_cpu() -> None:
     done = sim.run(prompt)
     assert done.reused_tokens == 96
     stored = [event for batch in told for event in batch if isinstance(event, Stored)]
-    # The blocks that a load has written are findable on the GPU, and told so.
+    # The blocks that a load has written are findable on the GPU, and reported.
     assert stored[0].hashes == tuple(sim.text(prompt).hashes)
     assert sim.pool.num_free == 7
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A replica's OpenAI side over real HTTP: texts, chats, streams, aborts, what /metrics tells, and the faults."""
+"""A replica's OpenAI side over real HTTP: texts, chats, streams, aborts, what /metrics reports, and the faults."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_a_prompt_is_handed_over_from_prefill_to_decode() -> None:
                     second = await other.complete(prompt, max_tokens=5, kv_transfer_params=params)
             finally:
                 await decoder.close()
-        # What the prefill replica had is what usage tells, as in vLLM; only the last token was computed here.
+        # What the prefill replica had is what usage reports, as in vLLM; only the last token was computed here.
         assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
         assert "kv_transfer_params" not in second
         whole = await client.complete(prompt, max_tokens=5)

@@ -57,7 +57,7 @@ def complete(server: ReplicaServer, tokens: list[int], **more: Any) -> Any:
 
 
 def replayed(server: ReplicaServer, context: zmq.Context[zmq.Socket[bytes]], count: int) -> list[tuple[int, bytes]]:
-    """All batches, once there are so many: the publisher's thread may be late."""
+    """All batches, once there are that many: the publisher's thread may be late."""
     deadline_s = time.monotonic() + PATIENCE_S
     while len(batches := replay(server, context)) < count:
         assert time.monotonic() < deadline_s, f"{len(batches)} of {count} batches"

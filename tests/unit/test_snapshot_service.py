@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the reporter's snapshots are served: in turns, once a moment, and only while the client makes progress. No sockets."""
+"""How the reporter's snapshots are served: in turns, once a moment, and only while the client makes progress. No
+sockets."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def test_a_task_that_returns_and_one_whose_wait_is_cancelled_have_failed_too() -
         for task in (first, second):
             await ended(task)
             assert task.cancelled()
-        # Nobody runs it any more, so there is nothing to name.
+        # Nobody runs it now, so there is nothing to name.
         assert stage.supervisor.health() == []
 
     run(main())
@@ -206,4 +206,4 @@ def test_no_task_is_started_without_a_supervisor() -> None:
     found = Counts(place for path in ROUTER.rglob("*.py") for place in starts(path))
     unknown = found.keys() - ALLOWED.keys()
     assert not unknown, f"start it with TaskSupervisor.start, or say here why it needs none: {sorted(unknown)}"
-    assert not ALLOWED.keys() - found.keys(), "places that start no task any more"
+    assert not ALLOWED.keys() - found.keys(), "places that no longer start a task"

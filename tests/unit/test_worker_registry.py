@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who is registered, and who is told of what."""
+"""Who is registered, and who is notified of what."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def stream(worker: WorkerKey, **changes: Any) -> WorkerStream:
 
 
 class Subscriber:
-    """Writes down what it is told, and what the registry says at that moment."""
+    """Writes down what it hears, and what the registry says at that moment."""
 
     def __init__(self, registry: WorkerRegistry) -> None:
         self.registry = registry

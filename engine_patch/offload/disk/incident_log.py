@@ -14,7 +14,8 @@ NOT_WRITTEN = "what it was to hold is not on disk"
 
 
 class IncidentLog:
-    """The incidents of one folder. `tick` now and then, so that the last ones are logged too. Clock: seconds, monotonic."""
+    """The incidents of one folder. `tick` now and then, so that the last ones are logged too. Clock: seconds,
+    monotonic."""
 
     def __init__(self, where: str, log: logging.Logger, clock: Callable[[], float]) -> None:
         self._where = where

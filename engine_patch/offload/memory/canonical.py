@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every KV cache of an engine seen as `(num_blocks, page bytes)` int8 over the same storage: what a copier moves.
 
-Invariant: the order of tensors and refs is vLLM's, which follows from the layers' names, never from addresses. It is the
-order of the bytes in a slot, and a slot may have been written to disk by an earlier life of the engine.
+Invariant: the order of tensors and refs is vLLM's, which follows from the layers' names, never from addresses. It is
+the order of the bytes in a slot, and a slot may have been written to disk by an earlier life of the engine.
 """
 
 from __future__ import annotations

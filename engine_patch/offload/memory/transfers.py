@@ -2,8 +2,8 @@
 """Copies beside the engine: submitted by its thread, done by others, polled later.
 
 The engine's thread never waits but in `wait` and `close`. A copy that fails is a result, not an exception: the engine
-goes on without what it would have brought. Loads come before stores, since a request waits for a load; a copy that
-a thread waits for comes before both. That order is safe because a slot is loaded only after its store was reported, and a
+goes on without what it would have brought. Loads come before stores, since a request waits for a load; a copy that a
+thread waits for comes before both. That order is safe because a slot is loaded only after its store was reported, and a
 block's next owner waits for the block's store.
 """
 

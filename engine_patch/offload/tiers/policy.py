@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which chunk of a tier makes room for another: the interface of an eviction policy, and how one is chosen by name.
 
-A policy orders keys and nothing else: it knows no slots, no bytes, no clock. The tier reports stored,
-used and removed keys, and requests victims. A third party's policy is a class with these methods that takes the capacity in chunks;
+A policy orders keys and nothing else: it knows no slots, no bytes, no clock. The tier reports stored, used and removed
+keys, and requests victims. A third party's policy is a class with these methods that takes the capacity in chunks;
 users name it as "package.module:Class".
 """
 

@@ -36,7 +36,7 @@ HEALTH_INTERVAL_S = 0.3
 
 
 class JumpingClock:
-    """Monotonic seconds, but for the jumps that it is told to make."""
+    """Monotonic seconds, but for the jumps that a fault makes."""
 
     def __init__(self) -> None:
         self.offset_s = 0.0

@@ -48,7 +48,7 @@ TURN_S = 0.005
 STEP_S = 0.03
 HEARTBEAT_S = 0.1
 CHUNK_TOKENS = 64
-# An engine without load that is asked to prove itself.
+# An engine without load that must prove itself.
 SPEAK_EVERY_S = 1.0
 RESET_SHARE = 0.01
 OFFLOAD_SHARE = 0.5
@@ -170,7 +170,7 @@ class Engine:
             self._start_reporter()
 
     async def stop(self) -> None:
-        """kill -9: every connection breaks, and nothing is said any more."""
+        """kill -9: every connection breaks, and nothing more is sent."""
         for wire in self.wires:
             wire.target = None
             wire.cut()
@@ -286,7 +286,7 @@ class Engine:
                         next_step_s = now + STEP_S * self._rng.uniform(0.5, 1.5)
                 await asyncio.sleep(TURN_S)
         except Exception as error:
-            # Told at the end: a schedule without load would prove nothing.
+            # Reported at the end: a schedule without load would prove nothing.
             self._failed = error
 
     def _on_step(self, events: list[Event]) -> None:

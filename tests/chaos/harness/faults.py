@@ -264,7 +264,7 @@ async def heartbeats_lost(scene: Scene, engine: Engine) -> None:
 
 @_on(frozenset({Kind.PATCHED}))
 async def patch_restart(scene: Scene, engine: Engine) -> None:
-    """The patch alone begins anew, as after a failed plugin: the engine's cache is full and the ledger empty."""
+    """The patch alone starts again, as after a failed plugin: the engine's cache is full and the ledger empty."""
     await engine.stop()
     await engine.start(patched=False)
     await scene.pause(0.1, 0.6)

@@ -55,12 +55,12 @@ MEANWHILE = (
 )
 
 
-# How long a router may take to notice that the store tells it nothing: one read that waits, and what is allowed beyond.
+# How long a router may take to notice that the store is silent: one read that waits, and what is allowed beyond.
 UNHEARD_S = BLOCK_S + SILENT_S
 
 
 class _HeldPool:
-    """What an engine held at some moment, to be asked as its pool is."""
+    """What an engine held at some moment, to be queried as its pool is."""
 
     def __init__(self, held: Held) -> None:
         self.null = Block(0)
@@ -229,7 +229,7 @@ class ProcessSchedule(Stage):
                 self._look_how_old(router, self._engine(name), before[name], after[name], asked_s)
 
     def _rng_free_choice(self) -> Engine:
-        # In turn, not by chance: how often we look depends on time, and must not change what the seed draws.
+        # In turn, not at random: how often we look depends on time, and must not change what the seed draws.
         return self._engines[self.outcome.samples // 7 % len(self._engines)]
 
     def _look(

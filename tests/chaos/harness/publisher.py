@@ -36,7 +36,7 @@ class ChaosPublisher:
     ) -> None:
         self.next_seq = first_seq
         self.replay = Replay.HONEST
-        # Of the next batches, so many: are kept but not sent; are neither; are sent twice; change places with their
+        # Of the next batches, how many: are kept but not sent; are neither; are sent twice; change places with their
         # successor.
         self.unsent = self.lost = self.doubled = self.swapped = 0
         self._held_back: tuple[int, bytes] | None = None

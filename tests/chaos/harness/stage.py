@@ -31,7 +31,7 @@ from .valkey import Valkey
 SAMPLE_S = 0.02
 # Load before the first fault, and after the last: ghosts of a missed batch may show with the next one only.
 BEFORE_S, AFTER_S = 0.6, 0.8
-# Until all is settled: a snapshot is asked for again after 30 s at worst, a silent patch is given up after 15 s.
+# Until all is settled: a snapshot is requested again after 30 s at worst, a silent patch is given up after 15 s.
 START_S, SETTLE_S = 30.0, 75.0
 # The same where ghosts were seen already: only to show whether they stay.
 HOPELESS_S = 5.0
@@ -160,7 +160,7 @@ class Stage:
         return True
 
     def _fail(self, text: str, once: str = "") -> None:
-        """once: of the failures with the same name, only the first is told; what follows is the same again."""
+        """once: of the failures with the same name, only the first is reported; what follows is the same again."""
         if not once or once not in self._told:
             self._told.add(once)
             self.outcome.failures.append(text)
