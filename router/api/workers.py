@@ -37,6 +37,7 @@ from kvrouter.router.workers.registration_bodies import (
 from kvrouter.router.workers.registration_from_body import dp_rank_of, patched, registration_of, worker_id_of
 from kvrouter.router.workers.source_precedence import PLACES, REGISTER
 from kvrouter.router.workers.worker_spec import MAX_DP_RANK
+from kvrouter.router.workers.worker_status import WorkerStatus
 
 
 class _Name(Convertor[str]):
@@ -152,7 +153,7 @@ def worker_routes(
 
     @router.get("/workers", summary="All workers", operation_id="workers", responses=gives(WorkersReply))
     async def workers(request: Request) -> Response:
-        shown = []
+        shown: list[WorkerStatus] = []
         for status in core.statuses():
             if len(shown) % ROWS_A_TURN == ROWS_A_TURN - 1:
                 await asyncio.sleep(0)
