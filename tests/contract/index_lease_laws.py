@@ -68,7 +68,7 @@ class LeaseLaws:
             assert [head.lease for head in heads] == [1, 1, 2, 1, 1]
             left_ms = [world.raw.pttl(keys.lease(worker)) for worker in workers]
             assert left_ms[1] == -2 and left_ms[2] <= 60_000 and min(left_ms[:1] + left_ms[3:]) > 60_000
-            # One that the server refuses makes its request void; each is then requested by itself.
+            # One that the server refuses makes its request void; each is then renewed by itself.
             world.raw.delete(keys.lease(workers[0]))
             world.raw.rpush(keys.lease(workers[0]), "not ours")
             assert (await store.leases.renew_all([(Lease("me", 1), Renewal.of(workers[0], 60))])) == [None]

@@ -106,7 +106,7 @@ def test_a_local_tokenizer_that_agrees_is_used() -> None:
 def test_a_local_tokenizer_that_differs_is_reported_and_not_used(wrong: str, way: str) -> None:
     async def test() -> None:
         async with case(local=Here(wrong)) as it:
-            # Judged when it is known, not when it is first queried.
+            # Judged when it is known, not when it is first used.
             await until(it.tokenizing.health)
             assert [
                 f"the tokenizer here makes other tokens of a {way}" in problem for problem in it.tokenizing.health()

@@ -97,7 +97,7 @@ def test_the_scheduler_process_has_no_part_of_its_own(tmp_path: Path) -> None:
 
 
 class Driver:
-    """Stands in for the CUDA runtime: registers as many pieces as it is set to, then refuses."""
+    """Stands in for the CUDA runtime: registers `pieces` pieces, then refuses."""
 
     def __init__(self, pieces: int) -> None:
         self.pieces = pieces

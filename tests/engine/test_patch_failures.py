@@ -300,7 +300,7 @@ def test_a_place_with_other_parameters_is_left_alone(
 
 
 def test_another_queue_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A publisher that queues otherwise is not configured."""
+    """A publisher that queues otherwise keeps its queue."""
 
     class Own(queue.Queue[Any]):
         pass

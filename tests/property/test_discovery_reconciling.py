@@ -140,7 +140,7 @@ class Machine(RuleBasedStateMachine):
             if any(source not in router.down for router in self.routers.values()):
                 left = {name for name, one in self.registered.items() if one.source == source}
                 assert left <= set().union(*(router.claims(source) for router in self.routers.values()))
-        # Unchanged: the next rule begins from there.
+        # Restored: the next rule begins from there.
         self.registered = kept[1]
         for name, router in self.routers.items():
             router.asserted = asserted[name]

@@ -3,7 +3,7 @@
 overtake.
 
 What must hold, whatever happens: a reader that applies what it is handed has exactly the publisher's ledger of the
-moment before the next message, or knows that it does not know; a heartbeat is handed out only where it sums that state
+moment before the next message, or knows that it has lost track; a heartbeat is handed out only where it sums that state
 up; what is held stays bounded; and once the world is quiet, the reader has the current ledger.
 """
 
@@ -55,7 +55,7 @@ class Reader:
 
     def __init__(self, ledgers: dict[tuple[str, int], Ledger], kept: tuple[str, int] | None) -> None:
         self.ledgers = ledgers
-        # Epoch and next seq; None: it knows that it does not know.
+        # Epoch and next seq; None: it knows that it has lost track.
         self.at = kept
         self.ledger: Ledger = copy.deepcopy(ledgers[kept]) if kept else {}
         self.epoch = kept[0] if kept else None
@@ -74,7 +74,7 @@ class Reader:
                 self._is_exact()
             case Loaded(snapshot):
                 if self.epoch is not None:
-                    assert snapshot.epoch == self.epoch, "another life without a sign of it"
+                    assert snapshot.epoch == self.epoch, "an unannounced new life"
                 assert snapshot.epoch == self.greeted, "blocks without their groups"
                 self.epoch = snapshot.epoch
                 self.ledger = {}

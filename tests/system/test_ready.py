@@ -112,7 +112,7 @@ def test_it_is_ready_while_an_engine_lives_and_not_longer(fleet: Fleet) -> None:
     fleet.until(lambda: fleet.router.worker("w1")["state"] == "down", "w1 is seen to be gone")
     is_ready, why = fleet.ready()
     assert not is_ready and "w0: " in why and "w1: " in why and "the engine is gone" in why
-    # Nothing of a dead worker stays the same.
+    # Figures of a dead worker are not kept.
     assert fleet.router.worker("w1")["lag_ms"] is None
 
 

@@ -346,7 +346,7 @@ class Unasked(LruPolicy):
     def victims(
         self, count: int, may_evict: Callable[[OffloadKey], bool], incoming: Sequence[OffloadKey] = ()
     ) -> list[OffloadKey] | None:
-        raise AssertionError("called for victims")
+        raise AssertionError("victims were requested")
 
 
 def test_an_allocation_that_cannot_be_is_refused_without_a_search() -> None:

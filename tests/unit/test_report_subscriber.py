@@ -146,7 +146,7 @@ def test_a_silent_publisher_is_greeted_until_it_is_heard_again(context: Context,
                 await stream.until_kind(Loaded)
                 await stream.until_kind(PatchSilent)
                 greeted = reporter.asked(HelloRequest)
-                # It is queried where it is, again and again.
+                # Hellos are requested again and again.
                 await eventually(lambda: reporter.asked(HelloRequest) > greeted + 1)
                 reporter.beat()
                 items = await stream.until_kind(HeartbeatSeen)
