@@ -56,7 +56,7 @@ async def patched(context: Context, http: EngineHttp) -> AsyncIterator[Registrat
 def test_nothing_is_left_of_a_worker(engine: Callable[..., AsyncExitStack], embedded_url: str) -> None:
     async def until_live(core: Core) -> None:
         async with asyncio.timeout(TIMEOUT_S):
-            while core.statuses()[0].state != "live":
+            while next(core.statuses()).state != "live":
                 await asyncio.sleep(0.01)
 
     async def main() -> None:

@@ -330,7 +330,7 @@ def test_credit_that_the_fleet_gives_back_reaches_the_other_routers_of_a_silent_
         async with router(server, FIRST) as one, router(server, SECOND) as two:
             await one.register(registration(engine))
             engine.publish(stored(TOKENS, 0, 12))
-            await until(lambda: two.statuses() and is_well(one, 12) and is_well(two, 12), "not both are well")
+            await until(lambda: [*two.statuses()] and is_well(one, 12) and is_well(two, 12), "not both are well")
             # Two workers on one event endpoint contradict each other.
             await one.register(Registration(WorkerKey("m2", "other"), events=engine.endpoint, patch=NO_PATCH))
             follower = one if one.registry.streams[WORKER].held else two
@@ -340,7 +340,7 @@ def test_credit_that_the_fleet_gives_back_reaches_the_other_routers_of_a_silent_
             told = functools.partial(server.client.hget, keys.meta(WORKER), "credited")
             await until(lambda: told() == b"0", "the other routers do not learn of it")
             await one.unregister("other")
-            await until(lambda: len(two.statuses()) == 1, "the other worker stays")
+            await until(lambda: len([*two.statuses()]) == 1, "the other worker stays")
             await until(lambda: is_well(one, 12) and is_well(two, 12), "not both are well again")
 
     run(main)

@@ -60,7 +60,7 @@ class Stage:
                 while not reached():
                     await asyncio.sleep(0.005)
         except TimeoutError:
-            raise AssertionError(f"{what}: {self.core.statuses()} {self.core.health()}") from None
+            raise AssertionError(f"{what}: {[*self.core.statuses()]} {self.core.health()}") from None
 
     def right(self) -> bool:
         """All workers are live, with all that they hold, in the mirror too."""
