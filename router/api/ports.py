@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.matching.matcher import HitTable
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.tokens.prompt_tokens import Prompt
 from kvrouter.router.workers.model_names import ServedModel
@@ -43,6 +44,11 @@ class CorePort(Protocol):
 
     def ask(self, question: Question) -> Sequence[Hit]:
         """One hit for each worker of the model. Raises UnknownModel, UnknownWorker, BadQuestion."""
+        ...
+
+    def hit_table(self, question: Question) -> HitTable | None:
+        """The same as numbers, for a question that leaves no worker out and wants no explanation; None where it takes
+        `ask` to answer."""
         ...
 
     def models(self) -> Sequence[str]: ...

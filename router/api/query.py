@@ -7,6 +7,7 @@ They run outside FastAPI, whose parameters and pydantic cost three times as much
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,21 +17,34 @@ from numpy.typing import NDArray
 from kvrouter.router.api.dynamo_shapes import DEFAULT_MODEL, check_group
 from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.ports import CorePort
+from kvrouter.router.api.query_template import QueryTemplate
 from kvrouter.router.api.requests import (
     BodyReader,
+    HotRequest,
     QueryBody,
     QueryByHashBody,
     is_msgpack,
     worker_ids_of,
 )
-from kvrouter.router.api.responses import QueryReply, query_reply
+from kvrouter.router.api.responses import JSON, QueryReply, encode, query_reply
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.json_arrays import hash_array, token_array
-from kvrouter.router.matching.question import Question
+from kvrouter.router.kvcache.hit_tables import FOUND_COLUMNS, FOUND_CPU, FOUND_DISK, FOUND_GPU
+from kvrouter.router.matching.matcher import HashPlan, HitTable
+from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration_bodies import (
     model_of,
 )
+
+# Models whose templates are kept; a worker's text takes some 200 bytes.
+MAX_TEMPLATES = 1_000
+
+# What stands in a reply for number `cell` of the table while its template is made: no prompt has so many tokens.
+PLACEHOLDER = 8 * 10**18
+PLACEHOLDERS = re.compile(rb"(?<=:)(8[0-9]{18})(?=[,}])")
+# Of each worker: longest_matched, gpu, cpu, disk, and twice that of its rank.
+NUMBERS_OF_WORKER = 6
 
 
 class QueryRoutes:
@@ -44,22 +58,40 @@ class QueryRoutes:
         self._clock = clock
         self._query_reader = BodyReader(QueryBody, arrays=False)
         self._by_hash_reader = BodyReader(QueryByHashBody, arrays=False)
+        # By model and whether hashes are given, with the plan that it was made of.
+        self._templates: dict[tuple[str, bool], tuple[HashPlan, QueryTemplate | None]] = {}
 
-    def query(self, raw: bytes, content_type: str) -> QueryReply:
-        body = self._query_reader.read(raw, content_type)
-        tokens = token_array(body.token_ids, is_msgpack=is_msgpack(content_type))
-        return self._ask(self.question(body, tokens, None, None))
+    def query(self, asked: HotRequest) -> QueryReply | bytes:
+        body = self._query_reader.read(asked.data, asked.content_type, asked.start)
+        tokens = token_array(body.token_ids, is_msgpack=is_msgpack(asked.content_type))
+        return self._ask(self.question(body, tokens, None, None), asked)
 
-    def query_by_hash(self, raw: bytes, content_type: str) -> QueryReply:
-        body = self._by_hash_reader.read(raw, content_type)
-        hashes = hash_array(body.block_hashes, is_msgpack=is_msgpack(content_type))
-        return self._ask(self.question(body, None, hashes, body.num_tokens))
+    def query_by_hash(self, asked: HotRequest) -> QueryReply | bytes:
+        body = self._by_hash_reader.read(asked.data, asked.content_type, asked.start)
+        hashes = hash_array(body.block_hashes, is_msgpack=is_msgpack(asked.content_type))
+        return self._ask(self.question(body, None, hashes, body.num_tokens), asked)
 
-    def _ask(self, question: Question) -> QueryReply:
+    def _ask(self, question: Question, asked: HotRequest) -> QueryReply | bytes:
         start = self._clock()
+        # The usual question: of all workers, and only how much.
+        if asked.takes_json and question.worker_ids is None and not question.explain:
+            table = self._core.hit_table(question)
+            template = None if table is None else self._template((question.model, question.token_ids is None), table)
+            if table is not None and template is not None:
+                content = template.fill(table.found)
+                self._observe(self._clock() - start)
+                return content
         hits = self._core.ask(question)
         self._observe(self._clock() - start)
         return query_reply(hits, question.explain)
+
+    def _template(self, name: tuple[str, bool], table: HitTable) -> QueryTemplate | None:
+        known = self._templates.get(name)
+        if known is None or known[0] is not table.plan:
+            if len(self._templates) >= MAX_TEMPLATES:
+                self._templates.clear()
+            known = self._templates[name] = table.plan, make_template(table)
+        return known[1]
 
     def question(
         self,
@@ -108,6 +140,25 @@ class QueryRoutes:
         if not model:
             raise BadQuestion("model is missing: name the model that the workers were registered with")
         return self._core.resolve(model)
+
+
+def make_template(table: HitTable) -> QueryTemplate | None:
+    """The template of all replies to questions of the table's plan; None where the numbers decide more than themselves:
+    which rank of a worker is shown."""
+    hits = [Hit(view.worker, 0, 0, 0, view.state.value, reason) for view, reason in table.none]
+    for w, view in enumerate(table.plan.views):
+        gpu, cpu, disk = (PLACEHOLDER + FOUND_COLUMNS * w + column for column in (FOUND_GPU, FOUND_CPU, FOUND_DISK))
+        hits.append(Hit(view.worker, gpu, cpu, disk, view.state.value, view.reason))
+    if len({hit.worker.worker_id for hit in hits}) < len(hits):
+        return None
+    content, _ = encode(query_reply(hits, explain=False), JSON)
+    pieces = PLACEHOLDERS.split(content)
+    cells = [int(digits) - PLACEHOLDER for digits in pieces[1::2]]
+    if len(cells) != NUMBERS_OF_WORKER * len(table.plan.views):
+        # A worker's name has them too.
+        return None
+    rows, columns = zip(*(divmod(cell, FOUND_COLUMNS) for cell in cells), strict=True) if cells else ((), ())
+    return QueryTemplate(pieces[::2], [*rows], [*columns])
 
 
 def intersect_optional(some: frozenset[str] | None, others: frozenset[str] | None) -> frozenset[str] | None:

@@ -10,8 +10,11 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.common.json_numbers import split_integers
 
 MSGPACK = "application/msgpack"
 MSGPACK_TYPES = frozenset({MSGPACK, "application/x-msgpack", "application/vnd.msgpack"})
@@ -21,6 +24,9 @@ MAX_NUM_TOKENS = 2**31 - 1
 # A field that is not there, or is null in either encoding.
 ABSENT = msgspec.Raw(b"null")
 NULLS = (b"null", b"\xc0")
+
+# token_ids or block_hashes of a body: read to uint64, or as they came.
+NumberField = NDArray[np.uint64] | msgspec.Raw
 
 NumTokens = Annotated[int, msgspec.Meta(ge=1, le=MAX_NUM_TOKENS, description="length of the whole prompt, in tokens")]
 TokenIds = Annotated[list[int], msgspec.Meta(description="token ids of the whole prompt, each 0 to 2147483647")]
@@ -120,7 +126,7 @@ class ReservationBody(SelectBody, kw_only=True):
     track_prefill_tokens: bool | None = None
 
 
-# Fields that `router/common/json_arrays.py` decodes, from the bytes as they came.
+# Fields that `router/common/json_arrays.py` decodes.
 RAW_FIELDS = frozenset({"token_ids", "block_hashes"})
 
 
@@ -140,6 +146,16 @@ def _with_raw_arrays(kind: type[Any]) -> type[Any]:
     return msgspec.defstruct(kind.__name__, fields, kw_only=True)
 
 
+class HotRequest(msgspec.Struct, frozen=True):
+    """What a handler of a hot path needs. start: where the body begins in data. takes_json: whether the reply may be
+    bytes of JSON."""
+
+    data: bytes
+    start: int
+    content_type: str
+    takes_json: bool
+
+
 def is_msgpack(content_type: str) -> bool:
     """All but MessagePack is read as JSON, since `curl -d` says form data."""
     return "msgpack" in content_type and content_type.partition(";")[0].strip().lower() in MSGPACK_TYPES
@@ -148,16 +164,24 @@ def is_msgpack(content_type: str) -> bool:
 class BodyReader:
     """Decodes one kind of body from both encodings; built once, because decoders are expensive to build.
 
-    arrays: whether token_ids and block_hashes are decoded too; else they stay msgspec.Raw."""
+    arrays: whether token_ids and block_hashes are decoded too; else they are NumberField."""
 
     def __init__(self, kind: type[Any], *, arrays: bool = True) -> None:
         decoded = kind if arrays else _with_raw_arrays(kind)
         self._json = msgspec.json.Decoder(decoded)
         self._msgpack = msgspec.msgpack.Decoder(decoded)
+        self._raw_fields = () if arrays else tuple(sorted(RAW_FIELDS.intersection(kind.__struct_fields__)))
+        self._raw_names = tuple(name.encode() for name in self._raw_fields)
 
-    def read(self, raw: bytes, content_type: str) -> Any:
-        """The struct. Raises BadQuestion."""
+    def read(self, raw: bytes, content_type: str, start: int = 0) -> Any:
+        """The struct of the body that begins at `start`. Raises BadQuestion."""
         packed = is_msgpack(content_type)
+        if self._raw_names and not packed:
+            body = self._read_split(raw, start)
+            if body is not None:
+                return body
+        if start:
+            raw = raw[start:]
         try:
             return (self._msgpack if packed else self._json).decode(raw)
         except msgspec.ValidationError as error:
@@ -167,6 +191,30 @@ class BodyReader:
         except (msgspec.DecodeError, ValueError, OverflowError) as error:
             what = "MessagePack" if packed else "JSON"
             raise BadQuestion(f"the body is not {what}: {error}", code="malformed_body") from None
+
+    def _read_split(self, raw: bytes, start: int) -> Any:
+        """The struct of a JSON body with one array of plain integers, passed over once; None for all others."""
+        found = split_integers(raw, start, self._raw_names)
+        if found is None:
+            return None
+        rest, index, integers = found
+        try:
+            body = self._json.decode(rest)
+        except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
+            # Its place in the whole body is part of the error.
+            return None
+        field = self._raw_fields[index]
+        if is_given(getattr(body, field)):
+            # The name is there again, with an escape in it.
+            return None
+        setattr(body, field, integers)
+        return body
+
+
+def is_given(field: NumberField) -> bool:
+    """Whether it is there and not null."""
+    # A text may be long, and need not be copied.
+    return not isinstance(field, msgspec.Raw) or memoryview(field).nbytes > 4 or bytes(field) not in NULLS
 
 
 def worker_ids_of(given: list[str | int] | None) -> frozenset[str] | None:

@@ -18,10 +18,11 @@ from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.ports import CorePort, TokensPort
 from kvrouter.router.api.query import QueryRoutes, intersect_optional
 from kvrouter.router.api.requests import (
-    NULLS,
     BodyReader,
+    HotRequest,
     ReservationBody,
     SelectBody,
+    is_given,
     is_msgpack,
     worker_ids_of,
 )
@@ -67,11 +68,11 @@ class SelectRoutes:
         self._select_reader = BodyReader(SelectBody, arrays=False)
         self._reservation_reader = BodyReader(ReservationBody, arrays=False)
 
-    def select(self, raw: bytes, content_type: str) -> SelectReply | Coroutine[Any, Any, SelectReply]:
-        return self._select(raw, content_type, self._choose)
+    def select(self, asked: HotRequest) -> SelectReply | Coroutine[Any, Any, SelectReply]:
+        return self._select(asked, self._choose)
 
-    def select_and_reserve(self, raw: bytes, content_type: str) -> SelectReply | Coroutine[Any, Any, SelectReply]:
-        return self._select(raw, content_type, self._reserve)
+    def select_and_reserve(self, asked: HotRequest) -> SelectReply | Coroutine[Any, Any, SelectReply]:
+        return self._select(asked, self._reserve)
 
     def reserve_at(self, raw: bytes, content_type: str) -> Placement:
         """`POST /reservations`: where the client has chosen the worker."""
@@ -79,7 +80,7 @@ class SelectRoutes:
         if body.worker_id is None:
             return self._claim(body)
         length = _length(body)
-        if bytes(body.token_ids) not in NULLS or bytes(body.block_hashes) not in NULLS:
+        if is_given(body.token_ids) or is_given(body.block_hashes):
             question = self._known(body, is_msgpack(content_type))
         elif length is not None:
             question = self._asking.question(body, None, np.empty(0, np.uint64), length)
@@ -100,21 +101,22 @@ class SelectRoutes:
         return self._placing.claim(body.selection_id, model_of(body))
 
     def _select(
-        self, raw: bytes, content_type: str, decide: Callable[[PlacementRequest], SelectReply]
+        self, asked: HotRequest, decide: Callable[[PlacementRequest], SelectReply]
     ) -> SelectReply | Coroutine[Any, Any, SelectReply]:
-        body, packed = self._select_reader.read(raw, content_type), is_msgpack(content_type)
-        has_text = bytes(body.prompt) not in NULLS or bytes(body.messages) not in NULLS
-        given = (bytes(body.token_ids) not in NULLS) + (bytes(body.block_hashes) not in NULLS) + has_text
+        body = self._select_reader.read(asked.data, asked.content_type, asked.start)
+        packed = is_msgpack(asked.content_type)
+        has_text = is_given(body.prompt) or is_given(body.messages)
+        given = is_given(body.token_ids) + is_given(body.block_hashes) + has_text
         if given != 1:
             raise BadQuestion("give exactly one of token_ids, block_hashes, prompt and messages: the prompt to place")
         if has_text:
-            return self._select_text(body, raw, packed, decide)
+            return self._select_text(body, asked.data[asked.start :], packed, decide)
         return decide(_ask(body, self._known(body, packed)))
 
     def _known(self, body: Any, packed: bool) -> Question:
         """The question of a prompt whose tokens or hashes are in the body."""
         tokens = hashes = None
-        if bytes(body.token_ids) not in NULLS:
+        if is_given(body.token_ids):
             tokens = token_array(body.token_ids, is_msgpack=packed)
         else:
             hashes = hash_array(body.block_hashes, is_msgpack=packed)
@@ -143,7 +145,7 @@ class SelectRoutes:
                 raw = msgspec.json.encode(msgspec.msgpack.decode(raw))
             except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
                 raise BadQuestion(f"the body has a value that JSON cannot express: {error}") from None
-        path = TEXT_PATH if bytes(body.messages) in NULLS else CHAT_PATH
+        path = CHAT_PATH if is_given(body.messages) else TEXT_PATH
         prompt = await self._tokens.prompt(path, served.model, raw)
         if prompt.refused:
             raise BadQuestion(f"the engine rejects the prompt: {prompt.problem}", code="prompt_refused")

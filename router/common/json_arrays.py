@@ -33,8 +33,12 @@ class ArrayReader:
         self._json = msgspec.json.Decoder(kind)
         self._msgpack = msgspec.msgpack.Decoder(kind)
 
-    def read(self, raw: msgspec.Raw, *, is_msgpack: bool) -> NDArray[np.uint64] | list[Any]:
-        """uint64 with negative numbers as two's complement, or the list as it is written. Raises BadQuestion."""
+    def read(self, raw: NDArray[np.uint64] | msgspec.Raw, *, is_msgpack: bool) -> NDArray[np.uint64] | list[Any]:
+        """uint64 with negative numbers as two's complement, or the list as it is written. Raises BadQuestion.
+
+        raw: an array if it has been read."""
+        if not isinstance(raw, msgspec.Raw):
+            return raw
         data = memoryview(raw)
         if not is_msgpack:
             found = integers_of(data)
@@ -53,7 +57,7 @@ _token_ids = ArrayReader("token_ids", list[int])
 _block_hashes = ArrayReader("block_hashes", list[int | str])
 
 
-def token_array(raw: msgspec.Raw, *, is_msgpack: bool) -> NDArray[np.int64]:
+def token_array(raw: NDArray[np.uint64] | msgspec.Raw, *, is_msgpack: bool) -> NDArray[np.int64]:
     """int64, shape (num_tokens,)."""
     found = _token_ids.read(raw, is_msgpack=is_msgpack)
     if isinstance(found, list):
@@ -73,7 +77,7 @@ def _bad_token(index: int) -> BadQuestion:
     return BadQuestion(f"token_ids[{index}] is out of range: token ids are 0 to {MAX_TOKEN_ID}")
 
 
-def hash_array(raw: msgspec.Raw, *, is_msgpack: bool) -> NDArray[np.uint64]:
+def hash_array(raw: NDArray[np.uint64] | msgspec.Raw, *, is_msgpack: bool) -> NDArray[np.uint64]:
     """uint64, shape (n,). Takes u64, i64 (two's complement) and hex."""
     found = _block_hashes.read(raw, is_msgpack=is_msgpack)
     if isinstance(found, list):

@@ -15,7 +15,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.matching.matcher import HashPlans, HitTable, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.matching.routing_history import RoutingHistory, approximate_hit, pieces_of
@@ -80,6 +80,10 @@ class HitFinder:
         if plans.has_approximate and question.token_ids is not None:
             hits = self._guessed(question, hits)
         return hits
+
+    def hit_table(self, question: Question) -> HitTable | None:
+        """The same without an explanation, None where it takes `hits` to answer. Raises UnknownModel."""
+        return self._matcher.table(question, self.plans(question.model))
 
     def _guessed(self, question: Question, hits: list[Hit]) -> list[Hit]:
         """The hits, those of workers without usable events guessed from what was sent there."""

@@ -33,6 +33,7 @@ from kvrouter.router.fleet.store_contact import StoreContact
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.matching.matcher import HitTable
 from kvrouter.router.matching.question import Hit, Question, filter_hits
 from kvrouter.router.matching.routing_history import RoutingHistory
 from kvrouter.router.redis_client.errors import StoreError
@@ -265,6 +266,10 @@ class Core:
     def ask(self, question: Question) -> Sequence[Hit]:
         """One hit for each worker of the model that the question does not leave out, in no particular order."""
         return filter_hits(self.finder.hits(question), question)
+
+    def hit_table(self, question: Question) -> HitTable | None:
+        """All hits as numbers, for a question that leaves no worker out; None where it takes `ask` to answer."""
+        return self.finder.hit_table(question)
 
     def statuses(self) -> Iterator[WorkerStatus]:
         unread, now = self._contact.unread_problem, self._clock()

@@ -7,6 +7,7 @@ from kvrouter.router.kvcache.offload_hit cimport tier_hit
 from kvrouter.router.kvcache.rule_tables cimport RuleTables
 from kvrouter.router.matching.mirror_table cimport MirrorTable
 
+cdef int64_t FOUND_GPU, FOUND_CPU, FOUND_DISK, FOUND_LIMITER, FOUND_FULL, FOUND_COLUMNS
 cdef int64_t GEO_SPEC_END, GEO_SPEC_START, RULE_FULL, SPEC_RULE
 
 
@@ -20,9 +21,10 @@ cdef class Judge:
     cpdef bint any_resident(self, MirrorTable mirror, const uint64_t[::1] hashes) noexcept
 
     @cython.locals(
-        w=int64_t, row=int64_t, gpu=int64_t, limiter=int64_t, cpu=int64_t, disk=int64_t, covered=int64_t, s=int64_t
+        w=int64_t, row=int64_t, gpu=int64_t, limiter=int64_t, cpu=int64_t, disk=int64_t, covered=int64_t, s=int64_t,
+        found=int64_t[:, ::1],
     )
-    cpdef list judge(self, MirrorTable mirror, const uint64_t[::1] hashes, int64_t num_tokens)
+    cpdef object judge(self, MirrorTable mirror, const uint64_t[::1] hashes, int64_t num_tokens)
 
     cpdef int64_t spec_start(self, int64_t worker) noexcept
 

@@ -8,7 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.kvcache.gpu_hit import gpu_hit, single_group_hit
-from kvrouter.router.kvcache.hit_tables import GEO_SPEC_END, GEO_SPEC_START, RULE_FULL, SPEC_RULE
+from kvrouter.router.kvcache.hit_tables import (
+    FOUND_COLUMNS,
+    FOUND_CPU,
+    FOUND_DISK,
+    FOUND_FULL,
+    FOUND_GPU,
+    FOUND_LIMITER,
+    GEO_SPEC_END,
+    GEO_SPEC_START,
+    RULE_FULL,
+    SPEC_RULE,
+)
 from kvrouter.router.kvcache.offload_hit import tier_hit
 from kvrouter.router.kvcache.rule_tables import RuleTables
 from kvrouter.router.matching.mirror_table import MirrorTable
@@ -32,12 +43,13 @@ class Judge:
         """Whether any of the workers holds any of these blocks anywhere."""
         return mirror.any_resident(hashes, self.row_of_slot)
 
-    def judge(self, mirror: MirrorTable, hashes: U64, num_tokens: int) -> list[tuple[int, int, int, int, int]]:
-        """Of each worker, in tokens: what the GPU gives, with the CPU tier, with the disk tier; the spec group that
-        limits the first (-1: none); and what full attention alone would give."""
+    def judge(self, mirror: MirrorTable, hashes: U64, num_tokens: int) -> NDArray[np.int64]:
+        """int64, shape (workers, FOUND_COLUMNS), in tokens: what the GPU gives, with the CPU tier, with the disk tier;
+        the spec group that limits the first (-1: none); and what full attention alone would give."""
         self.tables.rows = np.zeros((self.row_count, len(hashes)), np.uint16)
         mirror.gather(hashes, self.row_of_slot, self.tables.rows)
-        found = []
+        hits = np.empty((self.bases.shape[0], FOUND_COLUMNS), np.int64)
+        found = hits
         for w in range(self.bases.shape[0]):
             row = self.bases[w]
             gpu, limiter = gpu_hit(self.tables, row, w, num_tokens)
@@ -49,8 +61,12 @@ class Judge:
                     if s != limiter:
                         covered = single_group_hit(self.tables, row, w, num_tokens, s)
                     break
-            found.append((int(gpu), int(cpu), int(disk), int(limiter), int(covered)))
-        return found
+            found[w, FOUND_GPU] = gpu
+            found[w, FOUND_CPU] = cpu
+            found[w, FOUND_DISK] = disk
+            found[w, FOUND_LIMITER] = limiter
+            found[w, FOUND_FULL] = covered
+        return hits
 
     def spec_start(self, worker: int) -> int:
         """Index of the worker's first spec group among all."""

@@ -126,6 +126,16 @@ class HashPlans(msgspec.Struct, frozen=True, eq=False):
         )
 
 
+class HitTable(msgspec.Struct, frozen=True, eq=False):
+    """The hits of all workers of a model where one plan has all that can be judged.
+
+    found: of each worker of `plan`, as `Judge.judge` returns it. none: the workers without a hit, with the reason."""
+
+    plan: HashPlan
+    found: NDArray[np.int64]
+    none: tuple[tuple[WorkerView, str], ...]
+
+
 def _withheld(mirror: Mirror, view: WorkerView) -> str | None:
     """Why this worker gets no credit at all, None when it does."""
     if not view.credited and view.state is not StreamState.UNHASHABLE:
@@ -156,6 +166,22 @@ class Matcher:
         for (scheme, block_size), plan in plans.by_scheme.items():
             hits += self._match_space(question, plan, scheme, block_size)
         return hits
+
+    def table(self, question: Question, plans: HashPlans) -> HitTable | None:
+        """The same hits, without an explanation. None where they take more than one plan or hang on more than hashes."""
+        if question.block_hashes is not None:
+            plan = plans.by_hash
+            if plan is None:
+                return None
+            return HitTable(plan, self._find(plan, question.block_hashes, question), plans.withheld)
+        if plans.has_approximate or len(plans.by_scheme) != 1 or question.lora_name is not None:
+            return None
+        (((scheme, block_size), plan),) = plans.by_scheme.items()
+        hashes = self._hashes(question, plan, HashSpace(scheme, block_size, None, question.cache_salt))
+        return HitTable(plan, self._find(plan, hashes, question), plans.withheld + plans.unhashable)
+
+    def _find(self, plan: HashPlan, hashes: NDArray[np.uint64], question: Question) -> NDArray[np.int64]:
+        return plan.judge.judge(self._mirror.table, hashes, question.num_tokens)
 
     def _match_space(self, question: Question, plan: HashPlan, scheme: HashScheme, block_size: int) -> list[Hit]:
         if question.token_ids is None:
@@ -192,8 +218,7 @@ class Matcher:
         return hasher.hashes
 
     def _judge(self, plan: HashPlan, hashes: NDArray[np.uint64], question: Question) -> list[Hit]:
-        judge = plan.judge
-        found = judge.judge(self._mirror.table, hashes, question.num_tokens)
+        found = self._find(plan, hashes, question).tolist()
         hits = []
         for w, (view, (gpu, cpu, disk, limiter, covered)) in enumerate(zip(plan.views, found, strict=True)):
             groups: tuple[GroupCover, ...] = ()
@@ -201,7 +226,7 @@ class Matcher:
             if question.explain:
                 groups = tuple(_covers(plan, w, question.num_tokens))
                 if limiter >= 0:
-                    spec_group = plan.spec_groups[w][limiter - judge.spec_start(w)]
+                    spec_group = plan.spec_groups[w][limiter - plan.judge.spec_start(w)]
                     limited = _limit(spec_group, gpu, plan.withheld[w])
             hits.append(
                 Hit(view.worker, gpu, cpu, disk, view.state.value, view.reason, groups, limited, full_attention=covered)

@@ -100,6 +100,9 @@ class TinyCore:
         self._maybe_fail()
         return [status(worker, r.url) for worker, r in self.registered.items()]
 
+    def hit_table(self, question: Question) -> None:
+        return None
+
     def ask(self, question: Question) -> list[Hit]:
         self._maybe_fail()
         if question.model not in self.models():

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,21 @@ def test_a_router_without_compiled_modules_says_so_and_predicts_alike(tmp_path: 
         engine.wait_subscribed()
         router.wait_seen("w0", engine.publish(stored(TOKENS, 0, HELD_BLOCKS)))
         assert router.query("m", "w0", tuple(TOKENS), None)["gpu"] == HELD_BLOCKS * BLOCK
+        # Who would also take MessagePack is answered the long way.
+        for path, body in (
+            ("/query", {"model": "m", "token_ids": TOKENS}),
+            ("/query_by_hash", {"model": "m", "block_hashes": [2**64 - 1, "0xff"]}),
+            ("/query_by_hash", {"model": "m", "block_hashes": list(range(40)), "num_tokens": 700}),
+        ):
+            short, long = (
+                answer(router.port, path, json.dumps(body), accept)
+                for accept in ("*/*", "application/msgpack;q=0.1, application/json")
+            )
+            assert short == long
+            assert json.loads(short)["instances"]["w0"]["state"] == "live"
+
+
+def answer(port: int, path: str, body: str, accept: str) -> bytes:
+    with closing(HTTPConnection("127.0.0.1", port)) as client:
+        client.request("POST", path, body.encode(), {"Accept": accept})
+        return client.getresponse().read()

@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pytest
 from examples import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvrouter.router.common.json_numbers import integers_of
+from kvrouter.router.common.json_numbers import integers_of, split_integers
 
 PLAIN = st.integers(-(2**63), 2**64 - 1)
 EDGES = st.sampled_from([0, -1, 2**63, 2**64 - 1, -(2**63), 10**18, 10**19, 9, 10])
@@ -51,3 +52,77 @@ def test_whatever_it_takes_is_json_with_the_same_meaning(text: str) -> None:
     assert (found is not None) == plain, text
     if found is not None:
         assert found.dtype == np.uint64 and found.tolist() == [value % 2**64 for value in meant]
+
+
+# A body's fields: those that are split off, written in all ways, beside others.
+FIELDS = st.sampled_from(['"ids"', '"hashes"', '"i\\u0064s"', '"a"', '"a\\"ids"', '""', '"\\\\"', "ids"])
+VALUES = st.sampled_from(
+    [
+        *(
+            "[1,2]",
+            "[ 3 ,-4 ]",
+            "[]",
+            "[1.0]",
+            "[1,]",
+            "null",
+            "7",
+            '"ids"',
+            '"[1]"',
+            '"\\\\"',
+            '"\\""',
+            "{}",
+            '{"ids":[1]}',
+        ),
+        *('{"a":{"ids":[5]},"b":[{}]}', "[[1]]", "[}", "]", "{", '"', "tru", "[18446744073709551615]", "1e5"),
+    ]
+)
+SPACES = st.sampled_from(["", "", "", " ", "\n\t\r "])
+
+
+@settings(max_examples=examples(2_000))
+@given(
+    st.lists(st.tuples(FIELDS, SPACES, VALUES, SPACES), max_size=5), st.sampled_from(["", "}", ",", "x", " "]), SPACES
+)
+@example([('"a"', "", "1", ""), ('"ids"', " ", "[1,2]", "")], "", "")
+@example([('"ids"', "", "[1]", ""), ('"ids"', "", "[2]", "")], "", "")
+@example([('"ids"', "", "[1]", ""), ('"hashes"', "", "[2]", "")], "", "")
+def test_a_body_that_is_split_is_the_same_body(fields: list[tuple[str, str, str, str]], rest: str, before: str) -> None:
+    text = before + "{" + ",".join(f"{name}{a}:{a}{value}{b}" for name, a, value, b in fields) + "}" + rest
+    data = b"POST " + text.encode()
+    found = split_integers(data, 5, (b"hashes", b"ids"))
+    try:
+        meant = json.loads(text)
+    except json.JSONDecodeError:
+        if found is not None:
+            # Whoever reads the rest finds it out.
+            with pytest.raises(json.JSONDecodeError):
+                json.loads(found[0])
+        return
+    if found is None:
+        return
+    left, index, integers = found
+    name = ("hashes", "ids")[index]
+    got = json.loads(left)
+    if got[name] is not None:
+        # Written with an escape behind it: the reader of the rest sees that it is there twice.
+        assert meant[name] == got[name]
+    else:
+        assert integers.tolist() == [value % 2**64 for value in meant[name]]
+        assert got == meant | {name: None}
+
+
+def test_plain_bodies_are_split() -> None:
+    split = split_integers(b' {"model": "m\\"", "ids" : [1, 2] , "x": {"ids": [3]}} ', 0, (b"hashes", b"ids"))
+    assert split is not None
+    assert split[0] == b' {"model": "m\\"", "ids" : null , "x": {"ids": [3]}} '
+    assert (split[1], split[2].tolist()) == (1, [1, 2])
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"{}", b"[]", b'{"ids":[1]', b'{"ids":[1', b'{"ids"', b'{"ids', b'{"ids":']
+)
+def test_bodies_without_an_end_are_not_split(body: bytes) -> None:
+    assert split_integers(body, 0, (b"ids",)) is None
+    for start in (-1, len(body) + 1):
+        with pytest.raises(ValueError, match="start"):
+            split_integers(body, start, (b"ids",))

@@ -10,14 +10,17 @@ import hmac
 import logging
 import math
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, MutableMapping
+from http import HTTPStatus
 from types import CoroutineType
 from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Scope
 
+from kvrouter.router.api.http.plain_head import PlainHead
 from kvrouter.router.api.http.request import HttpRequest
 from kvrouter.router.api.http_metrics import HttpMetrics
-from kvrouter.router.api.responses import encode
+from kvrouter.router.api.requests import HotRequest
+from kvrouter.router.api.responses import JSON, encode
 from kvrouter.router.common.errors import (
     BadQuestion,
     MethodNotAllowed,
@@ -45,16 +48,17 @@ OTHER_PATH = "other"
 # Of the hot paths, those that choose; a question changes nothing and comes by the thousand.
 TRACED_PATHS = frozenset({"/select", "/select_and_reserve"})
 
-# Of (raw body, content type): the reply, or a coroutine that returns it.
-HotHandler = Callable[[bytes, str], Any]
+# The reply, a coroutine that returns it, or its JSON.
+HotHandler = Callable[[HotRequest], Any]
+
+STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 # Status, headers, content.
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
 
 
 class HttpApi:
-    """Answers requests whose connection is `http_connection.py`. `hot` maps POST paths to handlers of (raw body,
-    content type).
+    """Answers requests whose connection is `http_connection.py`. `hot` maps POST paths to their handlers.
 
     cold: the ASGI application of all other paths. proxy: has its paths' requests to itself; without it there are none.
     tracing: None where no traces are wanted. clock: seconds, for those."""
@@ -80,6 +84,9 @@ class HttpApi:
         self._clock = clock
         self.max_body_bytes = config.max_body_bytes
         self._key = None if config.api_key is None else config.api_key.encode()
+        # For `json_head`.
+        self._dated: list[tuple[bytes, bytes]] = []
+        self._json_head = b""
         # Targets whose handlers need no header but those of the body: not a key's, and not a trace's.
         self.plain_paths = {
             path.encode(): path
@@ -123,7 +130,8 @@ class HttpApi:
         try:
             if request.method != "POST":
                 raise MethodNotAllowed(f"{path} takes POST, not {request.method}")
-            reply = handler(bytes(request.body), request.content_type)
+            asked = HotRequest(bytes(request.body), 0, request.content_type, "msgpack" not in request.accept)
+            reply = handler(asked)
             if isinstance(reply, CoroutineType):
                 return self._respond_later(reply, request, trace)
             return self._reply(reply, request, trace)
@@ -133,8 +141,37 @@ class HttpApi:
             answer = self.bug_answer(path, request.accept)
         return self._trace(trace, None, answer)
 
+    def respond_plain(self, head: PlainHead, data: bytes) -> bytes | Answer | Coroutine[Any, Any, Answer]:
+        """As `respond`, to what `plain_head` has taken. Bytes: of the answer 200 in JSON, which nearly all get, the
+        content alone."""
+        try:
+            reply = self._hot[head.path](
+                HotRequest(data, head.body_start, head.content_type, takes_json := "msgpack" not in head.accept)
+            )
+            if isinstance(reply, CoroutineType):
+                return self._respond_later(reply, head, None)
+            if takes_json:
+                self._metrics.requests(head.path, 200).inc()
+                return reply if isinstance(reply, bytes) else encode(reply, "")[0]
+            return self._reply(reply, head, None)
+        except RouterError as error:
+            return self.refuse(head, error)
+        except Exception:
+            return self.bug_answer(head.path, head.accept)
+
+    def json_head(self, dated: list[tuple[bytes, bytes]]) -> bytes:
+        """The head of an answer 200 in JSON up to its length. dated: headers of every answer, another list whenever
+        they change."""
+        if dated is not self._dated:
+            lines = (b"%b: %b\r\n" % header for header in dated)
+            self._json_head = b"".join(
+                (STATUS_LINES[200], *lines, b"content-type: ", JSON.encode(), b"\r\ncontent-length: ")
+            )
+            self._dated = dated
+        return self._json_head
+
     async def _respond_later(
-        self, reply: Coroutine[Any, Any, Any], request: HttpRequest, trace: RequestTrace | None
+        self, reply: Coroutine[Any, Any, Any], request: HttpRequest | PlainHead, trace: RequestTrace | None
     ) -> Answer:
         try:
             return self._reply(await reply, request, trace)
@@ -144,8 +181,8 @@ class HttpApi:
             answer = self.bug_answer(request.path, request.accept)
         return self._trace(trace, None, answer)
 
-    def _reply(self, reply: Any, request: HttpRequest, trace: RequestTrace | None) -> Answer:
-        content, media_type = encode(reply, request.accept)
+    def _reply(self, reply: Any, request: HttpRequest | PlainHead, trace: RequestTrace | None) -> Answer:
+        content, media_type = (reply, JSON) if isinstance(reply, bytes) else encode(reply, request.accept)
         self._metrics.requests(request.path, 200).inc()
         return self._trace(trace, reply, _answer(200, content, media_type))
 
@@ -199,7 +236,7 @@ class HttpApi:
         """Counts a connection that was closed for the client's fault."""
         self._metrics.connections_cut[reason].inc()
 
-    def refuse(self, request: HttpRequest, error: RouterError) -> Answer:
+    def refuse(self, request: HttpRequest | PlainHead, error: RouterError) -> Answer:
         """The answer to a request that gets no other; counted."""
         known = request.path in self._hot or request.path in self._proxied_paths
         return self.error_answer(error, request.path if known else OTHER_PATH, request.accept)

@@ -12,21 +12,18 @@ import asyncio
 import select
 from collections import deque
 from collections.abc import Callable, Coroutine
-from http import HTTPStatus
 from typing import Any
 
 from uvicorn.server import ServerState
 
 from kvrouter.router.api.http.deadlines import Deadlines, HttpLimits
-from kvrouter.router.api.http.http_api import Answer, HttpApi
-from kvrouter.router.api.http.plain_head import plain_head
+from kvrouter.router.api.http.http_api import STATUS_LINES, Answer, HttpApi
+from kvrouter.router.api.http.plain_head import PlainHead, plain_head
 from kvrouter.router.api.http.proxied_answer import ProxiedAnswer
 from kvrouter.router.api.http.request import CONTINUE, HttpRequest
 from kvrouter.router.api.http.request_parser import RequestParser
 from kvrouter.router.common.errors import HeadTooLarge, RouterError, TooManyConnections, TooSlow
 from kvrouter.router.common.sockets import poller
-
-STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
 # Of a client that sends no more: how often it is looked whether it still reads. A request of its that runs for nobody
 # takes an engine's time; a look is one system call.
@@ -84,8 +81,7 @@ class HttpConnection(asyncio.Protocol):
             head = plain_head(data, self._api.plain_paths, self._limits.max_head_bytes)
             if head is not None and len(data) - head.body_start <= self._api.max_body_bytes:
                 deadlines.expect_nothing()
-                self._queue.append(HttpRequest.plain(head, data))
-                self._answer_next()
+                self._answer_plain(head, data)
                 return
         before = parser.messages
         try:
@@ -235,6 +231,23 @@ class HttpConnection(asyncio.Protocol):
                 break
             self.write_answer(request, answer)
         self._regulate_reading()
+
+    def _answer_plain(self, head: PlainHead, data: bytes) -> None:
+        """Answers the only request there is, without a task where that needs none. Nobody reads while writing is
+        paused, so it is not."""
+        answer = self._api.respond_plain(head, data)
+        if isinstance(answer, bytes):
+            self._transport.write(
+                b"%b%d\r\n\r\n%b" % (self._api.json_head(self._server.default_headers), len(answer), answer)
+            )
+            self._deadlines.begin_idling()
+        elif isinstance(answer, tuple):
+            self._write_answer(*answer, keep_alive=True)
+            self._deadlines.begin_idling()
+        else:
+            request = HttpRequest.plain(head)
+            self._queue.append(request)
+            self._run(self._answer_later(request, answer))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         # uvicorn waits for these tasks when it stops.

@@ -105,15 +105,17 @@ class HttpRequest:
         self.is_whole = self.answer_begun = self.answer_ended = False
 
     @classmethod
-    def plain(cls, head: PlainHead, data: bytes) -> Self:
-        """The whole request that `data` is. Its headers are not kept: who asks for them does not take this way."""
+    def plain(cls, head: PlainHead) -> Self:
+        """A whole request that is being answered. Its headers are not kept: who asks for them does not take this
+        way."""
         self = cls.__new__(cls)
         self.method, self.speaks_1_1, self.keep_alive = "POST", True, True
         self.path, self.url = head.path, head.path.encode()
         self.content_type, self.accept, self.authorization = head.content_type, head.accept, ""
         self.headers, self.content_length, self.refusal = [], None, None
-        self.expects_continue = self.answer_begun = self.answer_ended = False
-        self.body, self.is_whole = bytearray(memoryview(data)[head.body_start :]), True
+        self.body = bytearray()
+        self.is_whole = self.answer_begun = True
+        self.expects_continue = self.answer_ended = False
         return self
 
 

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reply out of a template has the bytes that msgspec writes of the same hits."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from examples import examples
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from kvrouter.router.api.query import PLACEHOLDER, make_template
+from kvrouter.router.api.responses import JSON, encode, query_reply
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.kvcache.catalog import Catalog
+from kvrouter.router.matching.matcher import HashPlan, HitTable, WorkerView
+from kvrouter.router.matching.question import Hit
+from kvrouter.router.workers.stream_state import StreamState
+
+NAMES = st.text(max_size=8) | st.sampled_from(['"', "\\", ":7,", "é", "\u2028", f":{PLACEHOLDER},", f"{PLACEHOLDER}"])
+TOKENS = st.integers(0, 2**31 - 1) | st.sampled_from([0, 9, 10, 99, 100, 2**31 - 1])
+
+
+def view(name: str, rank: int, state: StreamState, reason: str) -> WorkerView:
+    catalog = cast(Catalog, None)
+    return WorkerView(WorkerKey("m", name, rank), None, state, True, reason, "e", catalog, None, {})
+
+
+VIEWS = st.builds(view, NAMES, st.integers(0, 3), st.sampled_from(StreamState), st.just("") | NAMES)
+
+
+def table_of(judged: list[WorkerView], none: list[tuple[WorkerView, str]], found: list[list[int]]) -> HitTable:
+    plan = HashPlan(tuple(judged), (), (), cast(Any, None), True, 1)
+    return HitTable(plan, np.array(found, np.int64).reshape(len(judged), 5), tuple(none))
+
+
+@settings(max_examples=examples(300))
+@given(st.data())
+def test_a_template_writes_what_msgspec_writes(data: st.DataObject) -> None:
+    views = data.draw(st.lists(VIEWS, max_size=6, unique_by=lambda one: one.worker.worker_id))
+    cut = data.draw(st.integers(0, len(views)))
+    none = [(one, data.draw(NAMES)) for one in views[:cut]]
+    judged = views[cut:]
+    found = [data.draw(st.lists(TOKENS, min_size=5, max_size=5)) for _ in judged]
+    template = make_template(table := table_of(judged, none, found))
+    hits = [Hit(one.worker, 0, 0, 0, one.state.value, reason) for one, reason in none]
+    hits += [
+        Hit(one.worker, gpu, cpu, disk, one.state.value, one.reason)
+        for one, (gpu, cpu, disk, *_) in zip(judged, found, strict=True)
+    ]
+    assume(template is not None)
+    assert template is not None
+    assert template.fill(table.found) == encode(query_reply(hits, explain=False), JSON)[0]
+
+
+def test_names_that_could_be_taken_for_numbers_have_no_template() -> None:
+    plain = view("w0", 0, StreamState.LIVE, "")
+    assert make_template(table_of([plain], [], [[0] * 5])) is not None
+    odd = view(f"a:{PLACEHOLDER},", 0, StreamState.LIVE, "")
+    assert make_template(table_of([odd], [], [[0] * 5])) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_several_ranks_of_a_worker_have_no_template(rank: int) -> None:
+    ranks = [view("w0", 0, StreamState.LIVE, ""), view("w1" if not rank else "w0", rank, StreamState.LIVE, "")]
+    assert (make_template(table_of(ranks, [], [[0] * 5] * 2)) is None) == bool(rank)
