@@ -41,8 +41,9 @@ def names_of(question: Question, hash_block_size: int, seed: int) -> tuple[list[
         size_bytes = PIECE_TOKENS * question.token_ids.itemsize
         names = []
         for start in range(0, len(tokens) - size_bytes + 1, size_bytes):
-            first = start // question.token_ids.itemsize
-            name = named(name, question.items, first, first + PIECE_TOKENS)
+            if question.items:
+                first = start // question.token_ids.itemsize
+                name = named(name, question.items, first, first + PIECE_TOKENS)
             name = xxh3_64_intdigest(tokens[start : start + size_bytes], name)
             names.append(name)
         return names, PIECE_TOKENS
@@ -84,15 +85,19 @@ class PendingPrefixes:
         """How far the prompt's beginning is on its way into each worker's cache, in tokens; one is always to be
         computed."""
         found: dict[WorkerKey, int] = {}
-        reached = 0
+        reached = []
         for name in names:
             known = self._expiry_s.get(name)
             if known is None:
                 break
-            reached += step_tokens
-            for worker, expiry_s in known.items():
-                if expiry_s > now:
-                    found[worker] = min(reached, num_tokens - 1)
+            reached.append(known)
+        for steps in range(len(reached), 0, -1):
+            known = reached[steps - 1]
+            # Who has a prefix has its beginnings too: where no more have it, there is nobody new.
+            if len(known) > len(found):
+                for worker, expiry_s in known.items():
+                    if expiry_s > now and worker not in found:
+                        found[worker] = min(steps * step_tokens, num_tokens - 1)
         return found
 
     def expire(self, now: float) -> None:
