@@ -157,8 +157,7 @@ def make_template(table: HitTable) -> QueryTemplate | None:
     if len(cells) != NUMBERS_OF_WORKER * len(table.plan.views):
         # A worker's name has them too.
         return None
-    rows, columns = zip(*(divmod(cell, FOUND_COLUMNS) for cell in cells), strict=True) if cells else ((), ())
-    return QueryTemplate(pieces[::2], [*rows], [*columns])
+    return QueryTemplate(pieces[::2], cells, FOUND_COLUMNS)
 
 
 def intersect_optional(some: frozenset[str] | None, others: frozenset[str] | None) -> frozenset[str] | None:

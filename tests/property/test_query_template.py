@@ -62,6 +62,14 @@ def test_names_that_could_be_taken_for_numbers_have_no_template() -> None:
     assert make_template(table_of([odd], [], [[0] * 5])) is None
 
 
+@pytest.mark.parametrize("shape", [(0, 5), (1, 4), (1, 6)])
+def test_a_template_reads_nothing_beside_a_table(shape: tuple[int, int]) -> None:
+    template = make_template(table_of([view("w0", 0, StreamState.LIVE, "")], [], [[0] * 5]))
+    assert template is not None
+    with pytest.raises((ValueError, IndexError)):
+        template.fill(np.zeros(shape, np.int64))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_several_ranks_of_a_worker_have_no_template(rank: int) -> None:
     ranks = [view("w0", 0, StreamState.LIVE, ""), view("w1" if not rank else "w0", rank, StreamState.LIVE, "")]
