@@ -67,8 +67,8 @@ def token_array(raw: NDArray[np.uint64] | msgspec.Raw, *, is_msgpack: bool) -> N
         except struct.error:
             index = next(i for i, token in enumerate(found) if not 0 <= token <= MAX_TOKEN_ID)
             raise _bad_token(index) from None
-    # Seen as unsigned, a negative id is over the limit too.
-    if found.size and int(found.max()) > MAX_TOKEN_ID:
+    # Seen as unsigned, a negative id is over the limit too, which is all ones.
+    if found.size and int(np.bitwise_or.reduce(found)) > MAX_TOKEN_ID:
         raise _bad_token(int(np.argmax(found > MAX_TOKEN_ID)))
     return found.view(np.int64)
 

@@ -67,10 +67,15 @@ class PendingPrefixes:
     def sent(self, worker: WorkerKey, names: Sequence[int], ends_s: float) -> None:
         """A prompt with these prefixes went there, and counts until then."""
         # The last first: when room is short, a prompt's end is dropped before its start.
+        expiry_s = self._expiry_s
         for name in reversed(names):
-            known = self._expiry_s.setdefault(name, {})
-            known[worker] = max(known.get(worker, 0.0), ends_s)
-            self._expiry_s.move_to_end(name)
+            known = expiry_s.get(name)
+            if known is None:
+                expiry_s[name] = {worker: ends_s}
+                continue
+            if known.get(worker, 0.0) < ends_s:
+                known[worker] = ends_s
+            expiry_s.move_to_end(name)
         while len(self._expiry_s) > self._max:
             self._expiry_s.popitem(last=False)
 
