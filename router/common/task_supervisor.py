@@ -13,9 +13,8 @@ import random
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
-from prometheus_client import Counter
-
 from kvrouter.router.common.escaping import printable
+from kvrouter.router.common.tally import Counter
 
 log = logging.getLogger(__name__)
 

@@ -24,9 +24,9 @@ from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from prometheus_client import Counter
 
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.common.tally import Counter
 from kvrouter.router.common.version import VERSION
 from kvrouter.router.config.settings import without_password
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest

@@ -14,9 +14,10 @@ from functools import cache, partial
 from itertools import product
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.common.tally import Counter, CounterSeries, Histogram
 
 # A fleet has tens to hundreds of workers. Each costs about 15 series here; unbounded, a client that registers in a loop
 # would fill Prometheus.
@@ -60,18 +61,18 @@ class MetricRegistry(CollectorRegistry):
     def histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return self._make(Histogram, name, text, labels, {}, buckets=buckets)
 
-    def counters(self, name: str, text: str, **label: Iterable[str]) -> dict[str, Counter]:
+    def counters(self, name: str, text: str, **label: Iterable[str]) -> dict[str, CounterSeries]:
         """One for each value that the label can have; all show from the beginning."""
         made = self.counter(name, text, **label)
         return {value: made.labels(value) for values in label.values() for value in values}
 
-    def worker_counter(self, name: str, text: str) -> PerWorker[Counter]:
+    def worker_counter(self, name: str, text: str) -> PerWorker[CounterSeries]:
         return self.per_worker(self.counter(name, text, WORKER).labels)
 
     def worker_gauge(self, name: str, text: str) -> PerWorker[Gauge]:
         return self.per_worker(self.gauge(name, text, WORKER).labels)
 
-    def worker_counters(self, name: str, text: str, **label: Iterable[str]) -> PerWorker[Children[Counter]]:
+    def worker_counters(self, name: str, text: str, **label: Iterable[str]) -> PerWorker[Children[CounterSeries]]:
         """One for each value that the label can have; each shows from its first use."""
         made = self.counter(name, text, WORKER, **label)
         return self.per_worker(lambda worker: cache(partial(made.labels, worker)))

@@ -144,7 +144,7 @@ def test_tokens_are_cached_and_requested_once() -> None:
                 path == RENDER_CHAT and body["messages"] != CHAT["messages"] for path, body in it.engines[0].asked
             )
             assert it.asked(RENDER_CHAT) - probes == 1
-            assert it.metrics.memory_hits._value.get() == 1
+            assert it.metrics.memory_hits.labels().value == 1
             # What decides about tokens is not shared.
             assert (await it.chat(add_generation_prompt=False)).source == "render"
             assert it.asked(RENDER_CHAT) - probes == 2

@@ -74,7 +74,7 @@ class Case:
         return sum(engine.paths().count(path) for engine in self.engines for path in paths)
 
     def counted(self, reason: str) -> float:
-        return self.metrics.unknown.labels(reason)._value.get()
+        return self.metrics.unknown.labels(reason).value
 
 
 @asynccontextmanager

@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+from metric_labels import label_names
 
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.common.tally import Histogram
 from kvrouter.router.proxy.circuit_breaker import BreakerState
 from kvrouter.router.proxy.proxy_metrics import ANSWER_OUTCOMES
 from kvrouter.router.proxy.upstream.failure import Kind
@@ -37,13 +39,14 @@ def described(registry: MetricRegistry) -> dict[str, dict[str, object]]:
     found: dict[str, dict[str, object]] = {}
     for metric in registry._collector_to_names:
         (family,) = metric.collect()
-        labels = metric._labelnames  # type: ignore[attr-defined]
+        labels = label_names(metric)
         shown = list(dict.fromkeys(tuple(sample.labels[name] for name in labels) for sample in family.samples))
         one = found[family.name] = {"type": family.type, "help": family.documentation, "labels": list(labels)}
         if labels and shown:
             one["shown"] = ["/".join(values) for values in shown]
         if family.type == "histogram":
-            one["buckets"] = list(metric._kwargs["buckets"])  # type: ignore[attr-defined]
+            assert isinstance(metric, Histogram)
+            one["buckets"] = list(metric.labels(*labels).bounds)
     return found
 
 
@@ -53,7 +56,7 @@ def series_of(registry: MetricRegistry, label: str) -> dict[tuple[str, ...], flo
         (sample.name, *(value for name, value in sample.labels.items() if name != "worker")): sample.value
         for family in registry.collect()
         for sample in family.samples
-        if sample.labels.get("worker") == label and not sample.name.endswith("_created")
+        if sample.labels.get("worker") == label
     }
 
 
@@ -93,7 +96,7 @@ def test_no_series_of_a_worker_is_left_unless_another_has_its_label() -> None:
     metrics.proxy.answers(WORKER)("ok").inc()
     metrics.placement.load.requests(NAMESAKE).set(3)
     for metric, names in registry._collector_to_names.items():
-        if "worker" in metric._labelnames:  # type: ignore[attr-defined]
+        if "worker" in label_names(metric):
             for values in FURTHER_LABELS.get(names[0], [()]):
                 metric.labels("w0", *values)  # type: ignore[attr-defined]
     held = series_of(registry, "w0")

@@ -15,6 +15,7 @@ import typer
 from api_support import TinyCore, build
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
+from metric_labels import label_names
 
 from kvrouter.router.api.http import fastapi_app
 from kvrouter.router.api.openapi import HOT_OPERATIONS, SCHEMAS
@@ -99,8 +100,9 @@ def test_the_page_of_metrics_has_every_metric_with_its_type_and_labels() -> None
     registry = MetricRegistry()
     RouterMetrics(registry)
     served = {
-        (one._name + ("_total" if one._type == "counter" else ""), one._type, tuple(one._labelnames))
+        (family.name + ("_total" if family.type == "counter" else ""), family.type, label_names(one))
         for one in registry._collector_to_names
+        for family in one.collect()
     }
     listed = {
         (name, kind, tuple(re.findall(r"`(\w+)`", labels)))

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of a metric's labels, of our own kinds and of prometheus_client's."""
+
+from __future__ import annotations
+
+from prometheus_client.registry import Collector
+
+from kvrouter.router.common.tally import Counter, Histogram
+
+
+def label_names(metric: Collector) -> tuple[str, ...]:
+    if isinstance(metric, Counter | Histogram):
+        return metric.label_names
+    return tuple(metric._labelnames)  # type: ignore[attr-defined]

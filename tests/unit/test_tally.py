@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is counted is shown as prometheus_client would show it."""
+
+from __future__ import annotations
+
+import prometheus_client
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, generate_latest
+
+from kvrouter.router.common.tally import Counter, Histogram
+
+BUCKETS = (0.0005, 0.25, 1.0, 30.0)
+VALUES = st.floats(0, 100) | st.sampled_from(BUCKETS)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["a", 'b"\\', ""]), VALUES), max_size=20))
+def test_the_page_is_that_of_the_library(counted: list[tuple[str, float]]) -> None:
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    mine = [
+        Counter("x_total", "Text", ("name",), ours),
+        Histogram("y", "Text", ("name",), ours, BUCKETS),
+        Counter("alone", "Text", (), ours),
+        Histogram("z", "Text", (), ours, BUCKETS),
+    ]
+    library = [
+        prometheus_client.Counter("x_total", "Text", ("name",), registry=theirs),
+        prometheus_client.Histogram("y", "Text", ("name",), registry=theirs, buckets=BUCKETS),
+        prometheus_client.Counter("alone", "Text", registry=theirs),
+        prometheus_client.Histogram("z", "Text", registry=theirs, buckets=BUCKETS),
+    ]
+    for counter, histogram, alone, spread in (mine, library):
+        for name, value in counted:
+            counter.labels(name).inc(value)
+            histogram.labels(name).observe(value)
+            alone.inc()
+            spread.observe(value)
+    page = generate_latest(theirs).decode().splitlines()
+    assert generate_latest(ours).decode().splitlines() == [line for line in page if "_created" not in line]
+
+
+def test_a_removed_series_is_shown_no_longer_and_begins_at_zero() -> None:
+    registry = CollectorRegistry()
+    counter = Counter("x_total", "Text", ("name",), registry)
+    counter.labels("a").inc(3)
+    counter.remove("a")
+    assert registry.get_sample_value("x_total", {"name": "a"}) is None
+    with pytest.raises(KeyError):
+        counter.remove("a")
+    counter.labels("a").inc()
+    assert registry.get_sample_value("x_total", {"name": "a"}) == 1
+
+
+def test_labels_must_be_all_there() -> None:
+    counter = Counter("x_total", "Text", ("name", "code"), CollectorRegistry())
+    with pytest.raises(ValueError, match="labels"):
+        counter.labels("a")
+    assert counter.labels("a", 200) is counter.labels("a", "200")
