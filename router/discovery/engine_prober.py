@@ -183,4 +183,4 @@ class EngineProber:
         except aiohttp.ClientConnectorError as error:
             raise ProbeFailed(f"{url} cannot be reached: {error.os_error.strerror or error.os_error}") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ProbeFailed(f"{whole} did not answer: {error or type(error).__name__}") from None
+            raise ProbeFailed(f"{whole} did not answer: {str(error) or type(error).__name__}") from None

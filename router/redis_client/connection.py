@@ -125,7 +125,7 @@ def _open_error(where: str, error: RedisError | TimeoutError, login: Login) -> R
     if isinstance(error.__context__, OSError) and not isinstance(error.__context__, ConnectionResetError):
         return StoreUnavailable(f"{where} cannot be reached: {error}")
     hint = "" if login.tls else "; a server that speaks TLS wants rediss:// in the URL"
-    return StoreUnavailable(f"{where} did not answer the login: {error or 'not in time'}{hint}")
+    return StoreUnavailable(f"{where} did not answer the login: {str(error) or 'not in time'}{hint}")
 
 
 def _link(address: Address, login: Login) -> redis_py.AbstractConnection:

@@ -132,7 +132,7 @@ class EnginePoller:
             refused = isinstance(error.os_error, ConnectionRefusedError)
             return NoPulse(f"{self._url} cannot be reached: {error.os_error.strerror or error.os_error}", gone=refused)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            return NoPulse(f"{self._url} did not answer: {error or type(error).__name__}")
+            return NoPulse(f"{self._url} did not answer: {str(error) or type(error).__name__}")
 
     async def _pulse(self, answer: aiohttp.ClientResponse) -> Pulse:
         if answer.status != HTTPStatus.OK:

@@ -215,4 +215,4 @@ def _unreached(url: str, error: Exception) -> str:
         return f"{url} is not trusted ({error}): set kubernetes_ca_file"
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"{url} cannot be reached: {error.os_error.strerror or error.os_error}"
-    return f"{url} did not answer: {error or type(error).__name__}"
+    return f"{url} did not answer: {str(error) or type(error).__name__}"

@@ -180,7 +180,7 @@ class Connection(asyncio.Protocol):
                 self._progress()
                 return
             # Of what a callback raises, the parser's own error says no more than that it did.
-            why = error.__context__ or error or type(error).__name__
+            why = str(error.__context__ or error) or type(error).__name__
             self._fail(Failure(Kind.MALFORMED, f"the engine's answer is not HTTP/1.1: {why}"))
             return
         if self._fruitless_bytes > MAX_HEAD_BYTES and not self._whole:
