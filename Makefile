@@ -74,12 +74,17 @@ takeover: $(VENV)/installed
 soak: $(VENV)/installed
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
+# Folders whose modules tests import by their bare names.
+HELPERS := tests/engine:tests/contract:tests/property:tests/chaos:tests/fuzz:tests/golden
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
 	$(BIN)/python .ci/prose.py
-	$(BIN)/mypy --config-file pyproject.toml -p kvrouter.events -p kvrouter.router -p kvrouter.engine_patch -p kvrouter.simulator
+	$(BIN)/mypy -p kvrouter.events -p kvrouter.router -p kvrouter.engine_patch -p kvrouter.simulator
+	MYPYPATH=$(HELPERS) $(BIN)/mypy tests
+	MYPYPATH=benchmarks:tests/chaos $(BIN)/mypy benchmarks
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .

@@ -33,7 +33,7 @@ from virtual_router import VirtualFleet, VirtualRouter
 
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.placement.placement_request import Placement
-from kvrouter.router.placement.policies import NAMES
+from kvrouter.router.placement.policies import KV, OTHERS
 from kvrouter.simulator.cache.cpu_tier import CacheEvent
 from kvrouter.simulator.cache.job import Job
 from kvrouter.simulator.cache.shapes import SHAPES, Geometry, make_geometry
@@ -58,6 +58,7 @@ TIMING = Timing(prefill_tokens_per_s=10_000.0, step_base_s=0.015, decode_sequenc
 # Chance decides between equal costs, and a trace's way forks at each: more than one way is needed to tell a difference.
 SEEDS = (1, 2, 3)
 ENDLESS = "endless"
+CHOICES = (ENDLESS, KV, *OTHERS)
 
 
 class Request(msgspec.Struct):
@@ -283,7 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--shape", action="append", choices=SHAPES)
-    parser.add_argument("--policy", action="append", choices=(ENDLESS, *NAMES))
+    parser.add_argument("--policy", action="append", choices=CHOICES)
     parser.add_argument("--seed", action="append", type=int)
     parser.add_argument("--requests", type=int, default=0, help="only the first N")
     parser.add_argument("--count-from", type=int, default=0, help="the table counts the requests from this one on")
@@ -299,8 +300,8 @@ def main() -> None:
     print(f"{' '.join(['python', *sys.argv])}\n{json.dumps(machine())}\n{HEADER}", flush=True)
     known: dict[Setting, Run] = {}
     if given.results is not None and given.results.exists():
-        known = {(run := msgspec.json.decode(line, type=Run)).setting: run for line in given.results.open("rb")}
-    for shape, policy in product(given.shape or SHAPES, given.policy or (ENDLESS, *NAMES)):
+        known = {(one := msgspec.json.decode(line, type=Run)).setting: one for line in given.results.open("rb")}
+    for shape, policy in product(given.shape or SHAPES, given.policy or CHOICES):
         runs = []
         # Nothing is equal to itself in another order: the first seed is enough where chance has no part.
         for seed in (given.seed or SEEDS)[: 1 if policy in (ENDLESS, "round_robin") else None]:

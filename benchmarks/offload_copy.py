@@ -15,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,7 +65,7 @@ def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> l
     import numpy as np
     import torch
 
-    from kvrouter.engine_patch.offload.memory.canonical import canonical_caches
+    from kvrouter.engine_patch.offload.memory.canonical import CanonicalCaches, PageRef, PageTensor
     from kvrouter.engine_patch.offload.memory.copier import CpuCopier
     from kvrouter.engine_patch.offload.memory.region import Region
     from kvrouter.engine_patch.offload.memory.slot_layout import GroupPart, SlotLayout
@@ -73,7 +74,7 @@ def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> l
     num_blocks = SPREAD * blocks
     num_slots = num_blocks // blocks_per_chunk
     cache = torch.ones((num_blocks, page_bytes), dtype=torch.int8)
-    caches = canonical_caches({"layer": cache}, [["layer"]], num_blocks)
+    caches = CanonicalCaches([PageTensor(cache, page_bytes)], [[PageRef(0, page_bytes)]])
     region = Region.create_or_open(None, num_slots, page_bytes * blocks_per_chunk)
     slots = region.rank_tensor()
     slots.fill_(1)
@@ -90,8 +91,7 @@ def measure(page_bytes: int, blocks_per_chunk: int, size: int, rounds: int) -> l
     for turn in range(rounds + 1):
         taken = {}
         for name, copy in (("store", copier.store), ("load", copier.load)):
-            picked = plan()
-            taken[name] = gigabytes_per_s(lambda copy=copy, picked=picked: copy(picked), size)
+            taken[name] = gigabytes_per_s(partial(copy, plan()), size)
         taken["one piece"] = gigabytes_per_s(lambda: target.copy_(source), size)
         torch.set_num_threads(1)
         taken["one thread"] = gigabytes_per_s(lambda: target.copy_(source), size)
@@ -111,7 +111,9 @@ def line(direction: str, page_bytes: int, blocks_per_chunk: int, found: dict[str
         direction,
         page_bytes,
         blocks_per_chunk,
-        *(statistics.median(values) for values in (ours, one_piece, one_thread)),
+        statistics.median(ours),
+        statistics.median(one_piece),
+        statistics.median(one_thread),
         quartiles(ours, one_piece),
         quartiles(ours, one_thread),
         {"ours": ours, "one piece": one_piece, "one thread": one_thread},
@@ -119,7 +121,9 @@ def line(direction: str, page_bytes: int, blocks_per_chunk: int, found: dict[str
 
 
 def table(rows: Sequence[Line]) -> str:
-    lines = [("copy", "page", "k", "tier", "one piece", "one thread", "ratio", "quartiles", "to one thread")]
+    lines: list[tuple[str, ...]] = [
+        ("copy", "page", "k", "tier", "one piece", "one thread", "ratio", "quartiles", "to one thread")
+    ]
     for row in rows:
         lines.append(
             (

@@ -243,14 +243,21 @@ def measure(folder: Path, record_bytes: int, total: int, rounds: int) -> tuple[l
 
 def line(case: str, record_bytes: int, found: dict[tuple[str, str], list[float]]) -> Line:
     ours, one, many = (found[case, name] for name in ("ours", "one", "many"))
-    medians = (statistics.median(values) for values in (ours, one, many))
-    rounds = {"ours": ours, "one": one, "many": many}
-    return Line(case, record_bytes, *medians, quartiles(ours, one), quartiles(ours, many), rounds)
+    return Line(
+        case,
+        record_bytes,
+        statistics.median(ours),
+        statistics.median(one),
+        statistics.median(many),
+        quartiles(ours, one),
+        quartiles(ours, many),
+        {"ours": ours, "one": one, "many": many},
+    )
 
 
 def table(rows: Sequence[Line]) -> str:
     many = f"plain, {DEFAULT_THREADS} threads"
-    lines = [
+    lines: list[tuple[str, ...]] = [
         ("case", "record", "tier", "plain, 1 thread", many, "ratio to 1", "quartiles", "ratio to all", "quartiles")
     ]
     for row in rows:

@@ -59,7 +59,10 @@ def child(command: list[str], log: Path, **pipes: Any) -> Iterator[subprocess.Po
     # Ours alone: a router refuses a KVROUTER_ variable that is no setting of its own.
     environment = {name: value for name, value in os.environ.items() if name != "KVROUTER_CACHE"}
     with log.open("ab") as out:
-        process = subprocess.Popen(command, cwd=log.parent, env=environment, stderr=out, **({"stdout": out} | pipes))
+        given: dict[str, Any] = {"stdout": out, **pipes}
+        process: subprocess.Popen[bytes] = subprocess.Popen(
+            command, cwd=log.parent, env=environment, stderr=out, **given
+        )
     try:
         yield process
     finally:

@@ -65,7 +65,12 @@ class Stub(asyncio.Protocol):
         if self._parser.get_method() != b"POST":
             self._answer(MODELS if self._url == b"/v1/models" else b"{}")
         elif self._url.endswith(b"/render"):
-            rendered = {"request_id": "r", "token_ids": self._ids(), "features": None, "sampling_params": {}}
+            rendered: dict[str, Any] = {
+                "request_id": "r",
+                "token_ids": self._ids(),
+                "features": None,
+                "sampling_params": {},
+            }
             self._answer(json.dumps(rendered if b"chat" in self._url else [rendered]).encode())
         elif self._url == b"/tokenize":
             ids = self._ids()

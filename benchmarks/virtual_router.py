@@ -29,7 +29,7 @@ from kvrouter.router.placement.placer import Placer
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.workers.stream_state import credited
-from kvrouter.simulator.cache.pool import Event
+from kvrouter.simulator.cache.cpu_tier import CacheEvent
 from kvrouter.simulator.cache.shapes import Geometry
 from kvrouter.simulator.http.event_stream import to_wire
 
@@ -72,7 +72,7 @@ class VirtualFleet:
         ingest.apply(Connected(), 0.0)
         return ingest
 
-    def published(self, number: int, events: list[Event]) -> None:
+    def published(self, number: int, events: list[CacheEvent]) -> None:
         """A replica's step has ended: one batch, through the wire's encoding and the router's ingest."""
         payload = encode_batch(self.now_s, [to_wire(event, self._geometry) for event in events], 0)
         ingest = self._ingests[number]

@@ -7,6 +7,7 @@ Fields are append-only: vLLM never reordered them, only added at the end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -31,7 +32,7 @@ def read_seq(frame: bytes) -> int | None:
 class WireStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False):
     """`BlockStored` of vLLM 0.32.0 kv_events.py:56."""
 
-    block_hashes: list[WireHash]
+    block_hashes: Sequence[WireHash]
     parent_block_hash: WireHash | None
     token_ids: list[int]
     block_size: int
@@ -50,7 +51,7 @@ class WireStored(msgspec.Struct, tag="BlockStored", omit_defaults=True, gc=False
 class WireRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True, gc=False):
     """`BlockRemoved` of vLLM 0.32.0 kv_events.py:116."""
 
-    block_hashes: list[WireHash]
+    block_hashes: Sequence[WireHash]
     medium: str | None
     group_idx: int | None = None
     locality: str | None = None

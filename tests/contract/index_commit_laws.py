@@ -35,7 +35,7 @@ from kvrouter.router.ingest.net_changes import ResidencyDelta
 
 
 class CommitLaws:
-    def test_a_commit_is_stored_as_documented(self, world: World):
+    def test_a_commit_is_stored_as_documented(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             commit = Commit(
@@ -67,7 +67,7 @@ class CommitLaws:
 
         world.run(body)
 
-    def test_members_are_eight_bytes_also_in_a_commit_of_many_commands(self, world: World):
+    def test_members_are_eight_bytes_also_in_a_commit_of_many_commands(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             many = np.arange(20_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -82,7 +82,7 @@ class CommitLaws:
 
         world.run(body)
 
-    def test_a_replayed_commit_changes_nothing(self, world: World):
+    def test_a_replayed_commit_changes_nothing(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             first = Commit(worker, "e1", 0, 2, [change(GPU, (1, 2))], [(GPU, 1, 3)])
@@ -97,7 +97,7 @@ class CommitLaws:
 
         world.run(body)
 
-    def test_a_hole_in_the_seqs_is_refused(self, world: World):
+    def test_a_hole_in_the_seqs_is_refused(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             assert await store.commit(Commit(worker, "e1", 4, 4, [change(GPU, (1,))]), ME) is APPLIED
@@ -109,7 +109,7 @@ class CommitLaws:
 
         world.run(body)
 
-    def test_a_fenced_commit_changes_nothing(self, world: World):
+    def test_a_fenced_commit_changes_nothing(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), ME) is APPLIED
@@ -122,7 +122,7 @@ class CommitLaws:
 
         world.run(body)
 
-    def test_a_lease_that_changes_hands_between_check_and_exec_fences(self, world: World):
+    def test_a_lease_that_changes_hands_between_check_and_exec_fences(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             seen: list[bytes | None] = []
@@ -143,7 +143,7 @@ class CommitLaws:
 
         world.run(body)
 
-    def test_another_epochs_commit_is_stale(self, world: World):
+    def test_another_epochs_commit_is_stale(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             assert await store.open_epoch(worker, "e2", ME, {"state": b"live"}) is APPLIED
@@ -154,7 +154,7 @@ class CommitLaws:
 
         world.run(body)
 
-    def test_voiding_an_epoch_leaves_no_keys(self, world: World):
+    def test_voiding_an_epoch_leaves_no_keys(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             full = [change(place, (1, 2, 3)) for place in PLACES]
@@ -170,7 +170,7 @@ class CommitLaws:
 
         world.run(body)
 
-    def test_copies_are_persisted_only_from_two_on(self, world: World):
+    def test_copies_are_persisted_only_from_two_on(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             counts = [(GPU, 1, 1), (GPU, 2, 2), (CPU, 2, 7), (DISK, 3, 0)]
@@ -183,7 +183,7 @@ class CommitLaws:
 
         world.run(body)
 
-    def test_the_stores_own_meta_fields_cannot_be_overwritten(self, world: World):
+    def test_the_stores_own_meta_fields_cannot_be_overwritten(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             for field in keys.META_FIELDS:
@@ -194,7 +194,7 @@ class CommitLaws:
 
         world.run(body)
 
-    def test_a_note_changes_meta_and_the_log_only(self, world: World):
+    def test_a_note_changes_meta_and_the_log_only(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             assert await store.commit(Commit(worker, "e1", 4, 5, [change(GPU, (1,))]), ME) is APPLIED
@@ -211,7 +211,7 @@ class CommitLaws:
 
         world.run(body)
 
-    def test_of_two_racing_owners_only_the_lease_holders_commits_land(self, world: World):
+    def test_of_two_racing_owners_only_the_lease_holders_commits_land(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             assert await store.leases.release(worker, ME)

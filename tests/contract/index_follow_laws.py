@@ -58,14 +58,14 @@ class FollowLaws:
     def kill_clients(self, raw: Any) -> None:
         raw.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
-    def test_a_worker_without_an_epoch_loads_as_nothing(self, world: World):
+    def test_a_worker_without_an_epoch_loads_as_nothing(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             image = await store.load(world.worker())
             assert (image.epoch, image.seq, image.log_id, image.commits, image.places) == (None, None, "0-0", 0, {})
 
         world.run(body)
 
-    def test_foreign_members_are_refused(self, world: World):
+    def test_foreign_members_are_refused(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), ME) is APPLIED
@@ -81,7 +81,7 @@ class FollowLaws:
         max_examples=examples(40),
         suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.differing_executors],
     )
-    def test_store_and_log_equal_a_brute_force_model(self, world: World, steps: list[Any]):
+    def test_store_and_log_equal_a_brute_force_model(self, world: World, steps: list[Any]) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             residency: Residency = {}
@@ -144,7 +144,7 @@ class FollowLaws:
 
         world.run(body)
 
-    def test_a_follower_sees_each_commit_of_each_worker_once_and_in_order(self, world: World):
+    def test_a_follower_sees_each_commit_of_each_worker_once_and_in_order(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             follower = LogFollower(store.servers, supervisor=supervisor())
             workers = [await world.owned(store) for _ in range(4)]
@@ -181,7 +181,7 @@ class FollowLaws:
 
         world.run(body)
 
-    def test_following_on_from_an_image_converges_while_commits_go_on(self, world: World):
+    def test_following_on_from_an_image_converges_while_commits_go_on(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             rng = random.Random(3)
@@ -212,6 +212,7 @@ class FollowLaws:
                 async with asyncio.timeout(WAIT_S):
                     while seq != 299:
                         for entry in await follower.next():
+                            assert isinstance(entry, LogEntry)
                             apply(followed, entry)
                             seq = entry.last_seq
                 await follower.close()
@@ -220,7 +221,7 @@ class FollowLaws:
 
         world.run(body)
 
-    def test_a_trimmed_log_asks_for_a_reload_and_goes_on_after_it(self, world: World):
+    def test_a_trimmed_log_asks_for_a_reload_and_goes_on_after_it(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             for seq in range(40):
@@ -239,7 +240,7 @@ class FollowLaws:
 
         world.run(body)
 
-    def test_the_log_is_bounded(self, world: World):
+    def test_the_log_is_bounded(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             for seq in range(400):
@@ -249,7 +250,7 @@ class FollowLaws:
 
         world.run(body, log_entries=10)
 
-    def test_the_log_of_large_commits_is_bounded_in_bytes(self, world: World, monkeypatch: pytest.MonkeyPatch):
+    def test_the_log_of_large_commits_is_bounded_in_bytes(self, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stores, "LOG_BYTES", 100_000)
 
         async def body(store: IndexStore) -> None:
@@ -265,7 +266,7 @@ class FollowLaws:
 
         world.run(body)
 
-    def test_a_worker_dropped_and_registered_again_is_reloaded(self, world: World):
+    def test_a_worker_dropped_and_registered_again_is_reloaded(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             for seq in range(3):
@@ -283,7 +284,7 @@ class FollowLaws:
 
         world.run(body)
 
-    def test_a_cut_connection_is_told_and_loses_nothing(self, world: World):
+    def test_a_cut_connection_is_told_and_loses_nothing(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             follower = LogFollower(store.servers, supervisor=supervisor(), rng=random.Random(1))

@@ -31,7 +31,7 @@ from kvrouter.router.redis_client.resp import command
 
 
 class LeaseLaws:
-    def test_a_lease_has_one_holder_and_ends(self, world: World):
+    def test_a_lease_has_one_holder_and_ends(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = world.worker()
             first = await store.leases.take(worker, "a", 60)
@@ -51,7 +51,7 @@ class LeaseLaws:
 
         world.run(body)
 
-    def test_many_leases_are_renewed_together_and_each_answer_is_its_own(self, world: World):
+    def test_many_leases_are_renewed_together_and_each_answer_is_its_own(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             workers = [world.worker() for _ in range(5)]
             taken = [await store.leases.take(worker, "me", 60) for worker in workers]
@@ -76,7 +76,7 @@ class LeaseLaws:
 
         world.run(body)
 
-    def test_a_lease_taken_again_is_another_one(self, world: World):
+    def test_a_lease_taken_again_is_another_one(self, world: World) -> None:
         """A process that lost its lease and got it back must not finish what it began under the first."""
 
         async def body(store: IndexStore) -> None:
@@ -99,7 +99,7 @@ class LeaseLaws:
 
         world.run(body)
 
-    def test_lease_numbers_of_a_process_grow_also_when_the_store_lost_them(self, world: World):
+    def test_lease_numbers_of_a_process_grow_also_when_the_store_lost_them(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             world.raw.flushall()
@@ -108,7 +108,7 @@ class LeaseLaws:
 
         world.run(body)
 
-    def test_a_lease_that_ends_between_check_and_exec_fences(self, world: World):
+    def test_a_lease_that_ends_between_check_and_exec_fences(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             assert await store.leases.renew(worker, ME, 0.2) is not None
@@ -129,7 +129,7 @@ class LeaseLaws:
 
         world.run(body)
 
-    def test_every_router_sees_the_heartbeats_of_all(self, world: World):
+    def test_every_router_sees_the_heartbeats_of_all(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             assert await store.peers.beat("a", b"1") == {b"a": b"1"}
             assert await store.peers.beat("b", b"2") == {b"a": b"1", b"b": b"2"}
@@ -139,7 +139,7 @@ class LeaseLaws:
 
         world.run(body)
 
-    def test_heartbeats_go_on_where_another_kind_of_key_stood(self, world: World):
+    def test_heartbeats_go_on_where_another_kind_of_key_stood(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             world.raw.zadd("kvr:routers", {"older": 9e15})
             with pytest.raises(StoreError, match="WRONGTYPE"):
@@ -148,7 +148,7 @@ class LeaseLaws:
 
         world.run(body)
 
-    def test_a_lost_registry_is_written_back_beside_what_is_new(self, world: World):
+    def test_a_lost_registry_is_written_back_beside_what_is_new(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             one, two = WorkerKey("m1", "w", 0), WorkerKey("m2", "w", 3)
             await store.registry.put(one, b"a")
@@ -163,7 +163,7 @@ class LeaseLaws:
 
         world.run(body)
 
-    def test_registrations_come_and_go(self, world: World):
+    def test_registrations_come_and_go(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             one, two = WorkerKey("m1", "w", 0), WorkerKey("m2", "w", 3)
             await store.registry.put(one, b"a")
@@ -182,7 +182,7 @@ class LeaseLaws:
 
         world.run(body)
 
-    def test_hostile_names_keep_to_themselves(self, world: World):
+    def test_hostile_names_keep_to_themselves(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             workers = [WorkerKey(model, name, rank) for model in HOSTILE for name in HOSTILE for rank in (0, 1)]
             for number, worker in enumerate(workers):

@@ -203,7 +203,7 @@ class ProxyServer:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app.cold,
-                http=connection_factory(app, self._limits),
+                http=connection_factory(app, self._limits),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,

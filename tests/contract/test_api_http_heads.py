@@ -189,7 +189,7 @@ def test_a_client_that_closes_its_half_after_a_request_gets_the_answer(
 
 @pytest.mark.parametrize("requests", [1, 2])
 def test_a_client_that_closes_its_half_during_computation_gets_the_whole_stream(requests: int) -> None:
-    go_on = []
+    go_on: list[bool] = []
 
     async def script(asked: Asked, wire: Wire) -> None:
         while not go_on:

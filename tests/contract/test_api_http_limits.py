@@ -41,7 +41,7 @@ class Server:
         self.port = self._socket.getsockname()[1]
         config = uvicorn.Config(
             app.cold,
-            http=connection_factory(app, limits),
+            http=connection_factory(app, limits),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,

@@ -20,6 +20,7 @@ from kvrouter.router.discovery.kubernetes import api as cluster_api
 from kvrouter.router.discovery.kubernetes.access import Access, access_from
 from kvrouter.router.discovery.kubernetes.api import ClusterApi
 from kvrouter.router.discovery.kubernetes.source import KubernetesSource
+from kvrouter.router.workers.registration import Registration
 
 TIMEOUT_S = 10.0
 
@@ -37,15 +38,22 @@ class Watching:
         self.problems.add(self.source.problem)
 
     @property
+    def registrations(self) -> list[Registration]:
+        return [one.registration for one in self.source.shown or ()]
+
+    @property
     def names(self) -> list[str] | None:
         if self.source.shown is None:
             return None
-        return [one.registration.worker.worker_id for one in self.source.shown]
+        return [one.worker.worker_id for one in self.registrations]
 
     async def until(self, condition: Callable[[], Any]) -> None:
         async with asyncio.timeout(TIMEOUT_S):
             while not condition():
                 await asyncio.sleep(0.005)
+
+    async def until_named(self, name: str) -> None:
+        await self.until(lambda: name in (self.names or ()))
 
     async def until_names(self, *names: str) -> None:
         await self.until(lambda: self.names == list(names) and not self.source.problem)
@@ -81,8 +89,8 @@ def test_pods_come_and_go(tmp_path: Path) -> None:
             await made.cluster.put(pod("e-1", "10.0.0.6"), pod("third", labels={"app": "web"}))
             await made.until_names("e-0", "e-1")
             await made.cluster.put(pod("e-0", terminating=True))
-            await made.until(lambda: made.source.shown[0].registration.retiring)
-            assert made.source.shown[0].registration.note == "its pod is terminating"
+            await made.until(lambda: made.registrations[0].retiring)
+            assert made.registrations[0].note == "its pod is terminating"
             await made.cluster.delete("e-0")
             await made.until_names("e-1")
             (query,) = [asked for asked in made.cluster.asked if "watch" not in asked]
@@ -148,7 +156,7 @@ def test_a_watch_that_is_cut_or_ends_goes_on_where_it_was(tmp_path: Path, monkey
                 else:
                     await made.until(lambda: not made.cluster.watches)
                 await made.cluster.put(pod(f"e-{number}"))
-                await made.until(lambda number=number: f"e-{number}" in made.names)
+                await made.until_named(f"e-{number}")
             assert made.problems == {""}, "one cut is no outage"
             assert sum("watch" not in asked for asked in made.cluster.asked) == 1
 
@@ -197,8 +205,7 @@ def test_an_outage_of_the_connection_is_said(tmp_path: Path) -> None:
             await made.until_names("e-0")
             await made.until(lambda: made.cluster.watches)
             port = int(made.cluster.url.rpartition(":")[2])
-            (site,) = made.cluster._runner.sites
-            await site.stop()
+            await made.cluster.refuse()
             made.cluster.cut()
             await made.until(lambda: "cannot be reached" in made.source.problem)
             assert made.names == ["e-0"]

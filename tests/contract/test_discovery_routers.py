@@ -28,7 +28,8 @@ from kvrouter.router.core.router_core import Core
 from kvrouter.router.discovery.candidate import Candidate, candidate_of
 from kvrouter.router.discovery.discovery import Discovery
 from kvrouter.router.discovery.discovery_metrics import DiscoveryMetrics
-from kvrouter.router.discovery.kubernetes.api import Access, ClusterApi
+from kvrouter.router.discovery.kubernetes.access import Access
+from kvrouter.router.discovery.kubernetes.api import ClusterApi
 from kvrouter.router.discovery.kubernetes.source import KubernetesSource
 from kvrouter.router.discovery.source import Source
 from kvrouter.router.index import keys
@@ -396,7 +397,7 @@ def test_an_engine_that_says_otherwise_is_followed_otherwise(url: str) -> None:
 def test_a_pod_that_leaves_is_drained_then_dropped(url: str, tmp_path: Path) -> None:
     async def main() -> None:
         (tmp_path / "token").write_text(TOKEN)
-        given = {"ports": {"http": 1, "kv-events": 2}, "annotations": {"kvrouter/model": "m"}}
+        given: dict[str, Any] = {"ports": {"http": 1, "kv-events": 2}, "annotations": {"kvrouter/model": "m"}}
         async with FakeCluster() as cluster, aiohttp.ClientSession() as session:
             api = ClusterApi(
                 session, Access(cluster.url, NAMESPACE, tmp_path / "token"), "app=vllm", rng=random.Random(1)

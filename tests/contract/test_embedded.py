@@ -91,7 +91,7 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_it_is_private_and_persistent(tmp_path: Path):
+def test_it_is_private_and_persistent(tmp_path: Path) -> None:
     async def body(server: EmbeddedStore) -> None:
         assert not server.adopted
         raw = redis.Redis(unix_socket_path=str(tmp_path / "valkey.sock"))
@@ -109,14 +109,14 @@ def test_it_is_private_and_persistent(tmp_path: Path):
     with_server(tmp_path, body)
 
 
-def test_a_new_data_directory_is_the_users_own(tmp_path: Path):
+def test_a_new_data_directory_is_the_users_own(tmp_path: Path) -> None:
     async def body(server: EmbeddedStore) -> None:
         assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
 
     with_server(tmp_path / "a" / "b", body)
 
 
-def test_a_clean_stop_ends_the_server_and_keeps_the_data(tmp_path: Path):
+def test_a_clean_stop_ends_the_server_and_keeps_the_data(tmp_path: Path) -> None:
     pids = []
 
     async def first(server: EmbeddedStore) -> None:
@@ -132,14 +132,14 @@ def test_a_clean_stop_ends_the_server_and_keeps_the_data(tmp_path: Path):
     with_server(tmp_path, second)
 
 
-def test_stopping_twice_is_harmless(tmp_path: Path):
+def test_stopping_twice_is_harmless(tmp_path: Path) -> None:
     async def body(server: EmbeddedStore) -> None:
         await server.stop()
 
     with_server(tmp_path, body)
 
 
-def test_a_second_router_on_the_same_directory_is_refused(tmp_path: Path):
+def test_a_second_router_on_the_same_directory_is_refused(tmp_path: Path) -> None:
     async def body(server: EmbeddedStore) -> None:
         with pytest.raises(
             EmbeddedStoreError, match=rf"another router \(process {os.getpid()}\).*--data-dir"
@@ -152,7 +152,7 @@ def test_a_second_router_on_the_same_directory_is_refused(tmp_path: Path):
     with_server(tmp_path, body)
 
 
-def test_the_server_of_a_killed_router_is_adopted_and_stopped(tmp_path: Path):
+def test_the_server_of_a_killed_router_is_adopted_and_stopped(tmp_path: Path) -> None:
     killed = subprocess.run([sys.executable, "-c", KILLED_ROUTER, str(tmp_path)], capture_output=True, timeout=WAIT_S)
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     orphan = int(killed.stdout)
@@ -171,7 +171,7 @@ def test_the_server_of_a_killed_router_is_adopted_and_stopped(tmp_path: Path):
             os.kill(orphan, signal.SIGKILL)
 
 
-def test_a_killed_server_comes_back_with_its_data(tmp_path: Path):
+def test_a_killed_server_comes_back_with_its_data(tmp_path: Path) -> None:
     async def body(server: EmbeddedStore) -> None:
         await register(server, b"kept")
         assert not await server.ensure_running()
@@ -185,7 +185,7 @@ def test_a_killed_server_comes_back_with_its_data(tmp_path: Path):
     with_server(tmp_path, body)
 
 
-def test_a_follower_is_told_when_the_server_came_back_without_its_last_entries(tmp_path: Path):
+def test_a_follower_is_told_when_the_server_came_back_without_its_last_entries(tmp_path: Path) -> None:
     async def body(server: EmbeddedStore) -> None:
         store = await IndexStore.open(server.url)
         lease = await store.leases.take(WORKER, "me", 60)
@@ -221,7 +221,7 @@ def test_a_follower_is_told_when_the_server_came_back_without_its_last_entries(t
     with_server(tmp_path, body)
 
 
-def test_a_path_too_long_for_a_socket_gets_a_short_one(tmp_path: Path):
+def test_a_path_too_long_for_a_socket_gets_a_short_one(tmp_path: Path) -> None:
     deep = tmp_path / ("d" * SOCKET_PATH_MAX_BYTES)
     sockets: list[Path] = []
 
@@ -239,7 +239,7 @@ def test_a_path_too_long_for_a_socket_gets_a_short_one(tmp_path: Path):
     with_server(deep, second)
 
 
-def test_the_longest_path_that_fits_is_used_itself(tmp_path: Path):
+def test_the_longest_path_that_fits_is_used_itself(tmp_path: Path) -> None:
     room = SOCKET_PATH_MAX_BYTES - len(os.fsencode(tmp_path)) - len("//valkey.sock")
     fitting = tmp_path / ("d" * room)
 
@@ -249,7 +249,7 @@ def test_the_longest_path_that_fits_is_used_itself(tmp_path: Path):
     with_server(fitting, body)
 
 
-def test_wrong_settings_end_in_one_line_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_wrong_settings_end_in_one_line_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded, "START_TIMEOUT_S", 0.1)
     file = tmp_path / "file"
     file.touch()

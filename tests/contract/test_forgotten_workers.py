@@ -9,7 +9,8 @@ import random
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 import aiohttp
 import pytest
@@ -53,7 +54,9 @@ async def patched(context: Context, http: EngineHttp) -> AsyncIterator[Registrat
 
 
 @pytest.mark.parametrize("engine", [stock, patched])
-def test_nothing_is_left_of_a_worker(engine: Callable[..., AsyncExitStack], embedded_url: str) -> None:
+def test_nothing_is_left_of_a_worker(
+    engine: Callable[[Context, EngineHttp], AbstractAsyncContextManager[Registration]], embedded_url: str
+) -> None:
     async def until_live(core: Core) -> None:
         async with asyncio.timeout(TIMEOUT_S):
             while next(core.statuses()).state != "live":
@@ -77,7 +80,7 @@ def test_nothing_is_left_of_a_worker(engine: Callable[..., AsyncExitStack], embe
             await core.register(registration)
             await until_live(core)
             (stream,) = core.registry.streams.values()
-            left = [weakref.ref(stream), weakref.ref(stream.ingest)]
+            left: list[weakref.ref[Any]] = [weakref.ref(stream), weakref.ref(stream.ingest)]
             del stream
             await core.unregister("gone")
             # What waits in the loop refers to it a moment longer.

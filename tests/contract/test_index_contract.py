@@ -7,6 +7,7 @@ The oracle is redis-py reading the raw keys, and plain sets; it shares no code w
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ class IndexContract(CommitLaws, LeaseLaws, FollowLaws):
         raise NotImplementedError
 
     @pytest.fixture
-    def world(self, url: str):
+    def world(self, url: str) -> Iterator[World]:
         raw = self.client(url)
         raw.flushall()
         yield World(url, raw)
@@ -69,7 +70,7 @@ class TestRedis(IndexContract):
         return redis_url
 
     @pytest.mark.parametrize("userinfo", ["", ":wrong%2Fsecret@", "nobody:wrong%2Fsecret@"])
-    def test_a_refused_login_says_so_without_the_password(self, url: str, userinfo: str):
+    def test_a_refused_login_says_so_without_the_password(self, url: str, userinfo: str) -> None:
         async def main() -> None:
             with pytest.raises(StoreError, match="correct user and password") as raised:
                 await IndexStore.open(f"redis://{userinfo}{url.rpartition('@')[2]}")
@@ -78,7 +79,7 @@ class TestRedis(IndexContract):
 
         asyncio.run(main())
 
-    def test_no_server_is_unavailable(self):
+    def test_no_server_is_unavailable(self) -> None:
         async def main() -> None:
             with pytest.raises(StoreUnavailable, match="cannot be reached"):
                 await IndexStore.open("redis://127.0.0.1:1")
@@ -87,7 +88,7 @@ class TestRedis(IndexContract):
 
         asyncio.run(main())
 
-    def test_a_cluster_url_wants_a_cluster(self, url: str):
+    def test_a_cluster_url_wants_a_cluster(self, url: str) -> None:
         async def main() -> None:
             with pytest.raises(StoreError, match="no cluster"):
                 await IndexStore.open(url.replace("redis://", "redis+cluster://"))
@@ -103,7 +104,7 @@ class TestTlsAndAcl(IndexContract):
         return tls_server.url()
 
     @pytest.fixture
-    def world(self, url: str, tls_server: TlsRedis):
+    def world(self, url: str, tls_server: TlsRedis) -> Iterator[World]:
         # The oracle is the administrator.
         raw = tls_server.admin()
         raw.flushall()
@@ -128,7 +129,7 @@ class TestTlsAndAcl(IndexContract):
             ("SHUTDOWN",),
         ],
     )
-    def test_anything_else_is_refused(self, url: str, command: tuple[str, ...]):
+    def test_anything_else_is_refused(self, url: str, command: tuple[str, ...]) -> None:
         raw = redis.Redis.from_url(url)
         with pytest.raises(redis.exceptions.NoPermissionError):
             raw.execute_command(*command)
@@ -151,14 +152,14 @@ class TestCluster(IndexContract):
         for node in raw.get_primaries():
             raw.get_redis_connection(node).execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
 
-    def test_workers_lie_on_all_nodes(self, world: World):
+    def test_workers_lie_on_all_nodes(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             workers = [await world.owned(store) for _ in range(30)]
             assert len({store.servers.address_of(keys.meta(worker)) for worker in workers}) == 3
 
         world.run(body)
 
-    def test_a_slot_that_moves_is_followed_by_owner_and_follower(self, world: World):
+    def test_a_slot_that_moves_is_followed_by_owner_and_follower(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             follower = LogFollower(store.servers, supervisor=supervisor())

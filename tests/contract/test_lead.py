@@ -8,8 +8,9 @@ import asyncio
 import functools
 import random
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,9 @@ def registration(engine: FakeEngine, **more: Any) -> Registration:
 
 
 @asynccontextmanager
-async def router(server: StoreServer, token: str, watch: Callable[[Core], None] = lambda core: None, **settings: Any):
+async def router(
+    server: StoreServer, token: str, watch: Callable[[Core], None] = lambda core: None, **settings: Any
+) -> AsyncIterator[Core]:
     """One router's core on the store; `watch` sees it before it starts."""
     async with AsyncExitStack() as stack:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -94,6 +97,10 @@ async def until(reached: Callable[[], Any], what: str, timeout_s: float = WAIT_S
         assert time.monotonic() < deadline, what
         await asyncio.sleep(0.005)
     return found
+
+
+def shows(core: Core, seq: int) -> bool:
+    return status(core).seq == seq
 
 
 def reused(core: Core) -> int:
@@ -138,10 +145,11 @@ def test_answers_are_exact_while_the_store_hangs_and_the_other_router_is_in_doub
                 await until(lambda: is_well(one, 12) and is_well(two, 12), "not both are well")
                 server.stop()
                 stopped_s = time.monotonic()
-                doubted_s = uncredited_s = None
+                doubted_s: float | None = None
+                uncredited_s: float | None = None
                 for gone in range(11, 0, -1):
                     seq = engine.publish(*removed(CHAIN[gone : gone + 1]))
-                    await until(lambda seq=seq: status(follower).seq == seq, "the follower does not see a removal", 2.0)
+                    await until(partial(shows, follower, seq), "the follower does not see a removal", 2.0)
                     assert reused(follower) == gone
                     assert status(follower).state == "live" and status(follower).credited
                     pause_s = time.monotonic() + 0.4
@@ -221,13 +229,16 @@ def test_beyond_the_bound_the_epoch_is_rewritten_when_the_store_is_back(
             stream = core.registry.streams[WORKER]
             # Given up: not even the removals wait.
             assert stream.unwritten_s and not stream.unwritten_blocks
-            slots = list(core.mirror_sync.mirror.worker(WORKER).slots)
+            mirrored = core.mirror_sync.mirror.worker(WORKER)
+            assert mirrored is not None
+            slots = list(mirrored.slots)
             server.start() if away == "killed" else server.resume()
             await until(lambda: is_well(core, 6), "not well again")
             await until(lambda: held_in_store(server) == {*CHAIN[:6], *others}, "the store lacks what was rewritten")
             assert status(core).epoch != epoch and not stream.unwritten_blocks
             # The same table: only the name of the epoch is another.
-            assert core.mirror_sync.mirror.worker(WORKER).slots == slots
+            mirrored = core.mirror_sync.mirror.worker(WORKER)
+            assert mirrored is not None and mirrored.slots == slots
             seq = engine.publish(stored(TOKENS, 6, 12))
             await until(lambda: is_well(core, 12), "it does not go on")
             await until(lambda: held_in_store(server) == {*CHAIN, *others}, "the store does not go on")
@@ -293,7 +304,7 @@ def test_what_a_dead_router_left_is_in_doubt_until_proven(life: str, server: Sto
         assert server.client.hget(keys.meta(WORKER), "state") == b"live"
         if life == "another":
             engine.restart()
-            http.start_s += 100.0
+            http.start_s = 1_100.5
             proof = engine.publish(stored(TOKENS, 0, 1))
 
         def watch(core: Core) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from typing import Any
 
 import pytest
 
@@ -225,7 +226,7 @@ def test_the_path_of_a_registered_url_is_kept() -> None:
         ({"api_key": "router", "worker_api_key": "engine"}, "Bearer router", ["Bearer engine"]),
     ],
 )
-def test_whose_key_reaches_the_engine(settings: dict[str, str], sent: str | None, received: list[str]) -> None:
+def test_whose_key_reaches_the_engine(settings: dict[str, Any], sent: str | None, received: list[str]) -> None:
     with ScriptedEngine(plain(b"{}")) as engine, proxying(worker("w0", engine.url), **settings) as router:
         assert router.post(CHAT, BODY, {} if sent is None else {"authorization": sent})[0] == 200
         assert engine.asked[0].all("authorization") == received

@@ -23,6 +23,7 @@ from kvrouter.router.fleet import mirror_sync as following
 from kvrouter.router.index.log_entry import LogEntry
 from kvrouter.router.index.log_follower import _Reader
 from kvrouter.router.index.store import IndexStore
+from kvrouter.router.matching.matcher import WorkerView
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 
@@ -125,7 +126,12 @@ def test_a_defect_while_the_mirror_is_written_is_made_up_for(
         apply, failures = following.MirrorSync._apply, 2
         seen: set[tuple[str, bool]] = set()
         bad, *_ = stage.read_here()
-        stage.core.registry.subscribe(view=lambda worker, view: view and seen.add((worker.worker_id, view.credited)))
+
+        def see(worker: WorkerKey, view: WorkerView | None) -> None:
+            if view is not None:
+                seen.add((worker.worker_id, view.credited))
+
+        stage.core.registry.subscribe(view=see)
 
         def fails(self: following.MirrorSync, entry: Any) -> None:
             nonlocal failures

@@ -126,7 +126,7 @@ class EngineProcess:
         assert self._process is not None and self._process.stdout is not None
         poller = zmq.Poller()
         poller.register(self._process.stdout.fileno(), zmq.POLLIN)
-        if not poller.poll(timeout_s * 1000):
+        if not poller.poll(int(timeout_s * 1000)):
             raise AssertionError(f"no answer from the engine in {timeout_s} s\n{self.log_tail()}")
         line = self._process.stdout.readline()
         if not line:

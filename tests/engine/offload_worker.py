@@ -85,7 +85,7 @@ class MultiOffloadWorker:
     """Of a MultiConnector with an OffloadingConnector and a SimpleCPUOffloadConnector, in this order."""
 
     def __init__(self, rng: Random) -> None:
-        self._workers = (OffloadWorker(rng), SimpleOffloadWorker(rng))
+        self._workers: tuple[OffloadWorker | SimpleOffloadWorker, ...] = (OffloadWorker(rng), SimpleOffloadWorker(rng))
 
     def run(self, metadata: MultiKVConnectorMetadata | None) -> KVConnectorOutput:
         parts: Any = (None, None) if metadata is None else metadata.metadata

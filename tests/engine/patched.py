@@ -24,6 +24,7 @@ from workload import PromptTree
 from kvrouter.engine_patch.hooks.event_tap import EventTap
 from kvrouter.engine_patch.hooks.publisher import ATTRIBUTE
 from kvrouter.engine_patch.plugin import StartReporter, patch
+from kvrouter.engine_patch.reporter.reporter import Reporter
 from kvrouter.engine_patch.reporter.translate import short_hash
 from kvrouter.engine_patch.setup.settings import SWITCH
 from kvrouter.events.patch.messages import Events, ReportStored, unpack_hashes
@@ -88,6 +89,12 @@ def tap_of(oracle: Oracle) -> EventTap:
     return tap
 
 
+def reporter_of(oracle: Oracle) -> Reporter:
+    reporter = tap_of(oracle).reporter
+    assert isinstance(reporter, Reporter)
+    return reporter
+
+
 class WatchedOracle(Oracle):
     """An oracle whose patch is heard from its first event on; every request that it runs is remembered."""
 
@@ -105,7 +112,7 @@ class WatchedOracle(Oracle):
         self.messages: list[Events] = []
         self.copies: Copies = Counter()
         self.tree = PromptTree(rng, VOCAB_SIZE)
-        self.reporter: Any = tap_of(self).reporter
+        self.reporter = reporter_of(self)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.peer = Peer(self._context, self.reporter)
         # Whoever hears a heartbeat is subscribed.

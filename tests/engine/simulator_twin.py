@@ -8,7 +8,7 @@ import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from offload_worker import OffloadWorker
 
@@ -33,7 +33,9 @@ Batch = list[CacheEvent]
 # Few, so that requests wait, and enough that they get in each other's way.
 MAX_RUNNING = 4
 
-FULL, SWA, CHUNKED = "full_attention", "sliding_window", "chunked_local_attention"
+FULL: Final = "full_attention"
+SWA: Final = "sliding_window"
+CHUNKED: Final = "chunked_local_attention"
 # What has no sparse group, so that vLLM refuses an interval.
 DENSE = {"llama", "llama4", "llama4 chunk off the block grid", "chunked only"}
 # The prompts of `requests` are at most so long, with their answers.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ N = NUM_BLOCKS
 every_layout = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 
 
-def pages(caches: CanonicalCaches, group: int) -> list[torch.Tensor]:
+def pages(caches: CanonicalCaches, group: int) -> list[Any]:
     """(num_blocks, bytes) of each of the group's refs."""
     return [caches.tensors[ref.tensor_idx].tensor[:, : ref.page_size_bytes] for ref in caches.group_refs[group]]
 
@@ -56,7 +57,7 @@ def test_what_is_written_to_a_page_is_in_that_block_of_the_layers_and_nowhere_el
         assert all(torch.equal(a, b) for a, b in zip(raw, wanted, strict=True))
 
 
-def vllm_caches(tensors: list[tuple[torch.Tensor, int]], refs: list[list[tuple[int, int]]]) -> SimpleNamespace:
+def vllm_caches(tensors: list[tuple[Any, int]], refs: list[list[tuple[int, int]]]) -> SimpleNamespace:
     """As vLLM 0.32's CanonicalKVCaches."""
     return SimpleNamespace(
         tensors=[SimpleNamespace(tensor=tensor, page_size_bytes=page) for tensor, page in tensors],

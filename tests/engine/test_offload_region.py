@@ -65,6 +65,7 @@ def test_two_ranks_in_two_processes_fill_a_slot_side_by_side(tmp_path: Path) -> 
 def test_a_ranks_tensor_is_its_part_of_every_slot_without_a_copy() -> None:
     # As if it were a file, so that there are several ranks.
     memory = Region.create_or_open(None, 3, 12)
+    assert memory._memory is not None
     regions = [Region(memory._memory, 3, 4, 3, rank, None, None) for rank in range(3)]
     for rank, region in enumerate(regions):
         tensor = region.rank_tensor()

@@ -145,7 +145,7 @@ def test_adapters_are_declared_as_loaded(model: Path, seed: int) -> None:
         engine.add_lora(_lora("a", "/adapters/other"))
         eventually(lambda: declared(oracle).lora_paths == {"a": "/adapters/other", "b": "/adapters/b"})
         assert oracle.peer.hello().catalog_version == 4
-        told = []
+        told: list[CatalogMessage] = []
         while not told or told[-1].version < 4:
             _, message = oracle.peer.next()
             if isinstance(message, CatalogMessage):

@@ -44,7 +44,7 @@ OFFLOAD = next(offload_set for offload_set in OFFLOAD_SETS if offload_set.name.s
 def work(oracle: Oracle, rng: Random) -> None:
     """Load with everything that is hooked in it; every request ends as it should."""
     tree = PromptTree(rng, 512)
-    requests = []
+    requests: list[Any] = []
     make = oracle._request
 
     def request(*given: Any) -> Any:
@@ -55,7 +55,7 @@ def work(oracle: Oracle, rng: Random) -> None:
         requests.append(made)
         return made
 
-    oracle._request = request  # type: ignore[method-assign]
+    oracle._request = request  # type: ignore[assignment, method-assign]
     for i in range(90):
         if oracle.unfinished < 4:
             oracle.submit(tree.request())
@@ -145,7 +145,7 @@ def test_the_entry_point_never_raises(monkeypatch: pytest.MonkeyPatch, caplog: p
     monkeypatch.setattr(kv_events.EventPublisherFactory, "_registry", None)
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler.emit = records.append  # type: ignore[assignment, method-assign]
     log = logging.getLogger(plugin.LOGGER)
     level = log.level
     log.setLevel(logging.WARNING)

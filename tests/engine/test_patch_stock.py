@@ -46,7 +46,7 @@ def run(group_set: GroupSet, model: Path, seed: int, offload: OffloadSet | None,
     assert hasattr(oracle.scheduler, ATTRIBUTE) is patch
     topic = StockTopic(oracle.endpoint, oracle.replay_endpoint)
     tree = PromptTree(rng, 512)
-    requests = []
+    requests: list[Any] = []
     make, model_run = oracle._request, oracle._run_model
 
     def request(*given: Any) -> Any:
@@ -63,7 +63,7 @@ def run(group_set: GroupSet, model: Path, seed: int, offload: OffloadSet | None,
             oracle.scheduler.reset_connector_cache()
         return model_run(output)
 
-    oracle._request, oracle._run_model = request, run_model
+    oracle._request, oracle._run_model = request, run_model  # type: ignore[assignment, method-assign]
     try:
         for i in range(STEPS):
             if oracle.unfinished < 5:

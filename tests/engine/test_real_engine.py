@@ -34,7 +34,9 @@ def engine(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EnginePro
 
 def prompts(rng: Random) -> Iterator[tuple[tuple[int, ...], str | None]]:
     """Conversations that grow, are repeated, cut short and branched; too many for the cache to keep them all."""
-    roots = [(tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(100, 500))), None) for _ in range(4)]
+    roots: list[tuple[tuple[int, ...], str | None]] = [
+        (tuple(rng.randrange(3, VOCAB_SIZE) for _ in range(rng.randint(100, 500))), None) for _ in range(4)
+    ]
     roots.append((roots[0][0], "tenant-a"))
     for _ in range(PROMPTS):
         # Recent conversations come back more often, so that some are still there and some are evicted in part.

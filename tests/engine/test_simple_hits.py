@@ -16,7 +16,7 @@ pytest.importorskip("vllm")
 from comparison import Comparison, Tally, verdict
 from group_sets import SIMPLE_SETS, SimpleSet
 from oracle import Oracle
-from patched import last_reported, patched, tap_of
+from patched import last_reported, patched, reporter_of, tap_of
 from router_process import RouterProcess
 from workload import PromptTree
 
@@ -108,9 +108,10 @@ def test_the_patch_declares_the_connector_and_how_far_its_hits_may_reach(model: 
         with patched():
             oracle = make_oracle(simple_set, model, Random(seed))
             try:
-                catalog = tap_of(oracle).reporter._declared
+                catalog = reporter_of(oracle)._declared
             finally:
                 oracle.close()
+        assert catalog is not None
         assert (catalog.connector, catalog.connectors) == (simple_set.CONNECTOR, [simple_set.CONNECTOR])
         found[simple_set.lazy, catalog.partial_hits] = catalog.offload_partial_hits
     assert found == {(False, False): False, (False, True): True, (True, False): False, (True, True): False}
@@ -129,9 +130,10 @@ def test_the_connectors_inside_a_multi_connector_are_declared(model: Path, seed:
     with patched():
         oracle = make_multi(model, Random(seed))
         try:
-            catalog = tap_of(oracle).reporter._declared
+            catalog = reporter_of(oracle)._declared
         finally:
             oracle.close()
+    assert catalog is not None
     assert catalog.connectors == ["MultiConnector", "OffloadingConnector", "SimpleCPUOffloadConnector"]
     assert (
         declared_spec(catalog, CatalogSpec()).offload_connector == "OffloadingConnector with SimpleCPUOffloadConnector"

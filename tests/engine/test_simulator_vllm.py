@@ -163,8 +163,8 @@ class Twins:
 def sorted_arrivals(batch: Batch) -> Batch:
     """vLLM walks a set where a store has ended: arrivals that follow one another have no order."""
     ordered: Batch = []
-    for arrived, run in itertools.groupby(batch, key=lambda event: isinstance(event, OffloadedChunk)):
-        ordered += sorted(run, key=lambda event: event.key if arrived else 0)
+    for _, run in itertools.groupby(batch, key=lambda event: isinstance(event, OffloadedChunk)):
+        ordered += sorted(run, key=lambda event: (event.key,) if isinstance(event, OffloadedChunk) else ())
     return ordered
 
 

@@ -99,14 +99,17 @@ def replayed(engine: Engine, batches: int) -> list[list[bytes]]:
     give_up_s = time.monotonic() + PATIENCE_S
     while True:
         frames: list[list[bytes]] = []
+        dealer: zmq.Socket[bytes]
         with zmq.Context.instance().socket(zmq.DEALER) as dealer:
             dealer.setsockopt(zmq.RCVTIMEO, int(PATIENCE_S * 1000))
             dealer.setsockopt(zmq.LINGER, 0)
             dealer.connect(engine.replay_endpoint)
             dealer.send_multipart([b"", bytes(8)])
             # Up to 0.25 the frames have no topic.
-            while (last := dealer.recv_multipart()[-2:])[0] != END_OF_REPLAY:
+            last: list[bytes] = dealer.recv_multipart()[-2:]
+            while last[0] != END_OF_REPLAY:
                 frames.append(last)
+                last = dealer.recv_multipart()[-2:]
         if len(frames) >= batches:
             return frames
         assert time.monotonic() < give_up_s, f"{len(frames)} of {batches} batches"
@@ -148,12 +151,13 @@ def describe_stock(frames: list[list[bytes]]) -> dict[str, Any]:
 def run_patched(layout: Layout, model: Path) -> tuple[dict[str, Any], list[list[bytes]], list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         engine = started(layout, model, folder)
-        context = zmq.Context.instance()
-        asked = requests_endpoint(engine.endpoint).replace("*", "127.0.0.1")
-        with Peer(context, SimpleNamespace(requests_endpoint=asked, reports_endpoint=f"ipc://{folder}/none")) as probe:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        asked = (requests_endpoint(engine.endpoint) or "").replace("*", "127.0.0.1")
+        ends: Any = SimpleNamespace(requests_endpoint=asked, reports_endpoint=f"ipc://{folder}/none")
+        with Peer(context, ends) as probe:
             hello = probe.hello()
-        reports = hello.reports.replace("*", "127.0.0.1")
-        with Peer(context, SimpleNamespace(requests_endpoint=asked, reports_endpoint=reports)) as peer:
+        ends.reports_endpoint = hello.reports.replace("*", "127.0.0.1")
+        with Peer(context, ends) as peer:
             # Heard once, nothing more is missed.
             peer.next_heartbeat()
             listener = Listener(engine, peer)

@@ -24,7 +24,8 @@ from kvrouter.events.patch.messages import (
     unpack_hashes,
 )
 
-VERSION = tuple(map(int, vllm.__version__.split(".")[:2]))
+_major, _minor, *_ = vllm.__version__.split(".")
+VERSION = int(_major), int(_minor)
 # For the reporter's thread to catch up with an engine that rests; it takes milliseconds.
 PATIENCE_S = 20.0
 

@@ -26,6 +26,7 @@ from kvrouter.events.patch.messages import (
     Reply,
     Report,
     ReportCleared,
+    ReportEvent,
     ReportStored,
     SnapshotPart,
 )
@@ -192,7 +193,12 @@ def _life(epoch: str, *, request: int = 1, lost: bool = False) -> list[Step]:
         return [Step(ASKED), *(Step(ANSWER, 0, msgspec.msgpack.encode(part)) for part in made)]
 
     def events(seq: int) -> Step:
-        batch = [stored(seq + 20, 21, group_idx=1), removed(2, medium="CPU"), removed(7), ReportCleared("STORAGE")]
+        batch: list[ReportEvent] = [
+            stored(seq + 20, 21, group_idx=1),
+            removed(2, medium="CPU"),
+            removed(7),
+            ReportCleared("STORAGE"),
+        ]
         apply(ledger, batch)
         return live(seq, Events(epoch, 1.0, 2.0, batch))
 

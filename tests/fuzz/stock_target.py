@@ -10,12 +10,12 @@ from __future__ import annotations
 import itertools
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from kvrouter.events.vllm.batch_cursor import Cursor
-from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
+from kvrouter.events.vllm.codec import BatchDecoder, HashForm, Layout, encode_batch
 from kvrouter.events.vllm.messages import AllBlocksCleared, BlockStored, EventBatch
 from kvrouter.events.vllm.stream_items import Batch, GapLost, Proven, ReadAnew, Restarted
 from kvrouter.events.vllm.wire import MAX_SEQ, WireCleared, WireRemoved, WireStored
@@ -121,7 +121,7 @@ def corpus() -> list[bytes]:
     found = [
         [Step(CONNECTED), Step(ENDED), *(Step(LIVE, seq, payload) for seq, payload in enumerate(golden_batches()))]
     ]
-    for layout, form in itertools.product(("map", "array"), ("int", "bytes32", "bytes16")):
+    for layout, form in itertools.product(get_args(Layout), get_args(HashForm)):
         batches = [encode_batch(1.0, events, 0, layout=layout, hash_form=form) for events in _life()]
         live = [Step(LIVE, seq, payload) for seq, payload in enumerate(batches)]
         found.append([Step(CONNECTED), Step(ENDED), *live[:3], Step(FLUSH), *live[3:]])

@@ -13,6 +13,7 @@ import os
 import platform
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
@@ -23,7 +24,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 WIDTHS = [0, 1, 127, 128, 255, 256, 65535, 65536, 2**31 - 1, 2**31, 2**32, 2**39 - 1, 2**39, 2**55, 2**63 - 1]
-PROMPTS = {
+PROMPTS: dict[str, dict[str, Any]] = {
     "tiny": {"ids": [7, 300, 70000]},
     "widths": {"ids": WIDTHS * 5},
     "text": {"start": 11, "step": 127, "count": 1100},
@@ -49,7 +50,7 @@ def ids_of(prompt: dict) -> list[int]:
     return [prompt["start"] + prompt["step"] * i for i in range(prompt["count"])]
 
 
-def start(algo: str, seed: str | None):
+def start(algo: str, seed: str | None) -> Any:
     """vLLM's hash function, with NONE_HASH set as an engine with this PYTHONHASHSEED sets it."""
     os.environ.pop("PYTHONHASHSEED", None)
     if seed is not None:
@@ -59,12 +60,12 @@ def start(algo: str, seed: str | None):
     return function
 
 
-def received(value, kind):
+def received(value: Any, kind: Any) -> Any:
     """`value` as an engine core gets it: pickle, so the hash, differs between two equal strings and one used twice."""
     return MsgpackDecoder(kind).decode(MsgpackEncoder().encode(value))
 
 
-def request(ids: list[int], block_size: int, function, lora, salt, images=()) -> Request:
+def request(ids: list[int], block_size: int, function: Any, lora: Any, salt: Any, images: Any = ()) -> Request:
     return Request(
         request_id="r",
         prompt_token_ids=ids,
@@ -81,7 +82,7 @@ def request(ids: list[int], block_size: int, function, lora, salt, images=()) ->
     )
 
 
-def announced(block_size: int, hash_block_size: int, lora, salt, images=()) -> dict:
+def announced(block_size: int, hash_block_size: int, lora: Any, salt: Any, images: Any = ()) -> dict:
     """The root block of `block_size` tokens as BlockPool.cache_full_blocks would announce it (default scheme)."""
     ids = ids_of(PROMPTS["text"])[:block_size]
     made = request(ids, hash_block_size, start("sha256", None), lora, salt, images)

@@ -71,7 +71,7 @@ def test_a_compiled_chain_equals_a_plain_one(algo: str, data: st.DataObject) -> 
     some = data.draw(st.lists(IDS, min_size=1, max_size=40))
     ids = [chance.choice(some) for _ in range(size)]
     parent = data.draw(st.none() | st.binary(min_size=2, max_size=300))
-    keys = data.draw(st.lists(EXTRA_KEYS, min_size=1, max_size=4))
+    keys: list[ExtraKeys | None] = data.draw(st.lists(EXTRA_KEYS, min_size=1, max_size=4))
     equal_each_other(data.draw(schemes(algo)), parent, ids, block_size, keys)
 
 

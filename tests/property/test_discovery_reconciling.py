@@ -142,8 +142,8 @@ class Machine(RuleBasedStateMachine):
                 assert left <= set().union(*(router.claims(source) for router in self.routers.values()))
         # Restored: the next rule begins from there.
         self.registered = kept[1]
-        for name, router in self.routers.items():
-            router.asserted = asserted[name]
+        for router, known in self.routers.items():
+            known.asserted = asserted[router]
 
 
 Machine.TestCase.settings = settings(max_examples=examples(120), stateful_step_count=25)

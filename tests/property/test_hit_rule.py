@@ -297,7 +297,7 @@ def sample() -> list[tuple[int, int, int]]:
         groups = make_groups(draw)
         num_tokens = draw.randint(1, 160)
         resident = make_residency(draw, groups, num_tokens)
-        resident |= {Place(g.group_idx, CPU): range(draw.randint(0, 30)) for g in groups}
+        resident |= {Place(g.group_idx, CPU): set(range(draw.randint(0, 30))) for g in groups}
         for spec in (None, SIMPLE):
             hit = judge(groups, resident, num_tokens, spec)
             found.append((hit.gpu, hit.cpu, hit.disk))

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrouter.simulator.cache.pool import Cleared, Event, Key, Removed, Stored
+from kvrouter.simulator.cache.cpu_tier import CacheEvent
+from kvrouter.simulator.cache.pool import Cleared, Key, Removed, Stored
 from kvrouter.simulator.cache.shapes import Geometry, GroupShape
 from kvrouter.simulator.engine.replica import Replica, RequestRefused
 
-FULL, SWA, MAMBA = "full_attention", "sliding_window", "mamba"
+FULL: Final = "full_attention"
+SWA: Final = "sliding_window"
+MAMBA: Final = "mamba"
 
 
 @st.composite
@@ -77,7 +81,7 @@ def longest(sim: Replica, prompt: list[int]) -> int:
 def test_hits_events_and_holds(
     geometry: Geometry, prompts: list[tuple[int, int, int, int, int]], blocks: int, chunk_tokens: int
 ) -> None:
-    told: list[list[Event]] = []
+    told: list[list[CacheEvent]] = []
     sim = Replica(geometry, blocks, on_step=told.append, chunk_tokens=chunk_tokens)
     copies: Counter[Key] = Counter()
     for start, shared, branch, own, max_tokens in prompts:

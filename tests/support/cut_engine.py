@@ -38,7 +38,11 @@ class CutEngine(FakeEngine):
         self._do(cut)
 
     def mend(self) -> None:
-        self._do(lambda: [wire.heal() for wire in self._wires])
+        def heal() -> None:
+            for wire in self._wires:
+                wire.heal()
+
+        self._do(heal)
 
     def restart(self) -> None:
         raise NotImplementedError("another life has other ports")

@@ -60,7 +60,7 @@ def payload(name: bytes, size: int = RECORD_BYTES, salt: int = 0) -> bytes:
     return head + hashlib.shake_128(name + head).digest(size - SALT_BYTES)
 
 
-def salt_of(data: bytes) -> int:
+def salt_of(data: bytes | memoryview) -> int:
     return int.from_bytes(data[:SALT_BYTES], "big")
 
 

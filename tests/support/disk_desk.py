@@ -26,13 +26,13 @@ class Desk:
         self.hands = HandExecutor(options.pop("max_queued", 100))
         self.files = FaultyFiles()
         self.told: dict[OffloadKey, bool] = {}
-        options = {"executor": lambda: self.hands, "files": self.files, "identity": identity()} | options
+        given = {"executor": lambda: self.hands, "files": self.files, "identity": identity(), **options}
         self.tier = DiskTier(
             folder,
             record_bytes=RECORD_BYTES,
             budget_bytes=records * STRIDE_BYTES,
             slot_bytes_of=self.slots.view,
-            **options,
+            **given,
         )
         self.found = self.tier.open()
 

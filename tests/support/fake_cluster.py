@@ -91,6 +91,12 @@ class FakeCluster:
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
 
+    async def refuse(self) -> None:
+        """Nobody listens until `listen`."""
+        assert self._runner is not None
+        for site in list(self._runner.sites):
+            await site.stop()
+
     async def __aexit__(self, *_: object) -> None:
         assert self._runner is not None
         self.cut()

@@ -94,7 +94,7 @@ class HearingContext:
         """Until somebody is subscribed, or nobody. Only while nothing is published: the socket belongs to the
         publisher's thread."""
         while self._publishing.poll(0) or (self._readers > 0) is not some:
-            assert self._publishing.poll(1_000 * PATIENCE_S), f"{self._readers} are subscribed"
+            assert self._publishing.poll(int(1_000 * PATIENCE_S)), f"{self._readers} are subscribed"
             self._readers += 1 if self._publishing.recv().startswith(b"\1") else -1
 
 

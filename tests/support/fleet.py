@@ -6,11 +6,13 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from churn import BLOCK, HASHES, KINDS, Churn
 from router_process import RouterError, RouterProcess
+from sentinel_store import SentinelStore
 from store_server import StoreServer, wait_stored
 
 from kvrouter.router.common.ids import WorkerKey
@@ -139,7 +141,7 @@ def check(routers: Iterable[RouterProcess], client: Any, churn: Churn) -> int:
     truth = churn.ask("dump")
     for router in routers:
         wait_seqs(router, seqs)
-        wrong = until_right(lambda router=router: wrong_answers(router, churn, truth))
+        wrong = until_right(partial(wrong_answers, router, churn, truth))
         assert not wrong, "\n".join([*wrong[:10], router.log_tail()])
     wait_stored(client, {WorkerKey(MODEL, worker): seq for worker, seq in seqs.items()})
     wrong = wrong_index(client, churn, truth)
@@ -157,7 +159,7 @@ def until_right(wrong: Callable[[], list[str]], patience_s: float = 10.0) -> lis
 
 @contextlib.contextmanager
 def two_routers(
-    folder: Path, server: StoreServer, churn: Churn, engines: int
+    folder: Path, server: StoreServer | SentinelStore, churn: Churn, engines: int
 ) -> Iterator[tuple[RouterProcess, RouterProcess]]:
     """Two that share the workers and answer right while the engines run; at the end, none may have met a bug of its
     own."""

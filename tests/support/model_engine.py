@@ -32,7 +32,7 @@ from kvrouter.events.patch.messages import (
     pack_hashes,
 )
 from kvrouter.events.vllm.codec import encode_batch
-from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
+from kvrouter.events.vllm.wire import WireCleared, WireEvent, WireRemoved, WireStored
 from kvrouter.router.common.ids import CPU, GPU, Place
 from kvrouter.router.kvcache.block_hash import HashScheme, hash_chain
 
@@ -154,9 +154,9 @@ class Life:
 
     # -- steps: each returns (events of the engine's batch, events of the report)
 
-    def compute(self, prompt: int, tokens: int) -> tuple[list[object], list[ReportEvent]]:
+    def compute(self, prompt: int, tokens: int) -> tuple[list[WireEvent], list[ReportEvent]]:
         """A prompt is computed: every group stores what it keeps, and says so also when that is nothing."""
-        wire: list[object] = []
+        wire: list[WireEvent] = []
         report: list[ReportEvent] = []
         boundaries = boundary_hashes(self.scheme, self.layout.hash_block_size, prompt)
         for group in self.layout.groups:
@@ -186,8 +186,8 @@ class Life:
             )  # fmt: skip
         return wire, report
 
-    def evict(self, rng: random.Random, blocks: int) -> tuple[list[object], list[ReportEvent]]:
-        wire: list[object] = []
+    def evict(self, rng: random.Random, blocks: int) -> tuple[list[WireEvent], list[ReportEvent]]:
+        wire: list[WireEvent] = []
         report: list[ReportEvent] = []
         for _ in range(blocks):
             places = [place for place, held in self.counts.items() if held]
@@ -197,7 +197,7 @@ class Life:
             self._remove(place, rng.choice(list(self.counts[place])), wire, report)
         return wire, report
 
-    def offload(self, rng: random.Random) -> tuple[list[object], list[ReportEvent]]:
+    def offload(self, rng: random.Random) -> tuple[list[WireEvent], list[ReportEvent]]:
         """A block of the GPU is also stored on the CPU tier, in a placeholder as vLLM sends it."""
         places = [place for place, held in self.counts.items() if held and place.medium == GPU]
         if not places:
@@ -213,27 +213,27 @@ class Life:
             [ReportStored(pack_hashes([block]), place.group_idx, CPU)],
         )
 
-    def clear(self) -> tuple[list[object], list[ReportEvent]]:
+    def clear(self) -> tuple[list[WireEvent], list[ReportEvent]]:
         for place in list(self.counts):
             self._step("cleared", place, [])
         return [WireCleared()], [ReportCleared(GPU), ReportCleared(CPU)]
 
-    def odd_removal(self, rng: random.Random) -> tuple[list[object], list[ReportEvent]]:
+    def odd_removal(self, rng: random.Random) -> tuple[list[WireEvent], list[ReportEvent]]:
         """Of a group that the engine does not have, or of none: nothing that is held goes."""
         groups = [group.group_idx for group in self.layout.groups]
         other = rng.choice([group for group in (None, 7) if group not in groups])
         return [WireRemoved([rng.randrange(1, 1_000)], GPU, group_idx=other)], []
 
-    def trim(self) -> tuple[list[object], list[ReportEvent]]:
+    def trim(self) -> tuple[list[WireEvent], list[ReportEvent]]:
         """Copies beyond what the model keeps."""
-        wire: list[object] = []
+        wire: list[WireEvent] = []
         report: list[ReportEvent] = []
         for place, held in self.counts.items():
             for block in [block for block, copies in held.items() if copies > MOST_COPIES]:
                 self._remove(place, block, wire, report)
         return wire, report
 
-    def say(self, wire: list[object], report: list[ReportEvent], *, readable: bool = True) -> tuple[bytes, Events]:
+    def say(self, wire: list[WireEvent], report: list[ReportEvent], *, readable: bool = True) -> tuple[bytes, Events]:
         """The step becomes the next batch and the next report. readable: else the batch is damaged from the
         beginning."""
         seq = self.next_seq
@@ -256,7 +256,7 @@ class Life:
             _apply(known, step)
         return {place: frozenset(held) for place, held in known.items() if held}
 
-    def _remove(self, place: Place, block: int, wire: list[object], report: list[ReportEvent]) -> None:
+    def _remove(self, place: Place, block: int, wire: list[WireEvent], report: list[ReportEvent]) -> None:
         self._step("removed", place, [block])
         wire.append(WireRemoved([block], place.medium, group_idx=place.group_idx))
         report.append(ReportRemoved(pack_hashes([block]), place.group_idx, place.medium))

@@ -193,7 +193,7 @@ class Peer:
         return self.rest_of_snapshot()
 
     def rest_of_snapshot(self) -> list[SnapshotPart]:
-        parts = []
+        parts: list[SnapshotPart] = []
         while not parts or not parts[-1].last:
             reply = self.reply()
             assert isinstance(reply, SnapshotPart), reply

@@ -33,6 +33,7 @@ from store_image import Misled
 
 from kvrouter.events.patch.cursor import ReportCursor
 from kvrouter.events.patch.messages import ReportEvent
+from kvrouter.events.vllm.wire import WireEvent
 from kvrouter.router.kvcache.scheme_verification import SchemeState
 from kvrouter.router.workers.stream_state import StreamState, credited
 
@@ -161,7 +162,7 @@ class World(FaultyWire):
             steps += 1
         return steps
 
-    def _steady(self, life: Life) -> tuple[list[object], list[ReportEvent]]:
+    def _steady(self, life: Life) -> tuple[list[WireEvent], list[ReportEvent]]:
         """Many events, and as much as before is held after them."""
         wire, report = life.compute(QUIET_PROMPT, PROMPT_TOKENS)
         while len(wire) < STEADY_EVENTS:
@@ -268,7 +269,7 @@ class World(FaultyWire):
             return
         self._say(life, *said, readable=what < 0.985)
 
-    def _say(self, life: Life, wire: list[object], report: list[ReportEvent], *, readable: bool = True) -> None:
+    def _say(self, life: Life, wire: list[WireEvent], report: list[ReportEvent], *, readable: bool = True) -> None:
         payload, events = life.say(wire, report, readable=readable)
         fate = self.rng.random() if self.faulty else 1.0
         message: object = events if isinstance(self.cursor, ReportCursor) else payload

@@ -34,8 +34,14 @@ class TlsRedis(NamedTuple):
         return f"rediss://{user}:{secret}@127.0.0.1:{self.port}/0?ssl_ca_certs={authority or self.authority}"
 
     def admin(self) -> redis.Redis:
-        options = {"ssl": True, "ssl_ca_certs": str(self.authority), "username": "admin", "password": ADMIN_PASSWORD}
-        return redis.Redis("127.0.0.1", self.port, **options)
+        return redis.Redis(
+            "127.0.0.1",
+            self.port,
+            ssl=True,
+            ssl_ca_certs=str(self.authority),
+            username="admin",
+            password=ADMIN_PASSWORD,
+        )
 
 
 def acl_rule() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import zmq
@@ -15,6 +16,14 @@ from store_server import StoreServer
 
 TIMEOUT_S = 30.0
 BAD = "its offload disk returned bad data: 2 records"
+
+
+def lists_one(router: RouterProcess) -> bool:
+    return len(router.request("GET", "/workers")["workers"]) == 1
+
+
+def health_says(router: RouterProcess, words: str) -> bool:
+    return words in str(router.request("GET", "/health"))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -35,12 +44,12 @@ def test_a_disk_that_returns_bad_data_is_named_by_every_router(
         with routers[0], routers[1]:
             routers[0].request("POST", "/register", engine.registration("w0", "m", url=http.url))
             for router in routers:
-                until(lambda router=router: len(router.request("GET", "/workers")["workers"]) == 1)
+                until(partial(lists_one, router))
                 router.wait_connected("w0")
                 assert "disk" not in str(router.request("GET", "/health"))
             http.metrics = b'vllm:kvrouter_offload_disk_corrupt_total{engine="0"} 2.0\n'
             for router in routers:
-                until(lambda router=router: f"worker w0 (rank 0): {BAD}" in str(router.request("GET", "/health")))
+                until(partial(health_says, router, f"worker w0 (rank 0): {BAD}"))
                 row = router.worker("w0")
                 assert BAD in row["reason"] and row["state"] == "live" and row["credited"]
             assert 2.0 in [router.metric("kvrouter_worker_disk_corrupt_records", worker="w0") for router in routers]

@@ -14,6 +14,7 @@ import pytest
 import zmq
 from fake_engine import FakeEngine, hashes, prompt, stored
 from patched_engine import PatchedEngine, catalog, removes, stores
+from report_peer import said
 from router_process import RouterProcess
 
 from kvrouter.events.patch.messages import DeclaredGroup, ReportCleared
@@ -129,7 +130,7 @@ def test_a_dropped_message_is_healed_by_a_snapshot(
         engine.reporter.publish(slow, 0)
         assert begun.wait(WAIT_S)
         for i in range(1, 9):
-            engine.reporter.publish(lambda i=i: [stores(CHAIN[i : i + 1])], i)
+            engine.reporter.publish(said(stores(CHAIN[i : i + 1])), i)
         queued.set()
         row = until(fresh, lambda row: proven(row) and row["residency"].get("g0:GPU") == 9 and row["seq"] == 8)
         assert engine.reporter.counters.dropped > 0 and row["gaps"] >= 1 and ask(fresh) == 144

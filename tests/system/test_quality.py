@@ -35,8 +35,8 @@ def replicas(count: int, *arguments: str) -> Iterator[list[dict[str, Any]]]:
     """The endpoints of that many replicas of one process."""
     command = [sys.executable, "-m", "kvrouter.router.cli", "sim", "--replicas", str(count), "--instant", *arguments]
     process = subprocess.Popen([*command, "--model", MODEL], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
         yield [json.loads(process.stdout.readline()) for _ in range(count)]
     finally:
         process.terminate()
@@ -134,7 +134,8 @@ def test_events_of_another_engine_are_found_out_by_what_it_delivers(tmp_path: Pa
     """Where engines do not say which events are theirs; test_wrong_endpoints.py has those that do."""
     with replicas(2, "--shape", "llama", "--no-event-sources") as found:
         flags = []
-        for name, engine, other in (("w0", *found), ("w1", *reversed(found))):
+        one, two = found
+        for name, engine, other in (("w0", one, two), ("w1", two, one)):
             spec = f"{name}={engine['url']},events={other['events']},replay={other['replay']},model={MODEL}"
             flags += ["--worker", spec]
         with RouterProcess(tmp_path, flags) as router, client_of(router) as client:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,10 @@ def test_slots_that_move_are_followed(pair: Pair, cluster: StoreCluster, churn: 
     assert all(row["gaps"] == 0 for row in rows(pair[0]).values())
 
 
+def health_reasons(router: RouterProcess) -> list[str]:
+    return list(router.request("GET", "/health")["reasons"])
+
+
 @pytest.mark.parametrize("data", ["kept", "lost"])
 def test_a_node_that_is_lost_and_comes_back(
     data: str, pair: Pair, cluster: StoreCluster, churn: Churn, tmp_path: Path
@@ -66,7 +71,7 @@ def test_a_node_that_is_lost_and_comes_back(
     lost = cluster.nodes[1]
     lost.kill()
     for router in pair:
-        until(lambda router=router: router.request("GET", "/health")["reasons"], "the loss of a node is not named")
+        until(partial(health_reasons, router), "the loss of a node is not named")
     time.sleep(5.0)
     for router in pair:
         assert sum(sum(row["residency"].values()) for row in rows(router).values()) > 1_000

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -67,12 +68,16 @@ def rewrites(pair: Pair, churn: Churn) -> float:
     )
 
 
+def store_down(router: RouterProcess) -> bool:
+    return router.metric("kvrouter_store_up") == 0
+
+
 def test_a_restart_with_its_data(pair: Pair, server: StoreServer, churn: Churn) -> None:
     server.kill()
     for router in pair:
-        until(lambda router=router: said(router, "Redis"), "the loss of Redis is not named")
+        until(partial(said, router, "Redis"), "the loss of Redis is not named")
         answered(router)
-        until(lambda router=router: router.metric("kvrouter_store_up") == 0, "the loss of Redis is not counted")
+        until(partial(store_down, router), "the loss of Redis is not counted")
     time.sleep(AWAY_S)
     assert pair[0].metric("kvrouter_store_silent_seconds") > AWAY_S - 2
     server.start()
@@ -154,7 +159,7 @@ def test_out_of_memory(pair: Pair, server: StoreServer, churn: Churn) -> None:
     server.client.config_set("maxmemory-policy", "noeviction")
     server.client.config_set("maxmemory", "1mb")
     for router in pair:
-        until(lambda router=router: said(router, "OOM"), "that Redis is full is not named")
+        until(partial(said, router, "OOM"), "that Redis is full is not named")
         answered(router)
     time.sleep(AWAY_S)
     server.client.config_set("maxmemory", "0")

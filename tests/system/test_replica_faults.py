@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 # pytest's importlib mode leaves sys.path alone.
@@ -104,6 +105,10 @@ def wait(condition: Callable[[], object], what: str) -> None:
         time.sleep(0.01)
 
 
+def is_open(router: RouterProcess, name: str) -> bool:
+    return not router.worker(name)["closed"]
+
+
 def test_replicas_fail_in_every_way_and_no_request_is_lost(tmp_path: Path) -> None:
     with ExitStack() as stack:
         replicas = [stack.enter_context(ReplicaProcess(tmp_path / f"r{n}", REPLICA)) for n in range(5)]
@@ -134,7 +139,7 @@ def test_replicas_fail_in_every_way_and_no_request_is_lost(tmp_path: Path) -> No
         hung.faults(unhealthy=False)
         # The others take requests again: health checks tell, and requests.
         for name in ("w1", "w2", "w3", "w4"):
-            wait(lambda name=name: not router.worker(name)["closed"], f"{name} is back")
+            wait(partial(is_open, router, name), f"{name} is back")
         wait(lambda: router.metric("kvrouter_reservations_held") == 0, "no load of a request that is over")
 
 

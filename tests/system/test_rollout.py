@@ -118,9 +118,9 @@ def test_it_is_not_ready_from_the_signal_on_and_serves_on_for_the_delay(tmp_path
         connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=WAIT_S)
         for method, path, body in (("POST", CHAT, BODY), ("GET", "/version", None), ("POST", "/query", b"{}")):
             connection.request(method, path, body)
-            answer = connection.getresponse()
-            answer.read()
-            assert answer.getheader("connection") == "close", path
+            response = connection.getresponse()
+            response.read()
+            assert response.getheader("connection") == "close", path
         connection.close()
         # The second signal does not wait.
         router.signal(signal.SIGINT)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from churn import Churn
@@ -47,7 +48,7 @@ def pair(tmp_path: Path, store: SentinelStore, churn: Churn) -> Iterator[Pair]:
         assert PASSWORD not in log and SENTINEL_PASSWORD not in log
 
 
-def seqs(client, churn: Churn) -> list[int]:
+def seqs(client: Any, churn: Churn) -> list[int]:
     """The last committed seq of each worker."""
     return [int(client.hget(keys.meta(WorkerKey(MODEL, worker)), keys.META_SEQ)) for worker in churn.workers]
 

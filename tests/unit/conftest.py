@@ -57,8 +57,8 @@ def made(context: Context) -> Iterator[Callable[..., Reporter]]:
     """`start` of a reporter, closed at the end of the test."""
     reporters: list[Reporter] = []
 
-    def make(**changes: object) -> Reporter:
-        reporters.append(start(**({"context": context} | changes)))
+    def make(**changes: Any) -> Reporter:
+        reporters.append(start(**{"context": context, **changes}))
         return reporters[-1]
 
     yield make

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from kvrouter.router.common.ids import WorkerKey
@@ -14,7 +16,7 @@ TTL_S = 10.0
 TOKENS = np.arange(5 * PIECE_TOKENS, dtype=np.int64)
 
 
-def question(tokens: np.ndarray = TOKENS, **fields: str) -> Question:
+def question(tokens: np.ndarray = TOKENS, **fields: Any) -> Question:
     return Question("m", len(tokens), token_ids=tokens, **fields)
 
 
@@ -36,8 +38,8 @@ def test_a_shared_start_counts_and_anything_else_is_another_prompt() -> None:
     other = TOKENS.copy()
     other[2 * PIECE_TOKENS + 3] += 1
     assert history.hit_tokens(W0, pieces_of(question(other)), len(other), 1.0) == 2 * PIECE_TOKENS
-    for fields in ({"cache_salt": "s"}, {"lora_name": "l"}):
-        assert history.hit_tokens(W0, pieces_of(question(**fields)), len(TOKENS), 1.0) == 0
+    for one in (question(cache_salt="s"), question(lora_name="l")):
+        assert history.hit_tokens(W0, pieces_of(one), len(TOKENS), 1.0) == 0
     assert pieces_of(Question("m", 100, block_hashes=np.zeros(2, np.uint64))) == []
     assert pieces_of(question(TOKENS[: PIECE_TOKENS - 1])) == []
 

@@ -124,7 +124,7 @@ def test_a_snapshot_finds_room_although_empty_places_had_it_all() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"medium": "x"}, {"ownership": "x"}, {"kv_cache_spec_kind": "x"}])
-def test_a_name_that_is_too_long_breaks_its_event(fields: dict[str, str]) -> None:
+def test_a_name_that_is_too_long_breaks_its_event(fields: dict[str, Any]) -> None:
     for size, broken in ((MAX_NAME_CHARS, 0), (MAX_NAME_CHARS + 1, 1)):
         event = stored([1], **{name: text * size for name, text in fields.items()})
         batch = BatchDecoder().decode(encode_batch(1.0, [event, stored([2])]))

@@ -53,8 +53,8 @@ def weights(saturation: int = 10_000, **queued: int) -> LoadModel:
 
 
 def chosen(*hits: Hit, seed: int = 0, explain: bool = False, **scene: Any) -> Choice:
-    scene = {"num_tokens": TOKENS, "weights": weights()} | scene
-    return choose(hits, ChoiceContext(**scene), Random(seed), explain=explain)
+    given = {"num_tokens": TOKENS, "weights": weights(), **scene}
+    return choose(hits, ChoiceContext(**given), Random(seed), explain=explain)
 
 
 def name_of(choice: Choice) -> str:
@@ -295,16 +295,11 @@ def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
     load.slowness = {key("a"): rng.choice([2.0, 0.5])}
     for _ in range(2):
         load.engine_said(key("b"), EngineLoad(rng.randrange(3), rng.randrange(3), rng.random()), 0.0)
-    reach = sorted(rng.randrange(TOKENS) for _ in range(3))
-    hits = [
-        hit(
-            name,
-            *(reach if rng.random() < 0.5 else reach[:1]),
-            full=rng.randrange(TOKENS),
-            reason=rng.choice(["", "no"]),
-        )
-        for name in "abcd"
-    ]
+    gpu, cpu, disk = sorted(rng.randrange(TOKENS) for _ in range(3))
+    hits = []
+    for name in "abcd":
+        deeper: dict[str, Any] = {"cpu": cpu, "disk": disk} if rng.random() < 0.5 else {}
+        hits.append(hit(name, gpu, **deeper, full=rng.randrange(TOKENS), reason=rng.choice(["", "no"])))
     scene = ChoiceContext(
         TOKENS,
         load,

@@ -98,7 +98,8 @@ def test_every_setting_can_come_from_every_source(tmp_path: Path) -> None:
     assert set(values) == set(FIELDS)
     file = tmp_path / "k.yaml"
     file.write_bytes(msgspec.yaml.encode(values))
-    expected = Config(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    expected = Config(**given)
     assert load_config(file, {}, {}) == expected
     texts = {name: " ".join(value) if isinstance(value, list) else str(value) for name, value in values.items()}
     assert load_config(None, {f"KVROUTER_{name.upper()}": text for name, text in texts.items()}, {}) == expected

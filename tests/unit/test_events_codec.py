@@ -13,7 +13,7 @@ import pytest
 
 from kvrouter.events.vllm.codec import BatchDecoder, CodecError, encode_batch
 from kvrouter.events.vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
-from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
+from kvrouter.events.vllm.wire import WireCleared, WireEvent, WireRemoved, WireStored
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "events_vllm_0_32.json").read_text())
 WIRE_TYPES = {"BlockStored": WireStored, "BlockRemoved": WireRemoved, "AllBlocksCleared": WireCleared}
@@ -146,7 +146,7 @@ class TestArrayLayout:
             OldRemoved([BIG], "CPU", 2),
             OldCleared(),
         ]
-        ours = [
+        ours: list[WireEvent] = [
             stored(
                 parent_block_hash=7,
                 lora_name="a",

@@ -4,6 +4,8 @@ was."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -30,7 +32,7 @@ PLACES = st.builds(
 HASHES = st.lists(st.integers(0, 2**64 - 1), max_size=5).map(lambda values: np.array(values, dtype=np.uint64))
 
 
-def test_keys_look_as_documented():
+def test_keys_look_as_documented() -> None:
     worker = WorkerKey("m", "w", 0)
     assert keys.meta(worker) == "kvr:{m/w}:meta"
     assert keys.log(worker) == "kvr:{m/w}:log"
@@ -47,12 +49,12 @@ def test_keys_look_as_documented():
         Place, st.none() | st.integers(0, 9), st.sampled_from(["GPU", "CPU", "STORAGE"]), st.none() | st.just("fs-1")
     )
 )
-def test_an_ordinary_place_reads_as_place_text(place: Place):
+def test_an_ordinary_place_reads_as_place_text(place: Place) -> None:
     assert keys.place_text(place) == place.text
 
 
 @given(one=st.tuples(WORKERS, NAMES, PLACES), other=st.tuples(WORKERS, NAMES, PLACES))
-def test_different_names_have_different_keys(one, other):
+def test_different_names_have_different_keys(one: Any, other: Any) -> None:
     def all_keys(worker: WorkerKey, epoch: str, place: Place) -> tuple[str, ...]:
         return keys.residents(worker, epoch, place), keys.copies(worker, epoch), keys.meta(worker), keys.log(worker)
 
@@ -63,7 +65,7 @@ def test_different_names_have_different_keys(one, other):
 
 
 @given(worker=WORKERS, epoch=NAMES, place=PLACES)
-def test_all_keys_of_a_worker_share_the_slot_of_its_tag(worker: WorkerKey, epoch: str, place: Place):
+def test_all_keys_of_a_worker_share_the_slot_of_its_tag(worker: WorkerKey, epoch: str, place: Place) -> None:
     tag = keys.meta(worker).split("{", 1)[1].split("}", 1)[0]
     expected = key_slot(tag.encode("ascii"))
     for key in (
@@ -77,14 +79,14 @@ def test_all_keys_of_a_worker_share_the_slot_of_its_tag(worker: WorkerKey, epoch
 
 
 @given(worker=WORKERS)
-def test_registry_fields_read_back(worker: WorkerKey):
+def test_registry_fields_read_back(worker: WorkerKey) -> None:
     member = keys.model_member(worker.model).encode("ascii")
     field = keys.registry_field(worker).encode("ascii")
     assert keys.parse_registry_field(keys.parse_model_member(member), field) == worker
 
 
 @given(place=PLACES, block_hash=st.integers(0, 2**64 - 1))
-def test_copies_fields_read_back(place: Place, block_hash: int):
+def test_copies_fields_read_back(place: Place, block_hash: int) -> None:
     assert keys.parse_copies_field(keys.copies_field(place, block_hash)) == (place, block_hash)
 
 
@@ -96,7 +98,7 @@ def test_copies_fields_read_back(place: Place, block_hash: int):
 )
 def test_log_entries_read_back(
     changes: list[ResidencyDelta], epoch: str, kind: EntryKind, seqs: tuple[int, int] | None
-):
+) -> None:
     worker = WorkerKey("m", "w")
     entry = parse_entry(worker, b"5-1", entry_fields(kind, 7, epoch, seqs, changes, {"state": b"x"}))
     assert (entry.id, entry.commit, entry.epoch) == ("5-1", 7, epoch)
@@ -111,7 +113,7 @@ def test_log_entries_read_back(
 
 
 @pytest.mark.parametrize("count", [0, 1, MEMBERS_PER_COMMAND, MEMBERS_PER_COMMAND + 1])
-def test_packed_members_are_what_hiredis_packs(count: int):
+def test_packed_members_are_what_hiredis_packs(count: int) -> None:
     hashes = np.arange(2**64 - count, 2**64, dtype=np.uint64) if count else np.empty(0, np.uint64)
     members = [int(h).to_bytes(8, "big") for h in hashes]
     chunks = [members[i : i + MEMBERS_PER_COMMAND] for i in range(0, count, MEMBERS_PER_COMMAND)]

@@ -23,7 +23,7 @@ from kvrouter.router.workers.stream_state import StreamState
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "metrics.json"
 
 # Values of the label beside the worker's.
-FURTHER_LABELS = {
+FURTHER_LABELS: dict[str, list[tuple[object]]] = {
     "kvrouter_stream_state": list(zip(StreamState)),
     "kvrouter_stream_resyncs": list(zip(RESYNCS)),
     "kvrouter_proxy_answers": list(zip(ANSWER_OUTCOMES)),

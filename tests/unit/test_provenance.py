@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvrouter.router.common.ids import WorkerKey
@@ -14,7 +16,7 @@ A_URL, B_URL = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
 A, B = "tcp://10.0.0.1:5557", "tcp://10.0.0.2:5557"
 
 
-def worker(name: str, rank: int = 0, *, url: str | None = A_URL, events: str | None = A, **given: str) -> Registration:
+def worker(name: str, rank: int = 0, *, url: str | None = A_URL, events: str | None = A, **given: Any) -> Registration:
     return Registration(WorkerKey("m", name, rank), url=url, events=events, **given)
 
 

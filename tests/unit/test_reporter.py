@@ -113,7 +113,7 @@ def test_a_heartbeat_sums_up_all_messages_before_it(context: Context, made: Call
         expected = peer.joined(reporter)
         copies: Copies = Counter()
         for number in range(500):
-            events = [
+            events: list[ReportEvent] = [
                 stored([number, number + 1, number % 7], group_idx=number % 3),
                 removed([number // 2], group_idx=number % 3),
             ]

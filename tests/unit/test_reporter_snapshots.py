@@ -65,7 +65,7 @@ def test_an_empty_snapshot_is_one_last_part(context: Context, made: Callable[...
 @pytest.mark.usefixtures("small_parts")
 def test_parts_add_up_to_the_ledger(context: Context, made: Callable[..., Reporter]) -> None:
     reporter = made()
-    events = [
+    events: list[ReportEvent] = [
         stored([*range(9), 3, 3, 8]),
         stored([2**64 - 1], "CPU", 1, ownership="a"),
         stored([7], "CPU", None, locality="REMOTE"),

@@ -19,7 +19,7 @@ ROUTERS = st.sets(st.text("abcdef0123456789", min_size=1, max_size=4), min_size=
 
 
 @given(workers=WORKERS, routers=ROUTERS, seed=st.integers())
-def test_even_complete_and_independent_of_order(workers: list[WorkerKey], routers: set[str], seed: int):
+def test_even_complete_and_independent_of_order(workers: list[WorkerKey], routers: set[str], seed: int) -> None:
     found = assign_workers(workers, routers, {})
     loads = Counter(found.values())
     counts = [loads[router] for router in routers]
@@ -30,7 +30,7 @@ def test_even_complete_and_independent_of_order(workers: list[WorkerKey], router
     assert assign_workers(shuffled, sorted(routers, reverse=True), {}) == found
 
 
-def test_who_stays_keeps_most_of_its_workers():
+def test_who_stays_keeps_most_of_its_workers() -> None:
     workers = [WorkerKey("m", f"w{number}") for number in range(60)]
     routers = {f"router-{number}" for number in range(4)}
     before = assign_workers(workers, routers, {})
@@ -40,7 +40,9 @@ def test_who_stays_keeps_most_of_its_workers():
 
 
 @given(workers=WORKERS, routers=ROUTERS, data=st.data())
-def test_a_worker_goes_to_no_router_that_refuses_it(workers: list[WorkerKey], routers: set[str], data: st.DataObject):
+def test_a_worker_goes_to_no_router_that_refuses_it(
+    workers: list[WorkerKey], routers: set[str], data: st.DataObject
+) -> None:
     refused = {worker: data.draw(st.sets(st.sampled_from(sorted(routers)))) for worker in workers}
     found = assign_workers(workers, routers, refused)
     assert found.keys() == {worker for worker in workers if refused[worker] != routers}
@@ -48,7 +50,7 @@ def test_a_worker_goes_to_no_router_that_refuses_it(workers: list[WorkerKey], ro
     assert assign_workers(reversed(workers), sorted(routers, reverse=True), refused) == found
 
 
-def test_a_router_that_refuses_one_worker_gets_others_in_its_place():
+def test_a_router_that_refuses_one_worker_gets_others_in_its_place() -> None:
     workers = [WorkerKey("m", f"w{number}") for number in range(8)]
     found = assign_workers(workers, {"a", "b"}, {worker: {"a"} for worker in workers[:4]})
     assert Counter(found.values()) == {"a": 4, "b": 4}

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvrouter.events.vllm.wire import WireRemoved, WireStored
 from kvrouter.simulator.cache.cpu_tier import CacheEvent, CpuTier, EvictedChunk, OffloadedChunk, Uses
 from kvrouter.simulator.cache.job import Handover
 from kvrouter.simulator.cache.pool import Key, Stored
@@ -113,6 +114,7 @@ def test_of_a_window_the_tail_is_offloaded_only() -> None:
 
 def test_events_of_the_cpu_tell_hash_and_group() -> None:
     wire = to_wire(OffloadedChunk(key(1, 1)), gpt_oss())
+    assert isinstance(wire, WireStored)
     assert (wire.medium, wire.group_idx, wire.block_hashes, wire.token_ids, wire.block_size) == (
         "CPU",
         1,
@@ -121,6 +123,7 @@ def test_events_of_the_cpu_tell_hash_and_group() -> None:
         0,
     )
     gone = to_wire(EvictedChunk(0, (b"a", b"b")), gpt_oss())
+    assert isinstance(gone, WireRemoved)
     assert (gone.medium, gone.group_idx, gone.block_hashes) == ("CPU", 0, [b"a", b"b"])
 
 

@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import pytest
 
+from kvrouter.simulator.cache.cpu_tier import CacheEvent
 from kvrouter.simulator.cache.groups import make_group
 from kvrouter.simulator.cache.hashing import extend_hashes, root_hash
-from kvrouter.simulator.cache.pool import BlockPool, Cleared, Event, Removed, Stored
+from kvrouter.simulator.cache.pool import BlockPool, Cleared, Removed, Stored
 from kvrouter.simulator.cache.shapes import (
     SHAPES,
     Geometry,
@@ -22,10 +25,11 @@ from kvrouter.simulator.cache.shapes import (
 from kvrouter.simulator.cache.text import next_token
 from kvrouter.simulator.engine.replica import Replica, RequestRefused
 
-FULL, SWA = "full_attention", "sliding_window"
+FULL: Final = "full_attention"
+SWA: Final = "sliding_window"
 
 
-class Told(list[list[Event]]):
+class Told(list[list[CacheEvent]]):
     """The batches of a replica."""
 
     def stored(self, group_idx: int) -> list[Stored]:

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from kvrouter.simulator.cache.job import Job
-from kvrouter.simulator.cache.shapes import SHAPES, gpt_oss, llama, make_geometry, qwen3_next
+from kvrouter.simulator.cache.shapes import SHAPES, Geometry, gpt_oss, llama, make_geometry, qwen3_next
 from kvrouter.simulator.engine.replica import Replica, RequestRefused
 from kvrouter.simulator.engine.scheduler import Step
 
 
-def replica(blocks: int = 100, *, chunk_tokens: int = 32, max_running: int = 8, shape: object = None) -> Replica:
+def replica(
+    blocks: int = 100, *, chunk_tokens: int = 32, max_running: int = 8, shape: Geometry | None = None
+) -> Replica:
     geometry = llama(16) if shape is None else shape
     return Replica(geometry, blocks, on_step=lambda _: None, chunk_tokens=chunk_tokens, max_running=max_running)
 
@@ -150,6 +153,6 @@ def test_a_context_is_not_exceeded() -> None:
 
 
 @pytest.mark.parametrize("sizes", [{"chunk_tokens": 0}, {"max_running": 0}])
-def test_sizes_below_one_are_refused(sizes: dict[str, int]) -> None:
+def test_sizes_below_one_are_refused(sizes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"at least 1|at a time"):
         replica(**sizes)

@@ -72,7 +72,7 @@ def replay(server: ReplicaServer, context: zmq.Context[zmq.Socket[bytes]]) -> li
         dealer.rcvtimeo = 10_000
         dealer.connect(server.endpoints["replay"])
         dealer.send_multipart((b"", (0).to_bytes(8, "big")))
-        batches = []
+        batches: list[tuple[int, bytes]] = []
         while True:
             _, _, seq, payload = dealer.recv_multipart()
             if seq == b"\xff" * 8:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -123,7 +124,9 @@ def test_quiet_steps_taken_together_are_those_taken_one_by_one(geometry: Geometr
         replica.scheduler.skip = counted  # type: ignore[method-assign]
         if not together:
             replica.scheduler.quiet_steps = lambda: 0  # type: ignore[method-assign]
-        numbers, moments, now_s = {}, [], 0.0
+        numbers: dict[Any, int] = {}
+        moments: list[tuple[float, int, str]] = []
+        now_s = 0.0
         for number in range(60):
             now_s += rng.expovariate(2.0)
             for moment in sim.advance(now_s):

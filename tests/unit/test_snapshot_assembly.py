@@ -179,6 +179,8 @@ class TestAssembly:
             self.add(*parts(LEDGER, 1, A, 7), max_blocks=4)
 
     def test_snapshot_places_are_bounded(self) -> None:
-        ledger = {(group, "GPU"): Counter([1]) for group in range(MAX_PLACES + 1)}
+        ledger: dict[tuple[int | None, str], Counter[int]] = {
+            (group, "GPU"): Counter([1]) for group in range(MAX_PLACES + 1)
+        }
         with pytest.raises(SnapshotError, match="places"):
             self.add(*parts(ledger, 1, A, 7), max_blocks=MAX_PLACES * 2)

@@ -295,7 +295,7 @@ def test_stored_chunks_are_told_in_the_order_of_their_positions() -> None:
         key(5): Chunk(40, 8, 7, "a"),
     }
     given = [raw([key(1), key(2), key(3), key(4), key(5)], locality=SimpleNamespace(value="LOCAL"), ownership="disk")]
-    place = {"kind": "full_attention", "ownership": "disk", "locality": "LOCAL"}
+    place: dict[str, Any] = {"kind": "full_attention", "ownership": "disk", "locality": "LOCAL"}
     same(
         translate_offloaded(given, GROUPS, chunks.get),
         [

@@ -49,10 +49,14 @@ class TierChange(NamedTuple):
 class DiskFinished(Protocol):
     """The disk tier's result of a job. kind: "write" or "read"."""
 
-    kind: str
-    key: OffloadKey
-    slot: int
-    ok: bool
+    @property
+    def kind(self) -> str: ...
+    @property
+    def key(self) -> OffloadKey: ...
+    @property
+    def slot(self) -> int: ...
+    @property
+    def ok(self) -> bool: ...
 
 
 class Disk(Protocol):

@@ -30,8 +30,9 @@ from kvrouter.events.patch.messages import (
 )
 from kvrouter.events.vllm.codec import encode_batch
 from kvrouter.events.vllm.wire import WireEvent, WireRemoved, WireStored
+from kvrouter.simulator.cache.cpu_tier import CacheEvent
 from kvrouter.simulator.cache.hashing import DEFAULT_SEED, extend_hashes, root_hash
-from kvrouter.simulator.cache.pool import Cleared, Event, Removed, Stored
+from kvrouter.simulator.cache.pool import Cleared, Removed, Stored
 from kvrouter.simulator.cache.shapes import Geometry
 from kvrouter.simulator.engine.replica import Replica
 from kvrouter.simulator.http.event_stream import to_wire
@@ -289,7 +290,7 @@ class Engine:
             # Reported at the end: a schedule without load would prove nothing.
             self._failed = error
 
-    def _on_step(self, events: list[Event]) -> None:
+    def _on_step(self, events: list[CacheEvent]) -> None:
         assert self.publisher is not None and self._stock_life is not None
         wire: list[WireEvent] = []
         report: list[ReportEvent] = []
@@ -314,7 +315,7 @@ class Engine:
         self.reporter.publish(make, self._reported)
         self._reported += 1
 
-    def _translate(self, event: Event, report: list[ReportEvent]) -> None:
+    def _translate(self, event: CacheEvent, report: list[ReportEvent]) -> None:
         if isinstance(event, Cleared):
             # Stock vLLM does not say which medium it empties, so all of them are; the patch says each.
             for medium in ("CPU", "STORAGE"):
