@@ -72,7 +72,7 @@ def serve(way: str) -> None:
     """Prints its port, and serves until it is terminated."""
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)
-    hot = {HOT: lambda raw, content_type: REPLY}
+    hot = {HOT: lambda asked: REPLY}
     metrics = HttpMetrics(MetricRegistry())
     api = HttpApi(hot, cold, Config(), metrics, None, None, time.perf_counter, Shutdown())
     own = way == WAYS[0]

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry
 
+from kvrouter.router.common.tally import Counter
 from kvrouter.router.common.task_supervisor import RECENT_S, RESTART_FIRST_S, RESTART_LAST_S, STEADY_S, TaskSupervisor
 
 ROUTER = Path(__file__).resolve().parents[2] / "router"
@@ -47,7 +48,7 @@ class Stage:
         self.supervisor = TaskSupervisor(
             clock=lambda: self.now,
             rng=random.Random(1),
-            failures=Counter("task_failures_total", "", ["task"], registry=self.registry),
+            failures=Counter("task_failures_total", "", ["task"], self.registry),
             sleep=self.sleep,
         )
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import prometheus_client
 import pytest
 from hypothesis import given
@@ -18,13 +20,13 @@ VALUES = st.floats(0, 100) | st.sampled_from(BUCKETS)
 @given(st.lists(st.tuples(st.sampled_from(["a", 'b"\\', ""]), VALUES), max_size=20))
 def test_the_page_is_that_of_the_library(counted: list[tuple[str, float]]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
-    mine = [
+    mine: list[Any] = [
         Counter("x_total", "Text", ("name",), ours),
         Histogram("y", "Text", ("name",), ours, BUCKETS),
         Counter("alone", "Text", (), ours),
         Histogram("z", "Text", (), ours, BUCKETS),
     ]
-    library = [
+    library: list[Any] = [
         prometheus_client.Counter("x_total", "Text", ("name",), registry=theirs),
         prometheus_client.Histogram("y", "Text", ("name",), registry=theirs, buckets=BUCKETS),
         prometheus_client.Counter("alone", "Text", registry=theirs),
