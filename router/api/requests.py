@@ -203,11 +203,7 @@ class BodyReader:
         except (msgspec.MsgspecError, ValueError, RecursionError, OverflowError):
             # Its place in the whole body is part of the error.
             return None
-        field = self._raw_fields[index]
-        if is_given(getattr(body, field)):
-            # The name is there again, with an escape in it.
-            return None
-        setattr(body, field, integers)
+        setattr(body, self._raw_fields[index], integers)
         return body
 
 

@@ -151,8 +151,8 @@ static const uint8_t *skip_value(const uint8_t *p, const uint8_t *end) {
 }
 
 /* In the object at `p`, the one field of these names: its value's start in `*from`, its end in `*to`, and the integers
- * of the array that it is. The field's number; -1 where it is not there once, or is no such array, or where the object
- * is not whole. What the other fields are is not judged. */
+ * of the array that it is. The field's number; -1 where it is not there once, or is no such array, or where a name has
+ * an escape, or where the object is not whole. What the other fields are is not judged. */
 static int find_integers(const uint8_t *p, const uint8_t *end, const char *const *names, int name_count,
                          uint64_t *out, size_t *count, const uint8_t **from, const uint8_t **to) {
     int found = -1;
@@ -168,6 +168,9 @@ static int find_integers(const uint8_t *p, const uint8_t *end, const char *const
         if (p == NULL)
             return -1;
         size_t name_bytes = (size_t)(p - 1 - name);
+        /* It may be one of the names all the same. */
+        if (memchr(name, '\\', name_bytes))
+            return -1;
         p = skip_spaces(p, end);
         if (p == end || *p++ != ':')
             return -1;

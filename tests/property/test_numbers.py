@@ -86,6 +86,7 @@ SPACES = st.sampled_from(["", "", "", " ", "\n\t\r "])
 @example([('"a"', "", "1", ""), ('"ids"', " ", "[1,2]", "")], "", "")
 @example([('"ids"', "", "[1]", ""), ('"ids"', "", "[2]", "")], "", "")
 @example([('"ids"', "", "[1]", ""), ('"hashes"', "", "[2]", "")], "", "")
+@example([('"ids"', "", "[1]", ""), ('"i\\u0064s"', "", "null", "")], "", "")
 def test_a_body_that_is_split_is_the_same_body(fields: list[tuple[str, str, str, str]], rest: str, before: str) -> None:
     text = before + "{" + ",".join(f"{name}{a}:{a}{value}{b}" for name, a, value, b in fields) + "}" + rest
     data = b"POST " + text.encode()
@@ -102,13 +103,8 @@ def test_a_body_that_is_split_is_the_same_body(fields: list[tuple[str, str, str,
         return
     left, index, integers = found
     name = ("hashes", "ids")[index]
-    got = json.loads(left)
-    if got[name] is not None:
-        # Written with an escape behind it: the reader of the rest sees that it is there twice.
-        assert meant[name] == got[name]
-    else:
-        assert integers.tolist() == [value % 2**64 for value in meant[name]]
-        assert got == meant | {name: None}
+    assert integers.tolist() == [value % 2**64 for value in meant[name]]
+    assert json.loads(left) == meant | {name: None}
 
 
 def test_plain_bodies_are_split() -> None:
