@@ -40,7 +40,7 @@ from kvrouter.router.workers.registration_bodies import (
 # Models whose templates are kept; a worker's text takes some 200 bytes.
 MAX_TEMPLATES = 1_000
 
-# What stands in a reply for number `cell` of the table while its template is made: no prompt has so many tokens.
+# What stands in a reply for number `cell` of the table while its template is made: longer than any prompt.
 PLACEHOLDER = 8 * 10**18
 PLACEHOLDERS = re.compile(rb"(?<=:)(8[0-9]{18})(?=[,}])")
 # Of each worker: longest_matched, gpu, cpu, disk, and twice that of its rank.

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 class QueryTemplate:
     """pieces: what stands before each number, and behind the last one. cells: where each number is in the table,
-    counted row by row of so many columns."""
+    counted row by row; columns: of a row."""
 
     def __init__(self, pieces: list[bytes], cells: list[int], columns: int) -> None:
         self._text = b"%d".join(piece.replace(b"%", b"%%") for piece in pieces)
