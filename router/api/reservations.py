@@ -23,9 +23,31 @@ from kvrouter.router.api.responses import (
     encode,
 )
 from kvrouter.router.api.select import SelectRoutes, decode_blocks
+from kvrouter.router.load.load_messages import PREFILL_COMPLETE, RELEASE
 from kvrouter.router.placement.placer import Placer, WorkerLoadView
 
+# What ends a reservation, or a part of it, and how.
+RELEASE_ROUTE = "/reservations/{selection_id}"
+PREFILL_ROUTE = RELEASE_ROUTE + "/prefill_complete"
+BLOCK_ROUTE = RELEASE_ROUTE + "/output_block"
+ENDINGS = {
+    ("DELETE", RELEASE_ROUTE): RELEASE,
+    ("POST", PREFILL_ROUTE): PREFILL_COMPLETE,
+    ("POST", BLOCK_ROUTE): PREFILL_COMPLETE,
+}
+ENDED = EndedReply("ok")
+
 OneModel = Annotated[str | None, Query(alias="model_name", description="only this model")]
+
+
+def end_here(placing: Placer, method: str, path: str) -> str | None:
+    """The route of a request that has ended a reservation of this process, which needs no waiting; None for all
+    others, which changed nothing."""
+    _, _, rest = path.partition("/reservations/")
+    selection_id, slash, part = rest.partition("/")
+    route = f"{RELEASE_ROUTE}{slash}{part}"
+    how = ENDINGS.get((method, route))
+    return route if how is not None and placing.end_here(selection_id, how) else None
 
 
 def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> APIRouter:
@@ -54,7 +76,7 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
         return respond(request, reply, 201)
 
     @router.delete(
-        "/reservations/{selection_id}",
+        RELEASE_ROUTE,
         summary="The request is over: its load counts no longer",
         operation_id="release",
         responses=gives(EndedReply, 404, 503),
@@ -62,10 +84,10 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
     async def release(request: Request, selection_id: str) -> Response:
         """Works at any router process, whichever made the reservation."""
         await placing.release(selection_id)
-        return respond(request, EndedReply("ok"))
+        return respond(request, ENDED)
 
     @router.post(
-        "/reservations/{selection_id}/prefill_complete",
+        PREFILL_ROUTE,
         summary="The first token came: the prefill counts no longer",
         operation_id="prefill_complete",
         responses=gives(EndedReply, 404, 413, 503),
@@ -73,10 +95,10 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
     async def prefill_complete(request: Request, selection_id: str) -> Response:
         """Repeating it changes nothing."""
         await placing.prefill_complete(selection_id)
-        return respond(request, EndedReply("ok"))
+        return respond(request, ENDED)
 
     @router.post(
-        "/reservations/{selection_id}/output_block",
+        BLOCK_ROUTE,
         summary="A block of the answer came: the prefill counts no longer",
         operation_id="output_block",
         responses=gives(EndedReply, 404, 413, 503),
@@ -84,7 +106,7 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
     async def output_block(request: Request, selection_id: str) -> Response:
         """The expected length of an answer was counted with its prompt, so a block adds nothing."""
         await placing.prefill_complete(selection_id)
-        return respond(request, EndedReply("ok"))
+        return respond(request, ENDED)
 
     @router.get(
         "/loads", summary="The load of all workers", operation_id="loads", responses=gives(ModelLoadReply, many=True)

@@ -204,8 +204,12 @@ class Placer:
         """A reservation of any process is over. Raises UnknownSelection, StoreDown."""
         await self._end(selection_id, RELEASE)
 
+    def end_here(self, selection_id: str, how: str) -> bool:
+        """`prefill_complete` or `release` of a reservation of this process; False where it has none of this id."""
+        return self._reservations.end(selection_id, how)
+
     async def _end(self, selection_id: str, how: str) -> None:
-        if self._reservations.end(selection_id, how):
+        if self.end_here(selection_id, how):
             return
         if self._share is None or not await self._share.end_elsewhere(selection_id, how):
             raise UnknownSelection(

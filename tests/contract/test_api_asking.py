@@ -12,6 +12,8 @@ import pytest
 # pytest's importlib mode leaves sys.path alone.
 from api_support import TinyCore, TinyTokens, build, call, hit
 
+from kvrouter.router.api.http.request import HttpRequest
+
 
 @pytest.fixture
 def core() -> TinyCore:
@@ -265,6 +267,44 @@ def test_no_worker_is_503(core: TinyCore) -> None:
     core.hits_known = []
     answer = call(build(core)[0], "POST", "/select", {"model": "m", "token_ids": [1]})
     assert (answer.status, answer.error["code"]) == (503, "no_worker")
+
+
+@pytest.mark.parametrize(
+    ("method", "part"), [("POST", "/prefill_complete"), ("POST", "/output_block"), ("DELETE", "")], ids=str
+)
+def test_an_end_says_the_same_whether_the_reservation_is_here_or_not(core: TinyCore, method: str, part: str) -> None:
+    app, registry = build(core)
+    for name in ("mine", "it's mine"):
+        body = {"model": "m", "token_ids": [1], "selection_id": name}
+        assert call(app, "POST", "/select_and_reserve", body).status == 200
+        answer = call(app, method, f"/reservations/{name}{part}")
+        assert (answer.status, answer.json()) == (200, {"status": "ok"})
+    packed = call(app, "POST", "/reservations/mine/prefill_complete", headers={"accept": "application/msgpack"})
+    assert packed.status == (200 if part else 404)
+    route = f"/reservations/{{selection_id}}{part}"
+    for path in (
+        f"/reservations/other{part}",
+        f"/reservations/mine/more{part}",
+        f"/reservations/mine{part}/",
+        "/reservations/",
+    ):
+        assert call(app, method, path).status == 404
+    assert call(app, "GET", f"/reservations/mine{part}").status == 405
+    counted = registry.get_sample_value("kvrouter_requests_total", {"path": route, "code": "200"})
+    assert counted == 2 + (part == "/prefill_complete")
+    assert registry.get_sample_value("kvrouter_requests_total", {"path": route, "code": "404"}) == 1
+
+
+def test_an_end_here_needs_no_task(core: TinyCore) -> None:
+    app, _ = build(core)
+    call(app, "POST", "/select_and_reserve", {"model": "m", "token_ids": [1], "selection_id": "mine"})
+    request = HttpRequest(b"DELETE", "1.1", b"/reservations/mine", [(b"host", b"x")], keep_alive=True, upgrades=False)
+    answer = app.respond(request)
+    assert isinstance(answer, tuple) and answer[0] == 200
+    # It is gone, so somebody else may have it.
+    later = app.respond(request)
+    assert not isinstance(later, tuple)
+    later.close()
 
 
 def test_decisions_are_timed_by_the_given_clock(core: TinyCore) -> None:

@@ -34,7 +34,18 @@ COLONS = [b": "] * 30 + [b":", b":  ", b" : ", b":\t", b"", b"::"]
 NAMES = [
     *(b"Host", b"host", b"HOST", b"Content-Length", b"content-length", b"Content-Type", b"Accept", b"User-Agent"),
     *(b"Accept-Encoding", b"Accept-Language", b"Connection", b"Transfer-Encoding", b"Expect", b"Upgrade", b"TE"),
-    *(b"Authorization", b"X-Request-Id", b"X-Forwarded-For", b"traceparent", b"Via", b"Content-Length ", b" Host", b"Content_Length", b"", b"Content-Length\0"),
+    *(
+        b"Authorization",
+        b"X-Request-Id",
+        b"X-Forwarded-For",
+        b"traceparent",
+        b"Via",
+        b"Content-Length ",
+        b" Host",
+        b"Content_Length",
+        b"",
+        b"Content-Length\0",
+    ),
 ]
 VALUES = [
     *(b"router:30000", b"127.0.0.1", b"[::1]:80", b"a,b", b"h:", b"h:08", b"-", b"", b" ", b"x y", b"\xff"),

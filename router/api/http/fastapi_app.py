@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request, Response
@@ -19,7 +20,7 @@ from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.models import model_routes
 from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
 from kvrouter.router.api.query import QueryRoutes
-from kvrouter.router.api.reservations import load_routes
+from kvrouter.router.api.reservations import end_here, load_routes
 from kvrouter.router.api.responses import encode
 from kvrouter.router.api.select import SelectRoutes
 from kvrouter.router.api.workers import worker_routes
@@ -149,4 +150,4 @@ def build_api(
         "/select": selecting.select,
         "/select_and_reserve": selecting.select_and_reserve,
     }
-    return HttpApi(hot, app, config, metrics, proxy, tracing, clock, shutdown)
+    return HttpApi(hot, partial(end_here, placing), app, config, metrics, proxy, tracing, clock, shutdown)

@@ -20,6 +20,7 @@ from kvrouter.router.api.http.plain_head import PlainHead
 from kvrouter.router.api.http.request import HttpRequest
 from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.requests import HotRequest
+from kvrouter.router.api.reservations import ENDED
 from kvrouter.router.api.responses import JSON, encode
 from kvrouter.router.common.errors import (
     BadQuestion,
@@ -42,6 +43,9 @@ log = logging.getLogger(__name__)
 # Load balancers ask these, and have no key.
 OPEN_PATHS = frozenset({"/health", "/ready"})
 
+# Each reservation comes back here twice, so these go past the application of the cold paths where nothing is waited for.
+RESERVATIONS = "/reservations/"
+
 # The label of all paths that are not served here: a client must not be able to make series.
 OTHER_PATH = "other"
 
@@ -60,12 +64,15 @@ Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
 class HttpApi:
     """Answers requests whose connection is `http_connection.py`. `hot` maps POST paths to their handlers.
 
+    end_here: of method and path below RESERVATIONS, the route if the request is done with that.
+
     cold: the ASGI application of all other paths. proxy: has its paths' requests to itself; without it there are none.
     tracing: None where no traces are wanted. clock: seconds, for those."""
 
     def __init__(
         self,
         hot: Mapping[str, HotHandler],
+        end_here: Callable[[str, str], str | None],
         cold: ASGIApp,
         config: Config,
         metrics: HttpMetrics,
@@ -76,6 +83,7 @@ class HttpApi:
     ) -> None:
         self.shutdown = shutdown
         self._hot = hot
+        self._end_here = end_here
         self.proxy = proxy
         self._proxied_paths: Collection[str] = frozenset() if proxy is None else PATHS
         self.cold = cold
@@ -123,7 +131,7 @@ class HttpApi:
         path = request.path
         handler = self._hot.get(path)
         if handler is None:
-            return self._respond_cold(request)
+            return self._respond_ended(request) if path.startswith(RESERVATIONS) else self._respond_cold(request)
         trace: RequestTrace | None = None
         if self._tracing is not None and path in TRACED_PATHS:
             trace = self._tracing.request(path, list(request.headers), self._clock())
@@ -140,6 +148,17 @@ class HttpApi:
         except Exception:
             answer = self.bug_answer(path, request.accept)
         return self._trace(trace, None, answer)
+
+    def _respond_ended(self, request: HttpRequest) -> Answer | Coroutine[Any, Any, Answer]:
+        try:
+            route = self._end_here(request.method, request.path)
+        except Exception:
+            return self.bug_answer(OTHER_PATH, request.accept)
+        if route is None:
+            return self._respond_cold(request)
+        self._metrics.requests(route, 200).inc()
+        content, media_type = encode(ENDED, request.accept)
+        return _answer(200, content, media_type)
 
     def respond_plain(self, head: PlainHead, data: bytes) -> bytes | Answer | Coroutine[Any, Any, Answer]:
         """As `respond`, to what `plain_head` has taken. Bytes: of the answer 200 in JSON, which nearly all get, the
