@@ -58,8 +58,7 @@ class WorkerStream:
         changed: Callable[[], None],
         engine_load: Callable[[EngineLoad], None],
     ) -> None:
-        """changed: called when `view` did. engine_load: called with what the engine reports. mine: whether it is
-        ours."""
+        """changed: called when `view` did. engine_load: called with what the engine reports. mine: is it ours?"""
         self.worker = worker = registration.worker
         # Names the worker in heartbeats.
         self.tag = keys.worker_tag(worker)

@@ -6,9 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,118 +14,21 @@ import aiohttp
 import msgspec
 import pytest
 import redis
-import zmq
 from engine_http import EngineHttp
 from fake_cluster import NAMESPACE, TOKEN, FakeCluster, pod
+from listed_routers import STILL_S, TIMEOUT_S, Listed, routing
 
 from kvrouter.router.common.errors import Conflict
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.settings import Config
-from kvrouter.router.core.core_metrics import CoreMetrics
-from kvrouter.router.core.router_core import Core
-from kvrouter.router.discovery.candidate import Candidate, candidate_of
-from kvrouter.router.discovery.discovery import Discovery
-from kvrouter.router.discovery.discovery_metrics import DiscoveryMetrics
+from kvrouter.router.discovery.candidate import candidate_of
 from kvrouter.router.discovery.kubernetes.access import Access
 from kvrouter.router.discovery.kubernetes.api import ClusterApi
 from kvrouter.router.discovery.kubernetes.source import KubernetesSource
-from kvrouter.router.discovery.source import Source
 from kvrouter.router.index import keys
 from kvrouter.router.index.registry import Registry
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.source_precedence import FILE, KUBERNETES, STATIC
 from kvrouter.router.workers.worker_spec import parse_worker
-
-TIMEOUT_S = 20.0
-LOOK_S = 0.05
-# As many looks as it takes to be sure that nothing happens.
-STILL_S = 20 * LOOK_S
-
-
-class Listed:
-    """A source that shows what the test gives it."""
-
-    def __init__(self, name: str, *specs: str) -> None:
-        self.name = name
-        self.problem = ""
-        self.shown: Sequence[Candidate] | None = None
-        self.show(*specs)
-
-    def show(self, *specs: str) -> None:
-        """Each with its model and events, so that no engine is queried."""
-        self.shown = [
-            candidate_of(parse_worker(f"{spec},model=m,events=tcp://127.0.0.1:1"), self.name) for spec in specs
-        ]
-
-    async def run(self, changed: Callable[[], None]) -> None:
-        """It changes only when the test sets it."""
-
-
-class Router:
-    def __init__(self, core: Core, discovery: Discovery, registry: MetricRegistry) -> None:
-        self.core = core
-        self.discovery = discovery
-        self._registry = registry
-
-    @property
-    def owners(self) -> dict[str, str]:
-        """By worker's id, who says that it is there."""
-        return {one.worker.worker_id: one.source for one in self.core.registrations()}
-
-    def url(self, worker_id: str) -> str | None:
-        return next(one.url for one in self.core.registrations() if one.worker.worker_id == worker_id)
-
-    async def owners_are(self, **expected: str) -> None:
-        async with asyncio.timeout(TIMEOUT_S):
-            while self.owners != expected:
-                await asyncio.sleep(0.01)
-
-    async def owners_stay(self, **expected: str) -> None:
-        until_s = time.monotonic() + STILL_S
-        while time.monotonic() < until_s:
-            assert self.owners == expected
-            await asyncio.sleep(0.01)
-
-    def metric(self, name: str, **labels: str) -> float:
-        return self._registry.get_sample_value(f"kvrouter_{name}", labels) or 0.0
-
-
-@asynccontextmanager
-async def routing(url: str, *sources: Source, allow: tuple[str, ...] = ()) -> AsyncIterator[Router]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    registry = MetricRegistry()
-    async with AsyncExitStack() as stack:
-        stack.callback(context.destroy, linger=0)
-        store = await IndexStore.open(url)
-        stack.push_async_callback(store.close)
-        session = await stack.enter_async_context(aiohttp.ClientSession())
-        core = Core(
-            store=store,
-            config=Config(health_interval_s=0.0, lease_ttl_s=0.5, allow_hosts=allow),
-            metrics=CoreMetrics(registry),
-            zmq_context=context,
-            clock=time.monotonic,
-            rng=random.Random(),
-        )
-        await core.start()
-        stack.push_async_callback(core.stop)
-        discovery = Discovery(
-            core.fleet,
-            core.registrations,
-            sources,
-            session=session,
-            allowed=AllowList(allow),
-            metrics=DiscoveryMetrics(registry),
-            clock=time.monotonic,
-            rng=random.Random(),
-            look_s=LOOK_S,
-        )
-        stack.push_async_callback(discovery.stop)
-        await discovery.start()
-        yield Router(core, discovery, registry)
 
 
 @pytest.fixture
