@@ -29,9 +29,9 @@ from kvrouter.router.api.requests import (
 from kvrouter.router.api.responses import JSON, QueryReply, encode, query_reply
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.json_arrays import hash_array, token_array
-from kvrouter.router.kvcache.hit_tables import FOUND_COLUMNS, FOUND_CPU, FOUND_DISK, FOUND_GPU
+from kvrouter.router.kvcache.hit_tables import FOUND_COLUMNS
 from kvrouter.router.matching.matcher import HashPlan, HitTable
-from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.matching.question import Question
 from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration_bodies import (
     model_of,
@@ -74,14 +74,15 @@ class QueryRoutes:
     def _ask(self, question: Question, asked: HotRequest) -> QueryReply | bytes:
         start = self._clock()
         # The usual question: of all workers, and only how much.
-        if asked.takes_json and question.worker_ids is None and not question.explain:
-            table = self._core.hit_table(question)
-            template = None if table is None else self._template((question.model, question.token_ids is None), table)
-            if table is not None and template is not None:
+        usual = question.worker_ids is None and not question.explain
+        table = self._core.hit_table(question) if usual else None
+        if table is not None and asked.takes_json:
+            template = self._template((question.model, question.token_ids is None), table)
+            if template is not None:
                 content = template.fill(table.found)
                 self._observe(self._clock() - start)
                 return content
-        hits = self._core.ask(question)
+        hits = self._core.ask(question) if table is None else table.hits()
         self._observe(self._clock() - start)
         return query_reply(hits, question.explain)
 
@@ -145,10 +146,8 @@ class QueryRoutes:
 def make_template(table: HitTable) -> QueryTemplate | None:
     """The template of all replies to questions of the table's plan; None where the numbers decide more than themselves:
     which rank of a worker is shown."""
-    hits = [Hit(view.worker, 0, 0, 0, view.state.value, reason) for view, reason in table.none]
-    for w, view in enumerate(table.plan.views):
-        gpu, cpu, disk = (PLACEHOLDER + FOUND_COLUMNS * w + column for column in (FOUND_GPU, FOUND_CPU, FOUND_DISK))
-        hits.append(Hit(view.worker, gpu, cpu, disk, view.state.value, view.reason))
+    numbers = PLACEHOLDER + np.arange(table.found.size).reshape(table.found.shape)
+    hits = HitTable(table.plan, numbers, table.none).hits()
     if len({hit.worker.worker_id for hit in hits}) < len(hits):
         return None
     content, _ = encode(query_reply(hits, explain=False), JSON)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace
 from kvrouter.router.kvcache.catalog import Catalog, GroupRule, SpecGroup
-from kvrouter.router.kvcache.hit_tables import GeometryBuilder
+from kvrouter.router.kvcache.hit_tables import FOUND_LIMITER, GeometryBuilder
 from kvrouter.router.kvcache.prompt_hasher import SEGMENT_BLOCKS, PromptHasher, SegmentMemory
 from kvrouter.router.matching.judge import Judge
 from kvrouter.router.matching.mirror import Mirror
@@ -135,6 +135,10 @@ class HitTable(msgspec.Struct, frozen=True, eq=False):
     found: NDArray[np.int64]
     none: tuple[tuple[WorkerView, str], ...]
 
+    def hits(self) -> list[Hit]:
+        """One for each worker, in no particular order."""
+        return [*(_no_hit(view, reason) for view, reason in self.none), *_hits(self.plan, self.found)]
+
 
 def _withheld(mirror: Mirror, view: WorkerView) -> str | None:
     """Why this worker gets no credit at all, None when it does."""
@@ -218,20 +222,31 @@ class Matcher:
         return hasher.hashes
 
     def _judge(self, plan: HashPlan, hashes: NDArray[np.uint64], question: Question) -> list[Hit]:
-        found = self._find(plan, hashes, question).tolist()
-        hits = []
-        for w, (view, (gpu, cpu, disk, limiter, covered)) in enumerate(zip(plan.views, found, strict=True)):
-            groups: tuple[GroupCover, ...] = ()
-            limited: HitLimit | None = None
-            if question.explain:
-                groups = tuple(_covers(plan, w, question.num_tokens))
-                if limiter >= 0:
-                    spec_group = plan.spec_groups[w][limiter - plan.judge.spec_start(w)]
-                    limited = _limit(spec_group, gpu, plan.withheld[w])
-            hits.append(
-                Hit(view.worker, gpu, cpu, disk, view.state.value, view.reason, groups, limited, full_attention=covered)
-            )
+        found = self._find(plan, hashes, question)
+        hits = _hits(plan, found)
+        if question.explain:
+            limiters = found[:, FOUND_LIMITER].tolist()
+            hits = [
+                _explained(plan, w, hit, limiter, question.num_tokens)
+                for w, (hit, limiter) in enumerate(zip(hits, limiters, strict=True))
+            ]
         return hits
+
+
+def _hits(plan: HashPlan, found: NDArray[np.int64]) -> list[Hit]:
+    """found: of each worker of the plan, as `Judge.judge` returns it."""
+    return [
+        Hit(view.worker, gpu, cpu, disk, view.state.value, view.reason, full_attention=covered)
+        for view, (gpu, cpu, disk, _, covered) in zip(plan.views, found.tolist(), strict=True)
+    ]
+
+
+def _explained(plan: HashPlan, w: int, hit: Hit, limiter: int, num_tokens: int) -> Hit:
+    """The hit of worker `w` with what each group covers, in the question judged last."""
+    limited = None
+    if limiter >= 0:
+        limited = _limit(plan.spec_groups[w][limiter - plan.judge.spec_start(w)], hit.gpu, plan.withheld[w])
+    return msgspec.structs.replace(hit, groups=tuple(_covers(plan, w, num_tokens)), limited_by=limited)
 
 
 def _no_hit(view: WorkerView, reason: str) -> Hit:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from engine_process import MAX_MODEL_LEN
+from engine_process import EXECUTOR, MAX_MODEL_LEN
 from ports import free_port
 from router_process import end_process
 
@@ -51,7 +51,8 @@ class ChatServer:
             # Not `vllm serve`: it asks for the version of a package that the CPU build names otherwise.
             *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
             *("--served-model-name", name, "--host", "127.0.0.1", "--port", str(self.port)),
-            *("--load-format", "dummy", "--enforce-eager", "--dtype", "bfloat16"),
+            *("--load-format", "dummy", "--enforce-eager", "--dtype", "float32"),
+            *("--distributed-executor-backend", EXECUTOR),
             *("--max-model-len", str(MAX_MODEL_LEN), "--max-num-batched-tokens", "512", "--max-num-seqs", "16"),
             *("--num-gpu-blocks-override", str(NUM_BLOCKS), "--enable-prefix-caching"),
             *("--enable-prompt-tokens-details", "--kv-events-config", json.dumps(stream)),

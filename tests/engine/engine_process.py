@@ -42,6 +42,9 @@ HYBRID_LAYERS = {
     "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
 }
 
+# vLLM's CPU build would start a worker process and bind it to the first core, which all engines of a run then share.
+EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
 
 def gemma3_config() -> dict[str, Any]:
     """A model of `HYBRID_LAYERS`."""
@@ -54,7 +57,7 @@ def gemma3_config() -> dict[str, Any]:
         "sliding_window_pattern": 6,
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
-        "torch_dtype": "bfloat16",
+        "torch_dtype": "float32",
         "bos_token_id": 1,
         "eos_token_id": 2,
         "pad_token_id": 0,
@@ -199,7 +202,8 @@ def _serve(options: dict[str, Any]) -> None:
         skip_tokenizer_init=True,
         load_format="dummy",
         enforce_eager=True,
-        dtype="bfloat16",
+        dtype="float32",
+        distributed_executor_backend=EXECUTOR,
         max_model_len=MAX_MODEL_LEN,
         max_num_batched_tokens=256,
         num_gpu_blocks_override=NUM_BLOCKS,

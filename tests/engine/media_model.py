@@ -63,7 +63,7 @@ def media_config() -> dict[str, Any]:
         "model_type": "idefics3",
         "image_token_id": media_tokenizer().token_to_id(IMAGE),
         "scale_factor": 1,
-        "torch_dtype": "bfloat16",
+        "torch_dtype": "float32",
         **ids,
         "text_config": {
             "architectures": ["LlamaForCausalLM"],

@@ -37,7 +37,7 @@ class Child:
             model=options["model"],
             skip_tokenizer_init=True,
             enforce_eager=True,
-            dtype="bfloat16",
+            dtype="float32",
             block_size=BLOCK_SIZE,
             max_model_len=options["max_model_len"],
             max_num_batched_tokens=256,

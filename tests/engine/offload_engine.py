@@ -17,8 +17,8 @@ SPEC = {"spec_name": "HybridOffloadingSpec", "spec_module_path": "kvrouter.engin
 HEARTBEAT_S = "0.1"
 # What the GPU cache must hold at least, however small it is made.
 MAX_MODEL_LEN = 1024
-# A page of one layer of the model: keys and values of 32 tokens, one head of 64 numbers of 2 bytes.
-PAGE_BYTES = 2 * 32 * 64 * 2
+# A page of one layer of the model: keys and values of 32 tokens, one head of 64 numbers of 4 bytes.
+PAGE_BYTES = 2 * 32 * 64 * 4
 
 
 # Much smaller ones give logits that hardly depend on the prompt, much larger ones a single token that does not either.
@@ -55,7 +55,7 @@ def lfm2(folder: Path) -> Path:
             "max_position_embeddings": 2048,
             "norm_eps": 1e-5,
             "rope_theta": 1_000_000.0,
-            "torch_dtype": "bfloat16",
+            "torch_dtype": "float32",
             "tie_word_embeddings": True,
             "bos_token_id": 1,
             "eos_token_id": 2,
@@ -69,7 +69,7 @@ def _write(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config | {"initializer_range": WEIGHTS_STD}))
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     model.save_pretrained(folder)
     # As requested: what transformers writes lacks what it does not know.
     (folder / "config.json").write_text(json.dumps(config | {"initializer_range": WEIGHTS_STD}))

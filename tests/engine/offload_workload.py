@@ -16,8 +16,8 @@ from router_process import RouterProcess
 MODEL = "tiny"
 WORKER = "offloading"
 PROMPTS = 300
-# bfloat16 logits between 2 and 4 are 1/64 apart; a wrong page moves them by whole numbers.
-ROUNDING = 0.08
+# Sums of float32 in another order; a wrong page moves logits by whole numbers.
+ROUNDING = 0.001
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,10 @@ class Shape:
 
 
 SHAPES = {
-    # Keys and values of 32 tokens, one head of 64 numbers of 2 bytes.
-    "windows": Shape("gemma3", 2 * 32 * 64 * 2, 110, 240, 700),
+    # Keys and values of 32 tokens, one head of 64 numbers of 4 bytes.
+    "windows": Shape("gemma3", 2 * 32 * 64 * 4, 110, 240, 700),
     # As large as its largest state; fewer blocks are worth keeping.
-    "states": Shape("lfm2", 2 * 32 * 64 * 2, 90, 120, 300),
+    "states": Shape("lfm2", 2 * 32 * 64 * 4, 90, 120, 300),
 }
 
 
