@@ -21,8 +21,9 @@ from typing import Any
 import httptools
 import uvloop
 
+from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
-from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, TokenRequest, read
+from kvrouter.router.tokens.token_request import TokenRequest, read
 
 CHUNKS = 32
 # A fast decode step; longer than all that stands in front takes for a chunk.
@@ -99,7 +100,8 @@ class Stub(asyncio.Protocol):
     def _ids(self) -> list[int]:
         assert self._tokenizer is not None
         raw = bytes(self._body)
-        asked = read(CHAT_PATH if b'"messages"' in raw else TEXT_PATH, raw)
+        path = CHAT_PATH if b'"messages"' in raw else TEXT_PATH
+        asked = read(path, read_client_body(path, raw))
         if not isinstance(asked, TokenRequest):
             return [int(token) for token in asked]
         return [int(token) for token in self._tokenizer.ids(asked, self._tokenizer.likely_habits()[0])]

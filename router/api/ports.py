@@ -13,6 +13,7 @@ from typing import Protocol
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.matcher import HitTable
 from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.tokens.client_body import ClientBody
 from kvrouter.router.tokens.prompt_tokens import Prompt
 from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration import Registration
@@ -85,8 +86,8 @@ class CorePort(Protocol):
 class TokensPort(Protocol):
     """Tokens from text as the API sees them; `router.tokens.tokenizer.Tokenizing` satisfies it."""
 
-    async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt:
-        """The tokens of a JSON body that was sent to `path`. Raises BadQuestion where it cannot be read."""
+    async def prompt(self, path: str, model: str, body: ClientBody, *, authorization: str | None = None) -> Prompt:
+        """The tokens of a body that was sent to `path`. Raises BadQuestion where its prompt cannot be read."""
         ...
 
     def status(self, model: str, url: str | None) -> TokensStatus: ...

@@ -35,7 +35,7 @@ from kvrouter.router.placement.choose import Choice
 from kvrouter.router.placement.cost import Candidate
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.placement.placer import Placer
-from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH
+from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.workers.registration_bodies import (
     model_of,
 )
@@ -146,7 +146,7 @@ class SelectRoutes:
             except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
                 raise BadQuestion(f"the body has a value that JSON cannot express: {error}") from None
         path = CHAT_PATH if is_given(body.messages) else TEXT_PATH
-        prompt = await self._tokens.prompt(path, served.model, raw)
+        prompt = await self._tokens.prompt(path, served.model, read_client_body(path, raw))
         if prompt.refused:
             raise BadQuestion(f"the engine rejects the prompt: {prompt.problem}", code="prompt_refused")
         question = prompt.question(

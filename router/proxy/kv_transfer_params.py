@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH
+from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH
 
 # vLLM reads kv_transfer_params there.
 PATHS = frozenset({CHAT_PATH, TEXT_PATH})

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.tokens.client_body import ClientBody
 
 
 class OpenAIBody(msgspec.Struct):
@@ -36,16 +37,15 @@ class OpenAIBody(msgspec.Struct):
         return self.cache_salt if isinstance(self.cache_salt, str) and self.cache_salt else None
 
 
-_decoder = msgspec.json.Decoder(OpenAIBody)
+FIELDS = OpenAIBody.__struct_fields__
+
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-def read_body(raw: bytes) -> OpenAIBody:
+def openai_body(body: ClientBody) -> OpenAIBody:
     """Raises BadQuestion."""
     try:
-        return _decoder.decode(raw)
-    except msgspec.ValidationError:
-        raise BadQuestion("the body is not a JSON object; send one as in OpenAI's API") from None
+        return OpenAIBody(**{name: msgspec.json.decode(body.fields[name]) for name in FIELDS if name in body.fields})
     except RecursionError:
         raise BadQuestion("the body is nested too deeply", code="malformed_body") from None
     except (msgspec.DecodeError, ValueError) as error:

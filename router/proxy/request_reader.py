@@ -15,9 +15,10 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.matching.question import Question
 from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.proxy.downstream import Client
-from kvrouter.router.proxy.openai_body import OpenAIBody, read_body, renamed
+from kvrouter.router.proxy.openai_body import OpenAIBody, openai_body, renamed
 from kvrouter.router.proxy.upstream.failure import Attempts
 from kvrouter.router.quality.request_watch import RequestWatch
+from kvrouter.router.tokens.client_body import ClientBody, read_client_body
 from kvrouter.router.tokens.forward_ids import forwarded_body
 from kvrouter.router.tokens.prompt_tokens import Prompt, estimated_tokens
 from kvrouter.router.workers.model_names import ServedModel
@@ -33,7 +34,7 @@ WITHOUT_PROMPT = frozenset({"/tokenize", "/detokenize"})
 class Tokens(Protocol):
     """`tokens.Tokenizing`, as far as it is needed here."""
 
-    async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt: ...
+    async def prompt(self, path: str, model: str, body: ClientBody, *, authorization: str | None = None) -> Prompt: ...
 
 
 class Request:
@@ -67,7 +68,8 @@ class RequestReader:
     async def read(self, request: Request) -> PlacementRequest:
         """What is to be placed; `request.body` is settled by it. Raises BadQuestion, UnknownModel."""
         client = request.client
-        body = read_body(client.body)
+        read = read_client_body(client.path, client.body)
+        body = openai_body(read)
         name = self._name_of(body)
         served = self._resolve(name)
         if name not in (served.model, served.lora_name) and body.model is not None:
@@ -75,13 +77,13 @@ class RequestReader:
             request.body = renamed(client.body, served.lora_name or served.model)
         session = h.header(client.headers, h.SESSION_ID)
         return PlacementRequest(
-            await self._question(request, body, served),
+            await self._question(request, read, body, served),
             session_id=None if session is None else session.decode("latin-1"),
             max_tokens=body.limit_tokens,
             pinned=None if request.pin is None else unquote(request.pin.decode("latin-1")),
         )
 
-    async def _question(self, request: Request, body: OpenAIBody, served: ServedModel) -> Question:
+    async def _question(self, request: Request, read: ClientBody, body: OpenAIBody, served: ServedModel) -> Question:
         client = request.client
         if client.path in WITHOUT_PROMPT:
             return Prompt(1, None, "none").question(served.model, worker_ids=served.worker_ids)
@@ -90,7 +92,7 @@ class RequestReader:
             prompt = await self._tokens.prompt(
                 client.path,
                 served.model,
-                request.body,
+                read,
                 authorization=None if authorization is None else authorization.decode("latin-1"),
             )
         except BadQuestion as error:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrouter.router.tokens.client_body import TEXT_PATH
 from kvrouter.router.tokens.prompt_tokens import Prompt
-from kvrouter.router.tokens.token_request import TEXT_PATH, TRUNCATION
+from kvrouter.router.tokens.token_request import TRUNCATION
 
 # Below this the engine tokenizes in less time than it takes to read the ids.
 MIN_TOKENS = 256

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a client's body decides its tokens. Pure; reads the body once and keeps its bytes.
+"""What of a client's body decides its tokens. Pure.
 
 Everything that may have influence is kept: an engine that is queried gets it, and two bodies that differ in it
 are two prompts. What is known to be without influence (sampling, streaming, names) is left out.
@@ -17,12 +17,8 @@ from numpy.typing import NDArray
 
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.json_arrays import token_array
+from kvrouter.router.tokens.client_body import CHAT_PATH, EMBEDDINGS_PATH, RESPONSES_PATH, TEXT_PATH, ClientBody
 from kvrouter.router.tokens.prompt_tokens import TokensUnknown
-
-CHAT_PATH = "/v1/chat/completions"
-TEXT_PATH = "/v1/completions"
-RESPONSES_PATH = "/v1/responses"
-EMBEDDINGS_PATH = "/v1/embeddings"
 
 Kind = Literal["chat", "text", "responses"]
 # The features by which a way to tokens is judged: each has a probe of its own (`probes.py`).
@@ -68,7 +64,6 @@ MEDIA_KEYS = frozenset(
 
 NULL = b"null"
 
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _items = msgspec.json.Decoder(list[msgspec.Raw])
 
 
@@ -146,47 +141,44 @@ class TokenRequest:
         return TokenRequest(self.kind, fields)
 
 
-def read(path: str, raw: bytes) -> TokenRequest | NDArray[np.int64]:
+def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64]:
     """The request for tokens, or the ids if the client has given them (int64). Of several prompts, the first decides.
 
-    Raises BadQuestion where the body is not a JSON object, and Unknown where it has no tokens or none that could be
+    Raises BadQuestion where its prompt cannot be read, and TokensUnknown where it has no tokens or none that could be
     found out."""
-    try:
-        body = _fields.decode(raw)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BadQuestion(f"the body is not a JSON object: {error}", code="malformed_body") from None
-    truncated = bytes(body.get(TRUNCATION, NULL)) != NULL
+    fields = body.fields
+    truncated = bytes(fields.get(TRUNCATION, NULL)) != NULL
     kept = {
         name: value
-        for name, value in body.items()
+        for name, value in fields.items()
         if name not in WITHOUT_TOKENS or (truncated and name in OUTPUT_LIMITS)
     }
     if path == CHAT_PATH:
-        return _chat(kept, body)
+        return _chat(kept, fields)
     if path == TEXT_PATH:
-        return _text(kept, truncated)
+        return _text(kept, truncated, body.ids)
     if path == RESPONSES_PATH:
-        if bytes(body.get("previous_response_id", NULL)) != NULL:
+        if bytes(fields.get("previous_response_id", NULL)) != NULL:
             raise TokensUnknown(
                 "unsupported", "previous_response_id: only the engine that has the response knows its prompt"
             )
         return TokenRequest("responses", kept)
     if path == EMBEDDINGS_PATH and "input" in kept:
-        found = _first_prompt(kept["input"])
+        found = _first_prompt(kept["input"]) if body.ids is None else _given(body.ids)
         if not isinstance(found, msgspec.Raw):
             return found
     raise TokensUnknown("unsupported", f"{path}: its tokens are not looked up; it is placed by load")
 
 
-def _chat(kept: dict[str, msgspec.Raw], body: dict[str, msgspec.Raw]) -> TokenRequest | NDArray[np.int64]:
+def _chat(kept: dict[str, msgspec.Raw], fields: dict[str, msgspec.Raw]) -> TokenRequest | NDArray[np.int64]:
     if "messages" not in kept:
         raise BadQuestion("messages is missing: a chat completion needs them")
-    transfer = bytes(body.get("kv_transfer_params", NULL))
+    transfer = bytes(fields.get("kv_transfer_params", NULL))
     # Source: vLLM 0.32.0 renderers/online_renderer.py, _reused_prompt_token_ids: such ids take the place of the
     # messages.
     if b"prompt_token_ids" in transfer:
         given = _decoded(msgspec.Raw(transfer), "kv_transfer_params").get("prompt_token_ids")
-        if isinstance(given, list) and given and bytes(body.get("echo", NULL)) != b"true":
+        if isinstance(given, list) and given and bytes(fields.get("echo", NULL)) != b"true":
             return token_array(msgspec.Raw(msgspec.json.encode(given)), is_msgpack=False)
     asked = TokenRequest("chat", kept)
     if not asked.messages:
@@ -194,12 +186,14 @@ def _chat(kept: dict[str, msgspec.Raw], body: dict[str, msgspec.Raw]) -> TokenRe
     return asked
 
 
-def _text(kept: dict[str, msgspec.Raw], truncated: bool) -> TokenRequest | NDArray[np.int64]:
+def _text(
+    kept: dict[str, msgspec.Raw], truncated: bool, ids: NDArray[np.uint64] | None
+) -> TokenRequest | NDArray[np.int64]:
     if bytes(kept.get("prompt_embeds", NULL)) != NULL:
         raise TokensUnknown("embeds", "prompt_embeds have no token ids, so nothing of them is known to be cached")
-    if bytes(kept.get("prompt", NULL)) == NULL:
+    if ids is None and bytes(kept.get("prompt", NULL)) == NULL:
         raise BadQuestion("prompt is missing: a completion needs one")
-    first = _first_prompt(kept["prompt"])
+    first = _first_prompt(kept["prompt"]) if ids is None else _given(ids)
     if isinstance(first, msgspec.Raw):
         return TokenRequest("text", kept | {"prompt": first})
     if truncated:
@@ -223,10 +217,14 @@ def _first_prompt(prompt: msgspec.Raw, *, of_many: bool = False) -> msgspec.Raw 
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise BadQuestion(f"prompt cannot be read: {error}", code="malformed_body") from None
         return _first_prompt(first, of_many=True)
-    ids = token_array(prompt, is_msgpack=False)
-    if not len(ids):
+    return _given(prompt)
+
+
+def _given(ids: NDArray[np.uint64] | msgspec.Raw) -> NDArray[np.int64]:
+    found = token_array(ids, is_msgpack=False)
+    if not len(found):
         raise BadQuestion("prompt is empty: a completion needs a token at least")
-    return ids
+    return found
 
 
 def _decoded(raw: msgspec.Raw, name: str) -> Any:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.tokens.client_body import ClientBody
 from kvrouter.router.tokens.engine.client import Absent, Engine, EngineClient
 from kvrouter.router.tokens.engine.verification import EQUAL, LocalMaker, Verdict
 from kvrouter.router.tokens.engine.verified_engines import LOOK_S, VerifiedEngines, token_path
@@ -123,22 +124,22 @@ class TextTokenizer:
             self._metrics.memory_bytes.set(held_bytes)
             await asyncio.sleep(LOOK_S)
 
-    async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt:
+    async def prompt(self, path: str, model: str, body: ClientBody, *, authorization: str | None = None) -> Prompt:
         """The tokens of a body that a client sent to `path`, for `model` as its workers are registered.
 
         authorization: the header that the client sent for the engine. Raises BadQuestion where the body cannot be
         read."""
         start_s = self._clock()
         request: TokenRequest | NDArray[np.int64] | TokensUnknown | None = None
-        if len(raw) <= READ_BYTES:
+        if body.ids is not None or len(body.raw) <= READ_BYTES:
             try:
-                request = read(path, raw)
+                request = read(path, body)
             except TokensUnknown as unknown:
                 request = unknown
         if request is None or isinstance(request, TokenRequest):
-            prompt = await self._prompt(path, model, raw, request, authorization)
+            prompt = await self._prompt(path, model, body, request, authorization)
         elif isinstance(request, TokensUnknown):
-            prompt = _unknown(request, len(raw))
+            prompt = _unknown(request, len(body.raw))
         else:
             # Nothing is waited for: no deadline, no place among those that wait.
             prompt = Prompt(len(request), request, "given")
@@ -152,12 +153,12 @@ class TextTokenizer:
         self,
         path: str,
         model: str,
-        raw: bytes,
+        body: ClientBody,
         request: TokenRequest | NDArray[np.int64] | None,
         authorization: str | None,
     ) -> Prompt:
-        """request: the content of `raw`, None if it was too long to be read at once."""
-        size_bytes = len(raw)
+        """request: the content of `body`, None if it was too long to be read at once."""
+        size_bytes = len(body.raw)
         if self._waiting >= MAX_WAITING:
             return _unknown(
                 TokensUnknown("busy", f"{MAX_WAITING} requests wait for their tokens; add router processes"), size_bytes
@@ -166,7 +167,7 @@ class TextTokenizer:
         try:
             async with asyncio.timeout(self._timeout_s):
                 if request is None:
-                    request = await self._in_thread(lambda: _whole(path, raw))
+                    request = await self._in_thread(lambda: _whole(path, body))
                 if not isinstance(request, TokenRequest):
                     return Prompt(len(request), request, "given")
                 if request.media_at is not None:
@@ -326,9 +327,9 @@ class TextTokenizer:
         return verdicts[0].local_habits if verdicts and trusted else None
 
 
-def _whole(path: str, raw: bytes) -> TokenRequest | NDArray[np.int64]:
+def _whole(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64]:
     """`read`, with all that is worked out of a long body later."""
-    request = read(path, raw)
+    request = read(path, body)
     if isinstance(request, TokenRequest):
         request.key, request.media_at, request.features  # noqa: B018
     return request

@@ -28,6 +28,7 @@ from kvrouter.router.matching.question import GroupCover, Hit, HitLimit, Questio
 from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.tokens.client_body import ClientBody
 from kvrouter.router.tokens.prompt_tokens import Prompt
 from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration import Registration
@@ -163,11 +164,11 @@ class TinyTokens:
     def __init__(self) -> None:
         self.asked: list[tuple[str, str, Any]] = []
 
-    async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt:
-        body = json.loads(raw)
-        self.asked.append((path, model, body))
+    async def prompt(self, path: str, model: str, body: ClientBody, *, authorization: str | None = None) -> Prompt:
+        sent = json.loads(body.raw)
+        self.asked.append((path, model, sent))
         await asyncio.sleep(0.02)
-        text = body.get("prompt") or "chat"
+        text = sent.get("prompt") or "chat"
         if text == "refused":
             return Prompt(1, None, "none", "the template says no", reason="refused", refused=True)
         if text == "unknown":

@@ -40,6 +40,7 @@ from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.server.checks import tracing_of
 from kvrouter.router.server.router_metrics import RouterMetrics
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.tokens.client_body import ClientBody
 from kvrouter.router.tokens.prompt_tokens import Prompt
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.model_names import ServedModel
@@ -133,12 +134,12 @@ class FirstFit:
 class GivenTokens:
     """Knows the tokens that a body gives as `prompt`, and no others."""
 
-    async def prompt(self, path: str, model: str, raw: bytes, *, authorization: str | None = None) -> Prompt:
-        given = json.loads(raw).get("prompt")
+    async def prompt(self, path: str, model: str, body: ClientBody, *, authorization: str | None = None) -> Prompt:
+        given = json.loads(body.raw).get("prompt")
         if isinstance(given, int):
             raise BadQuestion("a prompt is text or ids")
         if not isinstance(given, list):
-            return Prompt(max(1, len(raw) // 4), None, "none", reason="no_engine")
+            return Prompt(max(1, len(body.raw) // 4), None, "none", reason="no_engine")
         return Prompt(len(given), np.array(given, np.int64), "given")
 
 

@@ -12,13 +12,15 @@ from token_engine import tokens_of
 from tokenizer_stage import CHAT, MODEL, RENDER_CHAT, Here, case, ids, run
 
 from kvrouter.router.common.errors import BadQuestion
-from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH
+from kvrouter.router.tokens.client_body import CHAT_PATH, RESPONSES_PATH, TEXT_PATH, read_client_body
 
 
 def test_an_engine_that_wants_a_key_gets_the_clients() -> None:
     async def test() -> None:
         async with case() as it:
-            await it.tokenizing.prompt(CHAT_PATH, MODEL, msgspec.json.encode(CHAT), authorization="Bearer k")
+            await it.tokenizing.prompt(
+                CHAT_PATH, MODEL, read_client_body(CHAT_PATH, msgspec.json.encode(CHAT)), authorization="Bearer k"
+            )
             assert it.engines[0].headers[-1]["authorization"] == "Bearer k"
 
     run(test())
@@ -109,7 +111,9 @@ def test_responses_are_always_rendered() -> None:
     async def test() -> None:
         async with case(local=Here()) as it:
             it.engines[0].tokens = lambda body: [6] if "input" in body else tokens_of(body)
-            prompt = await it.tokenizing.prompt("/v1/responses", MODEL, msgspec.json.encode({"input": "Hi"}))
+            prompt = await it.tokenizing.prompt(
+                RESPONSES_PATH, MODEL, read_client_body(RESPONSES_PATH, b'{"input":"Hi"}')
+            )
             assert (ids(prompt), prompt.source) == ([6], "render")
 
     run(test())
@@ -140,7 +144,7 @@ def test_ids_of_the_client_are_used_unchanged() -> None:
 def test_a_request_without_tokens_says_why(path: str, body: dict[str, Any], reason: str) -> None:
     async def test() -> None:
         async with case() as it:
-            prompt = await it.tokenizing.prompt(path, MODEL, msgspec.json.encode(body))
+            prompt = await it.tokenizing.prompt(path, MODEL, read_client_body(path, msgspec.json.encode(body)))
             assert (prompt.source, prompt.reason, prompt.token_ids) == ("none", reason, None)
             assert prompt.problem and it.counted(reason) == 1
 
@@ -168,7 +172,7 @@ def test_a_body_that_cannot_be_read_is_the_clients_fault(path: str, raw: bytes) 
     async def test() -> None:
         async with case() as it:
             with pytest.raises(BadQuestion):
-                await it.tokenizing.prompt(path, MODEL, raw)
+                await it.tokenizing.prompt(path, MODEL, read_client_body(path, raw))
 
     run(test())
 

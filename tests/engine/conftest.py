@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,15 @@ SEED_VARIABLE = "KVROUTER_TEST_SEED"
 DEFAULT_SEED = 20261
 
 # These start engines and take minutes: last, one process would still be at them when the others are done.
-LONGEST = ("offload_engine", "tokens_engine", "proxy_engine", "patch_versions", "media_engine", "real_engine")
+LONGEST = (
+    "offload_engine",
+    "offload_lives",
+    "tokens_engine",
+    "proxy_engine",
+    "patch_versions",
+    "media_engine",
+    "real_engine",
+)
 
 _tables = pytest.StashKey[dict[str, list[tuple[str, ...]]]]()
 
@@ -105,3 +114,30 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
     with RouterProcess(tmp_path_factory.mktemp("router")) as process:
         yield process
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a model of `offload_engine.py`, by its name."""
+    import offload_engine
+
+    folder = tmp_path_factory.mktemp("models")
+    return cache(lambda name: getattr(offload_engine, name)(folder / name))
+
+
+@pytest.fixture(scope="module")
+def plain(
+    models: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> Callable[[str], list[Any]]:
+    """What an engine without offloading says to the prompts of a shape of `offload_workload.py`."""
+    from offload_engine import OffloadEngine
+    from offload_workload import SHAPES, workload
+
+    @cache
+    def answers(shape: str) -> list[Any]:
+        made = SHAPES[shape]
+        folder = tmp_path_factory.mktemp("plain") / "engine"
+        with OffloadEngine(folder, models(made.model), made.gpu_blocks, None) as engine:
+            return [engine.run(one.token_ids, one.max_tokens) for one in workload(shape, seed)]
+
+    return answers

@@ -16,6 +16,7 @@ from router_process import RouterProcess
 MODEL = "tiny"
 WORKER = "offloading"
 PROMPTS = 300
+FEWER_PROMPTS = 100
 # Sums of float32 in another order; a wrong page moves logits by whole numbers.
 ROUNDING = 0.001
 

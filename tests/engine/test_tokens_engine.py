@@ -28,6 +28,7 @@ from engine_process import last_published
 from router_process import RouterError, RouterProcess
 
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.tokens.client_body import read_client_body
 from kvrouter.router.tokens.engine.client import Engine
 from kvrouter.router.tokens.forward_ids import forwarded_body
 from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
@@ -105,7 +106,10 @@ async def prompts(server: ChatServer, asked: Asked, local: Path | None) -> list[
         )
         tokenizing.start()
         try:
-            found = [await tokenizing.prompt(path, MODEL, msgspec.json.encode(body)) for path, body in asked]
+            found = [
+                await tokenizing.prompt(path, MODEL, read_client_body(path, msgspec.json.encode(body)))
+                for path, body in asked
+            ]
             assert tokenizing.health() == []
             return found
         finally:

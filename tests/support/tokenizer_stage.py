@@ -17,12 +17,13 @@ from numpy.typing import NDArray
 from token_engine import TokenEngine, tokens_of
 
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.tokens.engine.client import Engine
 from kvrouter.router.tokens.engine.verification import LocalMaker
 from kvrouter.router.tokens.engine.wire import RenderQuirks
 from kvrouter.router.tokens.prompt_tokens import Prompt, TokensUnknown
 from kvrouter.router.tokens.token_metrics import TokenMetrics
-from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, TokenRequest
+from kvrouter.router.tokens.token_request import TokenRequest
 from kvrouter.router.tokens.tokenizer import TextTokenizer
 
 MODEL = "m"
@@ -65,10 +66,14 @@ class Case:
         self.lives = ["1"] * len(engines)
 
     async def chat(self, **changes: Any) -> Prompt:
-        return await self.tokenizing.prompt(CHAT_PATH, MODEL, msgspec.json.encode(CHAT | changes))
+        return await self.tokenizing.prompt(
+            CHAT_PATH, MODEL, read_client_body(CHAT_PATH, msgspec.json.encode(CHAT | changes))
+        )
 
     async def text(self, prompt: Any, **more: Any) -> Prompt:
-        return await self.tokenizing.prompt(TEXT_PATH, MODEL, msgspec.json.encode({"prompt": prompt} | more))
+        return await self.tokenizing.prompt(
+            TEXT_PATH, MODEL, read_client_body(TEXT_PATH, msgspec.json.encode({"prompt": prompt} | more))
+        )
 
     def asked(self, *paths: str) -> int:
         return sum(engine.paths().count(path) for engine in self.engines for path in paths)

@@ -7,9 +7,10 @@ import pytest
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.proxy.headers import answer_headers, named_in_header, request_head
-from kvrouter.router.proxy.openai_body import read_body
+from kvrouter.router.proxy.openai_body import openai_body
 from kvrouter.router.proxy.upstream.origin import Target, target_of
 from kvrouter.router.proxy.worker_addresses import Addresses
+from kvrouter.router.tokens.client_body import read_client_body
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.registration import Registration
 
@@ -123,4 +124,4 @@ def test_addresses_of_a_fleet() -> None:
     ],
 )
 def test_limits_of_the_answers_length_are_read(raw: bytes, limit: int | None) -> None:
-    assert read_body(raw).limit_tokens == limit
+    assert openai_body(read_client_body("/v1/completions", raw)).limit_tokens == limit

@@ -10,17 +10,18 @@ import numpy as np
 import pytest
 
 from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.tokens.engine.wire import RenderQuirks, refusal_of, tokenize_body
 from kvrouter.router.tokens.forward_ids import MIN_TOKENS, forwarded_body
 from kvrouter.router.tokens.prompt_tokens import Prompt, TokensUnknown, estimated_tokens
-from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, WITHOUT_TOKENS, TokenRequest, read
+from kvrouter.router.tokens.token_request import WITHOUT_TOKENS, TokenRequest, read
 
 USER = {"role": "user", "content": "Hi"}
 CHAT = {"messages": [USER]}
 
 
 def asked(body: dict[str, Any], path: str = CHAT_PATH) -> TokenRequest:
-    found = read(path, msgspec.json.encode(body))
+    found = read(path, read_client_body(path, msgspec.json.encode(body)))
     assert isinstance(found, TokenRequest)
     return found
 
@@ -182,6 +183,6 @@ def test_in_doubt_the_clients_body_is_forwarded(path: str, raw: bytes, prompt: P
 
 def test_a_nested_prompt_is_refused_and_not_descended() -> None:
     with pytest.raises(BadQuestion, match="nested"):
-        read(TEXT_PATH, b'{"prompt": [[["a"]]]}')
+        read(TEXT_PATH, read_client_body(TEXT_PATH, b'{"prompt": [[["a"]]]}'))
     with pytest.raises(BadQuestion):
-        read(TEXT_PATH, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+        read(TEXT_PATH, read_client_body(TEXT_PATH, b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"))

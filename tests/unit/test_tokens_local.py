@@ -15,10 +15,11 @@ from tiny_tokenizer import BOS, write_tokenizer
 from tokenizers import Tokenizer
 
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.tokens.engine.wire import RenderQuirks
 from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
 from kvrouter.router.tokens.prompt_tokens import TokensUnknown
-from kvrouter.router.tokens.token_request import CHAT_PATH, TEXT_PATH, TokenRequest, read
+from kvrouter.router.tokens.token_request import TokenRequest, read
 
 USER = {"role": "user", "content": "Hi there, Größe 12"}
 
@@ -28,7 +29,7 @@ def now() -> datetime:
 
 
 def asked(body: dict[str, Any], path: str = CHAT_PATH) -> TokenRequest:
-    found = read(path, msgspec.json.encode(body))
+    found = read(path, read_client_body(path, msgspec.json.encode(body)))
     assert isinstance(found, TokenRequest)
     return found
 

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.json_arrays import token_array
 from kvrouter.router.kvcache.multimodal import Items, MultimodalItem, in_order
+from kvrouter.router.tokens.client_body import CHAT_PATH, RESPONSES_PATH, TEXT_PATH
 from kvrouter.router.tokens.prompt_tokens import TokensUnknown
-from kvrouter.router.tokens.token_request import CHAT_PATH, RESPONSES_PATH, TEXT_PATH, TRUNCATION, Kind, TokenRequest
+from kvrouter.router.tokens.token_request import TRUNCATION, Kind, TokenRequest
 
 RENDER_PATHS: dict[Kind, str] = {
     "chat": f"{CHAT_PATH}/render",

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""A body whose ids are read in passing means what it means to the general decoder, or is refused with the same words.
+
+An escape in the name of the field keeps the ids out of the short way: `promp\u0074` is `prompt`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvrouter.router.common.compiled import caution
+from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.proxy.openai_body import openai_body
+from kvrouter.router.tokens.client_body import EMBEDDINGS_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.tokens.token_request import TokenRequest, read
+
+ESCAPED = {TEXT_PATH: (b'"prompt"', b'"promp\\u0074"'), EMBEDDINGS_PATH: (b'"input"', b'"in\\u0070ut"')}
+
+
+def outcome(path: str, raw: bytes) -> Any:
+    """What the proxy learns of a body."""
+    try:
+        body = read_client_body(path, raw)
+        limits = openai_body(body)
+        found = read(path, body)
+    except (BadQuestion, TokensUnknown) as error:
+        return type(error), str(error)
+    if isinstance(found, TokenRequest):
+        return limits, found.kind, {name: bytes(value) for name, value in found.fields.items()}
+    return limits, found.dtype, found.tolist()
+
+
+@pytest.mark.parametrize("path", ESCAPED)
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model": "m", "%s": [1, 2, 3], "max_tokens": 5}',
+        b'{"%s": [], "model": "m"}',
+        b'{"%s": [1, -2]}',
+        b'{"%s": [1, 2147483648]}',
+        b'{"%s": [4294967296]}',
+        b'{"%s": [[1, 2], [3]]}',
+        b'{"%s": "text"}',
+        b'{"%s": null, "model": 7}',
+        b'{"%s": [1, 2], "truncate_prompt_tokens": 1, "max_tokens": 4}',
+        b'{"%s": [1, 2], "prompt_embeds": "AAAA"}',
+        b'{"%s": [1, 2], "cache_salt": "s", "max_completion_tokens": 9}',
+        b'{"%s": [1, 2], "%s": [3]}',
+        b'{"%s": [1, 2], "model": {"a": ]}',
+        b'{"%s": [1, 2], "model": nil}',
+        b'{"%s": [1, 2], "max_tokens": 01}',
+        b'[{"%s": [1, 2]}]',
+    ],
+)
+def test_ids_read_in_passing_change_nothing(path: str, body: bytes) -> None:
+    plain, escaped = ESCAPED[path]
+    raw = body.replace(b'"%s"', plain)
+    told, expected = outcome(path, raw), outcome(path, raw.replace(plain, escaped))
+    if isinstance(told[0], type) and "byte" in told[1]:
+        # The same words; the escape moves the place.
+        told, expected = told[1].partition("(byte")[0], expected[1].partition("(byte")[0]
+    assert told == expected
+
+
+@pytest.mark.skipif(caution() is not None, reason="without the compiled reader all ways are the general one")
+def test_ids_of_a_completion_are_read_in_passing() -> None:
+    body = read_client_body(TEXT_PATH, b'{"prompt": [5, 6], "model": "m"}')
+    assert body.ids is not None
+    np.testing.assert_array_equal(body.ids, [5, 6])
+    assert bytes(body.fields["prompt"]) == b"null"
