@@ -14,7 +14,7 @@ from ports import free_port
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SPEC = {"spec_name": "HybridOffloadingSpec", "spec_module_path": "kvrouter.engine_patch.offload.spec"}
-HEARTBEAT_S = "0.1"
+HEARTBEAT_S = "0.05"
 # What the GPU cache must hold at least, however small it is made.
 MAX_MODEL_LEN = 1024
 # A page of one layer of the model: keys and values of 32 tokens, one head of 64 numbers of 4 bytes.
