@@ -67,33 +67,21 @@ def gemma3_config() -> dict[str, Any]:
 class EngineProcess:
     """Starts on entry, stops on exit."""
 
-    # What runs in the child.
-    SCRIPT = Path(__file__)
-
     def __init__(
         self, folder: Path, events_port: int, replay_port: int, environment: dict[str, str] | None = None
     ) -> None:
         """environment: set in the engine's process, beside this process's own."""
-        self._folder = folder
-        self._environment = {**os.environ, **(environment or {})}
-        self._log = folder / "engine.log"
-        self._process: subprocess.Popen[str] | None = None
+        self.folder = folder
+        self.environment = {**os.environ, **(environment or {})}
+        self.log = folder / "engine.log"
+        self._process: Any = None
         self._events_port, self._replay_port = events_port, replay_port
         self.endpoint = f"tcp://127.0.0.1:{events_port}"
         self.replay_endpoint = f"tcp://127.0.0.1:{replay_port}"
 
     def __enter__(self) -> Self:
         options = {"model": str(self.model()), "events_port": self._events_port, "replay_port": self._replay_port}
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, str(self.SCRIPT), json.dumps(options | self.options())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                cwd=self._folder,
-                env=self._environment,
-            )
+        self._process = self.start(options | self.options())
         try:
             assert self._read(START_TIMEOUT_S) == {"ready": True}
         except BaseException:
@@ -101,9 +89,22 @@ class EngineProcess:
             raise
         return self
 
+    def start(self, options: dict[str, Any]) -> Any:
+        """The child: a `subprocess.Popen`, or what has of one what is used here."""
+        with self.log.open("w") as log:
+            return subprocess.Popen(
+                [sys.executable, __file__, json.dumps(options)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                cwd=self.folder,
+                env=self.environment,
+            )
+
     def model(self) -> Path:
         """The folder that vLLM loads its model from."""
-        folder = self._folder / "gemma3"
+        folder = self.folder / "gemma3"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(gemma3_config()))
         return folder
@@ -137,7 +138,7 @@ class EngineProcess:
         return json.loads(line)
 
     def log_tail(self) -> str:
-        return self._log.read_text(errors="replace")[-4000:]
+        return self.log.read_text(errors="replace")[-4000:]
 
     def generate(self, token_ids: tuple[int, ...], max_tokens: int, cache_salt: str | None) -> dict[str, Any]:
         """`{"cached": tokens reused, "token_ids": the answer}` for one prompt, run alone."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A real vLLM engine with our offload tier, in one process of its own, driven line by line; looks into its tiers too.
 
-Run as a script: one JSON request a line, one JSON answer a line. `offload_engine.py` is the parent's side.
+One JSON request a line, one JSON answer a line. `engine_forks.py` starts it, `offload_engine.py` is the parent's side.
 """
 
 from __future__ import annotations
@@ -195,7 +195,3 @@ def serve(options: dict[str, Any]) -> None:
         result = child.generate(request) if name == "generate" else getattr(child, name)(**request)
         print(json.dumps(result), file=answers, flush=True)
     child.core.shutdown()
-
-
-if __name__ == "__main__":
-    serve(json.loads(sys.argv[1]))

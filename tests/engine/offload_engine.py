@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_forks import ForkedEngine
 from engine_process import VOCAB_SIZE, EngineProcess, gemma3_config
 from ports import free_port
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -79,8 +80,6 @@ def _write(folder: Path, config: dict[str, Any]) -> Path:
 class OffloadEngine(EngineProcess):
     """offload: what kv_connector_extra_config has beside the spec; None: an engine without a connector."""
 
-    SCRIPT = Path(__file__).with_name("offload_child.py")
-
     def __init__(
         self, folder: Path, model: Path, num_blocks: int, offload: dict[str, Any] | None, patch: bool = True
     ) -> None:
@@ -92,6 +91,9 @@ class OffloadEngine(EngineProcess):
         }
         super().__init__(folder, free_port(), free_port(), environment)
         self._model, self._num_blocks, self._offload = model, num_blocks, offload
+
+    def start(self, options: dict[str, Any]) -> Any:
+        return ForkedEngine(options, self.environment, self.folder, self.log)
 
     def model(self) -> Path:
         return self._model

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Engines forked from a process that has imported vLLM, which takes longer than the rest of a start.
+
+Each test process has one such process. It ends with the test process, and so do the engines, whose input ends then."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+MAX_REQUEST_BYTES = 256 * 1024
+
+
+class ForkedEngine:
+    """`offload_child.py` with these options. Of `subprocess.Popen` it has what tests use."""
+
+    def __init__(self, options: Mapping[str, Any], environment: Mapping[str, str], folder: Path, log: Path) -> None:
+        request = {"options": options, "environment": dict(environment), "folder": str(folder)}
+        its_stdin, our_stdin = os.pipe()
+        our_stdout, its_stdout = os.pipe()
+        self.stdin, self.stdout = os.fdopen(our_stdin, "w"), os.fdopen(our_stdout)
+        with log.open("wb") as errors:
+            forker = _forker()
+            socket.send_fds(forker, [json.dumps(request).encode()], [its_stdin, its_stdout, errors.fileno()])
+            self.pid = int(forker.recv(64))
+        os.close(its_stdin)
+        os.close(its_stdout)
+        self._ends = os.pidfd_open(self.pid)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Until it has ended. Raises subprocess.TimeoutExpired."""
+        if not select.select([self._ends], [], [], timeout_s)[0]:
+            assert timeout_s is not None
+            raise subprocess.TimeoutExpired("offload_child.py", timeout_s)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def send_signal(self, number: int) -> None:
+        signal.pidfd_send_signal(self._ends, number)
+
+
+@functools.cache
+def _forker() -> socket.socket:
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with its:
+        process = subprocess.Popen([sys.executable, __file__, str(its.fileno())], pass_fds=[its.fileno()])
+
+    def end() -> None:
+        ours.close()
+        process.wait()
+
+    atexit.register(end)
+    return ours
+
+
+def _serve(forker: socket.socket) -> None:
+    import offload_child
+    import vllm  # noqa: F401
+    from vllm import LLM, SamplingParams  # noqa: F401
+
+    # Nobody asks how an engine ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        request, fds, _, _ = socket.recv_fds(forker, MAX_REQUEST_BYTES, 3)
+        if not request:
+            return
+        pid = os.fork()
+        if pid:
+            for fd in fds:
+                os.close(fd)
+            forker.send(str(pid).encode())
+            continue
+        forker.close()
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        asked = json.loads(request)
+        for at, fd in enumerate(fds):
+            os.dup2(fd, at)
+            os.close(fd)
+        sys.stdin = os.fdopen(0)
+        os.chdir(asked["folder"])
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        offload_child.serve(asked["options"])
+        return
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
