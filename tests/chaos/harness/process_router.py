@@ -5,6 +5,7 @@ signals."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
@@ -84,7 +85,9 @@ class ProcessRouter:
         self.go_on()
         process = self._process
         if process is not None:
-            process.terminate()
+            with contextlib.suppress(ProcessLookupError):
+                # One that did not come up has ended already.
+                process.terminate()
             try:
                 async with asyncio.timeout(STOP_TIMEOUT_S):
                     await process.wait()
