@@ -189,7 +189,7 @@ def test_a_router_that_stops_leaves_nothing_unwritten(
                 stream = core.registry.streams[WORKER]
                 # It waits for the store, and no longer here.
                 await until(
-                    lambda: stream.visible_seq == gone and stream.unwritten_s and not stream.unwritten_blocks,
+                    lambda: stream.visible_seq == gone and stream.commits.unwritten_s and not stream.commits.unwritten_blocks,
                     "nothing is sent",
                 )
             seq = engine.publish(*removed(CHAIN[6:9]), *([] if on_its_way else removed(CHAIN[9:])))
@@ -228,14 +228,14 @@ def test_beyond_the_bound_the_epoch_is_rewritten_when_the_store_is_back(
             assert reused(core) == 6 and status(core).state == "live"
             stream = core.registry.streams[WORKER]
             # Given up: not even the removals wait.
-            assert stream.unwritten_s and not stream.unwritten_blocks
+            assert stream.commits.unwritten_s and not stream.commits.unwritten_blocks
             mirrored = core.mirror_sync.mirror.worker(WORKER)
             assert mirrored is not None
             slots = list(mirrored.slots)
             server.start() if away == "killed" else server.resume()
             await until(lambda: is_well(core, 6), "not well again")
             await until(lambda: held_in_store(server) == {*CHAIN[:6], *others}, "the store lacks what was rewritten")
-            assert status(core).epoch != epoch and not stream.unwritten_blocks
+            assert status(core).epoch != epoch and not stream.commits.unwritten_blocks
             # The same table: only the name of the epoch is another.
             mirrored = core.mirror_sync.mirror.worker(WORKER)
             assert mirrored is not None and mirrored.slots == slots
