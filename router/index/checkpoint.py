@@ -17,7 +17,7 @@ from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.redis_client.errors import StoredValueError
-from kvrouter.router.redis_client.resp import Hashes, command, hashes_from_bytes, hashes_to_bytes
+from kvrouter.router.redis_client.resp import Hashes, command, hashes_from_bytes, hashes_to_bytes, long_command
 
 # Bytes of a hash in the STRING.
 HASH_BYTES = 8
@@ -71,7 +71,7 @@ def checkpoint_commands(checkpoint: Checkpoint, stored: Iterable[str]) -> Iterab
     worker, epoch = checkpoint.worker, checkpoint.epoch
     full = {place: hashes for place, hashes in checkpoint.places.items() if len(hashes)}
     for place, hashes in full.items():
-        yield command("SET", keys.residents(worker, epoch, place), hashes_to_bytes(hashes))
+        yield long_command("SET", keys.residents(worker, epoch, place), hashes_to_bytes(hashes))
     empty = {*map(keys.parse_place, stored)} - full.keys()
     if empty:
         yield command("UNLINK", *(keys.residents(worker, epoch, place) for place in empty))

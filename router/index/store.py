@@ -40,7 +40,7 @@ from kvrouter.router.index.registry import Registry
 from kvrouter.router.index.stored_worker import load_copies, load_image
 from kvrouter.router.index.transactions import Transactions
 from kvrouter.router.redis_client.errors import StoredValueError
-from kvrouter.router.redis_client.resp import command, info_field
+from kvrouter.router.redis_client.resp import command, info_field, long_command
 from kvrouter.router.redis_client.servers import Servers
 
 # Entries kept of each worker's log. An owner commits a few hundred times a second at most, so a follower may be
@@ -208,7 +208,7 @@ class IndexStore:
         """tail: entries after the checkpoint, with this one; they are kept."""
         size_bytes = sum(map(len, fields))
         entries = max(1, tail, min(self._log_entries, LOG_BYTES // size_bytes))
-        return command("XADD", keys.log(worker), "MAXLEN", "~", entries, "*", *fields)
+        return long_command("XADD", keys.log(worker), "MAXLEN", "~", entries, "*", *fields)
 
     # -- reading
 
