@@ -149,9 +149,9 @@ class Head(msgspec.Struct, frozen=True):
             problem = StoredValueError(key, keys.META_LAYOUT, layout)
         head = cls(
             epoch=read(keys.META_EPOCH, epoch, decode_text, None),
+            places=read(keys.META_PLACES, places, parse_places, {}),
             seq=read(keys.META_SEQ, seq, keys.parse_number, None),
             commits=read(keys.META_COMMITS, commits, keys.parse_number, 0),
-            places=read(keys.META_PLACES, places, parse_places, {}),
             lease=read(keys.META_LEASE, lease, keys.parse_number, 0),
             checkpoint=read(keys.META_CHECKPOINT, checkpoint, keys.parse_number, 0),
         )
@@ -160,6 +160,11 @@ class Head(msgspec.Struct, frozen=True):
         if unreadable is not None:
             problem = problem or StoredValueError(key, keys.META_UNREADABLE, unreadable)
         return msgspec.structs.replace(head, problem=problem)
+
+    @property
+    def hides_keys(self) -> bool:
+        """Whether it cannot be said which keys the epoch has."""
+        return self.problem is not None and self.problem.field in (keys.META_LAYOUT, keys.META_EPOCH, keys.META_PLACES)
 
 
 def continues(commit: Commit, seq: int | None) -> bool:

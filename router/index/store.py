@@ -103,7 +103,7 @@ class IndexStore:
                 return CommitOutcome.FENCED
             if head.epoch == epoch and head.problem is None:
                 return CommitOutcome.STALE
-            garbage = head.problem is not None
+            garbage = head.hides_keys
             meta_key, commits = keys.meta(worker), head.commits + 1
             own = {
                 keys.META_LAYOUT: keys.LAYOUT,

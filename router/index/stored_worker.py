@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -84,16 +85,19 @@ async def load_image(transactions: Transactions, worker: WorkerKey) -> WorkerIma
 
 
 def _tail_of(worker: WorkerKey, head: Head, newest: _Entries) -> list[LogEntry]:
-    """The entries after the checkpoint, in order. newest: the last of the log, from the end."""
-    found = newest[: head.commits - head.checkpoint][::-1]
-    try:
-        entries = [parse_entry(worker, entry_id, fields) for entry_id, fields in found]
-    except (ValueError, KeyError, msgspec.MsgspecError) as error:
-        raise StoredValueError(keys.log(worker), "an entry", error) from None
-    numbers = [entry.commit for entry in entries]
+    """The entries after the checkpoint, in order. newest: the last of the log, from the end; those of other programs
+    among them are passed over, as the numbers show that none of ours is missing."""
     wanted = range(head.checkpoint + 1, head.commits + 1)
+    entries: list[LogEntry] = []
+    for entry_id, fields in newest:
+        if len(entries) == len(wanted):
+            break
+        with contextlib.suppress(ValueError, KeyError, msgspec.MsgspecError):
+            entries.append(parse_entry(worker, entry_id, fields))
+    entries.reverse()
+    numbers = [entry.commit for entry in entries]
     if numbers != [*wanted] or any(entry.epoch != head.epoch or entry.opened_epoch for entry in entries):
-        shown = f"{len(numbers)} entries from {min(numbers, default=None)} on in place of {len(wanted)} from {wanted.start} on"
+        shown = f"{len(numbers)} entries from {min(numbers, default=None)} on, not {len(wanted)} from {wanted.start} on"
         raise StoredValueError(keys.log(worker), "the end", shown)
     return entries
 

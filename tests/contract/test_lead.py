@@ -21,6 +21,7 @@ import zmq
 from engine_http import EngineHttp
 from fake_engine import FakeEngine, hashes, prompt, removed, stored
 from store_server import StoreServer
+from stored_residency import read_residency
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.config.settings import Config
@@ -120,9 +121,7 @@ def is_well(core: Core, blocks: int) -> bool:
 
 
 def held_in_store(server: StoreServer) -> set[int]:
-    epoch = server.client.hget(keys.meta(WORKER), keys.META_EPOCH) or b""
-    members = server.client.smembers(keys.residents(WORKER, epoch.decode(), Place(0, "GPU")))
-    return {int.from_bytes(member, "big") for member in members}
+    return read_residency(server.client, f"kvr:{keys.worker_tag(WORKER)}").get("g0:GPU", set())
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:

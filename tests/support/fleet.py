@@ -14,6 +14,7 @@ from churn import BLOCK, HASHES, KINDS, Churn
 from router_process import RouterError, RouterProcess
 from sentinel_store import SentinelStore
 from store_server import StoreServer, wait_stored
+from stored_residency import read_residency
 
 from kvrouter.router.common.ids import WorkerKey
 
@@ -118,13 +119,13 @@ def wrong_answers(router: RouterProcess, churn: Churn, truth: dict[str, Any]) ->
 
 
 def wrong_index(client: Any, churn: Churn, truth: dict[str, Any]) -> list[str]:
-    """Where the sets in Redis differ from what the engines hold, block by block."""
+    """Where what Redis holds differs from what the engines hold, block by block."""
     wrong = []
     for number, worker in enumerate(churn.workers):
         tag = f"kvr:{{{MODEL}/{worker}}}"
-        epoch = client.hget(f"{tag}:meta", "epoch").decode()
+        stored = read_residency(client, tag)
         for group in range(len(KINDS)):
-            there = {int.from_bytes(one, "big") for one in client.smembers(f"{tag}:{epoch}:g{group}:GPU")}
+            there = stored.get(f"g{group}:GPU", set())
             expected = set(truth["held"][number][group])
             if there != expected:
                 wrong.append(f"{worker} group {group}: {len(there - expected)} ghosts, {len(expected - there)} missing")
