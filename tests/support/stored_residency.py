@@ -22,11 +22,13 @@ def residency_of(
     meta: Mapping[bytes, bytes], stored: Mapping[str, bytes | None], log: Iterable[Entry]
 ) -> dict[str, set[int]]:
     """Hashes by the text of their place. stored: the values of `place_keys`, by place. They may be newer than `meta`,
-    and the log newer than both."""
+    and the log newer than both; entries of other programs count for nothing."""
     held = {place: _hashes(value or b"") for place, value in stored.items()}
     if b"epoch" not in meta:
         return held
     for _, fields in log:
+        if b"commit" not in fields:
+            continue
         if int(fields[b"commit"]) <= int(meta[b"checkpoint"]) or fields[b"epoch"] != meta[b"epoch"]:
             continue
         for place, added, removed in msgspec.msgpack.decode(fields.get(b"changes", b"\x90")):
