@@ -22,9 +22,9 @@ from kvrouter.router.redis_client.resp import Hashes, command, hashes_from_bytes
 # Bytes of a hash in the STRING.
 HASH_BYTES = 8
 
-# An entry costs a log, and whoever loads it, about as much as so many hashes: some 130 bytes.
+# What an entry costs a log, and whoever loads it, in hashes: some 130 bytes.
 ENTRY_BLOCKS = 16
-# A tail of so many hashes, 128 KiB, is always let be.
+# A tail up to this size, 128 KiB, is never too long.
 TAIL_BLOCKS = 16_384
 # Beyond that a tail may be this part of what is held: each change is then written into some four checkpoints' bytes,
 # and a log takes a quarter of what the checkpoint takes.
@@ -62,7 +62,7 @@ class LogTail:
         return self.blocks + ENTRY_BLOCKS * self.entries
 
     def is_long(self, held_blocks: int) -> bool:
-        """Whether the next checkpoint is due, of a worker that holds so many."""
+        """Whether the next checkpoint is due, of a worker that holds `held_blocks`."""
         return self.weight_blocks >= max(TAIL_BLOCKS, held_blocks // TAIL_SHARE)
 
 
@@ -93,7 +93,7 @@ def parse_places(text: bytes) -> dict[str, int]:
 
 
 def parse_residents(key: str, value: Any, blocks: int) -> Hashes:
-    """What is stored at `key`, which must be so many hashes. Raises StoredValueError."""
+    """What is stored at `key`, which must be `blocks` hashes. Raises StoredValueError."""
     if value is None and not blocks:
         return np.empty(0, np.uint64)
     if not isinstance(value, bytes) or len(value) != HASH_BYTES * blocks:

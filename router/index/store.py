@@ -51,6 +51,7 @@ LOG_ENTRIES = 1_024
 # its entries then go earlier, and a follower that was behind loads again. One entry is kept however large.
 LOG_BYTES = 64 * 1024**2
 
+
 class IndexStore:
     """The index on one server or cluster. Safe for concurrent use within one event loop; raises StoreUnavailable and
     StoreError."""

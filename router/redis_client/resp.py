@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 Hashes = NDArray[np.uint64]
 
+
 def command(*args: str | bytes | int) -> bytes:
     """One command. Strings are encoded as UTF-8."""
     packed: bytes = hiredis.pack_command(args)  # type: ignore[arg-type]

@@ -278,7 +278,7 @@ class FollowLaws:
                 spoil(world.raw, worker)
                 with pytest.raises(StoredValueError, match="Redis holds what no router writes"):
                     await store.load(worker)
-                # The lease holder is told with its next renewal, and begins again.
+                # The lease holder reads that with its next renewal, and begins again.
                 await store.report_unreadable(worker, "bad")
                 with pytest.raises(StoredValueError):
                     await store.commit(Commit(worker, "e1", 4, 4), ME)
