@@ -86,7 +86,7 @@ HEADS: dict[str, Spoil] = {
     "number of the checkpoint": field("checkpoint", b"99999999"),
     "a checkpoint that is gone": checkpointed(lambda client: client.delete(residents(client))),
     "a checkpoint that is cut": checkpointed(lambda client: client.set(residents(client), b"short")),
-    "end of the log": lambda client: client.xtrim(LOG, maxlen=1, approximate=False),
+    "end of the log": lambda client: client.xtrim(LOG, maxlen=0, approximate=False),
     "learned": field("learned", b"{"),
     "scheme": field("scheme", b'{"algo":"none"}'),
     "a checkpoint of another type": checkpointed(replaced(residents)),
