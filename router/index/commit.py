@@ -31,6 +31,9 @@ HEAD_FIELDS = (
     keys.META_UNREADABLE,
 )
 
+# No log has more entries after a checkpoint: some thousand are usual, and the largest log has millions.
+MAX_TAIL_ENTRIES = 2**32
+
 # Before the first entry of every log.
 NO_LOG_ID = "0-0"
 
@@ -155,7 +158,7 @@ class Head(msgspec.Struct, frozen=True):
             lease=read(keys.META_LEASE, lease, keys.parse_number, 0),
             checkpoint=read(keys.META_CHECKPOINT, checkpoint, keys.parse_number, 0),
         )
-        if head.checkpoint > head.commits:
+        if not 0 <= head.commits - head.checkpoint <= MAX_TAIL_ENTRIES:
             problem = problem or StoredValueError(key, keys.META_CHECKPOINT, checkpoint)
         if unreadable is not None:
             problem = problem or StoredValueError(key, keys.META_UNREADABLE, unreadable)

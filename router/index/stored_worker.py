@@ -95,7 +95,8 @@ def _tail_of(worker: WorkerKey, head: Head, newest: _Entries) -> list[LogEntry]:
             entries.append(parse_entry(worker, entry_id, fields))
     entries.reverse()
     numbers = [entry.commit for entry in entries]
-    if numbers != [*wanted] or any(entry.epoch != head.epoch or entry.opened_epoch for entry in entries):
+    whole = len(numbers) == len(wanted) and all(number == due for number, due in zip(numbers, wanted, strict=True))
+    if not whole or any(entry.epoch != head.epoch or entry.opened_epoch for entry in entries):
         shown = f"{len(numbers)} entries from {min(numbers, default=None)} on, not {len(wanted)} from {wanted.start} on"
         raise StoredValueError(keys.log(worker), "the end", shown)
     return entries

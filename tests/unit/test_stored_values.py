@@ -71,6 +71,11 @@ def test_places_are_as_they_are_written(text: bytes) -> None:
         parse_places(text)
 
 
+def test_a_log_longer_than_any_is_named() -> None:
+    problem = Head.of("k", b"e", b"4", b"%d" % (2**64 - 1), b"", b"3", b"1", LAYOUT).problem
+    assert problem is not None and problem.field == "checkpoint"
+
+
 @pytest.mark.parametrize(("layout", "checkpoint"), [(None, b"1"), (b"sets", b"1"), (LAYOUT, b"6"), (LAYOUT, b"x")])
 def test_another_layout_and_a_checkpoint_after_the_log_are_named(layout: bytes | None, checkpoint: bytes) -> None:
     problem = Head.of("k", b"e", b"4", b"5", b"g0:GPU=1", b"3", checkpoint, layout).problem
