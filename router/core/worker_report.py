@@ -95,8 +95,9 @@ def count_worker(metrics: StreamMetrics, worker: WorkerKey, stream: WorkerStream
     else:
         with contextlib.suppress(KeyError):
             metrics.event_lag_seconds.remove(label)
-    metrics.commit_lag_seconds(worker).set(stream.unwritten_s)
-    metrics.backlog_blocks(worker).set(stream.unwritten_blocks)
+    metrics.commit_lag_seconds(worker).set(stream.commits.unwritten_s)
+    metrics.backlog_blocks(worker).set(stream.commits.unwritten_blocks)
+    metrics.log_tail_blocks(worker).set(stream.commits.tail.blocks)
     metrics.disk_corrupt_records(worker).set(stream.disk.signs.corrupt)
     metrics.unserved_models(worker).set(bool(stream.note))
     stream.counted = msgspec.structs.replace(now)

@@ -11,10 +11,11 @@ import msgspec
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
+from kvrouter.router.index.checkpoint import parse_places
 from kvrouter.router.index.log_entry import decode_text, encode_text
 from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.redis_client.errors import StoredValueError
-from kvrouter.router.redis_client.resp import Hashes, command, members_commands
+from kvrouter.router.redis_client.resp import Hashes, command
 
 T = TypeVar("T")
 
@@ -25,8 +26,13 @@ HEAD_FIELDS = (
     keys.META_COMMITS,
     keys.META_PLACES,
     keys.META_LEASE,
+    keys.META_CHECKPOINT,
+    keys.META_LAYOUT,
     keys.META_UNREADABLE,
 )
+
+# No log has more entries after a checkpoint: some thousand are usual, and the largest log has millions.
+MAX_TAIL_ENTRIES = 2**32
 
 # Before the first entry of every log.
 NO_LOG_ID = "0-0"
@@ -84,7 +90,8 @@ class CommitOutcome(Enum):
 class WorkerImage(msgspec.Struct, frozen=True):
     """What the store holds of one worker. epoch None: no epoch was ever opened; seq None: none committed in this epoch.
 
-    Following the log from (log_id, commits) continues this image."""
+    Following the log from (log_id, commits) continues this image. tail_entries, tail_blocks: what of it was read from
+    the log, behind the checkpoint."""
 
     worker: WorkerKey
     epoch: str | None
@@ -93,6 +100,8 @@ class WorkerImage(msgspec.Struct, frozen=True):
     log_id: str
     commits: int
     places: dict[Place, Hashes]
+    tail_entries: int = 0
+    tail_blocks: int = 0
 
     @classmethod
     def empty(cls, worker: WorkerKey) -> WorkerImage:
@@ -106,8 +115,10 @@ class Head(msgspec.Struct, frozen=True):
     epoch: str | None
     seq: int | None
     commits: int
-    places: tuple[str, ...]
+    # Blocks of the checkpoint by the text of their place, and the number of the last entry that it has.
+    places: dict[str, int]
     lease: int
+    checkpoint: int
     # The first field that cannot be read, here as if it were absent; None: all can. Nothing but a new epoch may be
     # written over it.
     problem: StoredValueError | None = None
@@ -121,6 +132,8 @@ class Head(msgspec.Struct, frozen=True):
         commits: bytes | None,
         places: bytes | None,
         lease: bytes | None,
+        checkpoint: bytes | None,
+        layout: bytes | None,
         unreadable: bytes | None = None,
     ) -> Head:
         """key: where the fields stand. unreadable: what a router said that cannot read the worker's values."""
@@ -134,23 +147,27 @@ class Head(msgspec.Struct, frozen=True):
                 problem = problem or StoredValueError(key, field, value)
                 return absent
 
+        if epoch is not None and layout != keys.LAYOUT:
+            # First, as it says what the others mean.
+            problem = StoredValueError(key, keys.META_LAYOUT, layout)
         head = cls(
             epoch=read(keys.META_EPOCH, epoch, decode_text, None),
+            places=read(keys.META_PLACES, places, parse_places, {}),
             seq=read(keys.META_SEQ, seq, keys.parse_number, None),
             commits=read(keys.META_COMMITS, commits, keys.parse_number, 0),
-            places=read(keys.META_PLACES, places, _parse_places, ()),
             lease=read(keys.META_LEASE, lease, keys.parse_number, 0),
+            checkpoint=read(keys.META_CHECKPOINT, checkpoint, keys.parse_number, 0),
         )
+        if not 0 <= head.commits - head.checkpoint <= MAX_TAIL_ENTRIES:
+            problem = problem or StoredValueError(key, keys.META_CHECKPOINT, checkpoint)
         if unreadable is not None:
             problem = problem or StoredValueError(key, keys.META_UNREADABLE, unreadable)
         return msgspec.structs.replace(head, problem=problem)
 
-
-def _parse_places(text: bytes) -> tuple[str, ...]:
-    places = tuple(text.decode("ascii").split(" ")) if text else ()
-    for place in places:
-        keys.parse_place(place)
-    return places
+    @property
+    def hides_keys(self) -> bool:
+        """Whether it cannot be said which keys the epoch has."""
+        return self.problem is not None and self.problem.field in (keys.META_LAYOUT, keys.META_EPOCH, keys.META_PLACES)
 
 
 def continues(commit: Commit, seq: int | None) -> bool:
@@ -166,26 +183,15 @@ def checked_meta(meta: dict[str, bytes] | None) -> dict[str, bytes]:
     return meta or {}
 
 
-def new_places(commit: Commit) -> Iterable[str]:
-    return (keys.place_text(change.place) for change in commit.changes if len(change.added))
-
-
 def epoch_keys(worker: WorkerKey, head: Head) -> list[str]:
-    """All keys of the current epoch; a name that no SET has costs nothing to UNLINK."""
+    """All keys of the current epoch; a name that no key has costs nothing to UNLINK."""
     epoch = head.epoch or ""
-    sets = [keys.residents(worker, epoch, keys.parse_place(text)) for text in head.places]
-    return [*sets, keys.copies(worker, epoch)]
+    residents = [keys.residents(worker, epoch, keys.parse_place(text)) for text in head.places]
+    return [*residents, keys.copies(worker, epoch)]
 
 
 def unlink_all(worker: WorkerKey, head: Head) -> bytes:
     return command("UNLINK", keys.meta(worker), keys.log(worker), keys.lease(worker), *epoch_keys(worker, head))
-
-
-def residency_commands(commit: Commit) -> Iterable[bytes]:
-    for change in commit.changes:
-        key = keys.residents(commit.worker, commit.epoch, change.place)
-        yield from members_commands(b"SADD", key, change.added)
-        yield from members_commands(b"SREM", key, change.removed)
 
 
 def copies_commands(commit: Commit) -> Iterable[bytes]:

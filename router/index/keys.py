@@ -14,9 +14,9 @@ so that no brace, colon, slash or newline in a name can reach another worker's k
 | `kvr:loads` | STREAM | what router processes have in flight (`load/messages.py`); trimmed |
 | `kvr:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |
 | `kvr:{tag}:meta` | HASH | `META_FIELDS` and what the owner adds |
-| `kvr:{tag}:EPOCH:gK:MEDIUM[:OWNER]` | SET | 8-byte big-endian block hashes resident there |
+| `kvr:{tag}:EPOCH:gK:MEDIUM[:OWNER]` | STRING | 8-byte big-endian block hashes resident there at the checkpoint |
 | `kvr:{tag}:EPOCH:copies` | HASH | place text + 8 bytes -> number of copies, only 2 or more |
-| `kvr:{tag}:log` | STREAM | one entry a commit; trimmed |
+| `kvr:{tag}:log` | STREAM | one entry a commit; trimmed, never behind the checkpoint |
 | `kvr:{tag}:lease` | STRING | `token:number` of the process that ingests this worker; expires |
 """
 
@@ -39,10 +39,24 @@ LOADS_MESSAGE = "m"
 META_EPOCH = "epoch"  # the current epoch's name
 META_SEQ = "seq"  # last committed seq of the epoch; absent before its first commit
 META_COMMITS = "commits"  # number of log entries ever written for this worker; each entry carries its number
-META_PLACES = "places"  # the epoch's places, quoted and space-separated: what to UNLINK when it is voided
+META_PLACES = "places"  # the places of the checkpoint, quoted, with their blocks: what to UNLINK when it is voided
+META_CHECKPOINT = "checkpoint"  # number of the last log entry whose changes the checkpoint has
+META_LAYOUT = "layout"  # how the epoch is stored: what another layout holds is void
 META_LEASE = "lease"  # number of the last lease on this worker: each taking has a higher one
 META_UNREADABLE = "unreadable"  # set by a router that cannot read what is stored: its owner then opens a new epoch
-META_FIELDS = frozenset({META_EPOCH, META_SEQ, META_COMMITS, META_PLACES, META_LEASE, META_UNREADABLE})
+META_FIELDS = frozenset(
+    {
+        META_EPOCH,
+        META_SEQ,
+        META_COMMITS,
+        META_PLACES,
+        META_LEASE,
+        META_UNREADABLE,
+        META_CHECKPOINT,
+        META_LAYOUT,
+    }
+)
+LAYOUT = b"log-first"
 
 # A number that we write: counts, and seqs, of which an engine can send any of 64 bits.
 _NUMBER = re.compile(rb"[0-9]{1,20}")
@@ -86,7 +100,7 @@ def of_epochs(worker: WorkerKey) -> str:
 
 
 def residents(worker: WorkerKey, epoch: str, place: Place) -> str:
-    """The SET of block hashes that `worker` holds at `place` in `epoch`."""
+    """The block hashes that `worker` held at `place` of `epoch` at its checkpoint."""
     return f"kvr:{worker_tag(worker)}:{_quoted(epoch)}:{place_text(place)}"
 
 

@@ -5,24 +5,22 @@ Invariants:
 - A commit is one MULTI/EXEC of native commands on one worker's keys. It applies only if its lease is the one that the
   worker has now, its epoch is the current one and its seqs continue the committed ones; else it changes nothing. The
   lease is watched, so it cannot end between check and EXEC.
-- Residency of an epoch that ended leaves no key behind: the epoch's places are kept in `meta`, so voiding is UNLINK
-  of a few keys, never a scan.
-- Each commit, note and new epoch writes exactly one log entry, numbered without holes per worker.
+- Each commit, note and new epoch writes exactly one log entry, numbered without holes per worker. Residency is the
+  checkpoint with the changes of the entries after it, so the log is never trimmed behind the checkpoint.
+- Residency of an epoch that ended leaves no key behind: the checkpoint's places are kept in `meta`, so voiding is
+  UNLINK of a few keys, never a scan.
 
-Not here: counting copies (ingest), deciding who should own a worker (streams/assignment.py), following the log
-(log_follower.py).
+Not here: counting copies (ingest), deciding who should own a worker (fleet/assignment.py), when a checkpoint is due
+(streams/commit_loop.py), reading it all (stored_worker.py), following the log (log_follower.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
+from kvrouter.router.index.checkpoint import Checkpoint, checkpoint_commands, places_text
 from kvrouter.router.index.commit import (
     HEAD_FIELDS,
-    NO_LOG_ID,
     Commit,
     CommitOutcome,
     Head,
@@ -33,22 +31,18 @@ from kvrouter.router.index.commit import (
     copies_commands,
     epoch_keys,
     hset,
-    new_places,
-    residency_commands,
     unlink_all,
 )
 from kvrouter.router.index.leases import Leases
-from kvrouter.router.index.log_entry import EntryKind, decode_text, encode_text, entry_fields
+from kvrouter.router.index.log_entry import EntryKind, encode_text, entry_fields
 from kvrouter.router.index.peers import Peers
 from kvrouter.router.index.registry import Registry
-from kvrouter.router.index.transactions import Transactions, multi, pairs
-from kvrouter.router.redis_client.connection import Connection
-from kvrouter.router.redis_client.errors import StoredValueError, StoreUnavailable
-from kvrouter.router.redis_client.resp import Hashes, command, hashes_from_bytes, info_field
+from kvrouter.router.index.stored_worker import load_copies, load_image
+from kvrouter.router.index.transactions import Transactions
+from kvrouter.router.redis_client.errors import StoredValueError
+from kvrouter.router.redis_client.resp import command, info_field, long_command
 from kvrouter.router.redis_client.servers import Servers
 
-# A block hash as a member of a SET.
-HASH_BYTES = 8
 # Entries kept of each worker's log. An owner commits a few hundred times a second at most, so a follower may be
 # seconds behind before it must load again, which takes a fraction of a second; at 2,048 transitions a commit a full
 # log is 16 MiB.
@@ -56,12 +50,6 @@ LOG_ENTRIES = 1_024
 # About how many bytes of each worker's log are kept where commits are larger than that (a flood, a snapshot): some of
 # its entries then go earlier, and a follower that was behind loads again. One entry is kept however large.
 LOG_BYTES = 64 * 1024**2
-# SMEMBERS of 10^6 hashes takes about 0.2 s of the server's one thread; several routers may load at once.
-LOAD_TIMEOUT_S = 60.0
-# Times an image is read again when its epoch ended meanwhile or a place came to it, both of which are rare.
-LOAD_ATTEMPTS = 16
-# Copies of a block are counted in 16 bits (copy_counts.py), and stored from 2 on.
-_COPIES_MIN, _COPIES_MAX = 2, 2**16 - 1
 
 
 class IndexStore:
@@ -116,18 +104,20 @@ class IndexStore:
                 return CommitOutcome.FENCED
             if head.epoch == epoch and head.problem is None:
                 return CommitOutcome.STALE
-            garbage = head.problem is not None
+            garbage = head.hides_keys
             meta_key, commits = keys.meta(worker), head.commits + 1
             own = {
+                keys.META_LAYOUT: keys.LAYOUT,
                 keys.META_EPOCH: encode_text(epoch),
                 keys.META_COMMITS: b"%d" % commits,
+                keys.META_CHECKPOINT: b"%d" % commits,
                 keys.META_PLACES: b"",
                 keys.META_LEASE: b"%d" % lease.number,
             }
             return [
                 command("UNLINK", meta_key, *epoch_keys(worker, head)),
                 hset(meta_key, own | fields),
-                self._xadd(worker, entry_fields(EntryKind.EPOCH, commits, epoch, meta=fields)),
+                self._xadd(worker, 0, entry_fields(EntryKind.EPOCH, commits, epoch, meta=fields)),
             ]
 
         outcome = await self._transactions.run(worker, write) or CommitOutcome.APPLIED
@@ -151,7 +141,9 @@ class IndexStore:
             commits = head.commits + 1
             return [
                 hset(keys.meta(worker), {keys.META_COMMITS: b"%d" % commits} | fields),
-                self._xadd(worker, entry_fields(EntryKind.NOTE, commits, epoch, meta=fields)),
+                self._xadd(
+                    worker, commits - head.checkpoint, entry_fields(EntryKind.NOTE, commits, epoch, meta=fields)
+                ),
             ]
 
         return await self._transactions.run(worker, write) or CommitOutcome.APPLIED
@@ -175,16 +167,34 @@ class IndexStore:
                 return CommitOutcome.STALE
             commits = head.commits + 1
             own = {keys.META_SEQ: b"%d" % commit.last_seq, keys.META_COMMITS: b"%d" % commits}
-            places = dict.fromkeys([*head.places, *new_places(commit)])
-            if len(places) > len(head.places):
-                own[keys.META_PLACES] = " ".join(places).encode()
-            seqs = (commit.first_seq, commit.last_seq)
+            entry = entry_fields(
+                EntryKind.COMMIT, commits, epoch, (commit.first_seq, commit.last_seq), commit.changes, fields
+            )
             return [
-                *residency_commands(commit),
                 *copies_commands(commit),
                 hset(keys.meta(worker), own | fields),
-                self._xadd(worker, entry_fields(EntryKind.COMMIT, commits, epoch, seqs, commit.changes, fields)),
+                self._xadd(worker, commits - head.checkpoint, entry),
             ]
+
+        return await self._transactions.run(worker, write) or CommitOutcome.APPLIED
+
+    async def checkpoint(self, checkpoint: Checkpoint, lease: Lease) -> CommitOutcome:
+        """Replaces the checkpoint if `lease` counts and its seq is the last that was committed to its epoch, which is
+        current. Written twice, it is the same."""
+        worker = checkpoint.worker
+
+        def write(holder: bytes | None, head: Head) -> list[bytes] | CommitOutcome:
+            if holder != lease.value:
+                return CommitOutcome.FENCED
+            if head.problem is not None:
+                raise head.problem
+            if (head.epoch, head.seq) != (checkpoint.epoch, checkpoint.seq):
+                return CommitOutcome.STALE
+            own = {
+                keys.META_CHECKPOINT: b"%d" % head.commits,
+                keys.META_PLACES: places_text(checkpoint.places),
+            }
+            return [*checkpoint_commands(checkpoint, head.places), hset(keys.meta(worker), own)]
 
         return await self._transactions.run(worker, write) or CommitOutcome.APPLIED
 
@@ -195,60 +205,21 @@ class IndexStore:
         # Nobody follows it: then the next who does loads it.
         await self._transactions.run(worker, lambda holder, head: False if holder is None else [order])
 
-    def _xadd(self, worker: WorkerKey, fields: list[bytes]) -> bytes:
+    def _xadd(self, worker: WorkerKey, tail: int, fields: list[bytes]) -> bytes:
+        """tail: entries after the checkpoint, with this one; they are kept."""
         size_bytes = sum(map(len, fields))
-        entries = max(1, min(self._log_entries, LOG_BYTES // size_bytes))
-        return command("XADD", keys.log(worker), "MAXLEN", "~", entries, "*", *fields)
+        entries = max(1, tail, min(self._log_entries, LOG_BYTES // size_bytes))
+        return long_command("XADD", keys.log(worker), "MAXLEN", "~", entries, "*", *fields)
 
     # -- reading
 
     async def load(self, worker: WorkerKey) -> WorkerImage:
         """What the store holds of `worker`, all of one moment; following the log from there goes on from it."""
-        meta_key, log_key = keys.meta(worker), keys.log(worker)
-
-        async def read(connection: Connection) -> WorkerImage:
-            ((epoch, places),) = await connection.run(command("HMGET", meta_key, keys.META_EPOCH, keys.META_PLACES), 1)
-            head = _readable(Head.of(meta_key, epoch, None, None, places, None))
-            for _ in range(LOAD_ATTEMPTS):
-                named = [keys.parse_place(text) for text in head.places]
-                sets = [keys.residents(worker, head.epoch or "", place) for place in named]
-                orders = [
-                    command("HGETALL", meta_key),
-                    command("XREVRANGE", log_key, "+", "-", "COUNT", 1),
-                    *(command("SMEMBERS", key) for key in sets),
-                ]
-                request = multi(orders)
-                *_, replies = await connection.run(request, len(orders) + 2, LOAD_TIMEOUT_S)
-                for key, reply in zip((meta_key, log_key, *sets), replies, strict=True):
-                    if isinstance(reply, Exception):
-                        raise StoredValueError(key, "", reply)
-                fields, newest, *members = replies
-                meta = _meta_of(meta_key, fields)
-                # What another router could not read, this one may: then there is nothing to say.
-                meta.pop(keys.META_UNREADABLE, None)
-                asked, head = head, _readable(Head.of(meta_key, *(meta.pop(name, None) for name in HEAD_FIELDS)))
-                if (head.epoch, head.places) == (asked.epoch, asked.places):
-                    found = {place: _hashes_of(key, m) for place, key, m in zip(named, sets, members, strict=True)}
-                    log_id = newest[0][0].decode("ascii") if newest else NO_LOG_ID
-                    return WorkerImage(worker, head.epoch, head.seq, meta, log_id, head.commits, found)
-            raise StoreUnavailable(f"{meta_key} kept changing its epoch or places while it was read")
-
-        return await self._transactions.read(meta_key, read, "a key of its worker")
+        return await load_image(self._transactions, worker)
 
     async def load_copies(self, worker: WorkerKey) -> dict[tuple[Place, int], int]:
         """The copies of the current epoch, where 2 or more, by place and block hash. Exact for the lease holder."""
-        meta_key = keys.meta(worker)
-
-        async def read(connection: Connection) -> dict[tuple[Place, int], int]:
-            (epoch,) = await connection.run(command("HGET", meta_key, keys.META_EPOCH), 1)
-            if epoch is None:
-                return {}
-            head = _readable(Head.of(meta_key, epoch, None, None, None, None))
-            key = keys.copies(worker, head.epoch or "")
-            (fields,) = await connection.run(command("HGETALL", key), 1, LOAD_TIMEOUT_S)
-            return dict(_copies_of(key, fields))
-
-        return await self._transactions.read(meta_key, read, "a key of its worker")
+        return await load_copies(self._transactions, worker)
 
     async def committed(self, worker: WorkerKey) -> tuple[str | None, int | None]:
         """The current epoch and its last committed seq: shows an owner whether the store lost what it committed."""
@@ -260,37 +231,3 @@ class IndexStore:
         head = Head.of(key, *fields)
         # What cannot be read is nothing to go on from.
         return (head.epoch, head.seq) if head.problem is None else (None, None)
-
-
-def _hashes_of(key: str, members: list[Any]) -> Hashes:
-    # A few of other lengths could add up to the right sum.
-    for member in members:
-        if len(member) != HASH_BYTES:
-            raise StoredValueError(key, "a member", member)
-    return hashes_from_bytes(b"".join(members))
-
-
-def _readable(head: Head) -> Head:
-    if head.problem is not None:
-        raise head.problem
-    return head
-
-
-def _meta_of(key: str, fields: list[bytes]) -> dict[str, bytes]:
-    try:
-        return {decode_text(field): value for field, value in pairs(fields)}
-    except ValueError:
-        raise StoredValueError(
-            key, "the name of a field", [name for name in fields[::2] if not name.isascii()]
-        ) from None
-
-
-def _copies_of(key: str, fields: list[bytes]) -> Iterable[tuple[tuple[Place, int], int]]:
-    for field, value in pairs(fields):
-        try:
-            count = keys.parse_number(value)
-            if not _COPIES_MIN <= count <= _COPIES_MAX:
-                raise ValueError(f"{count} copies")
-            yield keys.parse_copies_field(field), count
-        except ValueError:
-            raise StoredValueError(key, repr(field), value) from None

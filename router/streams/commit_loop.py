@@ -13,6 +13,9 @@ from typing import TypeVar
 
 import msgspec
 
+from kvrouter.router.common.ids import Place
+from kvrouter.router.index.checkpoint import LogTail
+from kvrouter.router.ingest.net_changes import Hashes
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.streams.lease_holder import LeaseHolder, LeaseLost
@@ -41,6 +44,11 @@ TURN_S = 0.002
 LAST_COMMIT_S = 1.0
 
 
+# A worker that changes nothing for so long gets its checkpoint, so that whoever looks into Redis finds it whole. One
+# that changes something every few seconds would else have all that it holds written as often.
+QUIET_S = 60.0
+
+
 class CommitLoop:
     """Commits of one worker, for as long as its record has a lead."""
 
@@ -52,6 +60,8 @@ class CommitLoop:
         self._unwritten_since_s: float | None = None
         # What the store was sent last, None once it has said what became of it.
         self.sending: PendingCommit | None = None
+        # What the store's log has after the checkpoint.
+        self.tail = LogTail()
         # The state as last written for the other processes.
         self._written_state: dict[str, bytes] = {}
 
@@ -59,6 +69,11 @@ class CommitLoop:
     def unwritten_s(self) -> float:
         """How long the oldest news has waited for the store."""
         return 0.0 if self._unwritten_since_s is None else self._services.clock() - self._unwritten_since_s
+
+    @property
+    def unwritten_blocks(self) -> int:
+        """Transitions that wait for the store."""
+        return 0 if self._record.lead is None else self._record.lead.backlog.blocks
 
     @property
     def _lead(self) -> MirrorLead:
@@ -72,6 +87,7 @@ class CommitLoop:
     def end_lead(self) -> None:
         """Another process writes from now on."""
         self._unwritten_since_s = None
+        self.tail.clear()
 
     def rewrite(self) -> None:
         """Have the whole epoch written when the store is there."""
@@ -121,7 +137,9 @@ class CommitLoop:
     async def run(self) -> None:
         dirty, clock = self._record.dirty, self._services.clock
         while True:
-            await dirty.wait()
+            if not await self._hears_news():
+                await self._write_checkpoint(self._residents())
+                continue
             dirty.clear()
             if self._unwritten_since_s is None:
                 self._unwritten_since_s = clock()
@@ -129,6 +147,14 @@ class CommitLoop:
             taken_s = clock()
             await self._write()
             self._unwritten_since_s = taken_s if dirty.is_set() else None
+
+    async def _hears_news(self) -> bool:
+        """Wait for what is to be written; False: there was nothing for so long that a checkpoint is due."""
+        dirty = self._record.dirty
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(QUIET_S if self.tail.blocks else None):
+                await dirty.wait()
+        return dirty.is_set()
 
     async def write_rest(self) -> None:
         """What the store lacks of a worker that is given up: whoever is next may have no replay to learn it from."""
@@ -146,6 +172,8 @@ class CommitLoop:
     async def _write(self) -> None:
         """Have in the store all that it lacks now."""
         flush, state = self._next_commit(), self._record.state_fields()
+        self._measure_tail(flush, noted=state != self._written_state)
+        residents = self._residents() if self.tail.is_long(self._record.ingest.held.blocks.blocks) else None
         self._record.drained.set()
         if flush is not None:
             if flush.opens_epoch or state != self._written_state:
@@ -156,6 +184,27 @@ class CommitLoop:
         elif state != self._written_state:
             await self._lease.note(self._record.ingest.held.epoch, state)
         self._written_state = state
+        await self._write_checkpoint(residents)
+
+    def _measure_tail(self, flush: PendingCommit | None, *, noted: bool) -> None:
+        if flush is None:
+            if noted:
+                self.tail.add(())
+            return
+        if flush.opens_epoch:
+            self.tail.clear()
+        if flush.seqs is not None:
+            self.tail.add(flush.changes)
+
+    def _residents(self) -> dict[Place, Hashes] | None:
+        """What the store will hold when it has the commit that was taken last."""
+        held = self._record.ingest.held
+        return None if held.seq is None else self._lead.residents(held)
+
+    async def _write_checkpoint(self, residents: dict[Place, Hashes] | None) -> None:
+        if residents is not None:
+            await self._lease.checkpoint(residents)
+            self.tail.clear()
 
     def _next_commit(self) -> PendingCommit | None:
         record = self._record

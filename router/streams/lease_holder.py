@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
-from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
+from kvrouter.router.index.checkpoint import Checkpoint
 from kvrouter.router.index.commit import Commit, CommitOutcome, Head, Lease
 from kvrouter.router.index.leases import Renewal, RenewalReply
 from kvrouter.router.index.store import IndexStore
+from kvrouter.router.ingest.net_changes import Hashes
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.redis_client.errors import StoredValueError, StoreError
 from kvrouter.router.streams.lease_rounds import LOOKS_PER_TTL, LeaseRounds
@@ -259,6 +261,21 @@ class LeaseHolder:
 
         await self._until_done(once)
 
+    async def checkpoint(self, residents: Mapping[Place, Hashes]) -> None:
+        """Replace the checkpoint by what the worker held at the last commit, as `write` does."""
+        epoch, seq = self._written
+        assert epoch is not None and seq is not None
+        checkpoint = Checkpoint(self._worker, epoch, seq, residents)
+
+        async def once() -> bool:
+            assert self._lease is not None
+            outcome = await self._store.checkpoint(checkpoint, self._lease)
+            if outcome is CommitOutcome.APPLIED:
+                self._metrics.checkpoints.inc()
+            return await self._follow_outcome(outcome, done=False)
+
+        await self._until_done(once)
+
     async def _until_done(self, once: Callable[[], Awaitable[bool]]) -> None:
         retry_s = RETRY_FIRST_S
         while True:
@@ -311,6 +328,9 @@ class LeaseHolder:
 
     async def _judge(self, outcome: CommitOutcome, *, done: bool) -> bool:
         self._metrics.commits[outcome.value].inc()
+        return await self._follow_outcome(outcome, done=done)
+
+    async def _follow_outcome(self, outcome: CommitOutcome, *, done: bool) -> bool:
         if outcome is CommitOutcome.FENCED:
             await self._regain()
             return False

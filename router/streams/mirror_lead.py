@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.ingest.commit_backlog import CommitBacklog
-from kvrouter.router.ingest.net_changes import NO_HASHES, ResidencyDelta
+from kvrouter.router.ingest.net_changes import NO_HASHES, Hashes, ResidencyDelta
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.ingest.worker_epoch import WorkerEpoch
 
@@ -70,6 +70,12 @@ class MirrorLead:
             if (flush := held.take()) is not None:
                 self.backlog.add(flush)
         return self.backlog.take()
+
+    def residents(self, held: WorkerEpoch) -> dict[Place, Hashes] | None:
+        """All that the store holds when it has what `take` returned; None: something waits, so memory is ahead."""
+        if held.has_news or not self.backlog.is_empty:
+            return None
+        return {place: held.blocks.hashes(place) for place in held.blocks.places}
 
     def continues(self, held: WorkerEpoch, epoch: str | None, seq: int | None) -> bool:
         """Whether the next commit can follow what (epoch, seq) in the store stands for."""

@@ -64,5 +64,10 @@ class StreamMetrics:
             "backlog_blocks", "Transitions of a worker that is followed here that wait for the store"
         )
         self.commits = counters("index_commits_total", "Commits to the store", outcome=COMMIT_OUTCOMES)
+        self.log_tail_blocks = worker_gauge(
+            "log_tail_blocks",
+            "Transitions of a worker that is followed here that its log has and its checkpoint has not",
+        )
+        self.checkpoints = registry.counter("index_checkpoints_total", "Checkpoints of workers written to the store")
         self.rewrites = registry.worker_counter("index_rewrites_total", "Workers written to the store anew from memory")
         self.leases_lost = counters("leases_lost_total", "Workers that this process ceased to follow", how=LEASE_LOSSES)

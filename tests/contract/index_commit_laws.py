@@ -7,7 +7,6 @@ import asyncio
 import itertools
 from typing import Any
 
-import numpy as np
 import pytest
 from index_support import (
     APPLIED,
@@ -21,6 +20,7 @@ from index_support import (
     STALE,
     World,
     change,
+    checkpoint,
     held,
     next_items,
     supervisor,
@@ -31,7 +31,6 @@ from kvrouter.router.index.commit import Commit, CommitOutcome, Lease
 from kvrouter.router.index.log_follower import LogFollower
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.index.transactions import Transactions
-from kvrouter.router.ingest.net_changes import ResidencyDelta
 
 
 class CommitLaws:
@@ -49,36 +48,19 @@ class CommitLaws:
             )
             assert await store.commit(commit, ME) is APPLIED
             tag = f"kvr:{{model/{worker.worker_id}}}"
-            assert world.stored_keys() == {
-                f"{tag}:meta",
-                f"{tag}:log",
-                f"{tag}:lease",
-                f"{tag}:e1:g0:GPU",
-                f"{tag}:e1:g-:STORAGE:fs%3A%7B%7D%0A",
-                f"{tag}:e1:copies",
-            }
-            assert world.raw.smembers(f"{tag}:e1:g0:GPU") == {bytes(7) + b"\x01", b"\xff" * 8}
+            own = {f"{tag}:meta", f"{tag}:log", f"{tag}:lease", f"{tag}:e1:copies"}
+            assert world.stored_keys() == own
+            assert await store.checkpoint(checkpoint(worker, "e1", 7, {GPU: (1, 2**64 - 1), DISK: (3,)}), ME) is APPLIED
+            assert world.stored_keys() == own | {f"{tag}:e1:g0:GPU", f"{tag}:e1:g-:STORAGE:fs%3A%7B%7D%0A"}
+            assert world.raw.get(f"{tag}:e1:g0:GPU") == bytes(7) + b"\x01" + b"\xff" * 8
+            assert world.raw.hget(f"{tag}:meta", "places") == b"g0:GPU=2 g-:STORAGE:fs%3A%7B%7D%0A=1"
+            assert world.raw.hget(f"{tag}:meta", "checkpoint") == world.raw.hget(f"{tag}:meta", "commits") == b"2"
             assert world.raw.hgetall(f"{tag}:e1:copies") == {b"g0:GPU" + bytes(7) + b"\x01": b"2"}
             assert world.raw.hget(f"{tag}:meta", "seq") == b"7"
             image = await store.load(worker)
             assert (image.epoch, image.seq, image.commits, image.meta) == ("e1", 7, 2, {"state": b"live"})
             assert held(image.places) == {GPU: {1, 2**64 - 1}, DISK: {3}}
             assert await store.committed(worker) == ("e1", 7)
-
-        world.run(body)
-
-    def test_members_are_eight_bytes_also_in_a_commit_of_many_commands(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            many = np.arange(20_000, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-            assert await store.commit(Commit(worker, "e1", 0, 0, [ResidencyDelta(GPU, many, many[:0])]), ME) is APPLIED
-            assert (
-                await store.commit(Commit(worker, "e1", 1, 1, [ResidencyDelta(GPU, many[:0], many[:9_000])]), ME)
-                is APPLIED
-            )
-            members = world.raw.smembers(keys.residents(worker, "e1", GPU))
-            assert {len(member) for member in members} == {8}
-            assert {int.from_bytes(member, "big") for member in members} == set(many[9_000:].tolist())
 
         world.run(body)
 
@@ -159,12 +141,17 @@ class CommitLaws:
             worker = await world.owned(store)
             full = [change(place, (1, 2, 3)) for place in PLACES]
             assert await store.commit(Commit(worker, "e1", 0, 0, full, [(CPU, 1, 2)]), ME) is APPLIED
+            held = dict.fromkeys(PLACES, (1, 2, 3))
+            assert await store.checkpoint(checkpoint(worker, "e1", 0, held), ME) is APPLIED
             assert sum(":e1:" in key for key in world.stored_keys()) == 4
             assert await store.open_epoch(worker, "e2", ME) is APPLIED
             assert not any(":e1:" in key for key in world.stored_keys())
             assert await store.commit(Commit(worker, "e2", 0, 0, full, [(CPU, 1, 2)]), ME) is APPLIED
+            assert await store.checkpoint(checkpoint(worker, "e2", 0, held), ME) is APPLIED
             emptied = [change(place, (), (1, 2, 3)) for place in PLACES]
             assert await store.commit(Commit(worker, "e2", 1, 1, emptied, [(CPU, 1, 0)]), ME) is APPLIED
+            nothing = dict.fromkeys(PLACES, ())
+            assert await store.checkpoint(checkpoint(worker, "e2", 1, nothing), ME) is APPLIED
             assert not any(":e2:" in key for key in world.stored_keys())
             assert (await store.load(worker)).seq == 1
 

@@ -7,13 +7,14 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.index.checkpoint import Checkpoint
 from kvrouter.router.index.commit import CommitOutcome, Lease
 from kvrouter.router.index.log_entry import LogEntry
 from kvrouter.router.index.log_follower import LogFollower
@@ -38,6 +39,10 @@ def hashes(*values: int) -> np.ndarray:
 
 def change(place: Place, added: tuple[int, ...] = (), removed: tuple[int, ...] = ()) -> ResidencyDelta:
     return ResidencyDelta(place, hashes(*added), hashes(*removed))
+
+
+def checkpoint(worker: WorkerKey, epoch: str, seq: int, held: Mapping[Place, Iterable[int]]) -> Checkpoint:
+    return Checkpoint(worker, epoch, seq, {place: hashes(*sorted(blocks)) for place, blocks in held.items()})
 
 
 def held(places: dict[Place, np.ndarray]) -> Residency:

@@ -23,7 +23,7 @@ from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
 # pytest's importlib mode leaves sys.path alone.
 pytest.register_assert_rewrite("index_support", "index_commit_laws", "index_lease_laws", "index_follow_laws")
 from index_commit_laws import CommitLaws  # noqa: E402
-from index_follow_laws import FollowLaws  # noqa: E402
+from index_follow_laws import FollowLaws, ScanLaws  # noqa: E402
 from index_lease_laws import LeaseLaws  # noqa: E402
 from index_support import (  # noqa: E402
     APPLIED,
@@ -58,13 +58,13 @@ class IndexContract(CommitLaws, LeaseLaws, FollowLaws):
         raw.close()
 
 
-class TestEmbedded(IndexContract):
+class TestEmbedded(IndexContract, ScanLaws):
     @pytest.fixture
     def url(self, embedded_url: str) -> str:
         return embedded_url
 
 
-class TestRedis(IndexContract):
+class TestRedis(IndexContract, ScanLaws):
     @pytest.fixture
     def url(self, redis_url: str) -> str:
         return redis_url
@@ -136,7 +136,7 @@ class TestTlsAndAcl(IndexContract):
         raw.close()
 
 
-class TestCluster(IndexContract):
+class TestCluster(IndexContract, ScanLaws):
     @pytest.fixture
     def url(self, cluster_url: str) -> str:
         return cluster_url

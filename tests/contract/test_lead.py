@@ -6,127 +6,42 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
-import zmq
 from engine_http import EngineHttp
-from fake_engine import FakeEngine, hashes, prompt, removed, stored
+from fake_engine import FakeEngine, removed, stored
+from lead_support import (
+    CHAIN,
+    FIRST,
+    SECOND,
+    SUSPECT_CREDIT_S,
+    TOKENS,
+    WORKER,
+    held_in_store,
+    is_well,
+    registration,
+    reused,
+    router,
+    run,
+    shows,
+    status,
+    until,
+)
 from store_server import StoreServer
 
 from kvrouter.router.common.ids import Place, WorkerKey
-from kvrouter.router.config.settings import Config
-from kvrouter.router.core.core_metrics import CoreMetrics
 from kvrouter.router.core.router_core import Core
 from kvrouter.router.fleet.assignment import assign_workers
 from kvrouter.router.index import keys
 from kvrouter.router.index.commit import Commit, CommitOutcome, Lease
-from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import NO_HASHES, ResidencyDelta
-from kvrouter.router.matching.question import Question
 from kvrouter.router.streams.commit_loop import MAX_PENDING_BLOCKS
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 from kvrouter.router.workers.stream_state import CREDITED, StreamState
-
-WORKER = WorkerKey("m", "w")
-TOKENS = prompt(1, 12)
-CHAIN = hashes(TOKENS)
-WAIT_S = 30.0
-SUSPECT_CREDIT_S = 2.0
-FIRST, SECOND = "first-router", "second-router"
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[StoreServer]:
-    with StoreServer(tmp_path / "store", "--appendonly", "yes", "--appendfsync", "always") as server:
-        yield server
-
-
-@pytest.fixture
-def engine() -> Iterator[FakeEngine]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    engine = FakeEngine(context)
-    yield engine
-    engine.close()
-    context.destroy(linger=0)
-
-
-def registration(engine: FakeEngine, **more: Any) -> Registration:
-    return Registration(WORKER, events=engine.endpoint, replay=engine.replay_endpoint, patch=NO_PATCH, **more)
-
-
-@asynccontextmanager
-async def router(
-    server: StoreServer, token: str, watch: Callable[[Core], None] = lambda core: None, **settings: Any
-) -> AsyncIterator[Core]:
-    """One router's core on the store; `watch` sees it before it starts."""
-    async with AsyncExitStack() as stack:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        stack.push_async_callback(asyncio.to_thread, context.destroy, linger=0)
-        store = await IndexStore.open(server.url)
-        stack.push_async_callback(store.close)
-        http = await stack.enter_async_context(aiohttp.ClientSession())
-        core = Core(
-            store=store,
-            config=Config(suspect_credit_s=SUSPECT_CREDIT_S, health_interval_s=0.1, **settings),
-            metrics=CoreMetrics(MetricRegistry()),
-            zmq_context=context,
-            clock=time.monotonic,
-            rng=random.Random(token),
-            http=http,
-            token=token,
-        )
-        watch(core)
-        await core.start()
-        stack.push_async_callback(core.stop)
-        yield core
-
-
-async def until(reached: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := reached()):
-        assert time.monotonic() < deadline, what
-        await asyncio.sleep(0.005)
-    return found
-
-
-def shows(core: Core, seq: int) -> bool:
-    return status(core).seq == seq
-
-
-def reused(core: Core) -> int:
-    """Blocks of the prompt that the router says the worker will reuse."""
-    (hit,) = core.ask(Question("m", len(TOKENS), token_ids=np.array(TOKENS, np.int64)))
-    return hit.gpu // 16
-
-
-def status(core: Core) -> Any:
-    (found,) = core.statuses()
-    return found
-
-
-def is_well(core: Core, blocks: int) -> bool:
-    row = status(core)
-    return row.state == "live" and row.credited and reused(core) == blocks and not core.health()
-
-
-def held_in_store(server: StoreServer) -> set[int]:
-    epoch = server.client.hget(keys.meta(WORKER), keys.META_EPOCH) or b""
-    members = server.client.smembers(keys.residents(WORKER, epoch.decode(), Place(0, "GPU")))
-    return {int.from_bytes(member, "big") for member in members}
-
-
-def run(body: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(body())  # type: ignore[arg-type]
 
 
 def test_answers_are_exact_while_the_store_hangs_and_the_other_router_is_in_doubt(
@@ -189,7 +104,11 @@ def test_a_router_that_stops_leaves_nothing_unwritten(
                 stream = core.registry.streams[WORKER]
                 # It waits for the store, and no longer here.
                 await until(
-                    lambda: stream.visible_seq == gone and stream.unwritten_s and not stream.unwritten_blocks,
+                    lambda: (
+                        stream.visible_seq == gone
+                        and stream.commits.unwritten_s
+                        and not stream.commits.unwritten_blocks
+                    ),
                     "nothing is sent",
                 )
             seq = engine.publish(*removed(CHAIN[6:9]), *([] if on_its_way else removed(CHAIN[9:])))
@@ -228,14 +147,14 @@ def test_beyond_the_bound_the_epoch_is_rewritten_when_the_store_is_back(
             assert reused(core) == 6 and status(core).state == "live"
             stream = core.registry.streams[WORKER]
             # Given up: not even the removals wait.
-            assert stream.unwritten_s and not stream.unwritten_blocks
+            assert stream.commits.unwritten_s and not stream.commits.unwritten_blocks
             mirrored = core.mirror_sync.mirror.worker(WORKER)
             assert mirrored is not None
             slots = list(mirrored.slots)
             server.start() if away == "killed" else server.resume()
             await until(lambda: is_well(core, 6), "not well again")
             await until(lambda: held_in_store(server) == {*CHAIN[:6], *others}, "the store lacks what was rewritten")
-            assert status(core).epoch != epoch and not stream.unwritten_blocks
+            assert status(core).epoch != epoch and not stream.commits.unwritten_blocks
             # The same table: only the name of the epoch is another.
             mirrored = core.mirror_sync.mirror.worker(WORKER)
             assert mirrored is not None and mirrored.slots == slots

@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import redis
 from churn import BLOCK, HASHES, KINDS, Churn
 from router_process import RouterError, RouterProcess
 from sentinel_store import SentinelStore
 from store_server import StoreServer, wait_stored
+from stored_residency import read_residency
 
 from kvrouter.router.common.ids import WorkerKey
 
@@ -118,13 +120,17 @@ def wrong_answers(router: RouterProcess, churn: Churn, truth: dict[str, Any]) ->
 
 
 def wrong_index(client: Any, churn: Churn, truth: dict[str, Any]) -> list[str]:
-    """Where the sets in Redis differ from what the engines hold, block by block."""
+    """Where what Redis holds differs from what the engines hold, block by block."""
     wrong = []
     for number, worker in enumerate(churn.workers):
         tag = f"kvr:{{{MODEL}/{worker}}}"
-        epoch = client.hget(f"{tag}:meta", "epoch").decode()
+        try:
+            stored = read_residency(client, tag)
+        except redis.ResponseError as error:
+            wrong.append(f"{worker} has a key of another type: {error}")
+            continue
         for group in range(len(KINDS)):
-            there = {int.from_bytes(one, "big") for one in client.smembers(f"{tag}:{epoch}:g{group}:GPU")}
+            there = stored.get(f"g{group}:GPU", set())
             expected = set(truth["held"][number][group])
             if there != expected:
                 wrong.append(f"{worker} group {group}: {len(there - expected)} ghosts, {len(expected - there)} missing")
@@ -144,7 +150,7 @@ def check(routers: Iterable[RouterProcess], client: Any, churn: Churn) -> int:
         wrong = until_right(partial(wrong_answers, router, churn, truth))
         assert not wrong, "\n".join([*wrong[:10], router.log_tail()])
     wait_stored(client, {WorkerKey(MODEL, worker): seq for worker, seq in seqs.items()})
-    wrong = wrong_index(client, churn, truth)
+    wrong = until_right(partial(wrong_index, client, churn, truth))
     assert not wrong, wrong[:10]
     return sum(tokens > 0 for row in truth["reuse"] for tokens in row)
 

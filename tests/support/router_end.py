@@ -174,6 +174,10 @@ class RouterEnd:
         flush = self.ingest.held.take()
         if flush is not None:
             self.store.commit(flush, self.vitals.start_s)
+            held = self.ingest.held
+            known = {place: set(held.blocks.hashes(place).tolist()) for place in held.blocks.places}
+            if {place: blocks for place, blocks in known.items() if blocks} != self.store.residency():
+                raise Misled("a checkpoint would differ from what was committed")
 
     def pulse(self) -> None:
         """The engine's HTTP is queried."""

@@ -64,6 +64,9 @@ class StoreImage:
             else:
                 self.copies.pop((place, block), None)
 
+    def residency(self) -> dict[Place, set[int]]:
+        return {place: held for place, held in self.places.items() if held}
+
     def arrays(self) -> dict[Place, np.ndarray]:
         return {place: np.array(sorted(held), np.uint64) for place, held in self.places.items()}
 

@@ -46,6 +46,16 @@ def residents(client: Any) -> str:
     return f"{TAG}:{client.hget(META, 'epoch').decode()}:g0:GPU"
 
 
+def checkpointed(spoil: Spoil) -> Spoil:
+    """`meta` says that the worker has a checkpoint of one block."""
+
+    def both(client: Any) -> None:
+        client.hset(META, "places", b"g0:GPU=1")
+        spoil(client)
+
+    return both
+
+
 def replaced(key: Callable[[Any], str]) -> Spoil:
     """Another type in place of what was there."""
 
@@ -53,10 +63,10 @@ def replaced(key: Callable[[Any], str]) -> Spoil:
         name = key(client)
         with client.pipeline() as pipe:
             pipe.delete(name)
-            if name == LEASE:
-                pipe.rpush(name, b"x")
-            else:
+            if name in (META, LOG):
                 pipe.set(name, b"x")
+            else:
+                pipe.rpush(name, b"x")
             pipe.execute()
 
     return spoil
@@ -69,13 +79,17 @@ HEADS: dict[str, Spoil] = {
     "seq": field("seq", b"abc"),
     "commits": field("commits", b"1_0"),
     "epoch": field("epoch", b"\xff\xfe"),
-    "places": field("places", b"g0:GPU g:x:y:z"),
+    "places": field("places", b"g0:GPU=1 g:x:y:z=1"),
     "lease number": field("lease", b"-"),
     "the name of a field": field(b"\xff", b"1"),
-    "a member": lambda client: client.sadd(residents(client), b"short"),
+    "layout": field("layout", b"sets"),
+    "number of the checkpoint": field("checkpoint", b"99999999"),
+    "a checkpoint that is gone": checkpointed(lambda client: client.delete(residents(client))),
+    "a checkpoint that is cut": checkpointed(lambda client: client.set(residents(client), b"short")),
+    "end of the log": lambda client: client.xtrim(LOG, maxlen=0, approximate=False),
     "learned": field("learned", b"{"),
     "scheme": field("scheme", b'{"algo":"none"}'),
-    "a set of another type": replaced(residents),
+    "a checkpoint of another type": checkpointed(replaced(residents)),
     DROPPED: replaced(lambda client: META),
     "log of another type": replaced(lambda client: LOG),
 }

@@ -7,16 +7,16 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from redis.crc import key_slot
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
+from kvrouter.router.index.checkpoint import parse_places, places_text
 from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
 from kvrouter.router.ingest.net_changes import ResidencyDelta
-from kvrouter.router.redis_client.resp import MEMBERS_PER_COMMAND, command, members_commands
+from kvrouter.router.redis_client.resp import command, long_command
 
 # Surrogates too: they are legal in JSON strings.
 NAMES = st.text(st.characters(exclude_categories=()), max_size=8) | st.sampled_from(
@@ -112,9 +112,12 @@ def test_log_entries_read_back(
         assert got.removed.tolist() == want.removed.tolist()
 
 
-@pytest.mark.parametrize("count", [0, 1, MEMBERS_PER_COMMAND, MEMBERS_PER_COMMAND + 1])
-def test_packed_members_are_what_hiredis_packs(count: int) -> None:
-    hashes = np.arange(2**64 - count, 2**64, dtype=np.uint64) if count else np.empty(0, np.uint64)
-    members = [int(h).to_bytes(8, "big") for h in hashes]
-    chunks = [members[i : i + MEMBERS_PER_COMMAND] for i in range(0, count, MEMBERS_PER_COMMAND)]
-    assert list(members_commands(b"SADD", "kä", hashes)) == [command("SADD", "kä", *chunk) for chunk in chunks]
+@given(args=st.lists(st.binary(max_size=20) | st.text(max_size=5) | st.integers(), min_size=1))
+def test_a_long_command_is_what_hiredis_packs(args: list[Any]) -> None:
+    assert long_command(*args) == command(*args)
+
+
+@given(places=st.dictionaries(PLACES, HASHES, max_size=4))
+def test_places_read_back_with_their_blocks(places: dict[Place, Any]) -> None:
+    expected = {keys.place_text(place): len(hashes) for place, hashes in places.items()}
+    assert parse_places(places_text(places)) == expected

@@ -12,6 +12,7 @@ import time
 from typing import Any, cast
 
 import httpx
+from stored_residency import place_keys, residency_of
 from wire import Wire
 
 from kvrouter.router.common.ids import Place as RouterPlace
@@ -349,19 +350,19 @@ class ProcessSchedule(Stage):
         return problems
 
     async def _compare(self, engine: Engine) -> tuple[int, int]:
-        """(ghosts, lost) of the sets in the store against what the engine holds."""
+        """(ghosts, lost) of what the store has against what the engine holds."""
         worker = WorkerKey(MODEL, engine.name)
-        epoch = await self._valkey.ask("HGET", keys.meta(worker), keys.META_EPOCH)
-        held = engine.held()
+        held = {keys.place_text(RouterPlace(*place)): blocks for place, blocks in engine.held().items()}
+        ask, tag = self._valkey.ask, f"kvr:{keys.worker_tag(worker)}"
+        meta = _pairs(await ask("HGETALL", f"{tag}:meta"))
+        stored = {place: await ask("GET", key) for place, key in place_keys(tag, meta).items()}
+        log = [(one, _pairs(fields)) for one, fields in await ask("XRANGE", f"{tag}:log", "-", "+")]
+        there = residency_of(meta, stored, log)
         ghosts = lost = 0
-        named = await self._valkey.ask("HGET", keys.meta(worker), keys.META_PLACES) or b""
-        places = {keys.parse_place(text) for text in named.decode().split()} | {RouterPlace(*place) for place in held}
-        for place in places:
-            members = await self._valkey.ask("SMEMBERS", keys.residents(worker, (epoch or b"").decode(), place))
-            stored = {int.from_bytes(member, "big") for member in members}
-            truth = held.get((place.group_idx, place.medium, place.ownership), frozenset())
-            ghosts += len(stored - truth)
-            lost += len(truth - stored)
+        for place in held.keys() | there.keys():
+            known, truth = there.get(place, set()), held.get(place, frozenset())
+            ghosts += len(known - truth)
+            lost += len(truth - known)
         return ghosts, lost
 
     async def _ask(self, router: ProcessRouter) -> None:
@@ -374,6 +375,10 @@ class ProcessSchedule(Stage):
                     self._fail(
                         f"{router.name}: {said} tokens of a prompt promised of {engine.name}, {true} would be reused"
                     )
+
+
+def _pairs(flat: list[bytes]) -> dict[bytes, bytes]:
+    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _settled(row: dict[str, Any]) -> bool:

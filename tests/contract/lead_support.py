@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole routers without their HTTP on one store, and an engine that they follow."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import aiohttp
+import numpy as np
+import zmq
+from fake_engine import FakeEngine, hashes, prompt
+from store_server import StoreServer
+from stored_residency import read_residency
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.settings import Config
+from kvrouter.router.core.core_metrics import CoreMetrics
+from kvrouter.router.core.router_core import Core
+from kvrouter.router.index import keys
+from kvrouter.router.index.store import IndexStore
+from kvrouter.router.matching.question import Question
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.workers.registration import NO_PATCH, Registration
+
+WORKER = WorkerKey("m", "w")
+TOKENS = prompt(1, 12)
+CHAIN = hashes(TOKENS)
+WAIT_S = 30.0
+SUSPECT_CREDIT_S = 2.0
+FIRST, SECOND = "first-router", "second-router"
+
+
+def registration(engine: FakeEngine, **more: Any) -> Registration:
+    return Registration(WORKER, events=engine.endpoint, replay=engine.replay_endpoint, patch=NO_PATCH, **more)
+
+
+@asynccontextmanager
+async def router(
+    server: StoreServer, token: str, watch: Callable[[Core], None] = lambda core: None, **settings: Any
+) -> AsyncIterator[Core]:
+    """One router's core on the store; `watch` sees it before it starts."""
+    async with AsyncExitStack() as stack:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        stack.push_async_callback(asyncio.to_thread, context.destroy, linger=0)
+        store = await IndexStore.open(server.url)
+        stack.push_async_callback(store.close)
+        http = await stack.enter_async_context(aiohttp.ClientSession())
+        core = Core(
+            store=store,
+            config=Config(suspect_credit_s=SUSPECT_CREDIT_S, health_interval_s=0.1, **settings),
+            metrics=CoreMetrics(MetricRegistry()),
+            zmq_context=context,
+            clock=time.monotonic,
+            rng=random.Random(token),
+            http=http,
+            token=token,
+        )
+        watch(core)
+        await core.start()
+        stack.push_async_callback(core.stop)
+        yield core
+
+
+async def until(reached: Callable[[], Any], what: str, timeout_s: float = WAIT_S) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := reached()):
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.005)
+    return found
+
+
+def shows(core: Core, seq: int) -> bool:
+    return status(core).seq == seq
+
+
+def reused(core: Core) -> int:
+    """Blocks of the prompt that the router says the worker will reuse."""
+    (hit,) = core.ask(Question("m", len(TOKENS), token_ids=np.array(TOKENS, np.int64)))
+    return hit.gpu // 16
+
+
+def status(core: Core) -> Any:
+    (found,) = core.statuses()
+    return found
+
+
+def is_well(core: Core, blocks: int) -> bool:
+    row = status(core)
+    return row.state == "live" and row.credited and reused(core) == blocks and not core.health()
+
+
+def held_in_store(server: StoreServer) -> set[int]:
+    return read_residency(server.client, f"kvr:{keys.worker_tag(WORKER)}").get("g0:GPU", set())
+
+
+def run(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(body())  # type: ignore[arg-type]
