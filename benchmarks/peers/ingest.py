@@ -3,8 +3,8 @@
 
 One worker's stream, encoded beforehand and published as fast as it goes; the time from the first send until
 /query_by_hash shows the last prompt whole. Each round starts both servers again. All prompts are compared after the
-last round. This router also writes them to Valkey behind
-that, and its CPU is counted until they are there; dynamo keeps them in memory only.
+last round. This router also writes them to Valkey behind that, and its CPU is counted until they are there; dynamo
+keeps them in memory only.
 """
 
 from __future__ import annotations
