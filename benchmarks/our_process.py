@@ -60,7 +60,7 @@ async def info(store: IndexStore) -> dict[str, int]:
 
 
 async def key_bytes(store: IndexStore) -> dict[str, int]:
-    """Bytes by the last part of the key, by MEMORY USAGE of every key: logs, sets and the rest."""
+    """Bytes by the last part of the key, by MEMORY USAGE of every key: logs, checkpoints and the rest."""
     (names,) = await store.servers.run("x", command("KEYS", "*"))
     totals: dict[str, int] = {}
     for name in names:

@@ -170,6 +170,9 @@ class Served:
         found = json.loads(body)["instances"]
         return {int(w) - 1: one["longest_matched"] for w, one in found.items() if one["longest_matched"]}
 
+    def wait_stored(self) -> None:
+        """Until all that is visible is stored; at once where nothing is stored."""
+
     def wait_visible(self, chain: Chain, worker: int, timeout_s: float = VISIBLE_TIMEOUT_S) -> float:
         """Polls until `worker` has the whole prompt; when that was seen (CLOCK_MONOTONIC)."""
         request = self.question(chain)
@@ -183,6 +186,11 @@ class Served:
             time.sleep(POLL_S)
 
 
+def _waiting(line: bytes) -> bool:
+    name, _, value = line.rpartition(b" ")
+    return name.startswith((b"kvrouter_commit_lag_seconds{", b"kvrouter_backlog_blocks{")) and float(value) > 0
+
+
 class Ours(Served):
     """`kvrouter serve` with its private Valkey."""
 
@@ -194,6 +202,12 @@ class Ours(Served):
         command += ["--data-dir", str(folder / f"data-{port}"), "--log-level", "warning", *arguments]
         with serving(command, port, folder / f"kvrouter-{port}.log") as pid:
             yield cls(pid, port, "kvrouter")
+
+    def wait_stored(self) -> None:
+        """Polls until nothing waits for Valkey."""
+        request = self.client.request("GET", "/metrics")
+        while any(map(_waiting, self.client.send(request)[1].splitlines())):
+            time.sleep(POLL_S)
 
     def hashes(self, chain: Chain) -> NDArray[np.uint64]:
         return chain.hashes

@@ -3,7 +3,8 @@
 
 One worker's stream, encoded beforehand and published as fast as it goes; the time from the first send until
 /query_by_hash shows the last prompt whole. Each round starts both servers again. All prompts are compared after the
-last round. This router also writes them to Valkey on the way; dynamo keeps them in memory only.
+last round. This router also writes them to Valkey behind that, and its CPU is counted until they are there; dynamo
+keeps them in memory only.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def one_round(server: Served, publisher: Publisher, batches: int, last: Chain) -
     publisher.start(f"send {batches} 0")
     sent = publisher.finish()
     visible = server.wait_visible(last, 0)
+    server.wait_stored()
     blocks = sent["blocks"]
     used = (cpu_s(server.pid) - before) / blocks * 1e6
     return blocks / (visible - sent["start"]), blocks / (sent["end"] - sent["start"]), used
