@@ -43,9 +43,8 @@ TURN_S = 0.002
 # longer, as whoever stops a router waits too.
 LAST_COMMIT_S = 1.0
 
-
-# A worker that changes nothing for so long gets its checkpoint, so that whoever looks into Redis finds it whole. One
-# that changes something every few seconds would else have all that it holds written as often.
+# A worker that changes nothing for about this time gets its checkpoint, so that whoever looks into Redis finds it whole.
+# Much sooner, one that changes something every few seconds would have all that it holds written as often.
 QUIET_S = 60.0
 
 
@@ -60,6 +59,8 @@ class CommitLoop:
         self._unwritten_since_s: float | None = None
         # What the store was sent last, None once it has said what became of it.
         self.sending: PendingCommit | None = None
+        # Spread by half: a thousand workers may fall quiet at once.
+        self._quiet_s = QUIET_S * services.rng.uniform(0.5, 1.5)
         # What the store's log has after the checkpoint.
         self.tail = LogTail()
         # The state as last written for the other processes.
@@ -152,7 +153,7 @@ class CommitLoop:
         """Wait for what is to be written; False: there was nothing for so long that a checkpoint is due."""
         dirty = self._record.dirty
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(QUIET_S if self.tail.blocks else None):
+            async with asyncio.timeout(self._quiet_s if self.tail.blocks else None):
                 await dirty.wait()
         return dirty.is_set()
 

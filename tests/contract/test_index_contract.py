@@ -22,6 +22,7 @@ from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
 
 # pytest's importlib mode leaves sys.path alone.
 pytest.register_assert_rewrite("index_support", "index_commit_laws", "index_lease_laws", "index_follow_laws")
+from index_checkpoint_laws import CheckpointLaws  # noqa: E402
 from index_commit_laws import CommitLaws  # noqa: E402
 from index_follow_laws import FollowLaws, ScanLaws  # noqa: E402
 from index_lease_laws import LeaseLaws  # noqa: E402
@@ -39,7 +40,7 @@ from index_support import (  # noqa: E402
 from tls_redis import TlsRedis  # noqa: E402
 
 
-class IndexContract(CommitLaws, LeaseLaws, FollowLaws):
+class IndexContract(CommitLaws, CheckpointLaws, LeaseLaws, FollowLaws):
     @pytest.fixture
     def url(self) -> str:
         raise NotImplementedError
