@@ -22,8 +22,8 @@ MAX_LOAD = 0.8
 KEY_GROWTH = 1.5
 RECORD_GROWTH = 1.25
 
-# Table entries swept in one turn: about a millisecond, so that answers are not held up.
-SWEEP_ENTRIES = 65_536
+# Entries, records and cells looked at in one turn of sweeping: about a millisecond, so that answers are not held up.
+SWEEP_BUDGET = 32_768
 
 # uint16 names a slot.
 MAX_SLOTS = 65_536
@@ -57,18 +57,24 @@ class Mirror:
         self._free_slots: list[int] = []
         self._next_slot = 0
         self._workers: dict[WorkerKey, WorkerSlots] = {}
+        # Slots to be dropped, and the entry at which sweeping goes on.
+        self._dead_slots = np.zeros(0, np.int64)
         self._sweep_at = 0
         # Changes whenever a slot or a place does, so that arrays made from them can be kept until then.
         self.version = 0
 
     @property
     def entries(self) -> int:
-        """(worker, bank, block) records in the table, those of dead epochs not yet swept included."""
-        return self.table.records_live
+        """(worker, bank, block) in the table, those of dead epochs not yet swept included."""
+        return self.table.entries()
 
     @property
     def bytes(self) -> int:
-        return self.table.key_capacity() * BYTES_PER_KEY + self.table.record_capacity() * BYTES_PER_RECORD
+        table = self.table
+        return self._bytes(table.key_capacity(), table.record_capacity(), table.rows.capacity(), self.slot_count)
+
+    def _bytes(self, keys: int, records: int, rows: int, slots: int) -> int:
+        return keys * BYTES_PER_KEY + records * BYTES_PER_RECORD + self.table.rows.room_bytes(rows, slots)
 
     @property
     def slot_count(self) -> int:
@@ -96,8 +102,8 @@ class Mirror:
         if known is None:
             return
         self.version += 1
-        for slot in known.slots:
-            self._dead[slot] = 1
+        self._dead[known.slots] = 1
+        self._dead_slots = np.flatnonzero(self._dead)
 
     def add(self, worker: WorkerKey, place: Place, hashes: NDArray[np.uint64]) -> None:
         """Blocks became resident. Media that earn no credit are not kept. Raises MirrorFull, having added nothing."""
@@ -145,17 +151,16 @@ class Mirror:
 
     def sweep(self) -> bool:
         """Drop a bounded number of dead records and free slots that have none left; True while more is to do."""
-        if not self._dead.any():
+        if not len(self._dead_slots):
             return False
-        capacity = self.table.key_capacity()
-        start = self._sweep_at if self._sweep_at < capacity else 0
-        end = min(start + SWEEP_ENTRIES, capacity)
-        self.table.sweep(start, end)
-        self._sweep_at = end if end < capacity else 0
-        for slot in np.flatnonzero((self._dead != 0) & (self._slot_records == 0)):
-            self._dead[slot] = 0
-            self._free_slots.append(int(slot))
-        return bool(self._dead.any())
+        start = self._sweep_at if self._sweep_at < self.table.key_capacity() else 0
+        self._sweep_at = self.table.sweep(start, self._dead_slots, SWEEP_BUDGET)
+        swept = self._dead_slots[self._slot_records[self._dead_slots] == 0]
+        if len(swept):
+            self._dead[swept] = 0
+            self._dead_slots = np.flatnonzero(self._dead)
+            self._free_slots += swept.tolist()
+        return bool(len(self._dead_slots))
 
     def _take_slot(self) -> int:
         if self._free_slots:
@@ -163,27 +168,45 @@ class Mirror:
         slot = self._next_slot
         if slot == MAX_SLOTS:
             raise MirrorFull(f"more than {MAX_SLOTS} worker slots: fewer workers, or wait until dead epochs are swept")
-        self._next_slot += 1
         if slot == len(self._slot_records):
+            table = self.table
+            self._check_budget(table.key_capacity(), table.record_capacity(), table.rows.capacity(), 2 * slot)
             self._slot_records = np.concatenate([self._slot_records, np.zeros_like(self._slot_records)])
             self._dead = np.concatenate([self._dead, np.zeros_like(self._dead)])
             self._share_slots()
+        self._next_slot += 1
         return slot
 
     def _share_slots(self) -> None:
-        self.table.slot_records, self.table.dead = self._slot_records, self._dead
+        table = self.table
+        table.slot_records, table.dead = self._slot_records, self._dead
+        table.rows.resize(table.rows.capacity(), self.slot_count)
 
     def _make_room(self, count: int) -> None:
-        keys = had_keys = self.table.key_capacity()
-        wanted = int((self.table.keys_used + count) / MAX_LOAD) + 1
+        table = self.table
+        keys = had_keys = table.key_capacity()
+        wanted = int((table.keys_used + count) / MAX_LOAD) + 1
         if wanted > keys:
             keys = max(wanted, int(keys * KEY_GROWTH))
-        records = had_records = self.table.record_capacity()
-        room = records - self.table.records_live
+        records = had_records = table.record_capacity()
+        room = records - table.records_live
         if room < count:
             records = max(records + count - room, int(records * RECORD_GROWTH))
-        if (keys, records) == (had_keys, had_records):
-            return
-        if keys * BYTES_PER_KEY + records * BYTES_PER_RECORD > self._budget_bytes:
+        if (keys, records) != (had_keys, had_records):
+            self._check_budget(keys, records, table.rows.capacity(), self.slot_count)
+            table.resize(keys, records)
+        if table.rows.missed:
+            self._make_rows()
+
+    def _make_rows(self) -> None:
+        """Room for the rows that were missed, unless the budget is spent: without one a block has a list."""
+        table = self.table
+        had = table.rows.capacity()
+        rows = max(had + table.rows.missed, int(had * RECORD_GROWTH))
+        if self._bytes(table.key_capacity(), table.record_capacity(), rows, self.slot_count) <= self._budget_bytes:
+            table.rows.resize(rows, self.slot_count)
+
+    def _check_budget(self, keys: int, records: int, rows: int, slots: int) -> None:
+        """Raises MirrorFull."""
+        if self._bytes(keys, records, rows, slots) > self._budget_bytes:
             raise MirrorFull(f"the mirror's budget of {self._budget_bytes} bytes is spent: raise mirror_budget_bytes")
-        self.table.resize(keys, records)

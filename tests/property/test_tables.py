@@ -67,6 +67,93 @@ def test_mirror_equals_sets(seed: int, span: int) -> None:
     assert mirror.entries == len(records)
 
 
+@settings(max_examples=examples(10))
+@given(seed=st.integers(0, 2**32), count=st.sampled_from([40, 90, 300]))
+def test_blocks_that_many_workers_hold_equal_sets(seed: int, count: int) -> None:
+    """Lists become rows and lists again, slots come and go, and sweeping stops anywhere."""
+    draw = random.Random(seed)
+    workers = [WorkerKey("m", f"w{i}") for i in range(count)]
+    places = [Place(0, GPU), Place(1, GPU)]
+    mirror = Mirror(BUDGET_BYTES)
+    model: dict[WorkerKey, dict[Place, set[int]]] = {}
+    had_rows = False
+    # Most hold the blocks, then few, then most again.
+    for share in (0.9, 0.1, 0.9, 0.02):
+        for _ in range(4 * count):
+            worker, place = draw.choice(workers), draw.choice(places)
+            if worker not in model or draw.random() < 0.02:
+                mirror.begin_epoch(worker, str(draw.random()))
+                model[worker] = {place: set() for place in places}
+            hashes = np.array([draw.randrange(30) for _ in range(20)], np.uint64)
+            if draw.random() < share:
+                mirror.add(worker, place, hashes)
+                model[worker][place] |= set(hashes.tolist())
+            else:
+                mirror.discard(worker, place, hashes)
+                model[worker][place] -= set(hashes.tolist())
+            if draw.random() < 0.1:
+                mirror.sweep()
+            had_rows = had_rows or mirror.table.rows.cells_live > 0
+        for worker, held in model.items():
+            for place in places:
+                assert set(mirror.held(worker, place).tolist()) == held[place]
+        while mirror.sweep():
+            pass
+        assert mirror.entries == sum(len(held[places[0]] | held[places[1]]) for held in model.values())
+    assert had_rows
+    everything = np.arange(30, dtype=np.uint64)
+    for worker, held in list(model.items())[5:]:
+        for place in places:
+            mirror.discard(worker, place, everything)
+            held[place].clear()
+    assert mirror.table.rows.cells_live == 0
+    for worker, held in model.items():
+        assert set(mirror.held(worker, places[0]).tolist()) == held[places[0]]
+        mirror.forget(worker)
+    while mirror.sweep():
+        pass
+    assert mirror.entries == mirror.table.keys_used == 0
+
+
+def test_without_room_for_rows_blocks_have_lists() -> None:
+    place, hashes = Place(0, GPU), np.arange(20, dtype=np.uint64)
+    workers = [WorkerKey("m", f"w{i}") for i in range(150)]
+
+    def grown(budget_bytes: int) -> Mirror:
+        """With free records for all that comes."""
+        mirror = Mirror(budget_bytes)
+        for worker in workers:
+            mirror.begin_epoch(worker, "e")
+        mirror.add(workers[0], place, np.arange(5000, dtype=np.uint64))
+        mirror.discard(workers[0], place, np.arange(5000, dtype=np.uint64))
+        return mirror
+
+    mirror = grown(grown(BUDGET_BYTES).bytes)
+    for worker in workers:
+        mirror.add(worker, place, hashes)
+    assert mirror.table.rows.missed and not mirror.table.rows.cells_live
+    assert all(len(mirror.held(worker, place)) == 20 for worker in workers)
+
+
+def test_the_room_of_removed_workers_is_used_again() -> None:
+    mirror = Mirror(BUDGET_BYTES)
+    place = Place(0, GPU)
+    shared, workers = np.arange(200, dtype=np.uint64), [WorkerKey("m", f"w{i}") for i in range(100)]
+    bytes_then: set[int] = set()
+    for life in range(4):
+        for i, worker in enumerate(workers):
+            mirror.begin_epoch(worker, str(life))
+            mirror.add(worker, place, shared)
+            mirror.add(worker, place, np.arange(300, dtype=np.uint64) + np.uint64(1000 * i + 200))
+        bytes_then.add(mirror.bytes)
+        for worker in workers:
+            mirror.forget(worker)
+        while mirror.sweep():
+            pass
+        assert mirror.entries == 0
+    assert len(bytes_then) == 1
+
+
 def test_a_dead_epoch_is_gone_at_once_and_its_memory_after_a_sweep() -> None:
     mirror = Mirror(BUDGET_BYTES)
     worker, place = WorkerKey("m", "w"), Place(0, GPU)
