@@ -354,9 +354,9 @@ class ProcessSchedule(Stage):
         worker = WorkerKey(MODEL, engine.name)
         held = {keys.place_text(RouterPlace(*place)): blocks for place, blocks in engine.held().items()}
         ask, tag = self._valkey.ask, f"kvr:{keys.worker_tag(worker)}"
-        meta = _pairs(await ask("HGETALL", f"{tag}:meta"))
+        meta = await ask("HGETALL", f"{tag}:meta")
         stored = {place: await ask("GET", key) for place, key in place_keys(tag, meta).items()}
-        log = [(one, _pairs(fields)) for one, fields in await ask("XRANGE", f"{tag}:log", "-", "+")]
+        log = await ask("XRANGE", f"{tag}:log", "-", "+")
         there = residency_of(meta, stored, log)
         ghosts = lost = 0
         for place in held.keys() | there.keys():
@@ -375,10 +375,6 @@ class ProcessSchedule(Stage):
                     self._fail(
                         f"{router.name}: {said} tokens of a prompt promised of {engine.name}, {true} would be reused"
                     )
-
-
-def _pairs(flat: list[bytes]) -> dict[bytes, bytes]:
-    return dict(zip(flat[::2], flat[1::2], strict=True))
 
 
 def _settled(row: dict[str, Any]) -> bool:
