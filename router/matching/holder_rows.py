@@ -13,7 +13,7 @@ BYTES_PER_CELL = 2
 # more memory than a list: walking so few records costs about as much as fetching a row.
 MIN_ROW_HOLDERS = 32
 ROW_SHARE = 4
-# It loses it again with fewer holders than this part of those: between the two nothing is moved to and fro.
+# It loses it again with fewer holders than this part of those: between the two it keeps what it has.
 ROW_SLACK = 2
 # Cells at the end of a row: rows whose width is a power of two would all want the same few places of the processor's
 # cache.
@@ -30,7 +30,7 @@ class HolderRows:
         self.slots = 0
         self.used = 0
         self.first_free = NO_ROW
-        # Cells that are not zero; and rows that were asked for in vain since the last `resize`.
+        # Cells that are not zero; and rows that could not be had since the last `resize`.
         self.cells_live = 0
         self.missed = 0
 
@@ -88,7 +88,7 @@ class HolderRows:
         return fresh
 
     def discard(self, row: int, slot: int, bits: int) -> bool:
-        """Clear place bits of a slot; True when with that it holds the block nowhere any more."""
+        """Clear place bits of a slot; True when with that it no longer holds the block."""
         if self.cells[row, slot] & bits == 0:
             return False
         self.cells[row, slot] &= ~bits & 0xFFFF
