@@ -57,7 +57,7 @@ class HolderRows:
 
     def too_few(self, row: int) -> bool:
         """Whether the row's block should have a list again."""
-        return self.holders[row] * ROW_SLACK < self.threshold()
+        return bool(self.holders[row] * ROW_SLACK < self.threshold())
 
     def take(self) -> int:
         """A row without holders, or NO_ROW."""
@@ -85,7 +85,7 @@ class HolderRows:
         if fresh:
             self.holders[row] += 1
             self.cells_live += 1
-        return fresh
+        return bool(fresh)
 
     def discard(self, row: int, slot: int, bits: int) -> bool:
         """Clear place bits of a slot; True when with that it no longer holds the block."""

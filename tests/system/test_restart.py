@@ -146,6 +146,8 @@ def test_what_a_killed_router_had_not_written_is_credited_as_the_engine_has_it(
             router.kill()
         finally:
             signal_store(tmp_path, signal.SIGCONT)
+    # Else the subscription of the dead one may pass for the next one's.
+    engine.wait_subscribed(False)
     with RouterProcess(tmp_path) as router:
         if replay:
             row = router.wait_seen("w0", last["seq"])
