@@ -38,9 +38,7 @@ async def load_image(transactions: Transactions, worker: WorkerKey) -> WorkerIma
     meta_key, log_key = keys.meta(worker), keys.log(worker)
 
     async def read(connection: Connection) -> WorkerImage:
-        # What another router could not read, this one may: then there is nothing to say.
-        (fields,) = await connection.run(command("HMGET", meta_key, *_FIELDS), 1)
-        head = _readable(Head.of(meta_key, *fields))
+        head = await _read_head(connection, meta_key)
         for _ in range(LOAD_ATTEMPTS):
             stored = [keys.residents(worker, head.epoch or "", keys.parse_place(text)) for text in head.places]
             count = head.commits - head.checkpoint + SPARE_ENTRIES
@@ -57,16 +55,15 @@ async def load_image(transactions: Transactions, worker: WorkerKey) -> WorkerIma
             meta = _meta_of(meta_key, all_fields)
             meta.pop(keys.META_UNREADABLE, None)
             asked, head = head, _readable(Head.of(meta_key, *(meta.pop(name, None) for name in _FIELDS)))
-            tail_entries = head.commits - head.checkpoint
-            if (head.epoch, [*head.places]) != (asked.epoch, [*asked.places]) or tail_entries > count:
+            if (head.epoch, [*head.places]) != (asked.epoch, [*asked.places]) or head.commits - head.checkpoint > count:
                 continue
             base = {
                 keys.parse_place(text): parse_residents(key, value, blocks)
                 for (text, blocks), key, value in zip(head.places.items(), stored, values, strict=True)
             }
-            changes = [change for entry in _tail_of(worker, head, newest) for change in entry.changes]
-            tail = LogTail()
-            tail.add(changes)
+            entries, tail = _tail_of(worker, head, newest), LogTail()
+            for entry in entries:
+                tail.add(entry.changes)
             return WorkerImage(
                 worker=worker,
                 epoch=head.epoch,
@@ -74,8 +71,8 @@ async def load_image(transactions: Transactions, worker: WorkerKey) -> WorkerIma
                 meta=meta,
                 log_id=newest[0][0].decode("ascii") if newest else NO_LOG_ID,
                 commits=head.commits,
-                places=apply_changes(base, changes),
-                tail_entries=tail_entries,
+                places=apply_changes(base, (change for entry in entries for change in entry.changes)),
+                tail_entries=tail.entries,
                 tail_blocks=tail.blocks,
             )
         raise StoreUnavailable(f"{meta_key} kept changing its epoch or places while it was read")
@@ -107,15 +104,20 @@ async def load_copies(transactions: Transactions, worker: WorkerKey) -> dict[tup
     meta_key = keys.meta(worker)
 
     async def read(connection: Connection) -> dict[tuple[Place, int], int]:
-        (epoch,) = await connection.run(command("HGET", meta_key, keys.META_EPOCH), 1)
-        if epoch is None:
+        head = await _read_head(connection, meta_key)
+        if head.epoch is None:
             return {}
-        head = _readable(Head.of(meta_key, epoch, None, None, None, None, None, keys.LAYOUT))
-        key = keys.copies(worker, head.epoch or "")
+        key = keys.copies(worker, head.epoch)
         (fields,) = await connection.run(command("HGETALL", key), 1, LOAD_TIMEOUT_S)
         return dict(_copies_of(key, fields))
 
     return await transactions.read(meta_key, read, "a key of its worker")
+
+
+async def _read_head(connection: Connection, meta_key: str) -> Head:
+    """Raises StoredValueError. What another router could not read, this one may: then there is nothing to say."""
+    (fields,) = await connection.run(command("HMGET", meta_key, *_FIELDS), 1)
+    return _readable(Head.of(meta_key, *fields))
 
 
 def _readable(head: Head) -> Head:

@@ -135,6 +135,30 @@ def test_without_room_for_rows_blocks_have_lists() -> None:
     assert all(len(mirror.held(worker, place)) == 20 for worker in workers)
 
 
+@pytest.mark.parametrize("has_spare_records", [True, False])
+def test_rows_of_blocks_that_are_gone_are_used_again(has_spare_records: bool) -> None:
+    """With spare records a row becomes a list before it is empty, without them it stays a row to the end."""
+    mirror, place = Mirror(BUDGET_BYTES), Place(0, GPU)
+    workers = [WorkerKey("m", f"w{i}") for i in range(150)]
+    for worker in workers:
+        mirror.begin_epoch(worker, "e")
+    rows = []
+    for turn in range(8):
+        hashes = np.arange(20, dtype=np.uint64) + np.uint64(1_000 * turn)
+        for worker in workers:
+            mirror.add(worker, place, hashes)
+        assert mirror.table.rows.cells_live
+        rows.append(mirror.table.rows.capacity())
+        spare = 0 if has_spare_records else mirror.table.record_capacity() - mirror.table.records_live
+        others = np.arange(spare, dtype=np.uint64) + np.uint64(10**6)
+        mirror.add(workers[0], place, others)
+        for worker in workers:
+            mirror.discard(worker, place, hashes)
+        mirror.discard(workers[0], place, others)
+        assert not mirror.entries and not mirror.table.keys_used
+    assert rows[1:] == rows[1:2] * 7
+
+
 def test_the_room_of_removed_workers_is_used_again() -> None:
     mirror = Mirror(BUDGET_BYTES)
     place = Place(0, GPU)
