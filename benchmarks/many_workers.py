@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a fleet of many workers costs a router that nobody asks much: registering them, following them idle, and one
-question about a prompt that all of them hold.
+question about a prompt that all of them hold; and what is waited for while a worker with many blocks is removed.
 
 Every worker holds the same prompt; its engine publishes nothing more. With --urls each has an HTTP endpoint too, whose
 health is checked every second.
@@ -14,6 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,11 @@ QUESTIONS = 1_000
 # What is open in the router settles within this after the last worker is live.
 SETTLE_S = 3.0
 WAIT_S = 300.0
+# The removal: workers beside the one that goes, its prompts of 512 blocks (some share a beginning), and how long
+# questions are sent meanwhile.
+BESIDE = 16
+OWN_PROMPTS = 259
+REMOVAL_S = 3.0
 
 
 def frames(chain: Chain, workers: int) -> Iterator[Frame]:
@@ -53,10 +59,10 @@ def http_engines(count: int, folder: Path) -> Iterator[list[str]]:
         yield json.loads(process.stdout.readline())
 
 
-def wait(client: HttpClient, count: int) -> float:
-    """When all workers are live and hold the prompt (CLOCK_MONOTONIC)."""
+def wait(client: HttpClient, count: int, blocks: int = CHAIN_BLOCKS) -> float:
+    """When `count` workers are live and hold `blocks` blocks (CLOCK_MONOTONIC)."""
     deadline = time.monotonic() + WAIT_S
-    wanted = {"g0:GPU": CHAIN_BLOCKS}
+    wanted = {"g0:GPU": blocks}
     while True:
         rows = client.call("GET", "/workers")["workers"]
         if sum(row["state"] == "live" and row["residency"] == wanted for row in rows) == count:
@@ -118,6 +124,70 @@ def measure(count: int, folder: Path, *, urls: bool) -> list[Row]:
     ]
 
 
+def removal_frames(chains: list[Chain]) -> Iterator[Frame]:
+    """The first prompt for each of the workers that stay, all of them for the last worker."""
+    step = BLOCKS_PER_EVENT * EVENTS_PER_BATCH[BLOCKS_PER_EVENT]
+    seq = 0
+    for chain in chains:
+        for b in range(0, CHAIN_BLOCKS, step):
+            events = [stored(chain, a, a + BLOCKS_PER_EVENT) for a in range(b, b + step, BLOCKS_PER_EVENT)]
+            payload = encode_batch(1.7e9, events, 0)
+            if chain is chains[0]:
+                yield from (Frame(worker, seq, step, payload) for worker in range(BESIDE))
+            yield Frame(BESIDE, seq, step, payload)
+            seq += 1
+
+
+def measure_removal(folder: Path) -> list[Row]:
+    """Questions while a worker with many blocks is removed, beside the same while nothing happens."""
+    chains = Workload().chains(OWN_PROMPTS)
+    path = folder / "removal.bin"
+    batches, _ = write_frames(path, removal_frames(chains))
+    blocks = len(np.unique(np.concatenate([chain.hashes for chain in chains])))
+    with Publisher.run(path, BESIDE + 1) as publisher, Ours.run(folder) as router:
+        client, remover = router.client, HttpClient(router.port)
+        for worker, endpoint in enumerate(publisher.endpoints):
+            body = {"worker_id": f"w{worker}", "model": MODEL, "endpoint": endpoint, "block_size": BLOCK_TOKENS}
+            client.call("POST", "/register", body)
+        publisher.wait()
+        publisher.send(batches)
+        wait(client, 1, blocks)
+        time.sleep(SETTLE_S)
+        values = chains[0].hashes.view(np.int64).tolist()
+        question = client.request("POST", "/query_by_hash", {"model_name": MODEL, "block_hashes": values})
+
+        def longest_ms() -> float:
+            longest, end = 0.0, time.monotonic() + REMOVAL_S
+            while time.monotonic() < end:
+                begin = time.perf_counter_ns()
+                client.send(question)
+                longest = max(longest, (time.perf_counter_ns() - begin) / 1e6)
+            return longest
+
+        quiet = longest_ms()
+        took: list[float] = []
+
+        def remove() -> None:
+            begin = time.monotonic()
+            remover.call("POST", "/unregister", {"worker_id": f"w{BESIDE}", "model": MODEL})
+            took.append((time.monotonic() - begin) * 1e3)
+
+        thread = threading.Thread(target=remove)
+        thread.start()
+        busy = longest_ms()
+        thread.join()
+        page = client.send(client.request("GET", "/metrics"))[1].decode()
+    entries = next(line.split()[1] for line in page.splitlines() if line.startswith("kvrouter_mirror_entries "))
+    if float(entries) != BESIDE * CHAIN_BLOCKS:
+        raise AssertionError(f"{entries} entries are left")
+    name = f"a worker with {blocks:,} blocks removed beside {BESIDE}"
+    return [
+        Row(f"{name}: answered after", "ms", took[0]),
+        Row(f"{name}: longest question meanwhile", "ms", busy),
+        Row(f"{name}: longest question in as much time before", "ms", quiet),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 250, 1_000], help="sizes of the fleet")
@@ -129,6 +199,9 @@ def main() -> None:
         # /tmp, not the system's choice: the path of the private store's socket must stay short.
         with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
             rows += measure(count, Path(folder), urls=arguments.urls)
+    with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
+        progress("removal")
+        rows += measure_removal(Path(folder))
     notes = [others.note()]
     save(Result("many_workers", False, about, rows, notes), arguments.json)
     print(table(rows))

@@ -35,6 +35,10 @@ class CorePort(Protocol):
         """The registrations as given; `PATCH /workers/{id}` changes one of these."""
         ...
 
+    def is_draining(self, worker: WorkerKey) -> bool:
+        """Whether an operator has it drained; False also for a worker that is not known."""
+        ...
+
     def given_id(self, worker: WorkerKey) -> str | int:
         """The worker's id as registered, a number if it was one."""
         ...

@@ -114,7 +114,7 @@ def worker_routes(
                 registrations += completed
         for registration in registrations:
             # Engines may register repeatedly and must not undo an operator's PATCH.
-            draining = any(known.draining for known in core.registrations() if known.worker == registration.worker)
+            draining = core.is_draining(registration.worker)
             await core.register(msgspec.structs.replace(registration, draining=draining))
         return registrations[0], learned
 

@@ -43,7 +43,7 @@ class HitFinder:
         self._clock = clock
         # By model, with the version of the mirror that they were made from; any change of a worker empties it.
         self._plans: dict[str, tuple[int, HashPlans]] = {}
-        registry.subscribe(members=self.forget_plans, view=self._on_view)
+        registry.subscribe(members=lambda worker: self.forget_plans(), view=self._on_view)
 
     def forget_plans(self) -> None:
         self._plans.clear()

@@ -37,7 +37,7 @@ class RegistrationJudge:
             self._judging.cancel()
             self._judging = None
 
-    def _judge_soon(self) -> None:
+    def _judge_soon(self, worker: WorkerKey | None) -> None:
         """At once, unless it was done a moment ago."""
         if self._next_s is None:
             # A start loads them all, and judges once.

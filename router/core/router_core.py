@@ -37,6 +37,7 @@ from kvrouter.router.matching.matcher import HitTable
 from kvrouter.router.matching.question import Hit, Question, filter_hits
 from kvrouter.router.matching.routing_history import RoutingHistory
 from kvrouter.router.redis_client.errors import StoreError
+from kvrouter.router.streams.engine_poller import POLLS_AT_ONCE
 from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.stream_services import StreamServices
@@ -133,6 +134,7 @@ class Core:
             clock=clock,
             rng=rng,
             http=http,
+            polls=asyncio.Semaphore(POLLS_AT_ONCE),
             allowed=self._allowed,
             permits=self._permits,
             supervisor=self._supervisor,
@@ -203,11 +205,13 @@ class Core:
         """See `Fleet.unregister`."""
         return await self.fleet.unregister(worker_id, dp_rank, model)
 
-    def _on_members(self) -> None:
+    def _on_members(self, worker: WorkerKey | None) -> None:
         self._names_known = False
+        stream = None if worker is None else self.registry.streams.get(worker)
+        url = None if stream is None else stream.registration.url
         # A start loads them all, and then asks them all.
-        if self._loaded and self._urls() - self._engines.served.keys():
-            self._engines.look_soon()
+        if self._loaded and url is not None and not self._allowed.problem(url):
+            self._engines.look_soon(url)
 
     def _on_engine_lists(self) -> None:
         self._names_known = False
@@ -225,6 +229,11 @@ class Core:
     def given_id(self, worker: WorkerKey) -> str | int:
         """Its id as registered, a number where it was one."""
         return self.registry.given_id(worker)
+
+    def is_draining(self, worker: WorkerKey) -> bool:
+        """Whether an operator has it drained."""
+        stream = self.registry.streams.get(worker)
+        return stream is not None and stream.registration.draining
 
     def models(self) -> list[str]:
         return self.registry.models()

@@ -191,7 +191,7 @@ class Fleet:
             known = self._streams.get(worker)
             if known is not None and _says_the_same(known.registration, registration) and worker not in self._illegible:
                 return
-            replaced = [other for other in self._streams if other[1:] == worker[1:]]
+            replaced = self._registry.workers_with(worker.worker_id, worker.dp_rank)
             for other in replaced:
                 _check_owner(self._streams[other].registration, registration)
             raw = msgspec.json.encode(registration)

@@ -59,6 +59,8 @@ class RouterPeers:
         self.token = token
         self._membership = Membership(token, ttl_s=ttl_s)
         self._beats = 0
+        # Whether there is no other.
+        self._is_alone = True
         # Whether others know of this process, and hand workers over to it.
         self.attends = False
         # The workers that this process should follow, as was found then, and whether that holds.
@@ -69,7 +71,7 @@ class RouterPeers:
         self._refuses: dict[str, str] | None = None
         registry.subscribe(members=self._on_members)
 
-    def _on_members(self) -> None:
+    def _on_members(self, worker: WorkerKey | None) -> None:
         self._refuses = None
         self._mine_holds = False
 
@@ -91,6 +93,7 @@ class RouterPeers:
         if membership.look(fields, self._clock()):
             log.info("routers changed", extra={"routers": len(membership.routers), "refused": len(membership.refusals)})
             self._mine_holds, self._mine_s = False, -math.inf
+            self._is_alone = membership.routers == {self.token}
         self._metrics.heartbeats_ignored.inc(membership.ignored - ignored)
         self.attends = True
         if forgotten := membership.forgotten:
@@ -137,15 +140,16 @@ class RouterPeers:
         unheard = silence and f"{silence}: what the router that follows this worker learns is not known here"
         for stream in streams:
             # This process's own heartbeats say of what is followed here that it is heard.
-            problem = None if stream.held else self._membership.follower_problem(stream.tag, now_s)
-            stream.follower_heard(unheard or problem)
+            stream.follower_heard(
+                unheard or (None if stream.held else self._membership.follower_problem(stream.tag, now_s))
+            )
 
     def is_mine(self, worker: WorkerKey) -> bool:
         """Whether this process should follow the worker; of one that is new among several routers, known in a
         moment."""
-        if self._membership.routers == {self.token}:
-            refuses = self._own_refusals()
-            return worker in self._registry.streams and not (refuses and keys.worker_tag(worker) in refuses)
+        if self._is_alone:
+            stream = self._registry.streams.get(worker)
+            return stream is not None and not stream.refusal
         if not self._mine_holds and self._clock() >= self._mine_s + ASSIGNMENT_PAUSE_S:
             self._assign()
         return worker in self._mine

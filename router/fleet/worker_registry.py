@@ -28,7 +28,9 @@ class WorkerRegistry:
         self.left_out: Mapping[WorkerKey, str] = {}
         # What of the registry in Redis cannot be read.
         self.problems: list[str] = []
-        self._members: list[Callable[[], None]] = []
+        # By id and rank, which are usually one model's.
+        self._by_id: dict[tuple[str, int], dict[WorkerKey, None]] = {}
+        self._members: list[Callable[[WorkerKey | None], None]] = []
         self._views: list[Callable[[WorkerKey, WorkerView | None], None]] = []
         self._loads: list[Callable[[WorkerKey, EngineLoad], None]] = []
         self._registrations: tuple[Registration, ...] | None = None
@@ -37,11 +39,12 @@ class WorkerRegistry:
     def subscribe(
         self,
         *,
-        members: Callable[[], None] | None = None,
+        members: Callable[[WorkerKey | None], None] | None = None,
         view: Callable[[WorkerKey, WorkerView | None], None] | None = None,
         load: Callable[[WorkerKey, EngineLoad], None] | None = None,
     ) -> None:
-        """members: called when a worker came, went, or its registration changed. view: called with each new view of a
+        """members: called when a worker came, went, or its registration changed, with that worker, and with None when
+        others are left out than before. view: called with each new view of a
         worker, None when it went. load: called with what engines that are followed here report of their load."""
         self._members += [] if members is None else [members]
         self._views += [] if view is None else [view]
@@ -50,17 +53,22 @@ class WorkerRegistry:
     def add(self, stream: WorkerStream) -> None:
         """A worker came; `stream` is to follow it."""
         self._streams[stream.worker] = stream
-        self._change_members()
+        self._by_id.setdefault(stream.worker[1:], {})[stream.worker] = None
+        self._change_members(stream.worker)
 
     def update(self, registration: Registration) -> None:
         """It is registered otherwise, in nothing that its stream depends on."""
         self._streams[registration.worker].update(registration)
-        self._change_members()
+        self._change_members(registration.worker)
 
     def remove(self, worker: WorkerKey) -> WorkerStream:
         """A worker went; returns its stream, which is to end now."""
         stream = self._streams.pop(worker)
-        self._change_members()
+        alike = self._by_id[worker[1:]]
+        del alike[worker]
+        if not alike:
+            del self._by_id[worker[1:]]
+        self._change_members(worker)
         self._tell_view(worker, None)
         return stream
 
@@ -68,12 +76,12 @@ class WorkerRegistry:
         """Of which registered workers there is no stream here, and why."""
         if reasons != self.left_out:
             self.left_out = reasons
-            self._change_members()
+            self._change_members(None)
 
-    def _change_members(self) -> None:
+    def _change_members(self, worker: WorkerKey | None) -> None:
         self._registrations = self._prefill_workers = None
         for subscriber in self._members:
-            subscriber()
+            subscriber(worker)
 
     def view_changed(self, worker: WorkerKey) -> None:
         """Said by its stream, also by one that is not added yet or was removed."""
@@ -94,6 +102,10 @@ class WorkerRegistry:
         if self._registrations is None:
             self._registrations = tuple(stream.registration for stream in self._streams.values())
         return self._registrations
+
+    def workers_with(self, worker_id: str, dp_rank: int) -> list[WorkerKey]:
+        """Of all models, in the order of their registration."""
+        return list(self._by_id.get((worker_id, dp_rank), ()))
 
     def models(self) -> list[str]:
         return sorted({worker.model for worker in self._streams})

@@ -125,6 +125,10 @@ class GeometryBuilder:
         self._geos.append(geo)
         return len(self._geos) - 1
 
+    def repeat(self, index: int) -> None:
+        """Add a worker whose catalog and places are those of an earlier one."""
+        self._geos.append(self._geos[index])
+
     def _add_specs(self, spec_groups: tuple[SpecGroup, ...], places: dict[Place, int], medium: str) -> tuple[int, int]:
         """The spec groups as they are held on one medium; their range."""
         first = len(self._specs)

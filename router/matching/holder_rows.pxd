@@ -15,6 +15,8 @@ cdef class HolderRows:
     cpdef int64_t capacity(self) noexcept
     cpdef int64_t room_bytes(self, int64_t rows, int64_t slots) noexcept
     cdef int64_t threshold(self) noexcept nogil
+
+    @cython.locals(few=bint)
     cdef bint too_few(self, int64_t row) noexcept nogil
 
     @cython.locals(row=int64_t)

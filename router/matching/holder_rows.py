@@ -80,7 +80,7 @@ class HolderRows:
 
     def add(self, row: int, slot: int, bits: int) -> bool:
         """Set place bits of a slot; True when it held the block nowhere before."""
-        fresh = self.cells[row, slot] == 0
+        fresh: bool = self.cells[row, slot] == 0
         self.cells[row, slot] |= bits
         if fresh:
             self.holders[row] += 1

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace
 from kvrouter.router.kvcache.catalog import Catalog, GroupRule, SpecGroup
 from kvrouter.router.kvcache.hit_tables import FOUND_LIMITER, GeometryBuilder
@@ -61,17 +61,22 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
         builder = GeometryBuilder()
         spec_groups: list[tuple[SpecGroup, ...]] = []
         withheld: list[str] = []
+        # The replicas of a model differ in few things: the first worker of each catalog and places.
+        alike: dict[tuple[Catalog, tuple[tuple[Place, int], ...]], int] = {}
         row = 0
-        segment = SEGMENT_BLOCKS
-        stops_early = True
         for i, view in enumerate(views):
             known = mirror.worker(view.worker)
             if known is None:
                 raise ValueError(f"{view.worker} is not in the mirror")
-            builder.add(view.catalog, known.places)
-            groups = view.catalog.spec_groups()
-            spec_groups.append(groups)
-            withheld.append(view.catalog.offload.withheld(known.places))
+            first = alike.setdefault((view.catalog, tuple(known.places.items())), i)
+            if first == i:
+                builder.add(view.catalog, known.places)
+                spec_groups.append(view.catalog.spec_groups())
+                withheld.append(view.catalog.offload.withheld(known.places))
+            else:
+                builder.repeat(first)
+                spec_groups.append(spec_groups[first])
+                withheld.append(withheld[first])
             bases[i] = row
             for slot in known.slots:
                 row_of_slot[slot] = row
@@ -79,12 +84,18 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
             if not known.slots:
                 # It holds nothing, but the rule looks into its first row.
                 row += 1
-            # Without full attention a prefix may be worth something although its beginning is gone.
-            stops_early = stops_early and any(group.rule is GroupRule.FULL for group in groups)
-            chunk = max(g.block_size for g in view.catalog.cacheable) * (view.catalog.blocks_per_chunk or 1)
-            segment = max(segment, chunk // view.catalog.hash_block_size)
+        catalogs = {catalog for catalog, _ in alike}
+        # Without full attention a prefix may be worth something although its beginning is gone.
+        stops_early = all(any(group.rule is GroupRule.FULL for group in one.spec_groups()) for one in catalogs)
+        segment = max([SEGMENT_BLOCKS, *map(_chunk_hashes, catalogs)])
         judge = Judge(builder.build(), bases, row_of_slot, row)
         return cls(tuple(views), tuple(spec_groups), tuple(withheld), judge, stops_early, segment)
+
+
+def _chunk_hashes(catalog: Catalog) -> int:
+    """Hashes of the largest block or chunk."""
+    chunk = max(group.block_size for group in catalog.cacheable) * (catalog.blocks_per_chunk or 1)
+    return chunk // catalog.hash_block_size
 
 
 class HashPlans(msgspec.Struct, frozen=True, eq=False):
@@ -116,9 +127,12 @@ class HashPlans(msgspec.Struct, frozen=True, eq=False):
                 unhashable.append((view, view.reason))
             else:
                 spaces.setdefault((view.scheme, view.catalog.hash_block_size), []).append(view)
+        by_scheme = {space: HashPlan.build(mirror, members) for space, members in spaces.items()}
+        # Of the usual model all workers have one hash space.
+        common = [plan for plan in by_scheme.values() if len(plan.views) == len(judged)]
         return cls(
-            {space: HashPlan.build(mirror, members) for space, members in spaces.items()},
-            HashPlan.build(mirror, judged) if judged else None,
+            by_scheme,
+            common[0] if common else HashPlan.build(mirror, judged) if judged else None,
             max((view.catalog.hash_block_size for view in judged), default=0),
             tuple(withheld),
             tuple(unhashable),

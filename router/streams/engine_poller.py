@@ -33,6 +33,10 @@ from kvrouter.router.workers.provenance import engine_ranks
 METRICS_EVERY = 2
 # A busy engine answers its /health within a second; what takes longer counts as a miss.
 TIMEOUT_S = 2.0
+# A deadline that is noticed so much later says that this process stood still, not that the engine did.
+STALL_S = 0.1
+# Engines of one router that are polled at the same moment: of a thousand at once, each would wait for all.
+POLLS_AT_ONCE = 32
 # Of the interval, to either side: many engines registered at once are not polled at once for ever.
 JITTER = 0.2
 # Some hundred series for each of some hundred LoRA adapters.
@@ -94,12 +98,13 @@ class EnginePoller:
             self._wanted.clear()
             with_start = wanted or facts.vitals.start_s is None or number % METRICS_EVERY == 0
             number += 1
-            sign, asked_s = await self._ask(services.http, "/health"), services.clock()
-            if with_start and isinstance(sign, Pulse):
-                # Answered also while the core behind the HTTP is gone: no sign of life by itself.
-                said = await self._ask(services.http, "/metrics")
-                sign = said if isinstance(said, Pulse) else sign
-            for found in facts.vitals.observe(sign, asked_s):
+            async with services.polls:
+                sign, asked_s = await self._ask(services.http, "/health"), services.clock()
+                if with_start and isinstance(sign, Pulse):
+                    # Answered also while the core behind the HTTP is gone: no sign of life by itself.
+                    said = await self._ask(services.http, "/metrics")
+                    sign = said if isinstance(said, Pulse) else sign
+            for found in () if sign is None else facts.vitals.observe(sign, asked_s):
                 self._take(found)
             pause_s = interval_s * services.rng.uniform(1 - JITTER, 1 + JITTER)
             try:
@@ -119,7 +124,9 @@ class EnginePoller:
         self._record.refresh()
         self._record.dirty.set()
 
-    async def _ask(self, http: aiohttp.ClientSession, path: str) -> Pulse | NoPulse:
+    async def _ask(self, http: aiohttp.ClientSession, path: str) -> Pulse | NoPulse | None:
+        """None: the router was too slow to know."""
+        due_s = self._services.clock() + TIMEOUT_S
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 async with http.get(self._url + path, allow_redirects=False) as answer:
@@ -127,6 +134,9 @@ class EnginePoller:
                         return NoPulse(f"{self._url}{path} answers {answer.status}")
                     return await self._pulse(answer) if path == "/metrics" else Pulse()
         except TimeoutError:
+            if self._services.clock() > due_s + STALL_S:
+                self._services.metrics.polls_unjudged.inc()
+                return None
             return NoPulse(f"{self._url} did not answer in {TIMEOUT_S:g} s")
         except aiohttp.ClientConnectorError as error:
             refused = isinstance(error.os_error, ConnectionRefusedError)

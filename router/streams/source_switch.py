@@ -30,12 +30,14 @@ log = logging.getLogger("kvrouter.stream")
 GREET_FIRST_S = 0.25
 GREET_KNOWN_S = 3.0
 
-# While the engine's own topic is followed: how long one look for the patch lasts, and the pauses between them, doubled
-# from the first to the last. A new connection begins again: it may be another life of the engine, with the patch. So
-# the last pause only bounds how late a patch is found that comes to a running engine, and a look costs a millisecond.
+# While the engine's own topic is followed: how long one look for the patch lasts, and the pauses between them, each
+# four times the one before. A new connection begins again: it may be another life of the engine, with the patch. So the
+# last pause only bounds how late a patch is found that comes to a running engine, and a look costs a millisecond, which
+# a thousand workers pay.
 PROBE_S = 1.0
 PROBE_PAUSE_FIRST_S = 1.0
 PROBE_PAUSE_LAST_S = 300.0
+PROBE_PAUSE_GROWTH = 4
 
 # A patch silent for so long is given up, and the engine's own topic followed: longer than an engine stalls while it
 # compiles.
@@ -187,7 +189,9 @@ class SourceSwitch:
                 # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
                 async with asyncio.timeout(pause_s):
                     await connected.wait()
-            pause_s = PROBE_PAUSE_FIRST_S if connected.is_set() else min(2 * pause_s, PROBE_PAUSE_LAST_S)
+            pause_s = (
+                PROBE_PAUSE_FIRST_S if connected.is_set() else min(PROBE_PAUSE_GROWTH * pause_s, PROBE_PAUSE_LAST_S)
+            )
             connected.clear()
             if await greet(patch, context=self._services.context, timeout_s=PROBE_S) is not None:
                 raise SourceChanged(f"a patched engine answers at {patch}")

@@ -63,6 +63,10 @@ class StreamMetrics:
         self.backlog_blocks = worker_gauge(
             "backlog_blocks", "Transitions of a worker that is followed here that wait for the store"
         )
+        self.polls_unjudged = registry.counter(
+            "engine_polls_unjudged_total",
+            "Health checks whose deadline this process noticed too late: they say nothing of their engine",
+        )
         self.commits = counters("index_commits_total", "Commits to the store", outcome=COMMIT_OUTCOMES)
         self.log_tail_blocks = worker_gauge(
             "log_tail_blocks",

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 from collections.abc import Callable
@@ -24,7 +25,8 @@ from kvrouter.router.workers.allow_list import AllowList
 @dataclasses.dataclass(frozen=True)
 class StreamServices:
     """token: names the process in leases. leases: renews them. turns: of all streams that take items in. mirror: led
-    while the process follows a worker. http: polls engines for liveness; None: no polls."""
+    while the process follows a worker. http: polls engines for liveness; None: no polls. polls: bounds how
+    many at once."""
 
     store: IndexStore
     leases: LeaseRounds
@@ -36,6 +38,7 @@ class StreamServices:
     clock: Callable[[], float]
     rng: random.Random
     http: aiohttp.ClientSession | None
+    polls: asyncio.Semaphore
     allowed: AllowList
     permits: Permits
     supervisor: TaskSupervisor

@@ -76,7 +76,9 @@ class EngineLists:
         self._changed = changed
         self._slots = asyncio.Semaphore(ENGINES_AT_ONCE)
         self._looks = 0
-        self._new = asyncio.Event()
+        # Engines that came since, which are queried before the next look at all.
+        self._new: set[str] = set()
+        self._came = asyncio.Event()
         # By URL, the round in which an engine without event sources is queried for them again.
         self._sources_due: dict[str, int] = {}
         # All by URL.
@@ -90,27 +92,43 @@ class EngineLists:
 
     async def run(self) -> None:
         while True:
-            self._new.clear()
             await self.look()
             with contextlib.suppress(TimeoutError):
                 # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
                 async with asyncio.timeout(LOOK_S):
-                    await self._new.wait()
+                    while True:
+                        await self._came.wait()
+                        self._came.clear()
+                        await self._look_at_new()
 
-    def look_soon(self) -> None:
-        """Engines came: what they are registered with is judged by what they say."""
-        self._new.set()
+    def look_soon(self, url: str) -> None:
+        """An engine came: what it is registered with is judged by what it says."""
+        if url not in self.served:
+            self._new.add(url)
+            self._came.set()
 
     async def look(self) -> None:
         """Ask all of them once."""
         urls = set(self._urls())
         before = dict(self.served), dict(self.sources)
+        self._new.clear()
         for known in (self.served, self.sources, self._sources_due):
             for url in known.keys() - urls:
                 del known[url]
         await asyncio.gather(*map(self._ask, urls))
         self._looks += 1
-        if (self.served, self.sources) != before:
+        self._compare(*before)
+
+    async def _look_at_new(self) -> None:
+        """Ask those that came, not all for each."""
+        before = dict(self.served), dict(self.sources)
+        new, self._new = self._new, set()
+        await asyncio.gather(*map(self._ask, new))
+        self._compare(*before)
+
+    def _compare(self, served: dict[str, ServedModels], sources: dict[str, Mapping[int, Stream]]) -> None:
+        """What they said before."""
+        if (self.served, self.sources) != (served, sources):
             log.info("engine lists changed", extra={"engines": len(self.served), "adapters": len(self.adapters)})
             self._changed()
 

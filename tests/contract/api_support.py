@@ -117,6 +117,10 @@ class TinyCore:
     def url(self, worker: WorkerKey) -> str | None:
         return "http://w:8000"
 
+    def is_draining(self, worker: WorkerKey) -> bool:
+        known = self.registered.get(worker)
+        return known is not None and known.draining
+
     def given_id(self, worker: WorkerKey) -> str | int:
         known = self.registered.get(worker)
         return worker.worker_id if known is None else known.given_id

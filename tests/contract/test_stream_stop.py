@@ -63,6 +63,7 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(stops: bool, embedded
             clock=clock,
             rng=rng,
             http=None,
+            polls=asyncio.Semaphore(1),
             allowed=AllowList(),
             permits=Permits(rng=rng),
             supervisor=supervisor,

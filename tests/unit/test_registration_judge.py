@@ -24,14 +24,14 @@ class Fleet:
         self.takes_s = takes_s
         self.now_s = 100.0
         self.judged_at_s: list[float] = []
-        self.changed: Callable[[], None] = lambda: None
+        self.changed: Callable[[WorkerKey | None], None] = lambda worker: None
         self.streams: dict[WorkerKey, Any] = {WorkerKey("m", "w0", 0): self}
         self.sources: dict[str, Any] = {}
         self.served: dict[str, Any] = {}
         self.profile = self.patch = self
         self.epoch = None
 
-    def subscribe(self, members: Callable[[], None]) -> None:
+    def subscribe(self, members: Callable[[WorkerKey | None], None]) -> None:
         self.changed = members
 
     def registrations(self) -> tuple[Registration, ...]:
@@ -57,7 +57,7 @@ def test_comparing_takes_a_share_of_the_time_and_no_change_is_forgotten(takes_s:
         judge.judge()
         for _ in range(20):
             for _ in range(3):
-                fleet.changed()
+                fleet.changed(None)
             # One timer, however many changes came.
             ((due_s, call),) = timers
             timers.clear()

@@ -40,8 +40,10 @@ class Subscriber:
     def __init__(self, registry: WorkerRegistry) -> None:
         self.registry = registry
         self.heard: list[Any] = []
+        self.changed: list[WorkerKey | None] = []
 
-    def members(self) -> None:
+    def members(self, worker: WorkerKey | None) -> None:
+        self.changed.append(worker)
         self.heard.append(sorted(self.registry.streams))
 
     def view(self, worker: WorkerKey, view: Any) -> None:
@@ -74,6 +76,21 @@ def test_members_are_told_after_each_change(registry: WorkerRegistry, subscriber
     registry.update(msgspec.structs.replace(two.registration, draining=True))
     assert subscriber.take() == [[ONE, TWO]]
     assert registry.drains(TWO) and not registry.drains(ONE)
+    assert subscriber.changed == [ONE, TWO, TWO]
+    registry.leave_out({ONE: "no room"})
+    assert subscriber.changed[3:] == [None]
+
+
+def test_workers_are_found_by_id_and_rank(registry: WorkerRegistry) -> None:
+    other_model = WorkerKey("another", ONE.worker_id, ONE.dp_rank)
+    for worker in (ONE, TWO, other_model):
+        registry.add(stream(worker))
+    assert registry.workers_with(ONE.worker_id, ONE.dp_rank) == [ONE, other_model]
+    registry.remove(ONE)
+    assert registry.workers_with(ONE.worker_id, ONE.dp_rank) == [other_model]
+    registry.remove(other_model)
+    assert registry.workers_with(ONE.worker_id, ONE.dp_rank) == []
+    assert registry.workers_with(TWO.worker_id, TWO.dp_rank) == [TWO]
 
 
 def test_a_removed_worker_has_no_view_and_its_stream_is_handed_out(

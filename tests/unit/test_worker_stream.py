@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any, cast
 
@@ -43,6 +44,7 @@ class Stage:
             clock=lambda: self.now,
             rng=rng,
             http=None,
+            polls=asyncio.Semaphore(1),
             allowed=AllowList(),
             permits=Permits(rng=rng),
             supervisor=TaskSupervisor(clock=lambda: self.now, rng=rng),

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Health checks of many engines: bounded, and a router that is slow itself judges none of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, cast
+
+import pytest
+
+from kvrouter.events.transport.permits import Permits
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.config.settings import Config
+from kvrouter.router.streams.engine_poller import POLLS_AT_ONCE, TIMEOUT_S, EnginePoller
+from kvrouter.router.streams.ingest_turns import IngestTurns
+from kvrouter.router.streams.lease_rounds import LeaseRounds
+from kvrouter.router.streams.stream_metrics import StreamMetrics
+from kvrouter.router.streams.stream_services import StreamServices
+from kvrouter.router.streams.worker_record import WorkerRecord
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.workers.allow_list import AllowList
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.stream_state import StreamState
+
+
+class Answer:
+    status = 404
+
+
+class Stage:
+    """Pollers on a clock that the test moves. poll: what happens to a request."""
+
+    def __init__(self, poll: Callable[[], Any]) -> None:
+        self.now_s = 100.0
+        self._poll = poll
+        rng = random.Random(1)
+        self.metrics = StreamMetrics(MetricRegistry())
+        self.services = StreamServices(
+            store=cast(Any, None),
+            leases=LeaseRounds(cast(Any, None), 1.0),
+            turns=IngestTurns(),
+            token="t",
+            config=Config(),
+            metrics=self.metrics,
+            context=cast(Any, None),
+            clock=lambda: self.now_s,
+            rng=rng,
+            http=cast(Any, self),
+            polls=asyncio.Semaphore(POLLS_AT_ONCE),
+            allowed=AllowList(),
+            permits=Permits(rng=rng),
+            supervisor=TaskSupervisor(clock=lambda: self.now_s, rng=rng),
+            mirror=cast(Any, None),
+        )
+
+    @asynccontextmanager
+    async def get(self, url: str, allow_redirects: bool) -> AsyncIterator[Answer]:
+        await self._poll()
+        yield Answer()
+
+    def poller(self, name: str) -> tuple[EnginePoller, WorkerRecord]:
+        registration = Registration(WorkerKey("m", name), "tcp://h:1", url=f"http://{name}:8000")
+        record = WorkerRecord(registration, self.services, lambda: None)
+        return EnginePoller(record, cast(Any, None), self.services, lambda said: None), record
+
+
+@pytest.mark.parametrize("late_s", [0.0, 3.0], ids=["the engine is slow", "the router is slow"])
+def test_a_slow_router_never_marks_an_engine_down(late_s: float) -> None:
+    async def main() -> None:
+        polls = 0
+
+        async def poll() -> None:
+            nonlocal polls
+            polls += 1
+            if polls > 50:
+                task.cancel()
+            await asyncio.sleep(0)
+            poller.ask_now()
+            # Its first /health and /metrics are answered.
+            if polls > 2:
+                stage.now_s += TIMEOUT_S + late_s
+                raise TimeoutError
+
+        stage = Stage(poll)
+        poller, record = stage.poller("w")
+        task = asyncio.ensure_future(poller.run())
+        await asyncio.gather(task, return_exceptions=True)
+        assert (record.ingest.state is StreamState.DOWN) == (not late_s)
+        assert stage.metrics.polls_unjudged.labels().value == (48 if late_s else 0)
+
+    asyncio.run(main())
+
+
+def test_of_many_engines_a_bounded_number_is_polled_at_once() -> None:
+    async def main() -> None:
+        running, asked, most = 0, 0, 0
+        done = asyncio.Event()
+
+        async def poll() -> None:
+            nonlocal running, asked, most
+            running, asked = running + 1, asked + 1
+            most = max(most, running)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            running -= 1
+            if asked == 2 * 5 * POLLS_AT_ONCE:
+                done.set()
+
+        stage = Stage(poll)
+        tasks = [asyncio.ensure_future(stage.poller(f"w{i}")[0].run()) for i in range(5 * POLLS_AT_ONCE)]
+        await done.wait()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert most == POLLS_AT_ONCE
+
+    asyncio.run(main())
