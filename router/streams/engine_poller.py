@@ -35,8 +35,9 @@ METRICS_EVERY = 2
 TIMEOUT_S = 2.0
 # A deadline that is noticed so much later says that this process stood still, not that the engine did.
 STALL_S = 0.1
-# Engines of one router that are polled at the same moment: of a thousand at once, each would wait for all.
-POLLS_AT_ONCE = 32
+# Engines of one router that are polled at the same moment: of a thousand at once, each would wait for all. 128 answers
+# take this process less than STALL_S; with a lower limit, engines that hang would hold up the others.
+POLLS_AT_ONCE = 128
 # Of the interval, to either side: many engines registered at once are not polled at once for ever.
 JITTER = 0.2
 # Some hundred series for each of some hundred LoRA adapters.
