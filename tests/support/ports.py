@@ -5,22 +5,30 @@ processes."""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import socket
 
-# Linux gives connections 32,768 and up; Redis Cluster's bus is 10,000 above its port.
+# Linux gives connections 32,768 and up.
 FIRST, LAST = 11_000, 32_000
 # As many test processes may run beside each other (pytest-xdist names them gw0, gw1 ...).
 SHARES = 10
 
 
+# Not random ones: of several that are picked before any is bound, two would be the same now and then; and who was
+# connected to what listened there last may still try.
+_steps = itertools.count(random.randrange(LAST))
+
+
 def free_port() -> int:
-    """A port that nobody listens on now. The caller should bind it soon."""
+    """A port that nobody listens on now, and that was not given out before by this process, until all were. The caller
+    should bind it soon."""
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % SHARES
     size = (LAST - FIRST) // SHARES
-    while True:
-        port = FIRST + number * size + random.randrange(size)
+    for step in itertools.islice(_steps, size):
+        port = FIRST + number * size + step % size
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+    raise OSError(f"none of {size} ports of 127.0.0.1 is free")

@@ -70,9 +70,10 @@ class StoreServer:
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             with contextlib.suppress(redis.RedisError):
-                if self.client.ping():
+                # Another server may have the port.
+                if self.client.info("server")["process_id"] == self._process.pid:
                     return
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or self._process.poll() is not None:
                 raise AssertionError((self._folder / "server.log").read_text()[-2000:])
             time.sleep(0.02)
 
@@ -105,7 +106,11 @@ class StoreCluster:
     OPTIONS = ("--cluster-enabled", "yes", "--cluster-node-timeout", "2000", "--appendonly", "yes")
 
     def __init__(self, folder: Path) -> None:
-        self.nodes = [StoreServer(folder / str(number), *self.OPTIONS) for number in range(self.NODES)]
+        self._buses = [free_port() for _ in range(self.NODES)]
+        self.nodes = [
+            StoreServer(folder / str(number), *self.OPTIONS, "--cluster-port", str(bus))
+            for number, bus in enumerate(self._buses)
+        ]
         self.url = f"redis://127.0.0.1:{self.nodes[0].port}"
         self.client: Any = None
 
@@ -125,7 +130,7 @@ class StoreCluster:
             node.client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", number + 1)
             node.client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
             if number:
-                node.client.execute_command("CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port)
+                node.client.execute_command("CLUSTER", "MEET", "127.0.0.1", self.nodes[0].port, self._buses[0])
         self.wait_well()
         self.client = redis.RedisCluster(host="127.0.0.1", port=self.nodes[0].port)
 
