@@ -122,7 +122,7 @@ class Core:
         self.registry.subscribe(members=self._on_members)
         metrics.before_page(self._measure)
 
-        leases = LeaseRounds(store.leases, config.lease_ttl_s)
+        leases = LeaseRounds(store.leases, config.lease_ttl_s, lambda: self.peers.assignment)
         services = StreamServices(
             store=store,
             leases=leases,

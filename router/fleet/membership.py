@@ -8,7 +8,8 @@ whatever the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -36,17 +37,20 @@ MAX_ROUTERS = 1_024
 
 class _Router(msgspec.Struct):
     """One token's heartbeats as they were seen here. was_first: it stood there at the first look; beats: it was seen to
-    beat, not only to have beaten."""
+    beat, not only to have beaten. heard_s: when it beat last; holds, late: what it said then."""
 
     heartbeat: Heartbeat
     was_first: bool
     beats: bool = False
     unchanged_looks: int = 0
     missing_looks: int = 0
+    heard_s: float = -math.inf
+    holds: dict[str, int] = {}
+    late: frozenset[str] = frozenset()
 
 
-class _Claim(msgspec.Struct):
-    """When some router last said that it follows a worker."""
+class _Claim(msgspec.Struct, frozen=True):
+    """What a router that followed a worker said of it last."""
 
     token: str
     heard_s: float
@@ -62,7 +66,9 @@ class Membership:
         self._gone_looks = max(MISSING_LOOKS, round(ttl_s / INTERVAL_S))
         self._forgotten_looks = FORGOTTEN_TTLS * self._gone_looks
         self._known: dict[str, _Router] = {}
-        self._claims: dict[str, _Claim] = {}
+        # By worker: the router that says that it follows it, and what one said that does so no longer.
+        self._followers: dict[str, str] = {}
+        self._past: dict[str, _Claim] = {}
         self._garbage: dict[bytes, bytes] = {}
         self._first = True
         # The tokens that count, this process's always; and by worker, why which of them refuse it.
@@ -79,10 +85,11 @@ class Membership:
                 router.missing_looks += 1
                 if router.missing_looks >= MISSING_LOOKS:
                     del self._known[token]
+                    self._end_claims(token, router, router.holds)
         for token, heartbeat in seen.items():
             self._take(token, heartbeat, now_s)
         self._first = False
-        self._claims = {worker: one for worker, one in self._claims.items() if now_s - one.heard_s < CLAIM_KEPT_S}
+        self._past = {worker: one for worker, one in self._past.items() if now_s - one.heard_s < CLAIM_KEPT_S}
         routers = frozenset(token for token, router in self._known.items() if self._counts(router)) | {self._token}
         refusals: dict[str, dict[str, str]] = {}
         for token in routers & self._known.keys():
@@ -116,9 +123,32 @@ class Membership:
         router.missing_looks = 0
         # This process knows of its own heartbeat that it is no dead one's.
         if token == self._token or (router.beats and not router.unchanged_looks):
-            late = set(heartbeat.late)
-            for worker in heartbeat.holds:
-                self._claims[worker] = _Claim(token, now_s, worker in late)
+            self._take_claims(token, router, heartbeat)
+            router.heard_s = now_s
+
+    def _take_claims(self, token: str, router: _Router, heartbeat: Heartbeat) -> None:
+        """Usually nothing changed, of a thousand workers."""
+        before, holds = router.holds, heartbeat.holds
+        if holds != before:
+            # With its number: a worker that was lost and taken again is followed by whoever took it last.
+            for worker, _ in holds.items() - before.items():
+                self._followers[worker] = token
+                self._past.pop(worker, None)
+            self._end_claims(token, router, before.keys() - holds.keys())
+            router.holds = holds
+        router.late = frozenset(heartbeat.late)
+
+    def _end_claims(self, token: str, router: _Router, workers: Iterable[str]) -> None:
+        """It no longer says that it follows these."""
+        for worker in workers:
+            if self._followers.get(worker) != token:
+                continue
+            other = next((other for other, one in self._known.items() if other != token and worker in one.holds), None)
+            if other is not None:
+                self._followers[worker] = other
+            else:
+                del self._followers[worker]
+                self._past[worker] = _Claim(token, router.heard_s, worker in router.late)
 
     def _counts(self, router: _Router) -> bool:
         if router.beats:
@@ -137,7 +167,11 @@ class Membership:
 
     def follower_problem(self, worker: str, now_s: float) -> str | None:
         """Why what the store says of a worker that another process follows may be old; None: its follower is heard."""
-        claim = self._claims.get(worker)
+        follower = self._followers.get(worker)
+        claim = self._past.get(worker)
+        if follower is not None:
+            router = self._known[follower]
+            claim = _Claim(follower, router.heard_s, worker in router.late)
         if claim is not None:
             name = f"router {printable(claim.token)}, which follows this worker,"
             if claim.late:
@@ -145,7 +179,7 @@ class Membership:
             age_s = now_s - claim.heard_s
             if age_s <= HEARD_S:
                 return None
-            if worker in (known.heartbeat.holds if (known := self._known.get(claim.token)) is not None else ()):
+            if follower is not None:
                 return f"{name} has not been heard for {age_s:.0f} s"
         refused = "; ".join(
             f"router {printable(token)} refuses it: {printable(reason)}"

@@ -61,6 +61,8 @@ class RouterPeers:
         self._beats = 0
         # Whether there is no other.
         self._is_alone = True
+        # Counts what `is_mine` depends on.
+        self._assignment = 0
         # Whether others know of this process, and hand workers over to it.
         self.attends = False
         # The workers that this process should follow, as was found then, and whether that holds.
@@ -74,6 +76,7 @@ class RouterPeers:
     def _on_members(self, worker: WorkerKey | None) -> None:
         self._refuses = None
         self._mine_holds = False
+        self._assignment += 1
 
     @property
     def routers(self) -> int:
@@ -94,6 +97,7 @@ class RouterPeers:
             log.info("routers changed", extra={"routers": len(membership.routers), "refused": len(membership.refusals)})
             self._mine_holds, self._mine_s = False, -math.inf
             self._is_alone = membership.routers == {self.token}
+            self._assignment += 1
         self._metrics.heartbeats_ignored.inc(membership.ignored - ignored)
         self.attends = True
         if forgotten := membership.forgotten:
@@ -150,11 +154,19 @@ class RouterPeers:
         if self._is_alone:
             stream = self._registry.streams.get(worker)
             return stream is not None and not stream.refusal
-        if not self._mine_holds and self._clock() >= self._mine_s + ASSIGNMENT_PAUSE_S:
-            self._assign()
+        self._assign_if_due()
         return worker in self._mine
 
-    def _assign(self) -> None:
+    @property
+    def assignment(self) -> int:
+        """Changes before `is_mine` does."""
+        if not self._is_alone:
+            self._assign_if_due()
+        return self._assignment
+
+    def _assign_if_due(self) -> None:
+        if self._mine_holds or self._clock() < self._mine_s + ASSIGNMENT_PAUSE_S:
+            return
         refused: dict[WorkerKey, set[str]] = {}
         for one in (*self._registry.streams, *self._registry.left_out):
             tag = keys.worker_tag(one)
@@ -164,6 +176,7 @@ class RouterPeers:
         found = assign_workers(refused, self._membership.routers, refused)
         self._mine = frozenset(worker for worker, router in found.items() if router == self.token)
         self._mine_s, self._mine_holds = self._clock(), True
+        self._assignment += 1
 
     async def claim(self, claims: Claims) -> None:
         """Tell the other routers what the sources of this one see."""

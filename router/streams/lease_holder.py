@@ -182,10 +182,13 @@ class LeaseHolder:
     def _should_move(self) -> bool:
         return not self._mine() and self._movable()
 
-    def look(self) -> None:
+    def look(self) -> bool:
         """See RoundMember."""
-        if self._mine() if self._lease is None else self._should_move():
+        mine = self._mine()
+        if mine if self._lease is None else not mine and self._movable():
             self._called.set()
+        # One that another process should follow may become movable.
+        return mine or self._lease is None
 
     def offer(self) -> tuple[Lease, Renewal] | None:
         """See RoundMember."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from typing import Protocol
 
 from kvrouter.router.index.commit import Lease
@@ -25,8 +26,8 @@ LEASES_PER_REQUEST = 256
 class RoundMember(Protocol):
     """A holder, as the rounds see it."""
 
-    def look(self) -> None:
-        """Judge whether the worker should change hands."""
+    def look(self) -> bool:
+        """Judge whether the worker should change hands; True: nothing but another assignment can change the answer."""
 
     def offer(self) -> tuple[Lease, Renewal] | None:
         """What is to be renewed now, None when nothing is."""
@@ -41,17 +42,23 @@ class RoundMember(Protocol):
 class LeaseRounds:
     """Belongs to one event loop; `run` is a task of the process."""
 
-    def __init__(self, leases: Leases, ttl_s: float) -> None:
+    def __init__(self, leases: Leases, ttl_s: float, assignment: Callable[[], int]) -> None:
+        """assignment: the number of the current one; which process should follow a worker changes only with it."""
         self._leases = leases
         self._ttl_s = ttl_s
+        self._assignment = assignment
         self._members: dict[RoundMember, None] = {}
+        # The assignment of the last look, and the members that are looked at again under it.
+        self._seen = -1
+        self._unsettled: dict[RoundMember, None] = {}
 
     def join(self, member: RoundMember) -> None:
         """`member` takes part until it leaves."""
-        self._members[member] = None
+        self._members[member] = self._unsettled[member] = None
 
     def leave(self, member: RoundMember) -> None:
         del self._members[member]
+        self._unsettled.pop(member, None)
 
     async def run(self) -> None:
         for look in itertools.count(1):
@@ -62,8 +69,11 @@ class LeaseRounds:
 
     def _look(self) -> None:
         # Not in `run`, where the last member would be held until the next look.
-        for member in list(self._members):
-            member.look()
+        if (assignment := self._assignment()) != self._seen:
+            self._seen, self._unsettled = assignment, dict.fromkeys(self._members)
+        for member in list(self._unsettled):
+            if member.look():
+                del self._unsettled[member]
 
     async def _renew(self) -> None:
         offers = [(member, *offer) for member in self._members if (offer := member.offer()) is not None]

@@ -41,7 +41,7 @@ def run(url: str, body: Body) -> None:
         raw = redis.Redis.from_url(url)
         raw.flushall()
         store = await IndexStore.open(url)
-        rounds = LeaseRounds(store.leases, TTL_S)
+        rounds = LeaseRounds(store.leases, TTL_S, lambda: 0)
 
         def hold(token: str) -> LeaseHolder:
             metrics = StreamMetrics(MetricRegistry())

@@ -41,7 +41,7 @@ class Stage:
         self.metrics = StreamMetrics(MetricRegistry())
         self.services = StreamServices(
             store=cast(Any, None),
-            leases=LeaseRounds(cast(Any, None), 1.0),
+            leases=LeaseRounds(cast(Any, None), 1.0, lambda: 0),
             turns=IngestTurns(),
             token="t",
             config=Config(),

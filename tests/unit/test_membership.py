@@ -129,6 +129,24 @@ def test_a_worker_that_changes_hands_is_not_in_doubt(world: World) -> None:
         assert world.problem() is None
 
 
+def test_a_worker_that_two_say_they_follow_is_not_in_doubt_while_one_goes_on(world: World) -> None:
+    for second in ([], [], ["w"], ["w"], *[[]] * 20):
+        world.beat("one", ["w"])
+        world.beat("two", second)
+        world.look()
+        assert world.problem() is None or world.counts["one"] == 1
+    # The one that is left falls silent, and then is gone.
+    for _ in range(20):
+        world.beat("two")
+        world.look()
+    assert world.problem() == "router one, which follows this worker, has not been heard for 5 s"
+    del world.fields[b"one"]
+    for _ in range(20):
+        world.beat("two")
+        world.look()
+    assert world.problem() == "no router follows this worker"
+
+
 def test_a_follower_that_cannot_write_says_so_at_once(world: World) -> None:
     for late in ([], [], ["w"]):
         world.beat("you", ["w"], late)

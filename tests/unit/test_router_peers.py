@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import random
 import weakref
 from typing import Any, cast
 
@@ -149,6 +150,31 @@ def test_workers_are_shared_with_a_peer_that_is_seen_to_beat(world: World) -> No
         world.beat()
     assert world.peers.routers == 2
     assert sum(map(world.peers.is_mine, workers)) == len(workers) / 2
+
+
+def test_no_worker_changes_hands_under_one_assignment(world: World) -> None:
+    rng = random.Random(7)
+    seen: dict[int, dict[WorkerKey, bool]] = {}
+    names = [str(number) for number in range(6)]
+    several = 0
+    for _ in range(400):
+        world.now_s += rng.choice((0.01, 0.3))
+        name = rng.choice(names)
+        known = world.registry.streams.get(WorkerKey("m", name))
+        if known is None:
+            world.add(name, rng.choice((None, None, "not allowed")))
+        elif rng.random() < 0.3:
+            world.registry.remove(known.worker)
+        elif rng.random() < 0.5:
+            if rng.random() < 0.6:
+                world.peer_beats()
+            else:
+                world.store.beats.pop(b"you", None)
+            world.beat()
+        mine = {WorkerKey("m", name): world.peers.is_mine(WorkerKey("m", name)) for name in names}
+        assert seen.setdefault(world.peers.assignment, mine) == mine
+        several += world.peers.routers > 1 and 0 < sum(mine.values()) < len(world.registry.streams)
+    assert len(seen) > 50 and several > 50
 
 
 def test_a_worker_whose_follower_is_not_heard_says_why(world: World) -> None:

@@ -35,7 +35,7 @@ class Stage:
         rng = random.Random(1)
         services = StreamServices(
             store=cast(Any, None),
-            leases=LeaseRounds(cast(Any, None), 1.0),
+            leases=LeaseRounds(cast(Any, None), 1.0, lambda: 0),
             turns=IngestTurns(),
             token="t",
             config=Config(),
