@@ -38,6 +38,7 @@ from kvrouter.router.matching.question import Hit, Question, filter_hits
 from kvrouter.router.matching.routing_history import RoutingHistory
 from kvrouter.router.redis_client.errors import StoreError
 from kvrouter.router.streams.engine_poller import POLLS_AT_ONCE
+from kvrouter.router.streams.held_workers import HeldWorkers
 from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.stream_services import StreamServices
@@ -88,9 +89,11 @@ class Core:
         self._history = RoutingHistory(config.approximate_ttl_s)
         self.registry = WorkerRegistry()
         self._contact = StoreContact(metrics=metrics.fleet, clock=clock)
+        held = HeldWorkers()
         self.peers = RouterPeers(
             self.registry,
             store=store,
+            held=held,
             contact=self._contact,
             metrics=metrics.fleet,
             clock=clock,
@@ -126,6 +129,7 @@ class Core:
         services = StreamServices(
             store=store,
             leases=leases,
+            held=held,
             turns=IngestTurns(),
             token=token,
             config=config,

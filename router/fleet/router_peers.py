@@ -22,6 +22,7 @@ from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index import keys
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.redis_client.errors import StoreError
+from kvrouter.router.streams.held_workers import HeldWorkers
 
 log = logging.getLogger("kvrouter.fleet")
 
@@ -45,6 +46,7 @@ class RouterPeers:
         registry: WorkerRegistry,
         *,
         store: IndexStore,
+        held: HeldWorkers,
         contact: StoreContact,
         metrics: FleetMetrics,
         clock: Callable[[], float],
@@ -53,6 +55,7 @@ class RouterPeers:
     ) -> None:
         self._registry = registry
         self._store = store
+        self._held = held
         self._contact = contact
         self._metrics = metrics
         self._clock = clock
@@ -105,10 +108,8 @@ class RouterPeers:
 
     def _heartbeat(self) -> Heartbeat:
         self._beats += 1
-        streams = self._registry.streams.values()
-        held = [stream for stream in streams if stream.held]
-        holds = {stream.tag: stream.lease_number for stream in held}
-        return Heartbeat(self._beats, VERSION, holds, [one.tag for one in held if one.is_late], self._own_refusals())
+        held = self._held
+        return Heartbeat(self._beats, VERSION, held.numbers, held.late(self._clock()), self._own_refusals())
 
     def _own_refusals(self) -> dict[str, str]:
         if self._refuses is None:
@@ -138,15 +139,13 @@ class RouterPeers:
             await asyncio.sleep(INTERVAL_S)
 
     def _judge_followers(self) -> None:
-        now_s, streams = self._clock(), self._registry.streams.values()
-        self._contact.judge(is_refused=any(stream.is_refused for stream in streams))
+        now_s = self._clock()
+        self._contact.judge(is_refused=bool(self._held.refused))
         silence = self._contact.silence
         unheard = silence and f"{silence}: what the router that follows this worker learns is not known here"
-        for stream in streams:
-            # This process's own heartbeats say of what is followed here that it is heard.
-            stream.follower_heard(
-                unheard or (None if stream.held else self._membership.follower_problem(stream.tag, now_s))
-            )
+        for stream in self._registry.streams.values():
+            if stream.tag not in self._held.numbers:
+                stream.follower_heard(unheard or self._membership.follower_problem(stream.tag, now_s))
 
     def is_mine(self, worker: WorkerKey) -> bool:
         """Whether this process should follow the worker; of one that is new among several routers, known in a

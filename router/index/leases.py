@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,11 +34,15 @@ class Renewal(msgspec.Struct, frozen=True, eq=False):
         return cls(meta, command("GET", lease) + command("HMGET", meta, *HEAD_FIELDS), expire)
 
 
-class RenewalReply(msgspec.Struct, frozen=True):
-    """Who has the lease now, and the fields of `meta` as `Head.of` takes them."""
+class RenewalBatch(msgspec.Struct, frozen=True, eq=False):
+    """Renewals on one server, which go with one request; made once for many rounds. values: what the leases are where
+    they are held."""
 
-    holder: bytes | None
-    fields: list[bytes | None]
+    key: str
+    values: list[bytes]
+    looks: bytes
+    expires: list[bytes]
+    all_expires: bytes
 
 
 class Leases:
@@ -72,38 +75,37 @@ class Leases:
         changed."""
         return await self._if_leased(worker, lease, command("PEXPIRE", keys.lease(worker), _milliseconds(ttl_s)))
 
-    async def renew_all(self, renewals: Sequence[tuple[Lease, Renewal]]) -> list[RenewalReply | None]:
-        """Renews those that are held still, with two requests to each server; None: it refused a part of the first.
+    def batch(self, offers: Sequence[tuple[Lease, Renewal]], most: int) -> list[tuple[list[int], RenewalBatch]]:
+        """The offers as batches of at most `most`, each with the places of its own among them."""
+        servers: dict[object, list[int]] = {}
+        for at, (_, renewal) in enumerate(offers):
+            servers.setdefault(self._transactions.servers.address_of(renewal.key), []).append(at)
+        parts = [ats[first : first + most] for ats in servers.values() for first in range(0, len(ats), most)]
+        return [(part, _batch([offers[at] for at in part])) for part in parts]
+
+    async def renew_all(self, batch: RenewalBatch) -> list[Any] | None:
+        """Renews those that are held still, with two requests. For each, who has the lease now and the fields of `meta`
+        as `Head.of` takes them, one behind the other; None: the server refused a part of the first request.
 
         No transaction: a lease that ends and is taken by another process between the two gets the time of this one."""
-        servers = self._transactions.servers
-        found: list[RenewalReply | None] = [None] * len(renewals)
-        parts: dict[object, list[int]] = {}
-        for at, (_, renewal) in enumerate(renewals):
-            parts.setdefault(servers.address_of(renewal.key), []).append(at)
+        count = len(batch.values)
 
-        async def renew(part: list[int]) -> None:
-            looks = b"".join([renewals[at][1].look for at in part])
+        async def work(connection: Connection) -> list[Any] | None:
+            try:
+                replies = await connection.run(batch.looks, _REPLIES_PER_LOOK * count)
+            except ReplyError:
+                # Of one of many. Whose it is, and what it means, shows when they are renewed one by one.
+                return None
+            holders, expires, held = replies[::_REPLIES_PER_LOOK], batch.all_expires, count
+            if holders != batch.values:
+                pairs = zip(holders, batch.values, batch.expires, strict=True)
+                ours = [expire for holder, value, expire in pairs if holder == value]
+                expires, held = b"".join(ours), len(ours)
+            if held:
+                await connection.run(expires, held)
+            return replies
 
-            async def work(connection: Connection) -> list[Any] | None:
-                try:
-                    replies = await connection.run(looks, _REPLIES_PER_LOOK * len(part))
-                except ReplyError:
-                    # Of one of many. Whose it is, and what it means, shows when they are renewed one by one.
-                    return None
-                pairs = zip(part, replies[::2], strict=True)
-                held = [renewals[at][1].expire for at, holder in pairs if holder == renewals[at][0].value]
-                if held:
-                    await connection.run(b"".join(held), len(held))
-                return replies
-
-            replies = await servers.on(renewals[part[0]][1].key, work, urgent=True)
-            if replies is not None:
-                for at, holder, fields in zip(part, replies[::2], replies[1::2], strict=True):
-                    found[at] = RenewalReply(holder, fields)
-
-        await asyncio.gather(*map(renew, parts.values()))
-        return found
+        return await self._transactions.servers.on(batch.key, work, urgent=True)
 
     async def release(self, worker: WorkerKey, lease: Lease) -> bool:
         """Gives the lease back, if it still counts."""
@@ -118,6 +120,12 @@ class Leases:
             return [order] if holder == lease.value else False
 
         return seen if await self._transactions.run(worker, write) is None else None
+
+
+def _batch(offers: list[tuple[Lease, Renewal]]) -> RenewalBatch:
+    expires = [renewal.expire for _, renewal in offers]
+    looks = b"".join([renewal.look for _, renewal in offers])
+    return RenewalBatch(offers[0][1].key, [lease.value for lease, _ in offers], looks, expires, b"".join(expires))
 
 
 def _milliseconds(seconds: float) -> int:

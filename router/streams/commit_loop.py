@@ -14,6 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from kvrouter.router.common.ids import Place
+from kvrouter.router.index import keys
 from kvrouter.router.index.checkpoint import LogTail
 from kvrouter.router.ingest.net_changes import Hashes
 from kvrouter.router.ingest.pending_commit import PendingCommit
@@ -55,8 +56,7 @@ class CommitLoop:
         self._record = record
         self._lease = lease
         self._services = services
-        # Since when there is something that the store does not have.
-        self._unwritten_since_s: float | None = None
+        self._tag = keys.worker_tag(record.registration.worker)
         # What the store was sent last, None once it has said what became of it.
         self.sending: PendingCommit | None = None
         # Spread by half: a thousand workers may fall quiet at once.
@@ -69,7 +69,8 @@ class CommitLoop:
     @property
     def unwritten_s(self) -> float:
         """How long the oldest news has waited for the store."""
-        return 0.0 if self._unwritten_since_s is None else self._services.clock() - self._unwritten_since_s
+        since_s = self._services.held.unwritten_since_s.get(self._tag)
+        return 0.0 if since_s is None else self._services.clock() - since_s
 
     @property
     def unwritten_blocks(self) -> int:
@@ -87,7 +88,7 @@ class CommitLoop:
 
     def end_lead(self) -> None:
         """Another process writes from now on."""
-        self._unwritten_since_s = None
+        self._services.held.unwritten_since_s.pop(self._tag, None)
         self.tail.clear()
 
     def rewrite(self) -> None:
@@ -136,18 +137,20 @@ class CommitLoop:
                     await record.drained.wait()
 
     async def run(self) -> None:
-        dirty, clock = self._record.dirty, self._services.clock
+        dirty, clock, unwritten = self._record.dirty, self._services.clock, self._services.held.unwritten_since_s
         while True:
             if not await self._hears_news():
                 await self._write_checkpoint(self._residents())
                 continue
             dirty.clear()
-            if self._unwritten_since_s is None:
-                self._unwritten_since_s = clock()
+            unwritten.setdefault(self._tag, clock())
             await asyncio.sleep(self._services.config.flush_interval_s)
             taken_s = clock()
             await self._write()
-            self._unwritten_since_s = taken_s if dirty.is_set() else None
+            if dirty.is_set():
+                unwritten[self._tag] = taken_s
+            else:
+                unwritten.pop(self._tag, None)
 
     async def _hears_news(self) -> bool:
         """Wait for what is to be written; False: there was nothing for so long that a checkpoint is due."""

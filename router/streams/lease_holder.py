@@ -16,11 +16,12 @@ from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.index.checkpoint import Checkpoint
 from kvrouter.router.index.commit import Commit, CommitOutcome, Head, Lease
-from kvrouter.router.index.leases import Renewal, RenewalReply
+from kvrouter.router.index.leases import Renewal
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import Hashes
 from kvrouter.router.ingest.pending_commit import PendingCommit
 from kvrouter.router.redis_client.errors import StoredValueError, StoreError
+from kvrouter.router.streams.held_workers import HeldWorkers
 from kvrouter.router.streams.lease_rounds import LOOKS_PER_TTL, LeaseRounds
 from kvrouter.router.streams.stream_metrics import FAILED, StreamMetrics
 
@@ -58,6 +59,7 @@ class LeaseHolder:
         *,
         store: IndexStore,
         rounds: LeaseRounds,
+        held: HeldWorkers,
         token: str,
         ttl_s: float,
         metrics: StreamMetrics,
@@ -68,6 +70,8 @@ class LeaseHolder:
         self._worker = worker
         self._store = store
         self._rounds = rounds
+        self._held = held
+        self._tag = keys.worker_tag(worker)
         self._token = token
         self._ttl_s = ttl_s
         self._renewal = Renewal.of(worker, ttl_s)
@@ -97,11 +101,6 @@ class LeaseHolder:
         return self._lease is not None
 
     @property
-    def number(self) -> int:
-        """Of the last lease that this process had."""
-        return self._number
-
-    @property
     def wanted(self) -> bool:
         """Whether this process should follow the worker."""
         return self._mine()
@@ -119,10 +118,25 @@ class LeaseHolder:
         finally:
             self._rounds.leave(self)
         alone = 0 < self._number == lease.number - 1 and not self._interrupted
-        self._lease, self._number, self._interrupted = lease, lease.number, False
+        self._interrupted = False
+        self._have(lease)
         self._say(None)
-        self._written, self._unsure = await self._store.committed(self._worker), None
+        self._wrote(await self._store.committed(self._worker))
         return alone
+
+    def _have(self, lease: Lease | None) -> None:
+        self._lease = lease
+        self._rounds.offers_changed()
+        if lease is None:
+            self._held.numbers.pop(self._tag, None)
+            self._held.refused.discard(self._tag)
+        else:
+            self._number = self._held.numbers[self._tag] = lease.number
+
+    def _wrote(self, written: Written) -> None:
+        """What the store has is known."""
+        self._written, self._unsure = written, None
+        self._rounds.written()
 
     async def _take(self) -> Lease:
         while True:
@@ -141,9 +155,10 @@ class LeaseHolder:
 
     async def release(self) -> None:
         """Give the lease back; without the store it ends by itself."""
-        lease, self._lease = self._lease, None
+        lease = self._lease
         if lease is None:
             return
+        self._have(None)
         try:
             await asyncio.shield(self._store.leases.release(self._worker, lease))
         except StoreError as error:
@@ -151,7 +166,7 @@ class LeaseHolder:
 
     async def forget(self) -> None:
         """Unlink all that the index holds of the worker, unless another process has it: its registration is gone."""
-        self._lease = None
+        self._have(None)
         await self._store.forget(self._worker, self._token)
 
     async def keep(self, movable: Callable[[], bool]) -> None:
@@ -194,9 +209,18 @@ class LeaseHolder:
         """See RoundMember."""
         return None if self._lease is None else (self._lease, self._renewal)
 
-    def take_reply(self, lease: Lease, reply: RenewalReply | None) -> None:
+    def take_reply(self, lease: Lease, holder: bytes | None, fields: list[bytes | None]) -> bool:
         """See RoundMember. A write that ended meanwhile may make the reply look wrong, which costs a renewal."""
-        if lease is self._lease and not (reply and reply.holder == lease.value and self._is_confirmed(reply.fields)):
+        if lease is not self._lease:
+            return False
+        confirmed = holder == lease.value and self._is_confirmed(fields)
+        if not confirmed:
+            self._called.set()
+        return confirmed
+
+    def doubt(self, lease: Lease) -> None:
+        """See RoundMember."""
+        if lease is self._lease:
             self._called.set()
 
     def _is_confirmed(self, fields: list[bytes | None]) -> bool:
@@ -239,7 +263,7 @@ class LeaseHolder:
             self._lose("taken", ELSEWHERE)
         assert lease is not None
         alone = lease.number == self._number + 1
-        self._lease, self._number = lease, lease.number
+        self._have(lease)
         if not alone:
             self._interrupted = True
             self._lose("taken", "another router process followed this worker meanwhile; beginning again from Redis")
@@ -307,7 +331,7 @@ class LeaseHolder:
             if not await self._judge(outcome, done=outcome is CommitOutcome.STALE):
                 return False
             if outcome is CommitOutcome.APPLIED:
-                self._written = (flush.epoch, None)
+                self._wrote((flush.epoch, None))
         if flush.seqs is None:
             return True
         first, last = flush.seqs
@@ -326,7 +350,7 @@ class LeaseHolder:
         done = outcome is CommitOutcome.STALE and await self._store.committed(self._worker) == (flush.epoch, last)
         if not await self._judge(outcome, done=done):
             return False
-        self._written = (flush.epoch, last)
+        self._wrote((flush.epoch, last))
         return True
 
     async def _judge(self, outcome: CommitOutcome, *, done: bool) -> bool:
@@ -344,4 +368,8 @@ class LeaseHolder:
     def _say(self, problem: str | None) -> None:
         if (problem is None) != (self.problem is None):
             self.problem = problem
+            if problem is None:
+                self._held.refused.discard(self._tag)
+            elif self._lease is not None:
+                self._held.refused.add(self._tag)
             self._changed(problem)

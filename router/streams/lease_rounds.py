@@ -7,10 +7,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from kvrouter.router.index.commit import Lease
-from kvrouter.router.index.leases import Leases, Renewal, RenewalReply
+from kvrouter.router.index.leases import Leases, Renewal, RenewalBatch
 from kvrouter.router.redis_client.errors import StoreError
 
 # Looks at whether a worker changes hands, per lease TTL; bounds takeover delay beyond the lease.
@@ -32,11 +32,25 @@ class RoundMember(Protocol):
     def offer(self) -> tuple[Lease, Renewal] | None:
         """What is to be renewed now, None when nothing is."""
 
-    def take_reply(self, lease: Lease, reply: RenewalReply | None) -> None:
-        """What the store said of `lease`; None: it refused to answer."""
+    def take_reply(self, lease: Lease, holder: bytes | None, fields: list[bytes | None]) -> bool:
+        """Who has the lease in the store, and the head of `meta`; whether that confirms `lease`."""
+
+    def doubt(self, lease: Lease) -> None:
+        """The store refused to answer."""
 
     def take_failure(self, lease: Lease, reason: str) -> None:
         """Why the store could not be reached."""
+
+
+class _Part:
+    """What is renewed with one request. confirmed: the replies of a round in which each of them confirmed its lease,
+    when `writes` had been made; as long as neither changes, so do they again."""
+
+    def __init__(self, members: list[tuple[RoundMember, Lease]], batch: RenewalBatch) -> None:
+        self.members = members
+        self.batch = batch
+        self.confirmed: list[Any] | None = None
+        self.writes = 0
 
 
 class LeaseRounds:
@@ -51,14 +65,27 @@ class LeaseRounds:
         # The assignment of the last look, and the members that are looked at again under it.
         self._seen = -1
         self._unsettled: dict[RoundMember, None] = {}
+        # What is renewed, until an offer changes; and how often a member wrote to the store.
+        self._parts: list[_Part] | None = None
+        self._writes = 0
 
     def join(self, member: RoundMember) -> None:
         """`member` takes part until it leaves."""
         self._members[member] = self._unsettled[member] = None
+        self.offers_changed()
 
     def leave(self, member: RoundMember) -> None:
         del self._members[member]
         self._unsettled.pop(member, None)
+        self.offers_changed()
+
+    def offers_changed(self) -> None:
+        """Some member has another lease, or none."""
+        self._parts = None
+
+    def written(self) -> None:
+        """What some member knows of the store changed."""
+        self._writes += 1
 
     async def run(self) -> None:
         for look in itertools.count(1):
@@ -76,16 +103,28 @@ class LeaseRounds:
                 del self._unsettled[member]
 
     async def _renew(self) -> None:
-        offers = [(member, *offer) for member in self._members if (offer := member.offer()) is not None]
-        parts = (offers[at : at + LEASES_PER_REQUEST] for at in range(0, len(offers), LEASES_PER_REQUEST))
-        await asyncio.gather(*map(self._renew_some, parts))
+        if self._parts is None:
+            offers = [(member, *offer) for member in self._members if (offer := member.offer()) is not None]
+            batches = self._leases.batch([offer[1:] for offer in offers], LEASES_PER_REQUEST)
+            self._parts = [_Part([offers[at][:2] for at in ats], batch) for ats, batch in batches]
+        await asyncio.gather(*map(self._renew_part, self._parts))
 
-    async def _renew_some(self, offers: list[tuple[RoundMember, Lease, Renewal]]) -> None:
+    async def _renew_part(self, part: _Part) -> None:
         try:
-            replies = await self._leases.renew_all([(lease, renewal) for _, lease, renewal in offers])
+            replies = await self._leases.renew_all(part.batch)
         except StoreError as error:
-            for member, lease, _ in offers:
+            for member, lease in part.members:
                 member.take_failure(lease, str(error))
             return
-        for (member, lease, _), reply in zip(offers, replies, strict=True):
-            member.take_reply(lease, reply)
+        if replies is None:
+            # Another server may have some of them now.
+            self._parts = None
+            for member, lease in part.members:
+                member.doubt(lease)
+            return
+        if replies == part.confirmed and part.writes == self._writes:
+            return
+        part.writes, is_confirmed = self._writes, True
+        for (member, lease), holder, fields in zip(part.members, replies[::2], replies[1::2], strict=True):
+            is_confirmed &= member.take_reply(lease, holder, fields)
+        part.confirmed = replies if is_confirmed else None

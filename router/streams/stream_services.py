@@ -15,6 +15,7 @@ from kvrouter.events.transport.permits import Permits
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
 from kvrouter.router.index.store import IndexStore
+from kvrouter.router.streams.held_workers import HeldWorkers
 from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.mirror_lead import MirrorSource
@@ -24,12 +25,13 @@ from kvrouter.router.workers.allow_list import AllowList
 
 @dataclasses.dataclass(frozen=True)
 class StreamServices:
-    """token: names the process in leases. leases: renews them. turns: of all streams that take items in. mirror: led
-    while the process follows a worker. http: polls engines for liveness; None: no polls. polls: bounds how
-    many at once."""
+    """token: names the process in leases. leases: renews them. held: the workers that are followed. turns: of all
+    streams that take items in. mirror: led while the process follows a worker. http: polls engines for liveness; None:
+    no polls. polls: bounds how many at once."""
 
     store: IndexStore
     leases: LeaseRounds
+    held: HeldWorkers
     turns: IngestTurns
     token: str
     config: Config

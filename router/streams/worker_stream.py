@@ -40,9 +40,6 @@ from kvrouter.router.workers.registration import Registration
 
 log = logging.getLogger("kvrouter.stream")
 
-# A worker whose news waits for the store for longer is known too late by the other routers, and its heartbeat says so.
-LATE_S = 1.0
-
 # A worker that is not had within this part of a lease's life is another process's. A first taking is some round trips.
 LOOKS_BEFORE_ELSEWHERE = 10
 
@@ -71,6 +68,7 @@ class WorkerStream:
             worker,
             store=services.store,
             rounds=services.leases,
+            held=services.held,
             token=services.token,
             ttl_s=services.config.lease_ttl_s,
             metrics=services.metrics,
@@ -128,20 +126,6 @@ class WorkerStream:
     def held(self) -> bool:
         """Whether this process follows the worker."""
         return self._lease.held
-
-    @property
-    def lease_number(self) -> int:
-        return self._lease.number
-
-    @property
-    def is_late(self) -> bool:
-        """Whether the store, and so every other router, lacks what was learned more than LATE_S ago."""
-        return self.commits.unwritten_s > LATE_S
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the store took nothing of it at the last try."""
-        return self._lease.held and self._lease.away
 
     @property
     def problem(self) -> str | None:
@@ -234,7 +218,7 @@ class WorkerStream:
         self._record.refresh()
 
     def follower_heard(self, problem: str | None) -> None:
-        """Whether the router that follows the worker is heard; problem: why it is not."""
+        """Whether the router that follows the worker, another one, is heard; problem: why it is not."""
         if problem != self._record.facts.follower_problem:
             self._record.facts.follower_problem = problem
             if self._record.is_elsewhere:
@@ -265,6 +249,9 @@ class WorkerStream:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
+        # Where it was stopped between taking the lease and following.
+        await self._lease.release()
+        self.commits.end_lead()
         self._record.end_timer()
 
     async def forget(self) -> None:
@@ -341,6 +328,7 @@ class WorkerStream:
         else:
             await self._rebuild()
         record.facts.hold_problem = None
+        record.facts.follower_problem = None
         self.commits.begin_lead()
         action = record.step(Event.LEAD_BEGUN if record.ingest.resume_point is None else Event.LEAD_RESUMED)
         log.info(

@@ -58,21 +58,24 @@ class LeaseLaws:
             world.raw.delete(keys.lease(workers[1]))
             world.raw.delete(keys.lease(workers[2]))
             assert await store.leases.take(workers[2], "other", 60) == Lease("other", 2)
-            replies = await store.leases.renew_all(
-                [(lease, Renewal.of(worker, 600)) for worker, lease in zip(workers, taken, strict=True) if lease]
-            )
-            assert [reply and reply.holder for reply in replies] == [
-                taken[0] and taken[0].value, None, b"other:2", taken[3] and taken[3].value, taken[4] and taken[4].value
-            ]  # fmt: skip
-            heads = [Head.of("", *reply.fields) for reply in replies if reply]
-            assert [head.lease for head in heads] == [1, 1, 2, 1, 1]
+            offers = [(lease, Renewal.of(worker, 600)) for worker, lease in zip(workers, taken, strict=True) if lease]
+            found: dict[int, tuple[bytes | None, Head]] = {}
+            for places, batch in store.leases.batch(offers, 2):
+                assert len(places) <= 2
+                replies = await store.leases.renew_all(batch)
+                assert replies is not None
+                for place, holder, fields in zip(places, replies[::2], replies[1::2], strict=True):
+                    found[place] = holder, Head.of("", *fields)
+            assert [found[place][0] for place in range(5)] == [b"me:1", None, b"other:2", b"me:1", b"me:1"]
+            assert [found[place][1].lease for place in range(5)] == [1, 1, 2, 1, 1]
             left_ms = [world.raw.pttl(keys.lease(worker)) for worker in workers]
             assert left_ms[1] == -2 and left_ms[2] <= 60_000 and min(left_ms[:1] + left_ms[3:]) > 60_000
             # One that the server refuses makes its request void; each is then renewed by itself.
             world.raw.delete(keys.lease(workers[0]))
             world.raw.rpush(keys.lease(workers[0]), "not ours")
-            assert (await store.leases.renew_all([(Lease("me", 1), Renewal.of(workers[0], 60))])) == [None]
-            assert await store.leases.renew_all([]) == []
+            ((_, batch),) = store.leases.batch([(Lease("me", 1), Renewal.of(workers[0], 60))], 2)
+            assert await store.leases.renew_all(batch) is None
+            assert store.leases.batch([], 2) == []
 
         world.run(body)
 

@@ -16,6 +16,7 @@ from kvrouter.router.index import keys
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import ResidencyDelta
 from kvrouter.router.ingest.pending_commit import PendingCommit
+from kvrouter.router.streams.held_workers import HeldWorkers
 from kvrouter.router.streams.lease_holder import HandedOver, LeaseHolder, LeaseLost
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.stream_metrics import StreamMetrics
@@ -49,6 +50,7 @@ def run(url: str, body: Body) -> None:
                 WORKER,
                 store=store,
                 rounds=rounds,
+                held=HeldWorkers(),
                 token=token,
                 ttl_s=TTL_S,
                 metrics=metrics,

@@ -21,6 +21,7 @@ from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.streams.commit_loop import CommitLoop
 from kvrouter.router.streams.engine_poller import EnginePoller
+from kvrouter.router.streams.held_workers import HeldWorkers
 from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_holder import LeaseHolder, LeaseLost
 from kvrouter.router.streams.lease_rounds import LeaseRounds
@@ -51,10 +52,12 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(stops: bool, embedded
             supervisor=supervisor,
             budget_bytes=1 << 24,
         )
+        held = HeldWorkers()
         rounds = LeaseRounds(store.leases, 1.0, lambda: 0)
         services = StreamServices(
             store=store,
             leases=rounds,
+            held=held,
             turns=IngestTurns(),
             token="t",
             config=Config(),
@@ -71,7 +74,7 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(stops: bool, embedded
         )
         record = WorkerRecord(Registration(WORKER), services, lambda: None)
         lease = LeaseHolder(
-            WORKER, store=store, rounds=rounds, token="t", ttl_s=1.0, metrics=metrics.streams, mine=lambda: True,
+            WORKER, store=store, rounds=rounds, held=held, token="t", ttl_s=1.0, metrics=metrics.streams, mine=lambda: True,
             changed=record.store_changed,
         )  # fmt: skip
         commits = CommitLoop(record, lease, services)

@@ -21,6 +21,7 @@ from kvrouter.router.fleet.store_contact import StoreContact
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index import keys
 from kvrouter.router.index.store import IndexStore
+from kvrouter.router.streams.held_workers import HeldWorkers
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import Registration
@@ -63,8 +64,6 @@ class Stream:
         self.worker = WorkerKey("m", worker_id)
         self.registration = Registration(self.worker)
         self.tag = keys.worker_tag(self.worker)
-        self.held = self.is_late = self.is_refused = False
-        self.lease_number = 7
         self.problem: str | None = "not judged"
         self._refusal = refusal
         self.asked = 0
@@ -83,11 +82,13 @@ class World:
         self.now_s = 100.0
         self.store = Store()
         self.registry = WorkerRegistry()
+        self.held = HeldWorkers()
         self.count = 0
         metrics = FleetMetrics(MetricRegistry())
         self.peers = RouterPeers(
             self.registry,
             store=cast(IndexStore, self.store),
+            held=self.held,
             contact=StoreContact(metrics=metrics, clock=lambda: self.now_s),
             metrics=metrics,
             clock=lambda: self.now_s,
@@ -121,10 +122,12 @@ def world() -> World:
 def test_a_heartbeat_says_what_is_held_late_and_refused(world: World) -> None:
     first, second, _ = (world.add(name) for name in "abc")
     refused = world.add("d", "not allowed")
-    first.held = second.held = second.is_late = True
+    world.held.numbers |= {first.tag: 7, second.tag: 8}
+    # Late for a moment, late for long, and no longer held.
+    world.held.unwritten_since_s |= {first.tag: world.now_s, second.tag: world.now_s - 2.0, refused.tag: 0.0}
     world.registry.leave_out({WorkerKey("m", "e"): "no room"})
     said = world.beat()
-    assert said.holds == {first.tag: 7, second.tag: 7}
+    assert said.holds == {first.tag: 7, second.tag: 8}
     assert said.late == [second.tag]
     assert said.refuses == {refused.tag: "not allowed", keys.worker_tag(WorkerKey("m", "e")): "no room"}
     assert world.beat().count == said.count + 1

@@ -14,6 +14,7 @@ from kvrouter.events.vllm.stream_items import Connected
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.settings import Config
+from kvrouter.router.streams.held_workers import HeldWorkers
 from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.stream_metrics import StreamMetrics
@@ -36,6 +37,7 @@ class Stage:
         services = StreamServices(
             store=cast(Any, None),
             leases=LeaseRounds(cast(Any, None), 1.0, lambda: 0),
+            held=HeldWorkers(),
             turns=IngestTurns(),
             token="t",
             config=Config(),
