@@ -84,6 +84,22 @@ def test_writes_that_the_store_lost_are_noticed_while_nothing_is_written(embedde
     run(embedded_url, body)
 
 
+def test_writes_that_the_store_lost_are_noticed_though_its_last_reply_comes_again(embedded_url: str) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
+        kept = asyncio.ensure_future(one.keep(lambda: True))
+        renewals = left_ms = 0
+        while renewals < 3:
+            before, left_ms = left_ms, raw.pttl(keys.lease(WORKER))
+            renewals += left_ms > before > 0
+            await asyncio.sleep(0.005)
+        await one.write(flush("e", 1))
+        raw.hset(keys.meta(WORKER), mapping={"seq": 0, "commits": 1})
+        with pytest.raises(LeaseLost, match="lost commits"):
+            await kept
+
+    run(embedded_url, body)
+
+
 def test_a_lease_that_ended_is_taken_again_in_place(embedded_url: str) -> None:
     async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
         raw.delete(keys.lease(WORKER))
