@@ -92,8 +92,9 @@ def test_writes_that_the_store_lost_are_noticed_though_its_last_reply_comes_agai
             before, left_ms = left_ms, raw.pttl(keys.lease(WORKER))
             renewals += left_ms > before > 0
             await asyncio.sleep(0.005)
+        saved = raw.dump(keys.meta(WORKER))
         await one.write(flush("e", 1))
-        raw.hset(keys.meta(WORKER), mapping={"seq": 0, "commits": 1})
+        raw.restore(keys.meta(WORKER), 0, saved, replace=True)
         with pytest.raises(LeaseLost, match="lost commits"):
             await kept
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from churn import Churn
-from fleet import MODEL, check, held, register, rows, until, wait_seqs, wait_shared
+from fleet import MODEL, check, held, register, rows, until, wait_busy, wait_seqs, wait_shared
 from router_process import RouterProcess
 from store_server import StoreServer
 
@@ -42,6 +42,7 @@ def test_a_router_killed_is_taken_over_and_comes_back(
     register(one, churn)
     churn.ask("go")
     wait_shared(pair, ENGINES)
+    wait_busy(server.client, churn)
     assert check(pair, server.client, churn) > 100
     churn.ask("go")
     one.kill()
