@@ -4,26 +4,16 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import pytest
+from bare_services import bare_services
 
-from kvrouter.events.transport.permits import Permits
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.common.task_supervisor import TaskSupervisor
-from kvrouter.router.config.settings import Config
 from kvrouter.router.streams.engine_poller import POLLS_AT_ONCE, TIMEOUT_S, EnginePoller
-from kvrouter.router.streams.held_workers import HeldWorkers
-from kvrouter.router.streams.ingest_turns import IngestTurns
-from kvrouter.router.streams.lease_rounds import LeaseRounds
-from kvrouter.router.streams.stream_metrics import StreamMetrics
-from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_record import WorkerRecord
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
 
@@ -38,26 +28,8 @@ class Stage:
     def __init__(self, poll: Callable[[], Any]) -> None:
         self.now_s = 100.0
         self._poll = poll
-        rng = random.Random(1)
-        self.metrics = StreamMetrics(MetricRegistry())
-        self.services = StreamServices(
-            store=cast(Any, None),
-            leases=LeaseRounds(cast(Any, None), 1.0, lambda: 0),
-            held=HeldWorkers(),
-            turns=IngestTurns(),
-            token="t",
-            config=Config(),
-            metrics=self.metrics,
-            context=cast(Any, None),
-            clock=lambda: self.now_s,
-            rng=rng,
-            http=cast(Any, self),
-            polls=asyncio.Semaphore(POLLS_AT_ONCE),
-            allowed=AllowList(),
-            permits=Permits(rng=rng),
-            supervisor=TaskSupervisor(clock=lambda: self.now_s, rng=rng),
-            mirror=cast(Any, None),
-        )
+        self.services = bare_services(lambda: self.now_s, http=self)
+        self.metrics = self.services.metrics
 
     @asynccontextmanager
     async def get(self, url: str, allow_redirects: bool) -> AsyncIterator[Answer]:

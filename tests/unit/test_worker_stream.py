@@ -3,26 +3,13 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
-from typing import Any, cast
-
 import pytest
+from bare_services import bare_services
 
-from kvrouter.events.transport.permits import Permits
 from kvrouter.events.vllm.stream_items import Connected
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.common.task_supervisor import TaskSupervisor
-from kvrouter.router.config.settings import Config
-from kvrouter.router.streams.held_workers import HeldWorkers
-from kvrouter.router.streams.ingest_turns import IngestTurns
-from kvrouter.router.streams.lease_rounds import LeaseRounds
-from kvrouter.router.streams.stream_metrics import StreamMetrics
-from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_record import INCIDENT_SHOWN_S
 from kvrouter.router.streams.worker_stream import WorkerStream
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
 
@@ -33,25 +20,7 @@ class Stage:
     def __init__(self) -> None:
         self.now = 1_000.0
         self.changes = 0
-        rng = random.Random(1)
-        services = StreamServices(
-            store=cast(Any, None),
-            leases=LeaseRounds(cast(Any, None), 1.0, lambda: 0),
-            held=HeldWorkers(),
-            turns=IngestTurns(),
-            token="t",
-            config=Config(),
-            metrics=StreamMetrics(MetricRegistry()),
-            context=cast(Any, None),
-            clock=lambda: self.now,
-            rng=rng,
-            http=None,
-            polls=asyncio.Semaphore(1),
-            allowed=AllowList(),
-            permits=Permits(rng=rng),
-            supervisor=TaskSupervisor(clock=lambda: self.now, rng=rng),
-            mirror=cast(Any, None),
-        )
+        services = bare_services(lambda: self.now)
         self.stream = WorkerStream(
             Registration(WorkerKey("m", "w"), events="tcp://127.0.0.1:1"),
             services,

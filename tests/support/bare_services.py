@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What worker streams share, on a clock that the test moves, without store and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any, cast
+
+from kvrouter.events.transport.permits import Permits
+from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.config.settings import Config
+from kvrouter.router.streams.engine_poller import POLLS_AT_ONCE
+from kvrouter.router.streams.held_workers import HeldWorkers
+from kvrouter.router.streams.ingest_turns import IngestTurns
+from kvrouter.router.streams.lease_rounds import LeaseRounds
+from kvrouter.router.streams.stream_metrics import StreamMetrics
+from kvrouter.router.streams.stream_services import StreamServices
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.workers.allow_list import AllowList
+
+
+def bare_services(clock: Callable[[], float], http: Any = None) -> StreamServices:
+    rng = random.Random(1)
+    return StreamServices(
+        store=cast(Any, None),
+        leases=LeaseRounds(cast(Any, None), 1.0, lambda: 0),
+        held=HeldWorkers(),
+        turns=IngestTurns(),
+        token="t",
+        config=Config(),
+        metrics=StreamMetrics(MetricRegistry()),
+        context=cast(Any, None),
+        clock=clock,
+        rng=rng,
+        http=http,
+        polls=asyncio.Semaphore(POLLS_AT_ONCE),
+        allowed=AllowList(),
+        permits=Permits(rng=rng),
+        supervisor=TaskSupervisor(clock=clock, rng=rng),
+        mirror=cast(Any, None),
+    )
