@@ -74,7 +74,9 @@ def serve(way: str) -> None:
     print(listener.getsockname()[1], flush=True)
     hot = {HOT: lambda asked: REPLY}
     metrics = HttpMetrics(MetricRegistry())
-    api = HttpApi(hot, lambda method, path: None, cold, Config(), metrics, None, None, time.perf_counter, Shutdown())
+    api = HttpApi(
+        hot, {}, lambda method, path: None, cold, Config(), metrics, None, None, time.perf_counter, Shutdown()
+    )
     own = way == WAYS[0]
     config = uvicorn.Config(
         cold if own else asgi(api),

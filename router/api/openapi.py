@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from fastapi import FastAPI
 
+from kvrouter.router.api import decision_reply as decided
 from kvrouter.router.api import requests as bodies
 from kvrouter.router.api import responses as replies
 from kvrouter.router.workers import registration_bodies
@@ -37,6 +38,8 @@ SCHEMAS = (
     replies.ReadyReply,
     replies.VersionReply,
     replies.ErrorReply,
+    decided.DecisionReply,
+    decided.DecisionsReply,
 )
 
 # What can go wrong, by status. No operation has a `default` answer: clients and the fuzzer must know which ones to

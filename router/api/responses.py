@@ -14,7 +14,7 @@ from kvrouter.router.api.requests import (
     MSGPACK_TYPES,
 )
 from kvrouter.router.matching.question import GroupCover, Hit, HitLimit
-from kvrouter.router.placement.cost import CostTerms
+from kvrouter.router.placement.cost import Candidate, CostTerms
 from kvrouter.router.workers.role import HandoverWay
 from kvrouter.router.workers.worker_status import WorkerStatus
 
@@ -323,3 +323,21 @@ def query_reply(hits: Iterable[Hit], explain: bool) -> QueryReply:
 
 def overlap_of(hit: Hit) -> Overlap:
     return Overlap(hit.disk, hit.gpu, hit.cpu, hit.disk, {str(hit.worker.dp_rank): hit.disk})
+
+
+def candidate_reply(candidate: Candidate, worker_id: str | int) -> CandidateReply:
+    hit = candidate.hit
+    return CandidateReply(
+        worker_id=worker_id,
+        dp_rank=hit.worker.dp_rank,
+        overlap=overlap_of(hit),
+        load=candidate.load,
+        cost=candidate.cost,
+        parts=candidate.parts,
+        saturated=candidate.saturated,
+        state=hit.state,
+        limited_by=hit.limited_by,
+        pending=candidate.pending or msgspec.UNSET,
+        reason=hit.reason or msgspec.UNSET,
+        approximate=hit.approximate or msgspec.UNSET,
+    )

@@ -26,13 +26,12 @@ from kvrouter.router.api.requests import (
     is_msgpack,
     worker_ids_of,
 )
-from kvrouter.router.api.responses import CandidateReply, PrefillReply, SelectReply, TokensReply, overlap_of
+from kvrouter.router.api.responses import PrefillReply, SelectReply, TokensReply, candidate_reply, overlap_of
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.json_arrays import hash_array, token_array
 from kvrouter.router.matching.question import Question
 from kvrouter.router.placement.candidates import Pin
 from kvrouter.router.placement.choose import Choice
-from kvrouter.router.placement.cost import Candidate
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
@@ -200,7 +199,7 @@ class SelectRoutes:
             reply.prefill = self._prefill(question, choice.prefill, self._core.handover(worker))
         if question.explain:
             given_id = self._core.given_id
-            reply.candidates = [_candidate(one, given_id(one.hit.worker)) for one in choice.candidates]
+            reply.candidates = [candidate_reply(one, given_id(one.hit.worker)) for one in choice.candidates]
         return reply
 
     def _prefill(self, question: Question, there: Choice, handover: HandoverWay) -> PrefillReply:
@@ -213,7 +212,7 @@ class SelectRoutes:
             effective_prefill_tokens=question.num_tokens - there.hit.disk,
             handover=handover,
             reason=there.reason,
-            candidates=[_candidate(one, given_id(one.hit.worker)) for one in there.candidates]
+            candidates=[candidate_reply(one, given_id(one.hit.worker)) for one in there.candidates]
             if question.explain
             else msgspec.UNSET,
         )
@@ -222,24 +221,6 @@ class SelectRoutes:
 def decode_blocks(decode_tokens: int, block_size: int) -> int:
     """Decode load in blocks of the model, in which Dynamo counts it; where none is known, in the usual ones."""
     return -(-decode_tokens // (block_size if block_size > 1 else USUAL_BLOCK_TOKENS))
-
-
-def _candidate(candidate: Candidate, worker_id: str | int) -> CandidateReply:
-    hit = candidate.hit
-    return CandidateReply(
-        worker_id=worker_id,
-        dp_rank=hit.worker.dp_rank,
-        overlap=overlap_of(hit),
-        load=candidate.load,
-        cost=candidate.cost,
-        parts=candidate.parts,
-        saturated=candidate.saturated,
-        state=hit.state,
-        limited_by=hit.limited_by,
-        pending=candidate.pending or msgspec.UNSET,
-        reason=hit.reason or msgspec.UNSET,
-        approximate=hit.approximate or msgspec.UNSET,
-    )
 
 
 def _ask(body: Any, question: Question) -> PlacementRequest:

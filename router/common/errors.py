@@ -94,12 +94,22 @@ class UnknownSelection(NotFound):
     default_code = "unknown_selection"
 
 
+class UnknownDecision(NotFound):
+    """404: no such decision is kept."""
+
+    default_code = "unknown_decision"
+
+
 class MethodNotAllowed(RouterError):
     """405: the address exists, the method does not."""
 
     status = 405
     type = INVALID_REQUEST
     default_code = "method_not_allowed"
+
+    def __init__(self, message: str, *, allowed: str = "POST") -> None:
+        super().__init__(message)
+        self.allowed = allowed
 
 
 class Conflict(RouterError):

@@ -41,6 +41,16 @@ class Shutdown:
 
     def __init__(self) -> None:
         self.begun = False
+        self._callbacks: list[Callable[[], None]] = []
+
+    def begin(self) -> None:
+        self.begun = True
+        for callback in self._callbacks:
+            callback()
+
+    def on_begin(self, callback: Callable[[], None]) -> None:
+        """Have it called when the end begins: answers without an end must find one."""
+        self._callbacks.append(callback)
 
 
 async def take_waiting(listeners: Sequence[socket.socket], given_up: Callable[[], bool]) -> None:

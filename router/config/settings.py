@@ -171,6 +171,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description="seconds, 0 to 3600: how long a suspect worker keeps its credit",
         ),
     ] = 10.0
+    # An hour of three requests a second: who asks why a request went where it went does so soon.
+    decisions_kept: Annotated[
+        int,
+        msgspec.Meta(ge=0, le=1_000_000, description="0 to 1000000: decisions that GET /decisions explains later"),
+    ] = 10_000
     # A busy engine's cache turns over in some minutes; what other routers of this kind take.
     approximate_ttl_s: Annotated[
         float,

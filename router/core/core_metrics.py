@@ -7,6 +7,7 @@ from kvrouter.router.common import compiled
 from kvrouter.router.fleet.fleet_metrics import FleetMetrics
 from kvrouter.router.streams.stream_metrics import StreamMetrics
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.watch.watch_metrics import WatchMetrics
 
 
 class CoreMetrics:
@@ -15,6 +16,7 @@ class CoreMetrics:
         self.before_page = registry.before_page
         self.streams = StreamMetrics(registry)
         self.fleet = FleetMetrics(registry)
+        self.watch = WatchMetrics(registry)
         self.leases_held = gauge("leases_held", "Workers that this process follows; the others follow the rest")
         self.recoveries_waiting = gauge(
             "recoveries_waiting", "Replays and snapshots that wait until fewer are under way"

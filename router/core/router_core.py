@@ -33,7 +33,7 @@ from kvrouter.router.fleet.store_contact import StoreContact
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.matching.matcher import HitTable
+from kvrouter.router.matching.matcher import HitTable, WorkerView
 from kvrouter.router.matching.question import Hit, Question, filter_hits
 from kvrouter.router.matching.routing_history import RoutingHistory
 from kvrouter.router.redis_client.errors import StoreError
@@ -43,6 +43,8 @@ from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_stream import WorkerStream
+from kvrouter.router.watch.event_feed import EventFeed
+from kvrouter.router.watch.fleet_event import EventType
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.engine_lists import EngineLists
 from kvrouter.router.workers.model_names import ModelNames, ServedModel, parse_aliases
@@ -55,6 +57,8 @@ log = logging.getLogger(__name__)
 
 # What happened to workers is forgotten, and publishers are compared.
 TEND_INTERVAL_S = 1.0
+# In place of a state, of a worker that was dropped.
+UNREGISTERED = "unregistered"
 # Somebody may change how the store evicts while it runs.
 STORE_SETTINGS_S = 30.0
 
@@ -74,9 +78,11 @@ class Core:
         http: aiohttp.ClientSession | None = None,
         token: str | None = None,
         supervisor: TaskSupervisor | None = None,
+        feed: EventFeed | None = None,
     ) -> None:
         """http: polls engines for liveness and load; None: they are not polled. token: names this process in leases;
-        one that outlives the process lets its successor take over at once."""
+        one that outlives the process lets its successor take over at once. feed: receives the fleet's events; None:
+        nobody watches them."""
         self._store = store
         self._config = config
         self._metrics = metrics
@@ -122,7 +128,8 @@ class Core:
         self._judge = RegistrationJudge(self.registry, self._engines, clock)
         self._names = ModelNames(parse_aliases(config.model_aliases))
         self._names_known = self._loaded = False
-        self.registry.subscribe(members=self._on_members)
+        self._feed = feed or EventFeed(life=token, wall_clock=clock, metrics=metrics.watch)
+        self.registry.subscribe(members=self._on_members, view=self._on_view)
         metrics.before_page(self._measure)
 
         leases = LeaseRounds(store.leases, config.lease_ttl_s, lambda: self.peers.assignment)
@@ -143,6 +150,7 @@ class Core:
             permits=self._permits,
             supervisor=self._supervisor,
             mirror=self.mirror_sync,
+            feed=self._feed,
         )
 
         def make_stream(registration: Registration) -> WorkerStream:
@@ -216,6 +224,10 @@ class Core:
         # A start loads them all, and then asks them all.
         if self._loaded and url is not None and not self._allowed.problem(url):
             self._engines.look_soon(url)
+
+    def _on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
+        if view is None:
+            self._feed.of_worker(EventType.STATE, worker, state=UNREGISTERED, credited=False)
 
     def _on_engine_lists(self) -> None:
         self._names_known = False

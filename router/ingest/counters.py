@@ -26,6 +26,10 @@ class IngestCounters(msgspec.Struct):
     replays: int = 0
     snapshots: int = 0
     relearned: int = 0
+    # The same in the worker's life before.
+    resyncs_before: int = 0
+    # Times that the engine dropped a whole cache.
+    clears: int = 0
     # Blocks that were held when a snapshot of the same life showed that they are not there, and the other way round.
     ghost_blocks: int = 0
     lost_blocks: int = 0
@@ -33,3 +37,8 @@ class IngestCounters(msgspec.Struct):
     refused: int = 0
     # Batches that name another data-parallel rank.
     foreign: int = 0
+
+    @property
+    def resyncs(self) -> int:
+        """In the worker's whole life."""
+        return self.resyncs_before + self.replays + self.snapshots + self.relearned

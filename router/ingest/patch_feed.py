@@ -192,6 +192,7 @@ class PatchFeed:
         )
 
     def _clear(self, event: ReportCleared) -> None:
+        self._profile.tally.clears += 1
         for place in list(self._epoch.blocks.places):
             if place.medium == event.medium and event.ownership in (None, place.ownership):
                 self._epoch.blocks.clear(place)

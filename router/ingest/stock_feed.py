@@ -281,6 +281,7 @@ class StockFeed:
 
         Stock vLLM names nothing, so every medium is dropped: less credit, not more.
         """
+        self._profile.tally.clears += 1
         for place in list(self._epoch.blocks.places):
             if event.medium in (None, place.medium) and event.group_idx in (None, place.group_idx):
                 self._epoch.blocks.clear(place)

@@ -32,6 +32,8 @@ META_SCHEME = "scheme"
 META_DECLARED = "declared"
 META_FINGERPRINT = "fingerprint"
 META_GAPS = "gaps"
+META_CLEARS = "clears"
+META_RESYNCS = "resyncs"
 META_INCOMPLETE = "incomplete"
 META_PROCESS_START = "process_start"
 META_RANK = "rank"
@@ -113,6 +115,7 @@ class WorkerProfile:
         self._catalog: tuple[tuple[int, int | None], Catalog] | None = None
         # What of it Redis has.
         self._written: tuple[int, SchemeState] | None = None
+        self._counts_written: tuple[int, int, int] | None = None
 
     @property
     def _stated(self) -> CatalogSpec:
@@ -226,12 +229,16 @@ class WorkerProfile:
 
     def rewrite(self) -> None:
         """Nothing of it is in Redis."""
-        self._written = None
+        self._written = self._counts_written = None
 
     def dump(self) -> dict[str, bytes]:
         """What Redis is to keep of it, without what it has."""
         contact = self.contact
-        meta = {META_FINGERPRINT: str(contact.fingerprint).encode(), META_GAPS: str(self.tally.gaps).encode()}
+        meta = {META_FINGERPRINT: str(contact.fingerprint).encode()}
+        counts = (self.tally.gaps, self.tally.clears, self.tally.resyncs)
+        if counts != self._counts_written:
+            meta |= zip((META_GAPS, META_CLEARS, META_RESYNCS), (b"%d" % count for count in counts), strict=True)
+            self._counts_written = counts
         if contact.incomplete:
             meta[META_INCOMPLETE] = b"1"
         if contact.process_start_s is not None:
@@ -256,6 +263,8 @@ class WorkerProfile:
         contact = self.contact
         contact.fingerprint = _stored_number(META_FINGERPRINT, meta)
         self.tally.gaps = _stored_number(META_GAPS, meta)
+        self.tally.clears = _stored_number(META_CLEARS, meta)
+        self.tally.resyncs_before += _stored_number(META_RESYNCS, meta) - self.tally.resyncs
         contact.incomplete = META_INCOMPLETE in meta
         if META_PROCESS_START in meta:
             contact.process_start_s = float(meta[META_PROCESS_START])

@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace
 from kvrouter.router.kvcache.catalog import Catalog, GroupRule, SpecGroup
-from kvrouter.router.kvcache.hit_tables import FOUND_LIMITER, GeometryBuilder
+from kvrouter.router.kvcache.hit_tables import GeometryBuilder
 from kvrouter.router.kvcache.prompt_hasher import SEGMENT_BLOCKS, PromptHasher, SegmentMemory
 from kvrouter.router.matching.judge import Judge
 from kvrouter.router.matching.mirror import Mirror
-from kvrouter.router.matching.question import GroupCover, Hit, HitLimit, Question
+from kvrouter.router.matching.question import GroupCover, Hit, Limiter, Question
 from kvrouter.router.workers.stream_state import StreamState
 
 
@@ -46,9 +46,9 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
     """Workers of one hash space, and the judge of their hits. Valid for one version of the mirror's places."""
 
     views: tuple[WorkerView, ...]
-    # Of each worker: its spec groups, and why some of its tiers earn nothing.
+    # Of each worker: its spec groups, and by the judge's number of each, what it is as the one that limits a hit.
     spec_groups: tuple[tuple[SpecGroup, ...], ...]
-    withheld: tuple[str, ...]
+    limiters: tuple[dict[int, Limiter], ...]
     judge: Judge
     stops_early: bool
     segment_blocks: int
@@ -63,12 +63,14 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
         withheld: list[str] = []
         # The replicas of a model differ in few things: the first worker of each catalog and places.
         alike: dict[tuple[Catalog, tuple[tuple[Place, int], ...]], int] = {}
+        firsts: list[int] = []
         row = 0
         for i, view in enumerate(views):
             known = mirror.worker(view.worker)
             if known is None:
                 raise ValueError(f"{view.worker} is not in the mirror")
             first = alike.setdefault((view.catalog, tuple(known.places.items())), i)
+            firsts.append(first)
             if first == i:
                 builder.add(view.catalog, known.places)
                 spec_groups.append(view.catalog.spec_groups())
@@ -89,7 +91,11 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
         stops_early = all(any(group.rule is GroupRule.FULL for group in one.spec_groups()) for one in catalogs)
         segment = max([SEGMENT_BLOCKS, *map(_chunk_hashes, catalogs)])
         judge = Judge(builder.build(), bases, row_of_slot, row)
-        return cls(tuple(views), tuple(spec_groups), tuple(withheld), judge, stops_early, segment)
+        limiters: list[dict[int, Limiter]] = []
+        for i, first in enumerate(firsts):
+            start = judge.spec_start(i)
+            limiters.append(limiters[first] if first < i else _limiters(spec_groups[i], start, withheld[i]))
+        return cls(tuple(views), tuple(spec_groups), tuple(limiters), judge, stops_early, segment)
 
 
 def _chunk_hashes(catalog: Catalog) -> int:
@@ -239,10 +245,9 @@ class Matcher:
         found = self._find(plan, hashes, question)
         hits = _hits(plan, found)
         if question.explain:
-            limiters = found[:, FOUND_LIMITER].tolist()
             hits = [
-                _explained(plan, w, hit, limiter, question.num_tokens)
-                for w, (hit, limiter) in enumerate(zip(hits, limiters, strict=True))
+                msgspec.structs.replace(hit, groups=tuple(_covers(plan, w, question.num_tokens)))
+                for w, hit in enumerate(hits)
             ]
         return hits
 
@@ -250,17 +255,11 @@ class Matcher:
 def _hits(plan: HashPlan, found: NDArray[np.int64]) -> list[Hit]:
     """found: of each worker of the plan, as `Judge.judge` returns it."""
     return [
-        Hit(view.worker, gpu, cpu, disk, view.state.value, view.reason, full_attention=covered)
-        for view, (gpu, cpu, disk, _, covered) in zip(plan.views, found.tolist(), strict=True)
+        Hit(view.worker, gpu, cpu, disk, view.state.value, view.reason, (), limiters.get(limiter), False, covered)
+        for view, limiters, (gpu, cpu, disk, limiter, covered) in zip(
+            plan.views, plan.limiters, found.tolist(), strict=True
+        )
     ]
-
-
-def _explained(plan: HashPlan, w: int, hit: Hit, limiter: int, num_tokens: int) -> Hit:
-    """The hit of worker `w` with what each group covers, in the question judged last."""
-    limited = None
-    if limiter >= 0:
-        limited = _limit(plan.spec_groups[w][limiter - plan.judge.spec_start(w)], hit.gpu, plan.withheld[w])
-    return msgspec.structs.replace(hit, groups=tuple(_covers(plan, w, num_tokens)), limited_by=limited)
 
 
 def _no_hit(view: WorkerView, reason: str) -> Hit:
@@ -275,15 +274,13 @@ def _covers(plan: HashPlan, w: int, num_tokens: int) -> Iterable[GroupCover]:
             yield GroupCover(group.group_idx, group.kind, covered)
 
 
-def _limit(spec_group: SpecGroup, hit: int, withheld: str) -> HitLimit:
-    """withheld: why blocks beside the GPU, which might reach further, earn nothing."""
-    first = spec_group.first
-    if spec_group.rule is GroupRule.FULL:
-        why = f"its unbroken run of blocks on the GPU ends at {hit} tokens"
-    elif spec_group.rule is GroupRule.SLIDING_WINDOW:
-        why = f"at no boundary past {hit} tokens are the blocks of its window ({first.sliding_window} tokens) all on the GPU"
-    elif spec_group.rule is GroupRule.MAMBA:
-        why = f"it has no state on the GPU at a boundary past {hit} tokens"
-    else:
-        why = f"the blocks of its chunk ({first.attention_chunk_size} tokens) are not all on the GPU past {hit} tokens"
-    return HitLimit(first.group_idx, first.kind, f"{why}; {withheld}" if withheld else why)
+def _limiters(spec_groups: Sequence[SpecGroup], start: int, withheld: str) -> dict[int, Limiter]:
+    """By the judge's numbers of a worker's spec groups, of which `start` is the first."""
+    found = {}
+    for number, spec_group in enumerate(spec_groups, start):
+        one = spec_group.first
+        span_tokens = (
+            one.attention_chunk_size if spec_group.rule is GroupRule.CHUNKED_LOCAL else one.sliding_window
+        ) or 0
+        found[number] = Limiter(one.group_idx, one.kind, spec_group.rule, span_tokens, withheld)
+    return found

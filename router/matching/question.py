@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from kvrouter.router.common.errors import UnknownWorker
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.kvcache.catalog import GroupRule
 from kvrouter.router.kvcache.multimodal import Items
 
 
@@ -55,11 +56,34 @@ class HitLimit(msgspec.Struct, frozen=True):
     why: str
 
 
-class Hit(msgspec.Struct, frozen=True):
+class Limiter(msgspec.Struct, frozen=True, array_like=True):
+    """The group that keeps a GPU hit from being longer. span_tokens: its window or chunk, 0 where it has none.
+    withheld: why blocks beside the GPU, which might reach further, earn nothing; empty if none are withheld."""
+
+    group_idx: int | None
+    kind: str
+    rule: GroupRule
+    span_tokens: int
+    withheld: str
+
+    def limit(self, hit_tokens: int) -> HitLimit:
+        """What it does to a hit of this length."""
+        if self.rule is GroupRule.FULL:
+            why = f"its unbroken run of blocks on the GPU ends at {hit_tokens} tokens"
+        elif self.rule is GroupRule.SLIDING_WINDOW:
+            why = f"at no boundary past {hit_tokens} tokens are the blocks of its window ({self.span_tokens} tokens) all on the GPU"
+        elif self.rule is GroupRule.MAMBA:
+            why = f"it has no state on the GPU at a boundary past {hit_tokens} tokens"
+        else:
+            why = f"the blocks of its chunk ({self.span_tokens} tokens) are not all on the GPU past {hit_tokens} tokens"
+        return HitLimit(self.group_idx, self.kind, f"{why}; {self.withheld}" if self.withheld else why)
+
+
+class Hit(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of the prompt that one worker would not compute again; cumulative, so gpu <= cpu <= disk.
 
-    `reason` says why credit is withheld or reduced, and is empty when nothing is. approximate: a guess from what was
-    sent there.
+    `reason` says why credit is withheld or reduced, and is empty when nothing is. groups: of a question that wants
+    an explanation. approximate: a guess from what was sent there.
     """
 
     worker: WorkerKey
@@ -69,11 +93,16 @@ class Hit(msgspec.Struct, frozen=True):
     state: str
     reason: str = ""
     groups: tuple[GroupCover, ...] = ()
-    limited_by: HitLimit | None = None
+    limiter: Limiter | None = None
     approximate: bool = False
     # How far full attention's blocks on the GPU alone would reach: breaks ties, and is the hit of policy
     # full_attention_only.
     full_attention: int = 0
+
+    @property
+    def limited_by(self) -> HitLimit | None:
+        """What keeps it from being longer, None where nothing does or nothing is known of the worker."""
+        return None if self.limiter is None else self.limiter.limit(self.gpu)
 
 
 def filter_hits(hits: Sequence[Hit], question: Question) -> Sequence[Hit]:

@@ -6,12 +6,14 @@ Saturated workers are skipped while any other is not; affinity never overrides t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from heapq import nsmallest
 from random import Random
 
 import msgspec
 
 from kvrouter.router.common.escaping import printable
+from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement.cost import Candidate, ChoiceContext, Costs, weigh
 from kvrouter.router.placement.policies import KV, LEAST_COST, PolicyInput
@@ -27,17 +29,45 @@ TIER = "tier"  # loading it back would take longer than computing it elsewhere
 LOST_REASONS = (EXCLUSION, STATE, LOAD, AFFINITY, TEMPERATURE, POLICY, TIER)
 
 
+class Comparison(msgspec.Struct, frozen=True, eq=False):
+    """The workers of a choice, as they were compared. chosen: place of the chosen one; pending: tokens of the prompt that
+    are being computed at a worker."""
+
+    hits: Sequence[Hit]
+    found: Costs
+    chosen: int
+    pending: Mapping[WorkerKey, int]
+
+    def best(self, most: int | None = None) -> list[int]:
+        """The places of the cheapest workers, the chosen one first: it is the best whatever chance or another policy
+        said. most: of them."""
+        hits, costs, saturated = self.hits, self.found.costs, self.found.saturated
+        others = (i for i in range(len(hits)) if i != self.chosen)
+
+        def order(i: int) -> tuple[bool, int, int, int]:
+            return i in saturated, costs[i], -hits[i].gpu, -hits[i].cpu
+
+        if most is None or most >= len(hits):
+            return [self.chosen, *sorted(others, key=order)]
+        return [self.chosen, *nsmallest(most - 1, others, key=order)]
+
+    def candidates(self) -> list[Candidate]:
+        """All of them, best first."""
+        pending = self.pending
+        return [self.found.candidate(i, hit := self.hits[i], pending.get(hit.worker, 0)) for i in self.best()]
+
+
 class Choice(msgspec.Struct, frozen=True):
     """The chosen worker and a sentence why. prefill_tokens: what it must do before the first token, in computed tokens.
     best_hit_tokens: the longest hit of all workers compared; lost: why the chosen one has less, empty if it does not.
-    candidates: the workers compared, best first, if requested. all_saturated: every worker was saturated. prefill: the
+    comparison: of the workers, None where it is not kept. all_saturated: every worker was saturated. prefill: the
     worker that computes the prompt and hands it over, None where the chosen one does that itself; alone_tokens: what
     prefill_tokens would be then."""
 
     hit: Hit
     url: str | None
     reason: str
-    candidates: tuple[Candidate, ...]
+    comparison: Comparison | None = None
     prefill_tokens: int = 0
     queued_tokens: int = 0
     best_hit_tokens: int = 0
@@ -46,12 +76,21 @@ class Choice(msgspec.Struct, frozen=True):
     prefill: Choice | None = None
     alone_tokens: int = 0
 
+    @property
+    def candidates(self) -> list[Candidate]:
+        """The workers compared, best first; none where they are not kept."""
+        return [] if self.comparison is None else self.comparison.candidates()
 
-def choose(hits: Sequence[Hit], scene: ChoiceContext, rng: Random, *, explain: bool = False) -> Choice:
+    def alone(self) -> Choice:
+        """The same without the other workers, which take memory."""
+        there = self.prefill and self.prefill.alone()
+        return msgspec.structs.replace(self, comparison=None, prefill=there)
+
+
+def choose(hits: Sequence[Hit], scene: ChoiceContext, rng: Random) -> Choice:
     """One of `hits`, which must not be empty; its url is left to the caller."""
     longest = max([hit.disk for hit in hits])
-    candidates: list[Candidate] | None = [] if explain else None
-    found = weigh(hits, scene, longest, candidates=candidates)
+    found = weigh(hits, scene, longest)
     chosen, free = _pick(hits, found, scene, rng)
     hit = hits[chosen]
     best = chosen if hit.disk == longest else next(i for i, other in enumerate(hits) if other.disk == longest)
@@ -60,9 +99,9 @@ def choose(hits: Sequence[Hit], scene: ChoiceContext, rng: Random, *, explain: b
         hit,
         None,
         _reason(hits, found, best, chosen, lost, scene),
-        _ordered(candidates, chosen) if candidates is not None else (),
-        int(found.prefills[chosen] + 0.5),
-        int(found.queues[chosen] + 0.5),
+        Comparison(hits, found, chosen, scene.pending),
+        int(found.terms[chosen][0] + 0.5),
+        int(found.terms[chosen][1] + 0.5),
         longest,
         lost,
         not free,
@@ -80,13 +119,6 @@ def _pick(hits: Sequence[Hit], found: Costs, scene: ChoiceContext, rng: Random) 
         [hits[i] for i in free], [costs[i] for i in free], [loads[i] for i in free], scene.num_tokens, scene.turn
     )
     return free[scene.policy.pick(contest, rng)], len(free)
-
-
-def _ordered(candidates: list[Candidate], chosen: int) -> tuple[Candidate, ...]:
-    """The chosen one first, as it is the best whatever chance or another policy said."""
-    first = candidates.pop(chosen)
-    candidates.sort(key=lambda c: (c.saturated, c.cost, -c.hit.gpu, -c.hit.cpu))
-    return (first, *candidates)
 
 
 def _loss(hits: Sequence[Hit], best: int, chosen: int, saturated: set[int], scene: ChoiceContext) -> str:

@@ -96,15 +96,24 @@ class Candidate(msgspec.Struct, frozen=True):
     pending: int
 
 
+# Of one worker, in tokens: what the prompt needs and what is queued before it, both by a worker of usual speed; then
+# the terms of its cost: prefill, queued, decode, delay, junction, session.
+Terms = tuple[float, float, float, float, float, float, float, float]
+
+
 class Costs(NamedTuple):
-    """Of each hit, in tokens: its worker's cost, what of it is others' work there, what the prompt needs and what is
-    queued before it, both by a worker of usual speed. saturated: places of the hits whose workers are."""
+    """Of each hit, in tokens: its worker's cost, what of it is others' work there, and how it comes about. saturated:
+    places of the hits whose workers are."""
 
     costs: list[int]
     loads: list[int]
-    prefills: list[float]
-    queues: list[float]
+    terms: list[Terms]
     saturated: set[int]
+
+    def candidate(self, i: int, hit: Hit, pending_tokens: int) -> Candidate:
+        """The worker of the hit at this place."""
+        parts = CostTerms(*map(round, self.terms[i][2:]))
+        return Candidate(hit, self.costs[i], parts.load, parts, i in self.saturated, pending_tokens)
 
 
 def weigh(
@@ -113,10 +122,8 @@ def weigh(
     longest: int,
     *,
     idle: bool = False,
-    candidates: list[Candidate] | None = None,
 ) -> Costs:
-    """The cost of each hit's worker. longest: hit of all workers. idle: as if nothing else were to be done anywhere.
-    candidates: receives each cost with its terms."""
+    """The cost of each hit's worker. longest: hit of all workers. idle: as if nothing else were to be done anywhere."""
     weights, num_tokens, pending, session = scene.weights, scene.num_tokens, scene.pending, scene.session
     loads, corrections = ({}, {}) if idle else (weights.table.loads, weights.corrections)
     slow, limit, cpu_cost, disk_cost = (
@@ -130,8 +137,7 @@ def weigh(
     delay_share = DELAY_WEIGHT / (2 * weights.usual_prefill_tokens)
     costs: list[int] = []
     burdens: list[int] = []
-    prefills: list[float] = []
-    queues: list[float] = []
+    terms: list[Terms] = []
     saturated: set[int] = set()
     # One loop: a call for each of some hundred workers would be half of the time of a choice.
     for i, hit in enumerate(hits):
@@ -156,9 +162,7 @@ def weigh(
         if pending and worker in pending:
             prefill = min(prefill, num_tokens - pending[worker])
         burdens.append(int(queued + decode + 0.5))
-        prefills.append(prefill)
-        queues.append(queued)
-        work = prefill
+        work, usual_queued = prefill, queued
         if slow and worker in slow:
             work, queued = slow[worker] * work, slow[worker] * queued
         delay = delay_share * work * (2 * queued + work)
@@ -170,9 +174,6 @@ def weigh(
             # Without credit, or with a guess for a hit, a worker may hold anything.
             known = not (scene.blind or hit.reason or hit.approximate)
             bonus = min(session.tokens, prefill) * (SESSION_SHARE_KNOWN if known else SESSION_SHARE_BLIND)
-        cost = floor(work + queued + decode + delay - junction - bonus + 0.5)
-        costs.append(cost)
-        if candidates is not None:
-            parts = CostTerms(round(work), round(queued), round(decode), round(delay), round(junction), round(bonus))
-            candidates.append(Candidate(hit, cost, parts.load, parts, i in saturated, pending.get(worker, 0)))
-    return Costs(costs, burdens, prefills, queues, saturated)
+        costs.append(floor(work + queued + decode + delay - junction - bonus + 0.5))
+        terms.append((prefill, usual_queued, work, queued, decode, delay, junction, bonus))
+    return Costs(costs, burdens, terms, saturated)

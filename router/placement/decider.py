@@ -96,12 +96,12 @@ class Decider:
         names, step_tokens = self._names(question)
         scene = self._scene(ask, names, step_tokens, now)
         if not prefillers:
-            choice = choose(hits, scene, self._rng, explain=question.explain)
+            choice = choose(hits, scene, self._rng)
             count_losses(self._metrics, choice, everybody, found.wanted)
         else:
             arriving = self._arriving.tokens(names, step_tokens, question.num_tokens, now)
             here = msgspec.structs.replace(scene, pending=_furthest(scene.pending, arriving)) if arriving else scene
-            choice = choose(hits, here, self._rng, explain=question.explain)
+            choice = choose(hits, here, self._rng)
             count_losses(
                 self._metrics,
                 choice,
@@ -153,9 +153,7 @@ class Decider:
         if not ask.may_hand_over or ask.pinned is not None:
             outcome = PrefillOutcome.REQUEST
         elif others:
-            choice, outcome = with_prefill(
-                choice, others, scene, self._rules, self._rng, arriving=arriving, explain=ask.question.explain
-            )
+            choice, outcome = with_prefill(choice, others, scene, self._rules, self._rng, arriving=arriving)
         else:
             outcome = PrefillOutcome.UNAVAILABLE if wants_any else PrefillOutcome.EXCLUDED
         self._metrics.prefill_decisions[outcome].inc()

@@ -63,15 +63,18 @@ class Placer:
         new_id: Callable[[], str],
         unavailable: Callable[[WorkerKey], str | None] = lambda worker: None,
         prefillers: Callable[[str], frozenset[WorkerKey]] = lambda model: NOBODY,
+        record: Callable[[str, PlacementRequest, Choice], None] = lambda selection_id, ask, choice: None,
         servers: Servers | None = None,
         process: str = "",
         supervisor: TaskSupervisor | None = None,
     ) -> None:
         """unavailable: why a worker takes no requests now, None if it does. prefillers: a model's workers that only
-        compute prompts. servers, process: where and under which name load is shared."""
+        compute prompts. record: keeps each decision, with its comparison. servers, process: where and under which name
+        load is shared."""
         self._fleet = fleet
         self._metrics = metrics
         self._clock = clock
+        self._record = record
         self.new_id = new_id
         self.weights = LoadModel(LoadTable(), config.saturation_tokens)
         self._decider = Decider(
@@ -136,7 +139,8 @@ class Placer:
         choice, names = self._decide(ask, now)
         self._decider.record_choice(ask, choice, names, now, SELECTED_TTL_S)
         if selection_id is not None:
-            kept = msgspec.structs.replace(choice, candidates=()) if choice.candidates else choice
+            self._record(selection_id, ask, choice)
+            kept = choice.alone()
             model, num_tokens, until_s = ask.question.model, ask.question.num_tokens, now + SELECTION_TTL_S
             self._selections.keep(selection_id, Selected(model, kept, names, num_tokens, ask.max_tokens, until_s))
         return choice
@@ -157,9 +161,10 @@ class Placer:
             )
         if prefill_tokens is not None:
             choice = msgspec.structs.replace(choice, prefill_tokens=prefill_tokens)
-        placement = self._reservations.book(
-            ask.selection_id or self.new_id(), choice, names, ask.question.num_tokens, ask.max_tokens, now
-        )
+        selection_id = ask.selection_id or self.new_id()
+        kept = choice if ask.question.explain else choice.alone()
+        placement = self._reservations.book(selection_id, kept, names, ask.question.num_tokens, ask.max_tokens, now)
+        self._record(selection_id, ask, choice)
         self._decider.record_choice(ask, choice, names, now, PENDING_TTL_S)
         return placement
 

@@ -18,7 +18,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement.choose import Choice, choose
-from kvrouter.router.placement.cost import Candidate, ChoiceContext, weigh
+from kvrouter.router.placement.cost import ChoiceContext, weigh
 
 # What a hand-over takes besides the transfer, in tokens that could be computed meanwhile: a second request over HTTP,
 # read and tokenized once more, a step of each engine, the first contact of their connectors. Some 30 ms, at 30,000
@@ -63,7 +63,6 @@ def with_prefill(
     rng: Random,
     *,
     arriving: Mapping[WorkerKey, int],
-    explain: bool = False,
 ) -> tuple[Choice, PrefillOutcome]:
     """`choice` of the worker that decodes, with the one that computes the prompt for it where that is worth it.
 
@@ -71,19 +70,19 @@ def with_prefill(
     pending prefixes only those that are computed where they are pending. arriving: prefixes that are on their way to a
     worker by a hand-over: what is on its way need not be computed nor sent twice, but is not there yet."""
     hit, num_tokens = choice.hit, scene.num_tokens
-    compared: list[Candidate] = []
-    (alone_tokens,) = weigh((hit,), scene, hit.disk, candidates=compared).prefills
+    found_here = weigh((hit,), scene, hit.disk)
+    alone_tokens = found_here.terms[0][0]
     choice = msgspec.structs.replace(choice, prefill_tokens=round(alone_tokens))
     if alone_tokens < rules.min_tokens:
         return choice, PrefillOutcome.SHORT
     # A session is where it is decoded.
-    there = choose(prefillers, msgspec.structs.replace(scene, session=None), rng, explain=explain)
+    there = choose(prefillers, msgspec.structs.replace(scene, session=None), rng)
     if there.all_saturated:
         return choice, PrefillOutcome.SATURATED
     sent_tokens = num_tokens - max(hit.gpu, arriving.get(hit.worker, 0))
     handover_tokens = rules.handover_tokens(sent_tokens)
-    weigh((there.hit,), scene, there.hit.disk, candidates=compared)
-    here_parts, there_parts = (one.parts for one in compared)
+    here_parts = found_here.candidate(0, hit, 0).parts
+    there_parts = weigh((there.hit,), scene, there.hit.disk).candidate(0, there.hit, 0).parts
     cost_there = there_parts.prefill + there_parts.load + handover_tokens
     running = min(scene.weights.burden(hit.worker).requests, DISTURBED_MAX)
     cost_here = here_parts.prefill * (1 + running) + here_parts.load

@@ -8,7 +8,15 @@ from typing import Protocol
 
 from kvrouter.router.common.errors import RouterError
 from kvrouter.router.proxy.headers import Headers
-from kvrouter.router.proxy.upstream.connection import AnswerHead, Connection
+from kvrouter.router.proxy.upstream.connection import AnswerHead
+
+
+class Source(Protocol):
+    """Where the bytes of an answer come from."""
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
 
 
 class Client(Protocol):
@@ -20,7 +28,12 @@ class Client(Protocol):
     headers: Headers
     body: bytes
 
-    def begin(self, head: AnswerHead, headers: Headers, source: Connection) -> None:
+    @property
+    def unread_bytes(self) -> int:
+        """What was sent and is not taken by the kernel yet: the client does not read."""
+        ...
+
+    def begin(self, head: AnswerHead, headers: Headers, source: Source) -> None:
         """An answer with these headers follows. `source` is paused while the client does not read."""
 
     def send(self, parts: list[bytes]) -> None:

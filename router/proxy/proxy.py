@@ -7,6 +7,7 @@ errors go to the client; the router's own errors say what to do."""
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -98,8 +99,9 @@ class Proxy:
     async def forward(self, client: Client) -> None:
         """Answers the client; raises nothing but defects and its own cancellation, which means that the client is
         gone."""
-        watch = self._quality.begin(client.path, client.headers)
-        request = Request(client, watch)
+        request_id = h.header(client.headers, h.REQUEST_ID) or secrets.token_hex(16).encode()
+        watch = self._quality.begin(client.path, client.headers, request_id.decode("latin-1"))
+        request = Request(client, watch, request_id)
         outcome = "client_gone"
         self._open += 1
         try:

@@ -4,7 +4,6 @@ the answer."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from typing import Protocol
 from urllib.parse import unquote
@@ -40,10 +39,10 @@ class Tokens(Protocol):
 class Request:
     """One request under way. body: what the engine gets. watch: observes each step."""
 
-    def __init__(self, client: Client, watch: RequestWatch) -> None:
+    def __init__(self, client: Client, watch: RequestWatch, request_id: bytes) -> None:
         self.client = client
         self.watch = watch
-        self.request_id = h.header(client.headers, h.REQUEST_ID) or secrets.token_hex(16).encode()
+        self.request_id = request_id
         self.pin = h.header(client.headers, h.PIN)
         self.attempts = Attempts(client.path, pinned=self.pin is not None)
         self.body = client.body

@@ -19,6 +19,8 @@ from kvrouter.router.quality.concurrency import Concurrency, Flight
 from kvrouter.router.quality.prediction_judge import PredictionJudge, PredictionOutcome, outcome_of
 from kvrouter.router.quality.quality_metrics import QualityMetrics, WorkerQualityMetrics
 from kvrouter.router.quality.reuse_report import ReuseReport
+from kvrouter.router.watch.decision import Outcome
+from kvrouter.router.watch.decision_log import DecisionLog
 
 if TYPE_CHECKING:
     # An extra: it is imported where traces are wanted.
@@ -39,18 +41,26 @@ class Quality:
 
     clock: seconds, that of `Placer`."""
 
-    def __init__(self, measures: QualityMetrics, clock: Callable[[], float], tracing: Tracing | None = None) -> None:
+    def __init__(
+        self,
+        measures: QualityMetrics,
+        clock: Callable[[], float],
+        tracing: Tracing | None = None,
+        decisions: DecisionLog | None = None,
+    ) -> None:
+        """decisions: keeps what came of each; None: nobody asks."""
         self.measures = measures
         self.clock = clock
         self.tracing = tracing
+        self.decisions = decisions
         self.flights = Concurrency()
         self._predictions: dict[WorkerKey, PredictionJudge] = {}
 
-    def begin(self, path: str, headers: Headers) -> RequestWatch:
+    def begin(self, path: str, headers: Headers, request_id: str = "") -> RequestWatch:
         """A request whose body is whole."""
         now = self.clock()
         trace = None if self.tracing is None else self.tracing.request(path, headers, now)
-        return RequestWatch(self, now, trace, measured=path in INFERENCE_PATHS)
+        return RequestWatch(self, now, trace, request_id, measured=path in INFERENCE_PATHS)
 
     def of(self, worker: WorkerKey) -> PredictionJudge:
         found = self._predictions.get(worker)
@@ -85,6 +95,7 @@ class RequestWatch:
         "_placement",
         "_predicted",
         "_quality",
+        "_request_id",
         "_status",
         "_streams",
         "_tap",
@@ -92,9 +103,12 @@ class RequestWatch:
         "_trace",
     )
 
-    def __init__(self, quality: Quality, began_s: float, trace: RequestTrace | None, *, measured: bool) -> None:
+    def __init__(
+        self, quality: Quality, began_s: float, trace: RequestTrace | None, request_id: str, *, measured: bool
+    ) -> None:
         self._quality = quality
         self._began_s = began_s
+        self._request_id = request_id
         self._trace = trace
         self._measured = measured
         # Whether the hit of a choice is a prediction of what is reused.
@@ -117,6 +131,8 @@ class RequestWatch:
     def placed(self, placement: Placement) -> None:
         """A worker was chosen."""
         self._placement = placement
+        if self._quality.decisions is not None:
+            self._quality.decisions.name(placement.selection_id, self._request_id)
         if self._trace is not None:
             self._trace.placed(placement, self._quality.clock())
 
@@ -132,6 +148,7 @@ class RequestWatch:
     def failed(self, kind: str, text: str) -> None:
         """It failed; another attempt or the end follows. Repeating it changes nothing."""
         self._land()
+        self._end_decision(kind)
         if self._trace is not None:
             self._trace.failed(kind, text, self._quality.clock())
 
@@ -165,12 +182,34 @@ class RequestWatch:
     def ended(self, outcome: str) -> None:
         """outcome: as in `ProxyMetrics`."""
         self._land()
+        self._end_decision(outcome)
         if self._measured and self._tap is not None and self._placement is not None:
             self._count(outcome, self._tap, self._placement)
         if self._trace is not None:
             first_s = None if self._tap is None else self._tap.first_s
             told = None if self._tap is None else self.told()
             self._trace.ended(outcome, self._status, first_s, told, self._quality.clock())
+
+    def _end_decision(self, outcome: str) -> None:
+        decisions, placement = self._quality.decisions, self._placement
+        if decisions is None or placement is None:
+            return
+        if self._tap is None:
+            e2e_s = self._quality.clock() - self._began_s
+            ended = Outcome(outcome, None, None, None, None, None, e2e_s)
+        else:
+            told = self.told()
+            usage = told.usage
+            ended = Outcome(
+                outcome,
+                told.predicted,
+                told.delivered,
+                None if usage is None else usage.prompt_tokens,
+                None if usage is None else usage.completion_tokens,
+                told.ttft_s,
+                told.e2e_s,
+            )
+        decisions.end(placement.selection_id, ended)
 
     def _land(self) -> None:
         if self._flight is not None:

@@ -56,6 +56,9 @@ from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.tokens.engine.client import Engine
 from kvrouter.router.tokens.engine.verification import LocalMaker
 from kvrouter.router.tokens.tokenizer import TextTokenizer
+from kvrouter.router.watch.decision_log import DecisionLog
+from kvrouter.router.watch.event_feed import EventFeed
+from kvrouter.router.watch.watch import Watch
 from kvrouter.router.workers.allow_list import AllowList
 
 log = logging.getLogger(__name__)
@@ -88,6 +91,7 @@ def build_router(
     metrics: RouterMetrics,
     quality: Quality,
     shutdown: Shutdown,
+    watch: Watch,
 ) -> HttpApi:
     """The HTTP API and the proxy, on the running loop. `close` its proxy at the end."""
     proxy = Proxy(
@@ -105,7 +109,17 @@ def build_router(
         has_own_key=config.api_key is not None,
     )
     return build_api(
-        core, placing, config, metrics.http, time.perf_counter, tokens, proxy, quality.tracing, discovery, shutdown
+        core,
+        placing,
+        config,
+        metrics.http,
+        time.perf_counter,
+        tokens,
+        proxy,
+        quality.tracing,
+        discovery,
+        shutdown,
+        watch,
     )
 
 
@@ -201,6 +215,11 @@ async def _start(
         stack.callback(context.destroy, linger=0)
         engine_headers = {} if config.worker_api_key is None else {"authorization": f"Bearer {config.worker_api_key}"}
         http = await stack.enter_async_context(aiohttp.ClientSession(headers=engine_headers))
+        token = token or secrets.token_hex(8)
+        # Each start numbers its events from one.
+        feed = EventFeed(life=secrets.token_hex(4), wall_clock=time.time, metrics=metrics.core.watch)
+        shutdown.on_begin(feed.close)
+        decisions = DecisionLog(config.decisions_kept, feed, time.monotonic, metrics.core.watch)
         core = Core(
             store=store,
             config=config,
@@ -211,6 +230,7 @@ async def _start(
             http=http,
             token=token,
             supervisor=supervisor,
+            feed=feed,
         )
         stack.push_async_callback(core.stop)
         admission = Admission(core.registry.drains, time.monotonic, metrics.proxy)
@@ -223,6 +243,7 @@ async def _start(
             new_id=new_selection_id,
             unavailable=admission.problem,
             prefillers=core.registry.prefill_workers,
+            record=decisions.record,
             servers=store.servers,
             process=core.peers.token,
             supervisor=supervisor,
@@ -264,9 +285,10 @@ async def _start(
     )
     stack.push_async_callback(tokens.stop)
     tokens.start()
-    quality = Quality(metrics.quality, time.monotonic, tracing)
+    quality = Quality(metrics.quality, time.monotonic, tracing, decisions)
     core.registry.subscribe(view=quality.on_view)
-    api = build_router(core, placing, admission, tokens, discovery, config, metrics, quality, shutdown)
+    watch = Watch(feed, decisions)
+    api = build_router(core, placing, admission, tokens, discovery, config, metrics, quality, shutdown, watch)
     assert api.proxy is not None
     stack.callback(api.proxy.close)
     limits = HttpLimits(max_connections=_connections_possible(HttpLimits().max_connections))

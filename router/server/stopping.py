@@ -69,7 +69,7 @@ class Stopping:
                 # Without waiting for open connections.
                 server.should_exit = server.force_exit = True
             return
-        self.shutdown.begun = True
+        self.shutdown.begin()
         if server is not None:
             log.info("stopping", extra={"delay_s": self._delay_s, "drain_s": server.config.timeout_graceful_shutdown})
             asyncio.get_running_loop().call_later(self._delay_s, server.end)

@@ -17,7 +17,16 @@ from kvrouter.router.common.ids import Place
 from kvrouter.router.index import keys
 from kvrouter.router.index.commit import WorkerImage
 from kvrouter.router.index.log_entry import LogEntry
-from kvrouter.router.ingest.worker_profile import META_DECLARED, META_GAPS, META_LEARNED, META_SCHEME, WorkerProfile
+from kvrouter.router.ingest.worker_profile import (
+    META_CLEARS,
+    META_DECLARED,
+    META_GAPS,
+    META_LEARNED,
+    META_RESYNCS,
+    META_SCHEME,
+    WorkerProfile,
+)
+from kvrouter.router.streams.worker_events import Incidents
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
 
@@ -102,7 +111,7 @@ class PeerView:
         if entry.opened_epoch or entry.meta.keys() & _SHAPING:
             self._explain(entry.epoch)
             return True
-        return META_STATE in entry.meta
+        return META_STATE in entry.meta or META_GAPS in entry.meta
 
     @property
     def problem(self) -> str:
@@ -129,9 +138,12 @@ class PeerView:
         return self._meta.get(META_DISK, b"").decode(errors="replace")
 
     @property
-    def gaps(self) -> int:
+    def incidents(self) -> Incidents:
+        return Incidents(*map(self._number, (META_GAPS, META_CLEARS, META_RESYNCS)))
+
+    def _number(self, field: str) -> int:
         try:
-            return keys.parse_number(self._meta.get(META_GAPS, b"0"))
+            return keys.parse_number(self._meta.get(field, b"0"))
         except ValueError:
             return 0
 

@@ -20,6 +20,7 @@ from kvrouter.router.streams.ingest_turns import IngestTurns
 from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.mirror_lead import MirrorSource
 from kvrouter.router.streams.stream_metrics import StreamMetrics
+from kvrouter.router.watch.event_feed import EventFeed
 from kvrouter.router.workers.allow_list import AllowList
 
 
@@ -27,7 +28,8 @@ from kvrouter.router.workers.allow_list import AllowList
 class StreamServices:
     """token: names the process in leases. leases: renews them. held: the workers that are followed. turns: of all
     streams that take items in. mirror: led while the process follows a worker. http: polls engines for liveness; None:
-    no polls. polls: bounds how many at once."""
+    no polls. polls: bounds how many at once. feed: where what happens
+    is published."""
 
     store: IndexStore
     leases: LeaseRounds
@@ -45,6 +47,7 @@ class StreamServices:
     permits: Permits
     supervisor: TaskSupervisor
     mirror: MirrorSource
+    feed: EventFeed
 
     def new_epoch(self) -> str:
         return f"{self.rng.getrandbits(64):016x}"

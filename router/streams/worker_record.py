@@ -22,6 +22,7 @@ from kvrouter.router.streams.peer_view import PeerView, state_fields
 from kvrouter.router.streams.stream_machine import Action, Endpoints, Event, Phase, step
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.stream_view import Facts, Word, credit, shown_state
+from kvrouter.router.streams.worker_events import Incidents, WorkerEvents
 from kvrouter.router.workers.provenance import ranks_allowed
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.stream_state import StreamState
@@ -50,7 +51,7 @@ class Shown(msgspec.Struct):
 class WorkerRecord:
     """`view` is what the matcher may know of the worker now. Call `refresh` after whatever changes what is known.
 
-    16 attributes: all that the parts of one stream share is here, so that none of them keeps a copy."""
+    17 attributes: all that the parts of one stream share is here, so that none of them keeps a copy."""
 
     def __init__(self, registration: Registration, services: StreamServices, changed: Callable[[], None]) -> None:
         """changed: called when `view` did."""
@@ -65,6 +66,7 @@ class WorkerRecord:
         self.drained = asyncio.Event()
         self.dirty = asyncio.Event()
         self.peer = PeerView(registration, services.config.none_hash_seed)
+        self.events = WorkerEvents(registration.worker, services.feed)
         # Set from when this process leads the mirror until others may.
         self.lead: MirrorLead | None = None
         self.shown = Shown(services.clock())
@@ -84,6 +86,15 @@ class WorkerRecord:
     def profile(self) -> WorkerProfile:
         """What explains the worker: our own ingest, or what another process wrote."""
         return self.peer.profile if self.is_elsewhere else self.ingest.profile
+
+    @property
+    def incidents(self) -> Incidents:
+        """Of the worker's life so far."""
+        if self.is_elsewhere:
+            # Until it was loaded nothing is known that was not before.
+            return self.peer.incidents if self.facts.log_loaded else self.events.incidents or Incidents()
+        tally = self.ingest.profile.tally
+        return Incidents(tally.gaps, tally.clears, tally.resyncs)
 
     @property
     def disk_problem(self) -> str:
@@ -142,6 +153,8 @@ class WorkerRecord:
 
     def refresh(self) -> None:
         """Bring mirror and view up to what is known, both before anything else runs."""
+        if (incidents := self.incidents) != self.events.incidents:
+            self.events.happened(incidents, self._word().reason)
         self._draw()
         word, old = self._word(), self.view
         state = shown_state(self.phase, self.facts, word)
@@ -149,6 +162,7 @@ class WorkerRecord:
             self.since_s = self._services.clock()
             self._time_credit(state)
         view = self.view = self._view(state, word)
+        self.events.viewed(view)
         if view.reason != old.reason:
             self._reason_s = self._services.clock()
         if msgspec.structs.astuple(old) != msgspec.structs.astuple(view):
@@ -167,6 +181,9 @@ class WorkerRecord:
         flush = self.lead.draw(self.ingest.held)
         if flush is not None:
             self.shown.advance(flush.epoch, None if flush.seqs is None else flush.seqs[1])
+            if flush.opens_epoch:
+                self.events.begin_epoch(flush.epoch, self.ingest.reason)
+            self.events.changed(flush.epoch, self.shown.seq, flush.changes)
             if flush.seqs is not None:
                 self.shown.lag_s = self._services.clock() - self.shown.received_s
 

@@ -147,7 +147,7 @@ class WorkerStream:
 
     @property
     def gaps(self) -> int:
-        return self._record.peer.gaps if self._record.is_elsewhere else self.ingest.profile.tally.gaps
+        return self._record.incidents.gaps
 
     def counts(self) -> dict[str, int]:
         """Blocks by the text of their place."""
@@ -201,12 +201,20 @@ class WorkerStream:
         self._record.peer.take_image(image)
         self._record.facts.log_loaded = True
         self._record.shown.epoch, self._record.shown.seq = image.epoch or "", image.seq
+        self._record.events.load(image.epoch or "", image.seq, sum(map(len, image.places.values())))
         self._record.refresh()
 
     def take_entry(self, entry: LogEntry) -> None:
         """What Redis's log says, as it goes into the mirror."""
-        if self._record.peer.take_entry(entry) and self._record.is_elsewhere:
-            self._record.refresh()
+        record = self._record
+        shapes = record.peer.take_entry(entry)
+        if entry.opened_epoch:
+            record.events.begin_epoch(entry.epoch, record.peer.reason)
+        record.events.changed(
+            entry.epoch, record.shown.seq if entry.last_seq is None else entry.last_seq, entry.changes
+        )
+        if shapes and record.is_elsewhere:
+            record.refresh()
 
     def shown(self, epoch: str, seq: int | None) -> None:
         """The mirror shows everything up to `seq` of `epoch`."""
@@ -379,4 +387,5 @@ class WorkerStream:
         if not log_loaded or (self.visible_epoch, self.visible_seq) != (held.epoch, held.seq):
             lead.show_all(held)
             record.shown.advance(held.epoch, held.seq)
+            record.events.load(held.epoch, held.seq, held.blocks.blocks)
         record.lead, self._prepared = lead, None

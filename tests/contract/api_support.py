@@ -24,7 +24,8 @@ from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.common.errors import UnknownModel
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.config.settings import Config
-from kvrouter.router.matching.question import GroupCover, Hit, HitLimit, Question
+from kvrouter.router.kvcache.catalog import GroupRule
+from kvrouter.router.matching.question import GroupCover, Hit, Limiter, Question
 from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
@@ -198,7 +199,7 @@ def hit(worker_id: str, gpu: int, cpu: int, disk: int, rank: int = 0, reason: st
         "live",
         reason,
         (GroupCover(0, "full_attention", disk),),
-        HitLimit(1, "sliding_window", "its window is gone"),
+        Limiter(1, "sliding_window", GroupRule.SLIDING_WINDOW, 64, ""),
     )
 
 

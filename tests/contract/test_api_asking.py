@@ -19,6 +19,13 @@ from kvrouter.router.api.http.request import HttpRequest
 def core() -> TinyCore:
     return TinyCore([hit("w0", 64, 128, 192), hit("w1", 0, 0, 0)])
 
+# Of the hits that `api_support.hit` makes.
+LIMITED_AT_64 = {
+    "group_idx": 1,
+    "kind": "sliding_window",
+    "why": "at no boundary past 64 tokens are the blocks of its window (64 tokens) all on the GPU",
+}
+
 
 def test_query_has_the_shape_of_the_contract(core: TinyCore) -> None:
     answer = call(build(core)[0], "POST", "/query", {"model": "m", "token_ids": [1, 2, 3]})
@@ -35,11 +42,11 @@ def test_query_has_the_shape_of_the_contract(core: TinyCore) -> None:
 
 
 def test_explain_adds_groups_and_limit_and_an_explicit_null(core: TinyCore) -> None:
-    core.hits_known.append(msgspec.structs.replace(hit("w2", 0, 0, 0), limited_by=None, groups=()))
+    core.hits_known.append(msgspec.structs.replace(hit("w2", 0, 0, 0), limiter=None, groups=()))
     answer = call(build(core)[0], "POST", "/query", {"model": "m", "token_ids": [1], "explain": True})
     instances = answer.json()["instances"]
     assert instances["w0"]["groups"] == [{"group_idx": 0, "kind": "full_attention", "covered": 192}]
-    assert instances["w0"]["limited_by"] == {"group_idx": 1, "kind": "sliding_window", "why": "its window is gone"}
+    assert instances["w0"]["limited_by"] == LIMITED_AT_64
     assert instances["w2"]["groups"] == []
     assert instances["w2"]["limited_by"] is None
     assert core.asked[0].explain
@@ -244,7 +251,7 @@ def test_select_explains_every_candidate(core: TinyCore) -> None:
         "parts": {"prefill": 166, "queued": 0, "decode": 0, "delay": 110, "junction": 0, "session": 0},
         "saturated": False,
         "state": "live",
-        "limited_by": {"group_idx": 1, "kind": "sliding_window", "why": "its window is gone"},
+        "limited_by": LIMITED_AT_64,
     }
     assert [candidate["worker_id"] for candidate in candidates] == ["w0", "w1"]
 

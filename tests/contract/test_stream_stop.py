@@ -9,6 +9,7 @@ import time
 
 import pytest
 import zmq
+from bare_services import bare_feed
 
 from kvrouter.events.transport.permits import Permits
 from kvrouter.router.common.ids import WorkerKey
@@ -71,6 +72,7 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(stops: bool, embedded
             permits=Permits(rng=rng),
             supervisor=supervisor,
             mirror=mirror,
+            feed=bare_feed(clock, metrics.watch),
         )
         record = WorkerRecord(Registration(WORKER), services, lambda: None)
         lease = LeaseHolder(

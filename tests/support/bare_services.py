@@ -18,7 +18,13 @@ from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.stream_metrics import StreamMetrics
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.watch.event_feed import EventFeed
+from kvrouter.router.watch.watch_metrics import WatchMetrics
 from kvrouter.router.workers.allow_list import AllowList
+
+
+def bare_feed(clock: Callable[[], float], metrics: WatchMetrics | None = None) -> EventFeed:
+    return EventFeed(life="life", wall_clock=clock, metrics=metrics or WatchMetrics(MetricRegistry()))
 
 
 def bare_services(clock: Callable[[], float], http: Any = None) -> StreamServices:
@@ -40,4 +46,5 @@ def bare_services(clock: Callable[[], float], http: Any = None) -> StreamService
         permits=Permits(rng=rng),
         supervisor=TaskSupervisor(clock=clock, rng=rng),
         mirror=cast(Any, None),
+        feed=bare_feed(clock),
     )

@@ -26,7 +26,6 @@ from kvrouter.router.placement.cost import (
     JUNCTION_SHARE,
     SESSION_SHARE_BLIND,
     SESSION_SHARE_KNOWN,
-    Candidate,
     ChoiceContext,
     CostTerms,
     weigh,
@@ -52,9 +51,9 @@ def weights(saturation: int = 10_000, **queued: int) -> LoadModel:
     return found
 
 
-def chosen(*hits: Hit, seed: int = 0, explain: bool = False, **scene: Any) -> Choice:
+def chosen(*hits: Hit, seed: int = 0, **scene: Any) -> Choice:
     given = {"num_tokens": TOKENS, "weights": weights(), **scene}
-    return choose(hits, ChoiceContext(**given), Random(seed), explain=explain)
+    return choose(hits, ChoiceContext(**given), Random(seed))
 
 
 def name_of(choice: Choice) -> str:
@@ -204,7 +203,7 @@ def test_round_robin_takes_turns_and_random_takes_all() -> None:
 
 def test_every_worker_is_explained_with_the_parts_of_its_cost() -> None:
     load = weights(a=50)
-    choice = chosen(hit("a", 64, 128, 160), hit("b", 0), weights=load, explain=True)
+    choice = chosen(hit("a", 64, 128, 160), hit("b", 0), weights=load)
     first, second = choice.candidates
     # 40 are computed, and 64 and 32 loaded back for 13 and 22; the usual prompt has 1,000.
     delay = round(DELAY_WEIGHT * 75.2 * (2 * 50 + 75.2) / 2_000)
@@ -233,7 +232,7 @@ def test_what_a_worker_has_computed_of_the_prompt_under_way_is_queued_no_longer(
 
 def test_computing_a_long_prompt_behind_others_keeps_back_those_to_come() -> None:
     # By tokens alone both are equal: 100 to compute behind 100, or 200 behind none.
-    choice = chosen(hit("a", 100), hit("b", 0), weights=weights(a=100), explain=True)
+    choice = chosen(hit("a", 100), hit("b", 0), weights=weights(a=100))
     assert [one.parts.delay for one in choice.candidates] == [15 * DELAY_WEIGHT, 20 * DELAY_WEIGHT]
     assert name_of(choice) == "a"
 
@@ -309,8 +308,8 @@ def test_a_cost_is_the_sum_of_the_terms_that_explain_it(rng: Random) -> None:
         now=rng.uniform(0, 5),
     )
     longest = max(one.disk for one in hits)
-    explained: list[Candidate] = []
-    found = weigh(hits, scene, longest, candidates=explained)
+    found = weigh(hits, scene, longest)
+    explained = [found.candidate(i, one, 0) for i, one in enumerate(hits)]
     for one, cost, candidate in zip(hits, found.costs, explained, strict=True):
         terms = written_out(one, scene, longest)
         total = sum(-value if name in ("junction", "session") else value for name, value in terms.items())

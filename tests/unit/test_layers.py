@@ -42,6 +42,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "matching": "From a question to every worker's hit, in memory.",
         "load": "What is in flight where, and how fast each worker is.",
         "placement": "Which worker gets a request, why, and the reservation.",
+        "watch": "What operators watch: the fleet's events as one stream, and why each request went where it went.",
         "tokens": "From a client's text to the engine's token ids.",
         "streams": "Follows one worker: its events, its lease, and whether its engine lives.",
         "fleet": "Which workers there are, which router follows each, and the mirror of all.",

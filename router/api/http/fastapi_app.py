@@ -14,6 +14,9 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
+from kvrouter.router.api.decisions import decision_routes
+from kvrouter.router.api.events import PATH as EVENTS
+from kvrouter.router.api.events import EventStream
 from kvrouter.router.api.health import watch_routes
 from kvrouter.router.api.http.http_api import HotHandler, HttpApi, headers_of, label_of
 from kvrouter.router.api.http_metrics import HttpMetrics
@@ -39,6 +42,7 @@ from kvrouter.router.config.settings import Config
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.redis_client.errors import StoreError
+from kvrouter.router.watch.watch import Watch
 
 if TYPE_CHECKING:
     from kvrouter.router.quality.tracing import Tracing
@@ -69,7 +73,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
             sorted({method for route in request.app.state.routes for method in _methods(route, request)})
         )
         text = f"{printable(request.scope['path'])} takes {allowed or 'another method'}, not {request.method}"
-        return _answer(request, MethodNotAllowed(text), {"allow": allowed})
+        return _answer(request, MethodNotAllowed(text, allowed=allowed), {"allow": allowed})
     if error.status_code == 404:
         return _answer(
             request, NotFound(f"there is no {printable(request.scope['path'])}; GET /docs lists what there is")
@@ -107,12 +111,13 @@ def build_api(
     tracing: Tracing | None = None,
     sources: SourcesPort | None = None,
     shutdown: Shutdown | None = None,
+    watch: Watch | None = None,
 ) -> HttpApi:
     """The whole HTTP API on `core` and `placing`. Holds no global state: several live side by side in one process.
 
     tokens: tokenizes texts; without it texts are refused. clock: monotonic, in seconds; measures decisions. proxy:
     without it nothing is forwarded. tracing: None turns traces off. sources: where workers come from; they report their
-    problems. shutdown: set when the process is to end."""
+    problems. shutdown: set when the process is to end. watch: events and decisions; without it neither is shown."""
     shutdown = shutdown or Shutdown()
     app = FastAPI(
         title=PACKAGE,
@@ -141,6 +146,7 @@ def build_api(
         load_routes(core, placing, selecting),
         model_routes(core),
         watching,
+        *([] if watch is None else [decision_routes(watch.decisions)]),
     ):
         app.include_router(router)
         app.state.routes += router.routes
@@ -150,4 +156,5 @@ def build_api(
         "/select": selecting.select,
         "/select_and_reserve": selecting.select_and_reserve,
     }
-    return HttpApi(hot, partial(end_here, placing), app, config, metrics, proxy, tracing, clock, shutdown)
+    streams = {} if watch is None else {EVENTS: EventStream(watch.feed).forward}
+    return HttpApi(hot, streams, partial(end_here, placing), app, config, metrics, proxy, tracing, clock, shutdown)

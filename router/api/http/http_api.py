@@ -32,6 +32,7 @@ from kvrouter.router.common.errors import (
 )
 from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.config.settings import Config
+from kvrouter.router.proxy.downstream import Client
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.request_reader import PATHS
 
@@ -57,12 +58,16 @@ HotHandler = Callable[[HotRequest], Any]
 
 STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 
+# Answers a client piece by piece, until it is done.
+Forwarder = Callable[[Client], Coroutine[Any, Any, None]]
+
 # Status, headers, content.
 Answer = tuple[int, list[tuple[bytes, bytes]], bytes]
 
 
 class HttpApi:
-    """Answers requests whose connection is `http_connection.py`. `hot` maps POST paths to their handlers.
+    """Answers requests whose connection is `http_connection.py`. `hot` maps POST paths to their handlers, `streams`
+    GET paths to those whose answers have no end.
 
     end_here: of method and path below RESERVATIONS, the route if the request is done with that.
 
@@ -72,6 +77,7 @@ class HttpApi:
     def __init__(
         self,
         hot: Mapping[str, HotHandler],
+        streams: Mapping[str, Forwarder],
         end_here: Callable[[str, str], str | None],
         cold: ASGIApp,
         config: Config,
@@ -83,6 +89,7 @@ class HttpApi:
     ) -> None:
         self.shutdown = shutdown
         self._hot = hot
+        self._streams = streams
         self._end_here = end_here
         self.proxy = proxy
         self._proxied_paths: Collection[str] = frozenset() if proxy is None else PATHS
@@ -102,13 +109,18 @@ class HttpApi:
             if self._key is None and path not in self._proxied_paths and (tracing is None or path not in TRACED_PATHS)
         }
 
-    def is_proxied(self, request: HttpRequest) -> bool:
-        return request.path in self._proxied_paths
+    def forwarder(self, request: HttpRequest) -> Forwarder | None:
+        """Who answers it piece by piece; None: its answer is whole at once."""
+        if self.proxy is not None and request.path in self._proxied_paths:
+            return self.proxy.forward
+        return self._streams.get(request.path)
 
     def refusal(self, request: HttpRequest) -> RouterError | None:
         """Why a request is refused before its body is read, None where it is not."""
         if self._key is not None and request.path not in OPEN_PATHS and not self._has_key(request.authorization):
             return Unauthorized("this router wants its API key: send the header `Authorization: Bearer KEY`")
+        if request.path in self._streams and request.method != "GET":
+            return MethodNotAllowed(f"{request.path} takes GET, not {request.method}", allowed="GET")
         if request.path in self._proxied_paths:
             if request.method != "POST":
                 return MethodNotAllowed(f"{request.path} takes POST, not {request.method}")
@@ -257,7 +269,7 @@ class HttpApi:
 
     def refuse(self, request: HttpRequest | PlainHead, error: RouterError) -> Answer:
         """The answer to a request that gets no other; counted."""
-        known = request.path in self._hot or request.path in self._proxied_paths
+        known = request.path in self._hot or request.path in self._proxied_paths or request.path in self._streams
         return self.error_answer(error, request.path if known else OTHER_PATH, request.accept)
 
     def error_answer(self, error: RouterError, label: str = OTHER_PATH, accept: str = "") -> Answer:
@@ -291,7 +303,7 @@ def headers_of(error: RouterError) -> tuple[tuple[bytes, bytes], ...]:
     if isinstance(error, Unauthorized):
         return ((b"www-authenticate", b"Bearer"),)
     if isinstance(error, MethodNotAllowed):
-        return ((b"allow", b"POST"),)
+        return ((b"allow", error.allowed.encode()),)
     if isinstance(error, TooLarge):
         # The rest of the body is still under way; nobody will read it.
         return ((b"connection", b"close"),)

@@ -17,7 +17,7 @@ from typing import Any
 from uvicorn.server import ServerState
 
 from kvrouter.router.api.http.deadlines import Deadlines, HttpLimits
-from kvrouter.router.api.http.http_api import STATUS_LINES, Answer, HttpApi
+from kvrouter.router.api.http.http_api import STATUS_LINES, Answer, Forwarder, HttpApi
 from kvrouter.router.api.http.plain_head import PlainHead, plain_head
 from kvrouter.router.api.http.proxied_answer import ProxiedAnswer
 from kvrouter.router.api.http.request import CONTINUE, HttpRequest
@@ -178,6 +178,10 @@ class HttpConnection(asyncio.Protocol):
     def date_headers(self) -> list[tuple[bytes, bytes]]:
         return self._server.default_headers
 
+    @property
+    def unread_bytes(self) -> int:
+        return self._transport.get_write_buffer_size()
+
     def write(self, parts: list[bytes]) -> None:
         if not self._transport.is_closing():
             self._transport.write(b"".join(parts))
@@ -222,8 +226,8 @@ class HttpConnection(asyncio.Protocol):
                     self._transport.write(CONTINUE)
                 break
             request.answer_begun = True
-            if self._api.is_proxied(request):
-                self._run(self._forward(request))
+            if (forward := self._api.forwarder(request)) is not None:
+                self._run(self._forward(request, forward))
                 break
             answer = self._api.respond(request)
             if not isinstance(answer, tuple):
@@ -259,12 +263,10 @@ class HttpConnection(asyncio.Protocol):
         self.write_answer(request, await answer)
         self._answer_next()
 
-    async def _forward(self, request: HttpRequest) -> None:
-        proxy = self._api.proxy
-        assert proxy is not None
+    async def _forward(self, request: HttpRequest, forward: Forwarder) -> None:
         answer = self._proxied = ProxiedAnswer(self, request, self._api)
         try:
-            await proxy.forward(answer)
+            await forward(answer)
         except asyncio.CancelledError:
             self._transport.close()
             if not answer.is_cancelled:

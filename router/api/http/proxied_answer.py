@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answer to a proxied request on its client's connection: the client's side of `router.proxy`.
+"""An answer that comes in pieces on its client's connection: the client's side of `router.proxy`, and of `/events`.
 
 Bytes go from the engine's socket to the client's in one callback, without a task or an event for each piece."""
 
@@ -12,8 +12,9 @@ from typing import Protocol
 from kvrouter.router.api.http.http_api import Answer, HttpApi
 from kvrouter.router.api.http.request import CONTINUE, HttpRequest
 from kvrouter.router.common.errors import RouterError
+from kvrouter.router.proxy.downstream import Source
 from kvrouter.router.proxy.headers import Headers
-from kvrouter.router.proxy.upstream.connection import NO_CONTENT, AnswerHead, Connection
+from kvrouter.router.proxy.upstream.connection import NO_CONTENT, AnswerHead
 
 LAST_CHUNK = b"0\r\n\r\n"
 
@@ -31,6 +32,9 @@ class ClientConnection(Protocol):
 
     @property
     def date_headers(self) -> list[tuple[bytes, bytes]]: ...
+
+    @property
+    def unread_bytes(self) -> int: ...
 
     def write(self, parts: list[bytes]) -> None: ...
 
@@ -54,7 +58,7 @@ class ProxiedAnswer:
         self.body = bytes(request.body)
         request.body.clear()
         self._task = asyncio.current_task()
-        self._source: Connection | None = None
+        self._source: Source | None = None
         # What was not sent yet of the head, which goes with the first bytes of the body.
         self._unsent: list[bytes] = []
         self._is_chunked = False
@@ -92,9 +96,13 @@ class ProxiedAnswer:
             self._is_probed = True
             self._connection.write([CONTINUE])
 
-    # The proxy's side.
+    # The side of who answers.
 
-    def begin(self, head: AnswerHead, headers: Headers, source: Connection) -> None:
+    @property
+    def unread_bytes(self) -> int:
+        return self._connection.unread_bytes
+
+    def begin(self, head: AnswerHead, headers: Headers, source: Source) -> None:
         self._source = source
         self.has_begun = True
         self._api.count_answer(self.path, head.status)

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why requests went where they went, also later."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+
+from kvrouter.router.api.decision_reply import DecisionReply, DecisionsReply, decision_reply
+from kvrouter.router.api.openapi import gives
+from kvrouter.router.api.workers import respond
+from kvrouter.router.common.errors import UnknownDecision
+from kvrouter.router.common.escaping import printable
+from kvrouter.router.watch.decision_log import DecisionLog
+
+MAX_LISTED = 1_000
+
+Limit = Annotated[int, Query(ge=1, le=MAX_LISTED, description="how many, the newest first")]
+
+
+def decision_routes(decisions: DecisionLog) -> APIRouter:
+    """The routes, bound to `decisions`."""
+    router = APIRouter(tags=["watching"])
+
+    @router.get(
+        "/decisions",
+        summary="The last decisions",
+        operation_id="list_decisions",
+        responses=gives(DecisionsReply, 400),
+    )
+    async def listed(request: Request, limit: Limit = 100) -> Response:
+        found = [decision_reply(kept, explain=False) for kept in decisions.last(limit)]
+        return respond(request, DecisionsReply(found))
+
+    @router.get(
+        "/decisions/{name:name}",
+        summary="Why a request went where it went",
+        operation_id="explain_decision",
+        responses=gives(DecisionReply, 404),
+    )
+    async def explained(request: Request, name: str) -> Response:
+        """name: the id of a selection, or the x-request-id of a request: then of its last attempt."""
+        found = decisions.find(name)
+        if found is None:
+            raise UnknownDecision(
+                f"no decision {printable(name[:80])!r} is kept: it is too old (decisions_kept), was made by another "
+                "router process, or never was"
+            )
+        return respond(request, decision_reply(*found))
+
+    return router

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`GET /events`: the fleet's events as Server-Sent Events, for as long as the client stays."""
+
+from __future__ import annotations
+
+import asyncio
+from urllib.parse import parse_qs
+
+from kvrouter.router.common.errors import BadQuestion, RouterError, TooManyConnections
+from kvrouter.router.common.escaping import printable
+from kvrouter.router.proxy.downstream import Client
+from kvrouter.router.proxy.headers import Headers, header
+from kvrouter.router.proxy.upstream.connection import AnswerHead
+from kvrouter.router.watch.event_feed import EventFeed
+from kvrouter.router.watch.fleet_event import EventFilter, EventType
+
+PATH = "/events"
+LAST_EVENT_ID = b"last-event-id"
+# A proxy must not hold back or remember what is sent.
+HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+PARAMETERS = ("model", "worker", "type", "hashes")
+FLAGS = {"true": True, "1": True, "false": False, "0": False}
+
+
+class EventStream:
+    """Answers the clients of `feed`."""
+
+    def __init__(self, feed: EventFeed) -> None:
+        self._feed = feed
+
+    async def forward(self, client: Client) -> None:
+        """Until the client is gone, reads too slowly, or the router stops."""
+        try:
+            wanted = filter_of(client.url)
+            if (refusal := self._feed.refusal) is not None:
+                raise TooManyConnections(refusal)
+        except RouterError as error:
+            client.refuse(error, [])
+            return
+        last_id = header(client.headers, LAST_EVENT_ID)
+        subscriber = _Subscriber(client)
+        client.begin(AnswerHead(200, b"OK", [], None), HEADERS, subscriber)
+        try:
+            self._feed.subscribe(wanted, subscriber, None if last_id is None else last_id.decode("latin-1"))
+            await subscriber.ended.wait()
+            client.finish()
+        finally:
+            self._feed.unsubscribe(wanted, subscriber)
+
+
+class _Subscriber:
+    """One client, as the feed sees it. It is never paused: what it does not read is counted against it."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.ended = asyncio.Event()
+
+    @property
+    def unread_bytes(self) -> int:
+        return self._client.unread_bytes
+
+    def send(self, data: bytes) -> None:
+        if not self.ended.is_set():
+            self._client.send([data])
+
+    def end(self) -> None:
+        self.ended.set()
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+
+def filter_of(url: bytes) -> EventFilter:
+    """What a request's query wants. Raises BadQuestion."""
+    query = url.partition(b"?")[2].decode("ascii", "replace")
+    given = parse_qs(query, keep_blank_values=True)
+    for name in given:
+        if name not in PARAMETERS:
+            raise BadQuestion(f"parameter {printable(name)} is not known; {PATH} takes {', '.join(PARAMETERS)}")
+    types = {part for text in given.get("type", []) for part in text.split(",")}
+    known = [event_type.value for event_type in EventType]
+    for one in sorted(types - set(known)):
+        raise BadQuestion(f"parameter type: {printable(one)} is no event; write some of {', '.join(known)}")
+    flag = given.get("hashes", ["false"])[-1].lower()
+    if flag not in FLAGS:
+        raise BadQuestion(f"parameter hashes: {printable(flag)} is neither true nor false")
+    return EventFilter(
+        frozenset(given["model"]) if "model" in given else None,
+        frozenset(given["worker"]) if "worker" in given else None,
+        # What is lost is always said.
+        frozenset(map(EventType, types)) | {EventType.LOST} if types else None,
+        FLAGS[flag],
+    )

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's part of the fleet's events: what changed since it was shown last, whoever follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from msgspec import UNSET
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.ingest.net_changes import ResidencyDelta
+from kvrouter.router.matching.matcher import WorkerView
+from kvrouter.router.watch.event_feed import EventFeed
+from kvrouter.router.watch.fleet_event import EventType
+from kvrouter.router.workers.stream_state import StreamState
+
+
+class Incidents(NamedTuple):
+    """How often in the worker's life: batches went missing; its engine dropped a whole cache; what it holds was had
+    again after something was missing."""
+
+    gaps: int = 0
+    clears: int = 0
+    resyncs: int = 0
+
+
+_TYPES = (EventType.GAP, EventType.CLEARED, EventType.RESYNC)
+
+
+class WorkerEvents:
+    """Remembers what was published last, and publishes differences."""
+
+    def __init__(self, worker: WorkerKey, feed: EventFeed) -> None:
+        self._worker = worker
+        self._feed = feed
+        self._epoch: str | None = None
+        self.incidents: Incidents | None = None
+        self._state: tuple[StreamState, bool] | None = None
+
+    def begin_epoch(self, epoch: str, reason: str) -> None:
+        """What was known of it is void."""
+        self._epoch = epoch
+        self._publish(EventType.EPOCH, epoch=epoch, reason=reason or UNSET)
+
+    def changed(self, epoch: str, seq: int | None, changes: Sequence[ResidencyDelta]) -> None:
+        """Its residency changed."""
+        self._epoch = epoch
+        for change in changes:
+            for event_type, hashes in ((EventType.REMOVED, change.removed), (EventType.STORED, change.added)):
+                if len(hashes):
+                    place = change.place
+                    self._feed.of_worker(
+                        event_type,
+                        self._worker,
+                        hashes,
+                        epoch=epoch,
+                        seq=UNSET if seq is None else seq,
+                        group_idx=place.group_idx,
+                        medium=place.medium,
+                        owner=place.ownership or UNSET,
+                        blocks=len(hashes),
+                    )
+
+    def load(self, epoch: str, seq: int | None, blocks: int) -> None:
+        """It was loaded from Redis as a whole."""
+        if self._epoch is not None:
+            self._publish(
+                EventType.RESYNC,
+                epoch=epoch,
+                seq=UNSET if seq is None else seq,
+                blocks=blocks,
+                reason="loaded from Redis as a whole: changes in between are not in this stream",
+            )
+        self._epoch = epoch
+
+    def happened(self, incidents: Incidents, reason: str) -> None:
+        """incidents: so far."""
+        before, self.incidents = self.incidents or incidents, incidents
+        for event_type, was, is_now in zip(_TYPES, before, incidents, strict=True):
+            if is_now > was:
+                self._publish(event_type, count=is_now - was, reason=reason or UNSET)
+
+    def viewed(self, view: WorkerView) -> None:
+        """What may be known of it."""
+        state = view.state, view.credited
+        if state != self._state:
+            self._state = state
+            self._publish(EventType.STATE, state=view.state.value, credited=view.credited, reason=view.reason or UNSET)
+
+    def _publish(self, event_type: EventType, **more: Any) -> None:
+        self._feed.of_worker(event_type, self._worker, **more)

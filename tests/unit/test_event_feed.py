@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fleet's events: each subscriber gets each event that it wants once, in order, or hears what it has missed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from bare_services import bare_feed
+
+from kvrouter.router.api.events import filter_of
+from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.watch import event_feed
+from kvrouter.router.watch.event_feed import EventFeed
+from kvrouter.router.watch.event_ring import EVENT_BYTES, EventRing
+from kvrouter.router.watch.fleet_event import EventFilter, EventType, FleetEvent
+from kvrouter.router.watch.watch_metrics import WatchMetrics
+
+W0, W1 = WorkerKey("m", "w0"), WorkerKey("m", "w1", 1)
+ALL = EventFilter()
+
+
+class Reader:
+    """A client; `unread_bytes` is what the test says."""
+
+    def __init__(self) -> None:
+        self.received = b""
+        self.unread_bytes = 0
+        self.ended = False
+
+    def send(self, data: bytes) -> None:
+        self.received += data
+
+    def end(self) -> None:
+        self.ended = True
+
+    @property
+    def blocks(self) -> list[dict[str, str]]:
+        """Each block's fields; comments have the empty name."""
+        parsed = (dict(line.split(": ", 1) for line in part.splitlines()) for part in self.received.decode().split("\n\n"))
+        return [one for one in parsed if one]
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(one["data"]) for one in self.blocks if "data" in one]
+
+    @property
+    def last_id(self) -> str:
+        return [one["id"] for one in self.blocks if "id" in one][-1]
+
+
+def feed(now: float = 7.0) -> EventFeed:
+    return bare_feed(lambda: now)
+
+
+def store(feed: EventFeed, worker: WorkerKey = W0, *hashes: int) -> None:
+    blocks = np.array(hashes or (1, 2), np.uint64)
+    feed.of_worker(EventType.STORED, worker, blocks, group_idx=0, medium="GPU", blocks=len(blocks))
+
+
+def event(number: int) -> FleetEvent:
+    return FleetEvent(EventType.GAP, float(number), count=number)
+
+
+def test_a_subscriber_gets_what_it_wants_from_now_on_and_hashes_only_where_wanted() -> None:
+    async def main() -> None:
+        source, every, some = feed(), Reader(), Reader()
+        store(source)
+        source.subscribe(ALL, every, None)
+        source.subscribe(EventFilter(workers=frozenset({"w1"}), with_hashes=True), some, None)
+        store(source, W0)
+        store(source, W1, 3, 2**64 - 1)
+        source.close()
+        first, second = every.events
+        assert first == {
+            "type": "stored", "time_s": 7.0, "model": "m", "worker_id": "w0", "dp_rank": 0, "group_idx": 0, "medium": "GPU",
+            "blocks": 2,
+        }  # fmt: skip
+        assert second["worker_id"] == "w1" and "block_hashes" not in second
+        assert [one["block_hashes"] for one in some.events] == [["0000000000000003", "f" * 16]]
+        assert every.ended and some.ended and "shutting down" in every.received.decode()
+
+    asyncio.run(main())
+
+
+def test_events_are_sent_without_anybody_asking_for_them() -> None:
+    async def main() -> None:
+        source, reader = feed(), Reader()
+        source.subscribe(ALL, reader, None)
+        store(source)
+        async with asyncio.timeout(10):
+            while not reader.events:
+                await asyncio.sleep(0.005)
+        source.close()
+
+    asyncio.run(main())
+
+
+def test_a_quiet_subscriber_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_feed, "PING_S", 0.01)
+
+    async def main() -> None:
+        source, reader = feed(), Reader()
+        source.subscribe(ALL, reader, None)
+        async with asyncio.timeout(10):
+            while b": ping" not in reader.received:
+                await asyncio.sleep(0.005)
+        source.close()
+
+    asyncio.run(main())
+
+
+def test_who_comes_back_gets_what_it_missed_once_and_hears_what_is_lost() -> None:
+    """Law: over any interruptions, what a client received and what was said to be lost is everything, in order."""
+
+    async def main(seed: int) -> None:
+        rng, source = random.Random(seed), feed()
+        source._ring = EventRing(EVENT_BYTES * 5)
+        numbers: list[int] = []
+        lost, published, last_id = 0, 0, None
+        for _ in range(40):
+            reader = Reader()
+            source.subscribe(ALL, reader, last_id)
+            for _ in range(rng.randrange(4)):
+                published += 1
+                source.publish(event(published))
+            source._flush()
+            source.unsubscribe(ALL, reader)
+            for one in reader.events:
+                if one["type"] == "lost":
+                    assert one["count"] > 0
+                    lost += one["count"]
+                    numbers += [0] * one["count"]
+                else:
+                    numbers.append(one["count"])
+            last_id = reader.last_id
+            for _ in range(rng.randrange(9)):
+                published += 1
+                source.publish(event(published))
+        source.subscribe(ALL, reader := Reader(), last_id)
+        tail = [one["count"] for one in reader.events if one["type"] == "gap"]
+        lost += sum(one["count"] for one in reader.events if one["type"] == "lost")
+        received = [number for number in numbers if number] + tail
+        assert received == sorted(set(received)) and len(received) + lost == published and received[-1] == published
+        assert lost
+        source.close()
+
+    for seed in range(20):
+        asyncio.run(main(seed))
+
+
+@pytest.mark.parametrize("last_id", ["other-1", "life-99", "life--1", "life-x", "", "x" * 10_000, "life-\xff", "life-٣"])
+def test_an_id_of_nobody_is_answered_with_what_it_means(last_id: str) -> None:
+    async def main() -> None:
+        source, reader = feed(), Reader()
+        store(source)
+        source.subscribe(ALL, reader, last_id)
+        store(source)
+        source._flush()
+        assert [one["type"] for one in reader.events] == ["lost", "stored"]
+        source.close()
+
+    asyncio.run(main())
+
+
+def test_a_client_that_does_not_read_is_cut_and_others_are_not() -> None:
+    async def main() -> None:
+        metrics = WatchMetrics(MetricRegistry())
+        source, slow, quick = bare_feed(lambda: 1.0, metrics), Reader(), Reader()
+        source.subscribe(ALL, slow, None)
+        source.subscribe(ALL, quick, None)
+        slow.unread_bytes = event_feed.MAX_UNREAD_BYTES + 1
+        store(source)
+        source._flush()
+        store(source)
+        source._flush()
+        assert slow.ended and not slow.events and "too slowly" in slow.received.decode()
+        assert not quick.ended and len(quick.events) == 2 and source.subscribers == 1
+        assert metrics.subscribers_cut.labels().value == 1
+        source.close()
+
+    asyncio.run(main())
+
+
+def test_there_is_room_for_so_many_clients_and_none_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(event_feed, "MAX_SUBSCRIBERS", 1)
+
+    async def main() -> None:
+        source = feed()
+        assert source.refusal is None
+        source.subscribe(ALL, Reader(), None)
+        assert source.refusal is not None and "1 clients" in source.refusal
+        source.close()
+        assert source.refusal == event_feed.STOPPING and not source.subscribers
+
+    asyncio.run(main())
+
+
+def test_the_ring_keeps_the_newest_within_its_bytes() -> None:
+    ring = EventRing(EVENT_BYTES * 3)
+    for number in range(1, 11):
+        assert ring.add(event(number)).number == number
+    events, missed = ring.since(4)
+    assert [one.number for one in events] == [8, 9, 10] and missed == 3
+    assert ring.since(9) == ([events[-1]], 0) and ring.since(10) == ([], 0)
+    ring.add(event(11), np.zeros(EVENT_BYTES, np.uint64))
+    assert ring.since(0) == ([], 11)
+    for number in (-1, 12):
+        with pytest.raises(ValueError, match="not one of"):
+            ring.since(number)
+
+
+def test_filters_are_read_from_the_query() -> None:
+    assert filter_of(b"/events") == ALL
+    found = filter_of(b"/events?worker=w0&worker=a%2Cb&model=m&type=stored,removed&type=gap&hashes=true")
+    assert found.workers == {"w0", "a,b"} and found.models == {"m"} and found.with_hashes
+    assert found.types == {EventType.STORED, EventType.REMOVED, EventType.GAP, EventType.LOST}
+
+
+@pytest.mark.parametrize(
+    ("query", "problem"),
+    [
+        (b"type=stored,born", "'born'|born is no event"),
+        (b"type=", "is no event"),
+        (b"kind=x", "kind is not known"),
+        (b"hashes=maybe", "neither true nor false"),
+    ],
+)
+def test_a_query_that_cannot_be_meant_is_refused(query: bytes, problem: str) -> None:
+    with pytest.raises(BadQuestion, match=problem):
+        filter_of(b"/events?" + query)
