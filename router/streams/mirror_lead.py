@@ -45,11 +45,12 @@ class MirrorLead:
         self._mirror = mirror
         self.backlog = CommitBacklog(max_blocks)
 
-    def show_all(self, held: WorkerEpoch) -> None:
-        """Make the mirror what the worker holds now, whatever it showed."""
+    def show_all(self, held: WorkerEpoch) -> dict[Place, Hashes]:
+        """Make the mirror what the worker holds now, whatever it showed; returns that."""
         self._mirror.begin_epoch(self._worker, held.epoch)
-        places = ((place, held.blocks.hashes(place)) for place in held.blocks.places)
-        self._mirror.change(self._worker, [ResidencyDelta(place, hashes, NO_HASHES) for place, hashes in places])
+        places = {place: held.blocks.hashes(place) for place in held.blocks.places}
+        self._mirror.change(self._worker, [ResidencyDelta(place, hashes, NO_HASHES) for place, hashes in places.items()])
+        return places
 
     def draw(self, held: WorkerEpoch) -> PendingCommit | None:
         """Bring the mirror up to what the worker holds; returns what was new."""

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
-from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.ingest.net_changes import ResidencyDelta
+from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.ingest.net_changes import NO_HASHES, Hashes, ResidencyDelta
 from kvrouter.router.matching.matcher import WorkerView
 from kvrouter.router.watch.event_feed import EventFeed
 from kvrouter.router.watch.fleet_event import EventType
@@ -34,18 +34,15 @@ class WorkerEvents:
     def __init__(self, worker: WorkerKey, feed: EventFeed) -> None:
         self._worker = worker
         self._feed = feed
-        self._epoch: str | None = None
         self.incidents: Incidents | None = None
         self._state: tuple[StreamState, bool] | None = None
 
     def begin_epoch(self, epoch: str, reason: str) -> None:
         """What was known of it is void."""
-        self._epoch = epoch
         self._publish(EventType.EPOCH, epoch=epoch, reason=reason or UNSET)
 
     def changed(self, epoch: str, seq: int | None, changes: Sequence[ResidencyDelta]) -> None:
         """Its residency changed."""
-        self._epoch = epoch
         for change in changes:
             for event_type, hashes in ((EventType.REMOVED, change.removed), (EventType.STORED, change.added)):
                 if len(hashes):
@@ -62,17 +59,11 @@ class WorkerEvents:
                         blocks=len(hashes),
                     )
 
-    def load(self, epoch: str, seq: int | None, blocks: int) -> None:
-        """It was loaded from Redis as a whole."""
-        if self._epoch is not None:
-            self._publish(
-                EventType.RESYNC,
-                epoch=epoch,
-                seq=UNSET if seq is None else seq,
-                blocks=blocks,
-                reason="loaded from Redis as a whole: changes in between are not in this stream",
-            )
-        self._epoch = epoch
+    def load(self, epoch: str, seq: int | None, places: Mapping[Place, Hashes]) -> None:
+        """It was loaded from Redis as a whole: the changes since what was published are not known, so all that it holds
+        is published."""
+        self.begin_epoch(epoch, "loaded from Redis as a whole; what it holds follows")
+        self.changed(epoch, seq, [ResidencyDelta(place, hashes, NO_HASHES) for place, hashes in places.items()])
 
     def happened(self, incidents: Incidents, reason: str) -> None:
         """incidents: so far."""

@@ -201,7 +201,7 @@ class WorkerStream:
         self._record.peer.take_image(image)
         self._record.facts.log_loaded = True
         self._record.shown.epoch, self._record.shown.seq = image.epoch or "", image.seq
-        self._record.events.load(image.epoch or "", image.seq, sum(map(len, image.places.values())))
+        self._record.events.load(image.epoch or "", image.seq, image.places)
         self._record.refresh()
 
     def take_entry(self, entry: LogEntry) -> None:
@@ -385,7 +385,6 @@ class WorkerStream:
         # A mirror that read the log up to the same commit shows the same.
         held = record.ingest.held
         if not log_loaded or (self.visible_epoch, self.visible_seq) != (held.epoch, held.seq):
-            lead.show_all(held)
+            record.events.load(held.epoch, held.seq, lead.show_all(held))
             record.shown.advance(held.epoch, held.seq)
-            record.events.load(held.epoch, held.seq, held.blocks.blocks)
         record.lead, self._prepared = lead, None

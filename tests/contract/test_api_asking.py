@@ -19,6 +19,7 @@ from kvrouter.router.api.http.request import HttpRequest
 def core() -> TinyCore:
     return TinyCore([hit("w0", 64, 128, 192), hit("w1", 0, 0, 0)])
 
+
 # Of the hits that `api_support.hit` makes.
 LIMITED_AT_64 = {
     "group_idx": 1,

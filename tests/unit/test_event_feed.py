@@ -43,7 +43,9 @@ class Reader:
     @property
     def blocks(self) -> list[dict[str, str]]:
         """Each block's fields; comments have the empty name."""
-        parsed = (dict(line.split(": ", 1) for line in part.splitlines()) for part in self.received.decode().split("\n\n"))
+        parsed = (
+            dict(line.split(": ", 1) for line in part.splitlines()) for part in self.received.decode().split("\n\n")
+        )
         return [one for one in parsed if one]
 
     @property
@@ -155,7 +157,9 @@ def test_who_comes_back_gets_what_it_missed_once_and_hears_what_is_lost() -> Non
         asyncio.run(main(seed))
 
 
-@pytest.mark.parametrize("last_id", ["other-1", "life-99", "life--1", "life-x", "", "x" * 10_000, "life-\xff", "life-٣"])
+@pytest.mark.parametrize(
+    "last_id", ["other-1", "life-99", "life--1", "life-x", "", "x" * 10_000, "life-\xff", "life-٣"]
+)
 def test_an_id_of_nobody_is_answered_with_what_it_means(last_id: str) -> None:
     async def main() -> None:
         source, reader = feed(), Reader()
