@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from kvrouter.router.api.responses import CandidateReply, Overlap, candidate_reply, overlap_of
 from kvrouter.router.watch.decision import Decision, KeptChoice, Outcome
-from kvrouter.router.watch.decision_log import KeptDecision
+from kvrouter.router.watch.decision_log import DecisionLog, KeptDecision
 from kvrouter.router.workers.stream_state import StreamState
 
 
@@ -104,6 +104,16 @@ def decision_reply(kept: KeptDecision, earlier: list[str] | None = None, *, expl
         prefill=UNSET if there is None else _prefill(there, explain=explain),
         earlier=earlier or UNSET,
     )
+
+
+def find_decision(decisions: DecisionLog, name: str) -> DecisionReply | None:
+    """By the id of a selection, or of a request: then its last attempt."""
+    found = decisions.find(name)
+    return None if found is None else decision_reply(*found)
+
+
+# What another process of this router sent.
+read_decision = msgspec.json.Decoder(DecisionReply).decode
 
 
 def _prefill(there: KeptChoice, *, explain: bool) -> DecidedPrefill:

@@ -7,30 +7,36 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
 
-from kvrouter.router.api.decision_reply import DecisionReply, DecisionsReply, decision_reply
+from kvrouter.router.api.decision_reply import (
+    DecisionReply,
+    DecisionsReply,
+    decision_reply,
+    find_decision,
+    read_decision,
+)
 from kvrouter.router.api.openapi import gives
 from kvrouter.router.api.workers import respond
 from kvrouter.router.common.errors import UnknownDecision
 from kvrouter.router.common.escaping import printable
-from kvrouter.router.watch.decision_log import DecisionLog
+from kvrouter.router.watch.watch import Watch
 
 MAX_LISTED = 1_000
 
 Limit = Annotated[int, Query(ge=1, le=MAX_LISTED, description="how many, the newest first")]
 
 
-def decision_routes(decisions: DecisionLog) -> APIRouter:
-    """The routes, bound to `decisions`."""
+def decision_routes(watch: Watch) -> APIRouter:
+    """The routes, bound to what is watched."""
     router = APIRouter(tags=["watching"])
 
     @router.get(
         "/decisions",
-        summary="The last decisions",
+        summary="The last decisions of the process that answers",
         operation_id="list_decisions",
         responses=gives(DecisionsReply, 400),
     )
     async def listed(request: Request, limit: Limit = 100) -> Response:
-        found = [decision_reply(kept, explain=False) for kept in decisions.last(limit)]
+        found = [decision_reply(kept, explain=False) for kept in watch.decisions.last(limit)]
         return respond(request, DecisionsReply(found))
 
     @router.get(
@@ -41,12 +47,15 @@ def decision_routes(decisions: DecisionLog) -> APIRouter:
     )
     async def explained(request: Request, name: str) -> Response:
         """name: the id of a selection, or the x-request-id of a request: then of its last attempt."""
-        found = decisions.find(name)
-        if found is None:
+        reply = find_decision(watch.decisions, name)
+        if reply is None and watch.elsewhere is not None:
+            elsewhere = await watch.elsewhere(name)
+            reply = None if elsewhere is None else read_decision(elsewhere)
+        if reply is None:
             raise UnknownDecision(
                 f"no decision {printable(name[:80])!r} is kept: it is too old (decisions_kept), was made by another "
-                "router process, or never was"
+                "router, or never was"
             )
-        return respond(request, decision_reply(*found))
+        return respond(request, reply)
 
     return router

@@ -66,7 +66,7 @@ class ReservationEnd(msgspec.Struct, frozen=True, array_like=True):
 
 class LoadMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     """whole: `totals` are all that the sender has. answers: to endings of others, (process, number, whether it was the
-    sender's to end). leaves: it ends."""
+    sender's to end). leaves: it ends. notices: for those who watch the others, opaque here."""
 
     process: str
     whole: bool
@@ -75,6 +75,7 @@ class LoadMessage(msgspec.Struct, frozen=True, array_like=True, omit_defaults=Tr
     endings: list[ReservationEnd] = []
     answers: list[tuple[str, int, bool]] = []
     leaves: bool = False
+    notices: list[bytes] = []
 
 
 encode = msgspec.msgpack.Encoder().encode

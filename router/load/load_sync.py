@@ -48,6 +48,8 @@ RETRY_FIRST_S = 0.1
 RETRY_LAST_S = 2.0
 # Reservations of others that clients end at once; more are refused, as the store is not keeping up.
 MAX_ENDINGS = 10_000
+# Notices of one message: what a process says in some seconds.
+MAX_NOTICES = 64
 
 
 class LoadShare:
@@ -64,9 +66,11 @@ class LoadShare:
         rng: random.Random,
         end_here: Callable[[str, str], bool],
         changed: Callable[[], None],
+        noticed: Callable[[bytes], None] = lambda notice: None,
         supervisor: TaskSupervisor | None = None,
     ) -> None:
-        """process: names this one among all; that of an earlier life is replaced by the first message."""
+        """process: names this one among all; that of an earlier life is replaced by the first message. noticed: called
+        with each notice of another process."""
         self._weights = weights
         self._table = weights.table
         self._servers = servers
@@ -75,12 +79,14 @@ class LoadShare:
         self._rng = rng
         self._end_here = end_here
         self._changed = changed
+        self._noticed = noticed
         self._supervisor = supervisor or TaskSupervisor(clock=clock, rng=rng)
         self._news = asyncio.Event()
         self._whole_wanted = True
         self._gauges: dict[WorkerKey, EngineLoad] = {}
         self._endings: list[ReservationEnd] = []
         self._answers: list[tuple[str, int, bool]] = []
+        self._notices: list[bytes] = []
         self._numbers = itertools.count(1)
         # By number: the answer, and who has not said that the reservation is not theirs.
         self._asked: dict[int, tuple[asyncio.Future[bool], set[str]]] = {}
@@ -117,6 +123,12 @@ class LoadShare:
         """Report of an engine that this process polls; the others poll other engines."""
         if self._table.others:
             self._gauges[worker] = said
+            self._news.set()
+
+    def send_notice(self, notice: bytes) -> None:
+        """Have the other processes notice this, unless too much waits already: nothing hangs on it."""
+        if self._table.others and len(self._notices) < MAX_NOTICES:
+            self._notices.append(notice)
             self._news.set()
 
     async def end_elsewhere(self, selection_id: str, how: str) -> bool:
@@ -176,6 +188,7 @@ class LoadShare:
         gauges, self._gauges = self._gauges, {}
         endings, self._endings = self._endings, []
         answers, self._answers = self._answers, []
+        notices, self._notices = self._notices, []
         return LoadMessage(
             self._process,
             whole,
@@ -183,6 +196,7 @@ class LoadShare:
             [WorkerGauge(*worker, said) for worker, said in gauges.items()],
             endings,
             answers,
+            notices=notices,
         )
 
     async def _send(self, message: LoadMessage) -> None:
@@ -250,6 +264,8 @@ class LoadShare:
         for ending in message.endings:
             self._answers.append((message.process, ending.number, self._end_here(ending.selection_id, ending.how)))
             self._news.set()
+        for notice in message.notices:
+            self._noticed(notice)
         for process, number, ended in message.answers:
             if process == self._process and (asked := self._asked.get(number)) is not None:
                 answered, silent = asked

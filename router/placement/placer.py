@@ -64,13 +64,14 @@ class Placer:
         unavailable: Callable[[WorkerKey], str | None] = lambda worker: None,
         prefillers: Callable[[str], frozenset[WorkerKey]] = lambda model: NOBODY,
         record: Callable[[str, PlacementRequest, Choice], None] = lambda selection_id, ask, choice: None,
+        noticed: Callable[[bytes], None] = lambda notice: None,
         servers: Servers | None = None,
         process: str = "",
         supervisor: TaskSupervisor | None = None,
     ) -> None:
         """unavailable: why a worker takes no requests now, None if it does. prefillers: a model's workers that only
-        compute prompts. record: keeps each decision, with its comparison. servers, process: where and under which name
-        load is shared."""
+        compute prompts. record: keeps each decision, with its comparison. noticed: see LoadShare. servers, process:
+        where and under which name load is shared."""
         self._fleet = fleet
         self._metrics = metrics
         self._clock = clock
@@ -103,6 +104,7 @@ class Placer:
                 rng=rng,
                 end_here=self._reservations.end,
                 changed=self._line.look_soon,
+                noticed=noticed,
                 supervisor=supervisor,
             )
 
@@ -228,6 +230,11 @@ class Placer:
         if self._share is not None:
             self._share.gauge(worker, said)
         self._freed()
+
+    def send_notice(self, notice: bytes) -> None:
+        """See `LoadShare.send_notice`."""
+        if self._share is not None:
+            self._share.send_notice(notice)
 
     def burdens(self) -> list[WorkerLoadView]:
         """All workers, as `GET /loads` shows them."""

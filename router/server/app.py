@@ -26,6 +26,7 @@ import uvicorn
 import zmq
 from prometheus_client import PlatformCollector, ProcessCollector
 
+from kvrouter.router.api.decision_reply import find_decision
 from kvrouter.router.api.http.deadlines import HttpLimits
 from kvrouter.router.api.http.fastapi_app import build_api
 from kvrouter.router.api.http.http_api import HttpApi
@@ -49,7 +50,7 @@ from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
 from kvrouter.router.server.checks import log_cautions, tracing_of
 from kvrouter.router.server.listener import bound_socket, port_taken, start_line
 from kvrouter.router.server.router_metrics import RouterMetrics
-from kvrouter.router.server.sibling_metrics import SiblingMetrics
+from kvrouter.router.server.siblings import Siblings
 from kvrouter.router.server.stopping import Server, stopping_on_signals
 from kvrouter.router.telemetry.log_format import set_up_logs
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
@@ -199,8 +200,9 @@ async def _start(
         session=await stack.enter_async_context(aiohttp.ClientSession()),
         rng=random.Random(),
     )
+    siblings: Siblings | None = None
     if part is not None:
-        siblings = SiblingMetrics(Path(part.folder), part.number, config.processes, registry.own_page)
+        siblings = Siblings(Path(part.folder), part.number, config.processes, registry.own_page)
         stack.push_async_callback(siblings.close)
         await siblings.start()
         metrics.http.page = siblings.page
@@ -244,10 +246,12 @@ async def _start(
             unavailable=admission.problem,
             prefillers=core.registry.prefill_workers,
             record=decisions.record,
+            noticed=decisions.take_notice,
             servers=store.servers,
             process=core.peers.token,
             supervisor=supervisor,
         )
+        decisions.send_notice = placing.send_notice
         core.registry.subscribe(view=admission.on_view, load=placing.engine_said)
         await core.start()
         stack.push_async_callback(placing.stop)
@@ -288,6 +292,9 @@ async def _start(
     quality = Quality(metrics.quality, time.monotonic, tracing, decisions)
     core.registry.subscribe(view=quality.on_view)
     watch = Watch(feed, decisions)
+    if siblings is not None:
+        siblings.own_decision = partial(find_decision, decisions)
+        watch = Watch(feed, decisions, siblings.decision)
     api = build_router(core, placing, admission, tokens, discovery, config, metrics, quality, shutdown, watch)
     assert api.proxy is not None
     stack.callback(api.proxy.close)

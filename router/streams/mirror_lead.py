@@ -49,7 +49,9 @@ class MirrorLead:
         """Make the mirror what the worker holds now, whatever it showed; returns that."""
         self._mirror.begin_epoch(self._worker, held.epoch)
         places = {place: held.blocks.hashes(place) for place in held.blocks.places}
-        self._mirror.change(self._worker, [ResidencyDelta(place, hashes, NO_HASHES) for place, hashes in places.items()])
+        self._mirror.change(
+            self._worker, [ResidencyDelta(place, hashes, NO_HASHES) for place, hashes in places.items()]
+        )
         return places
 
     def draw(self, held: WorkerEpoch) -> PendingCommit | None:

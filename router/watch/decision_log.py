@@ -32,6 +32,7 @@ ENTRY_BYTES = 600
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Decision).decode
+_decode_event = msgspec.msgpack.Decoder(FleetEvent).decode
 
 
 class KeptDecision(msgspec.Struct):
@@ -64,6 +65,8 @@ class DecisionLog:
         # The selections of each request, the last attempt last.
         self._of_request: dict[str, list[str]] = {}
         self._bytes = 0
+        # Shows the others' watchers what this process decides.
+        self.send_notice: Callable[[bytes], None] = lambda notice: None
         self._show_at_s = clock()
         self._skipped = 0
         metrics.decisions_kept.set_function(lambda: len(self._kept))
@@ -77,9 +80,20 @@ class DecisionLog:
         if now < self._show_at_s:
             self._skipped += 1
             return
-        self._show_at_s = max(self._show_at_s + 1 / SHOWN_PER_S, now)
-        self._feed.publish(self._event(selection_id, ask, choice))
+        self._show_at_s = now + 1 / SHOWN_PER_S
+        event = self._event(selection_id, ask, choice)
+        self._feed.publish(event)
+        self.send_notice(_encode(event))
         self._skipped = 0
+
+    def take_notice(self, notice: bytes) -> None:
+        """A decision of another process; what cannot be read is left out, as Redis is anybody's."""
+        try:
+            event = _decode_event(notice)
+        except (msgspec.MsgspecError, ValueError):
+            return
+        if event.type is EventType.DECISION:
+            self._feed.publish(event)
 
     def _event(self, selection_id: str, ask: PlacementRequest, choice: Choice) -> FleetEvent:
         hit = choice.hit

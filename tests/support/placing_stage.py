@@ -53,7 +53,9 @@ class Fleet:
 class Stage:
     """A placing, its fleet, and its clock. Workers whose names begin with p only compute prompts."""
 
-    def __init__(self, *hits: Hit, unavailable: dict[str, str] | None = None, **settings: Any) -> None:
+    def __init__(
+        self, *hits: Hit, unavailable: dict[str, str] | None = None, record: Any = None, **settings: Any
+    ) -> None:
         self.now = 0.0
         self.fleet = Fleet(hits or (hit("a"), hit("b")))
         self.metrics = MetricRegistry()
@@ -68,6 +70,7 @@ class Stage:
             new_id=lambda: f"s{next(ids)}",
             unavailable=lambda worker: self.out.get(worker.worker_id),
             prefillers=self._prefillers,
+            **({} if record is None else {"record": record}),
         )
 
     def _prefillers(self, model: str) -> frozenset[WorkerKey]:

@@ -7,13 +7,17 @@ import http.client
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from router_process import end_process
 
 HTTP_TIMEOUT_S = 30.0
+STOP_S = 30.0
+# Of `replicas`.
+MODEL = "sim"
 
 
 class ReplicaProcess:
@@ -69,3 +73,17 @@ class ReplicaProcess:
             assert answer.status == 200, said
         finally:
             connection.close()
+
+
+@contextmanager
+def replicas(count: int, *arguments: str) -> Iterator[list[dict[str, Any]]]:
+    """The endpoints of that many replicas of one process."""
+    command = [sys.executable, "-m", "kvrouter.router.cli", "sim", "--replicas", str(count), "--instant", *arguments]
+    process = subprocess.Popen([*command, "--model", MODEL], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        yield [json.loads(process.stdout.readline()) for _ in range(count)]
+    finally:
+        process.terminate()
+        process.wait(STOP_S)
+        process.stdout.close()

@@ -140,28 +140,34 @@ class RouterProcess:
     def log_tail(self) -> str:
         return self._log.read_text(errors="replace")[-4000:]
 
-    def request(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    def request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, headers: Mapping[str, str] | None = None
+    ) -> Any:
         """The decoded JSON answer. Raises RouterError for a status above 299, OSError when nobody answers."""
-        status, answer = self._ask(method, path, None if body is None else json.dumps(body))
+        status, answer = self._ask(method, path, None if body is None else json.dumps(body), headers)
         if status > 299:
             raise RouterError(f"{method} {path} gave {status}: {answer[:500]!r}")
         return json.loads(answer)
 
-    def _ask(self, method: str, path: str, payload: str | None) -> tuple[int, bytes]:
+    def _ask(
+        self, method: str, path: str, payload: str | None, headers: Mapping[str, str] | None = None
+    ) -> tuple[int, bytes]:
         try:
-            return self._exchange(method, path, payload)
+            return self._exchange(method, path, payload, headers)
         except (OSError, http.client.HTTPException):
             # A server closes a connection that was idle for some seconds, or was killed; all our requests may be sent
             # twice.
             try:
-                return self._exchange(method, path, payload)
+                return self._exchange(method, path, payload, headers)
             except (OSError, http.client.HTTPException) as error:
                 raise OSError(f"{method} {path}: {error!r}") from error
 
-    def _exchange(self, method: str, path: str, payload: str | None) -> tuple[int, bytes]:
+    def _exchange(
+        self, method: str, path: str, payload: str | None, headers: Mapping[str, str] | None
+    ) -> tuple[int, bytes]:
         """Status and body. A failure closes the connection, and the next exchange opens a new one."""
         try:
-            self._connection.request(method, path, payload, {"content-type": "application/json"})
+            self._connection.request(method, path, payload, {"content-type": "application/json", **(headers or {})})
             response = self._connection.getresponse()
             return response.status, response.read()
         except BaseException:

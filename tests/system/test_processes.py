@@ -7,11 +7,13 @@ import os
 import re
 import signal
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from churn import Churn
-from fleet import register, rows, until, wait_seqs, wrong_answers
+from event_reader import EventReader
+from fleet import MODEL, register, rows, until, wait_seqs, wrong_answers
 from router_process import RouterProcess
 
 ENGINES = 5
@@ -101,3 +103,33 @@ def test_a_process_that_cannot_start_ends_all(tmp_path: Path) -> None:
         pass
     assert "127.0.0.1:1 cannot be reached" in str(raised.value)
     assert "kvrouter: process 0 of the router did not start" in str(raised.value)
+
+
+def test_any_process_explains_a_decision_of_another_and_shows_it(tmp_path: Path) -> None:
+    arguments = ["--processes", "2", "--data-dir", str(tmp_path / "data")]
+    with Churn(2, 500) as churn, RouterProcess(tmp_path, arguments) as router, ExitStack() as stack:
+        register(router, churn)
+        churn.ask("go")
+        seqs = dict(zip(churn.workers, churn.ask("pause"), strict=True))
+        wait_seqs(router, seqs)
+        readers: list[EventReader] = []
+
+        def lives() -> set[str]:
+            """Of the processes that the readers are connected to."""
+            readers.append(stack.enter_context(EventReader(router.port, "?type=decision")))
+            until(lambda: readers[-1].last_id, "it watches")
+            return {reader.last_id.partition("-")[0] for reader in readers}
+
+        until(lambda: len(lives()) == 2, "each process is watched")
+        until(
+            lambda: samples(router.text("/metrics"), "kvrouter_load_routers") == {"0": 2, "1": 2},
+            "they hear each other",
+        )
+        chosen = router.request("POST", "/select", {"model": MODEL, "token_ids": [1, 2, 3]})
+        name = chosen["selection_id"]
+        for _ in range(20):
+            router.reconnect()
+            assert router.request("GET", f"/decisions/{name}")["reason"] == chosen["reason"]
+        until(lambda: all(reader.events for reader in readers), "all see it")
+        assert {event["selection_id"] for reader in readers for event in reader.events} == {name}
+        assert all(len(reader.events) == 1 for reader in readers)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,27 +20,12 @@ import pytest
 # pytest's importlib mode leaves sys.path alone.
 from collector import Collector
 from fleet import until
+from replica_process import MODEL, STOP_S, replicas
 from router_process import RouterProcess
 
-MODEL = "sim"
 REQUESTS = 40
-STOP_S = 30.0
 # Some blocks of the shape, so that prefixes are reused and the pool evicts.
 PROMPT_TOKENS = (200, 900)
-
-
-@contextmanager
-def replicas(count: int, *arguments: str) -> Iterator[list[dict[str, Any]]]:
-    """The endpoints of that many replicas of one process."""
-    command = [sys.executable, "-m", "kvrouter.router.cli", "sim", "--replicas", str(count), "--instant", *arguments]
-    process = subprocess.Popen([*command, "--model", MODEL], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    try:
-        yield [json.loads(process.stdout.readline()) for _ in range(count)]
-    finally:
-        process.terminate()
-        process.wait(STOP_S)
-        process.stdout.close()
 
 
 @pytest.fixture

@@ -146,7 +146,7 @@ def build_api(
         load_routes(core, placing, selecting),
         model_routes(core),
         watching,
-        *([] if watch is None else [decision_routes(watch.decisions)]),
+        *([] if watch is None else [decision_routes(watch)]),
     ):
         app.include_router(router)
         app.state.routes += router.routes

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of several processes behind one port, on one page.
+"""What several processes behind one port say to each other: their metrics, on one page, and decisions that others made.
 
-A scrape reaches any one of them. Each serves its own page on a unix socket; the scraped process reads all pages and
-labels every sample with `process`, without adding anything up. A process that does not answer is left out, which
-`kvrouter_processes_answering` shows.
+A request reaches any one of them. Each listens on a unix socket: a connection sends one line, the name of a decision or
+nothing for the page of metrics, and gets the answer. The scraped process reads all pages and labels every sample with
+`process`, without adding anything up. A process that does not answer is left out, which `kvrouter_processes_answering`
+shows.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,54 +26,72 @@ LABEL = "process"
 
 
 def socket_path(folder: Path, number: int) -> Path:
-    return folder / f"metrics-{number}.sock"
+    return folder / f"sibling-{number}.sock"
 
 
-class SiblingMetrics:
-    """This process and the others of one supervisor, by number. `own` is this process's page."""
+class Siblings:
+    """This process and the others of one supervisor, by number. `own_page` is this process's; `own_decision` the reply
+    about a decision that it made."""
 
-    def __init__(self, folder: Path, number: int, count: int, own: Callable[[], bytes]) -> None:
+    def __init__(self, folder: Path, number: int, count: int, own_page: Callable[[], bytes]) -> None:
         self._folder = folder
         self._number = number
         self._count = count
-        self._own = own
+        self._own_page = own_page
+        self.own_decision: Callable[[str], Any] = lambda name: None
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Sends this process's page to every connection."""
+        """Answers every connection."""
         path = socket_path(self._folder, self._number)
         # Left there by the process that had this number before.
         path.unlink(missing_ok=True)
-        self._server = await asyncio.start_unix_server(self._tell, path)
+        self._server = await asyncio.start_unix_server(self._answer, path)
 
-    async def _tell(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            writer.write(self._own())
-            await writer.drain()
-        except ConnectionError:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                name = msgspec.json.decode(await reader.readline(), type=str)
+                writer.write(self._decision(name) if name else self._own_page())
+                await writer.drain()
+        except (ConnectionError, TimeoutError, ValueError, msgspec.MsgspecError):
             # The reader is gone, or gave up waiting.
             pass
         finally:
             writer.close()
 
+    def _decision(self, name: str) -> bytes:
+        reply = self.own_decision(name)
+        return b"" if reply is None else msgspec.json.encode(reply)
+
     async def page(self) -> bytes:
         """The pages of all that answer, as one."""
-        numbers = range(self._count)
-        pages = await asyncio.gather(*(self._page_of(number) for number in numbers))
-        return merged({number: page for number, page in zip(numbers, pages, strict=True) if page is not None})
+        pages = {self._number: self._own_page(), **await self._ask_others("")}
+        return merged({number: page for number, page in sorted(pages.items()) if page})
 
-    async def _page_of(self, number: int) -> bytes | None:
-        if number == self._number:
-            return self._own()
+    async def decision(self, name: str) -> bytes | None:
+        """The reply of the process that made it, in JSON; None: none of them did."""
+        if not name:
+            return None
+        return next((reply for reply in (await self._ask_others(name)).values() if reply), None)
+
+    async def _ask_others(self, name: str) -> dict[int, bytes]:
+        others = [number for number in range(self._count) if number != self._number]
+        answers = await asyncio.gather(*(self._ask(number, name) for number in others))
+        return dict(zip(others, answers, strict=True))
+
+    async def _ask(self, number: int, name: str) -> bytes:
+        """The answer of one process, empty where it has none."""
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 reader, writer = await asyncio.open_unix_connection(socket_path(self._folder, number))
                 try:
+                    writer.write(msgspec.json.encode(name) + b"\n")
                     return await reader.read(-1)
                 finally:
                     writer.close()
         except (OSError, TimeoutError):
-            return None
+            return b""
 
     async def close(self) -> None:
         if self._server is not None:

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a request went where it went, asked later of a whole router in front of simulated replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from event_reader import EventReader
+from fleet import until
+from replica_process import MODEL, replicas
+from router_process import RouterError, RouterProcess
+
+PROMPT = list(range(1, 401))
+
+
+pytestmark = pytest.mark.smoke
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+    with replicas(2, "--shape", "gemma3", "--blocks", "600") as found:
+        flags = ["--decisions-kept", "50"]
+        for number, endpoints in enumerate(found):
+            spec = f"w{number}={endpoints['url']},events={endpoints['events']},replay={endpoints['replay']}"
+            flags += ["--worker", f"{spec},model={MODEL}"]
+        with RouterProcess(tmp_path_factory.mktemp("router"), flags) as started:
+            for number in range(2):
+                complete(started, [number + 1_000] * 100, {"x-kvrouter-worker": f"w{number}"})
+            until(
+                lambda: all(row["state"] == "live" for row in started.request("GET", "/workers")["workers"]),
+                "the workers are live",
+            )
+            yield started
+
+
+def complete(router: RouterProcess, prompt: list[int], headers: dict[str, str]) -> Any:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 2}
+    return router.request("POST", "/v1/completions", body, headers=headers)
+
+
+def test_a_request_is_explained_later_with_what_came_of_it(router: RouterProcess) -> None:
+    with EventReader(router.port, "?type=decision") as reader:
+        complete(router, PROMPT, {"x-request-id": "first"})
+        first = router.request("GET", "/decisions/first")
+        until(lambda: router.worker(first["worker_id"])["residency"].get("g0:GPU", 0) > 20, "its blocks are known")
+        complete(router, PROMPT, {"x-request-id": "second"})
+        until(lambda: len(reader.events) >= 1, "a decision is shown")
+    second = router.request("GET", "/decisions/second")
+    assert second["worker_id"] == first["worker_id"] and second["num_tokens"] == len(PROMPT)
+    outcome = second["outcome"]
+    assert outcome["outcome"] == "ok" and outcome["predicted_tokens"] == outcome["delivered_tokens"] > 300
+    assert outcome["prompt_tokens"] == len(PROMPT) and outcome["completion_tokens"] == 2
+    assert second["overlap"]["disk"] == outcome["predicted_tokens"] and second["proof"] == "exact"
+    chosen, other = second["candidates"]
+    assert chosen["worker_id"] == second["worker_id"] and chosen["cost"] < other["cost"]
+    assert other["overlap"]["disk"] == 0 and other["limited_by"]["why"]
+    assert (
+        chosen["cost"]
+        == sum(chosen["parts"].values()) - 2 * chosen["parts"]["junction"] - 2 * chosen["parts"]["session"]
+    )
+    assert router.request("GET", f"/decisions/{second['selection_id']}") == second
+    assert router.request("GET", "/decisions/first") == first | {
+        "outcome": router.request("GET", "/decisions/first")["outcome"]
+    }
+
+
+def test_a_choice_without_a_request_is_explained_too(router: RouterProcess) -> None:
+    chosen = router.request("POST", "/select", {"model": MODEL, "token_ids": PROMPT[:64], "selection_id": "mine"})
+    kept = router.request("GET", f"/decisions/{chosen['selection_id']}")
+    assert kept["reason"] == chosen["reason"] and kept["outcome"] is None and kept["request_id"] == ""
+    newest = router.request("GET", "/decisions?limit=1")["decisions"]
+    assert [one["selection_id"] for one in newest] == [chosen["selection_id"]] and "candidates" not in newest[0]
+
+
+def test_as_many_are_kept_as_was_set(router: RouterProcess) -> None:
+    for _ in range(60):
+        router.request("POST", "/select", {"model": MODEL, "token_ids": PROMPT[:16]})
+    assert len(router.request("GET", "/decisions?limit=1000")["decisions"]) == 50
+    with pytest.raises(RouterError, match=r"gave 404: .*unknown_decision"):
+        router.request("GET", "/decisions/first")
+
+
+@pytest.mark.parametrize(
+    ("path", "status"), [("/decisions?limit=0", 400), ("/decisions?limit=x", 400), ("/decisions/%0a", 404)]
+)
+def test_wrong_questions_are_refused(router: RouterProcess, path: str, status: int) -> None:
+    with pytest.raises(RouterError, match=f"gave {status}"):
+        router.request("GET", path)
