@@ -17,7 +17,7 @@ from kvrouter.router.workers.stream_state import StreamState
 
 
 class Incidents(NamedTuple):
-    """How often in the worker's life: batches went missing; its engine dropped a whole cache; what it holds was had
+    """How often in the worker's life: batches went missing; its engine dropped a whole cache; what it holds became known
     again after something was missing."""
 
     gaps: int = 0

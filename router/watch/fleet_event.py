@@ -17,7 +17,7 @@ class EventType(StrEnum):
     """stored, removed: blocks at one place, net of what came and went in between. cleared: the engine dropped a whole
     cache; the removed blocks follow. epoch: what was known of a worker is void, and an empty epoch begins. gap: batches
     are missing. resync: the way back to what the engine holds ended. state: a worker's state or credit changed.
-    decision: a request was placed; a sample. lost: events that the client asked for are not kept any longer."""
+    decision: a request was placed; a sample. lost: events that the client missed are not kept any longer."""
 
     STORED = "stored"
     REMOVED = "removed"

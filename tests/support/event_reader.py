@@ -32,7 +32,8 @@ class EventReader:
         self._thread = threading.Thread(target=self._read, daemon=True)
         self.events: list[dict[str, Any]] = []
         self.comments: list[str] = []
-        self.last_id = self._id = self._data = ""
+        self.last_id: str = ""
+        self._id = self._data = ""
         self.held: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
         if before is not None:
             self.held = before.held

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Why a request went where it went, asked later of a whole router in front of simulated replicas."""
+"""Why a request went where it went, explained later by a whole router in front of simulated replicas."""
 
 from __future__ import annotations
 

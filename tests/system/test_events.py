@@ -52,7 +52,7 @@ def test_the_events_of_every_router_add_up_to_what_the_engines_hold(tmp_path: Pa
         until(lambda: all(len(reader.events) > 500 for reader in readers), "events come")
         # Batches that come by replay only: the worker's follower has a gap, and everybody hears of it.
         churn.ask("drop")
-        until(lambda: all(reader.of("gap") and reader.of("resync") for reader in readers), "the gap is told")
+        until(lambda: all(reader.of("gap") and reader.of("resync") for reader in readers), "the gap is shown")
         seqs = paused(churn)
         truth = churn.ask("dump")
         for router in routers:
@@ -72,11 +72,11 @@ def test_the_events_of_every_router_add_up_to_what_the_engines_hold(tmp_path: Pa
         gone = {"worker_id": churn.workers[0], "state": "unregistered"}
         until(
             lambda: all(any(gone.items() <= event.items() for event in reader.of("state")) for reader in readers),
-            "the end of a worker is told",
+            "the end of a worker is shown",
         )
 
 
-def test_who_comes_back_misses_nothing_and_a_restart_is_told(tmp_path: Path) -> None:
+def test_who_comes_back_misses_nothing_and_a_restart_is_said(tmp_path: Path) -> None:
     with Churn(2, 2_000) as churn:
         with RouterProcess(tmp_path) as router:
             with EventReader(router.port, "?hashes=true") as first:
@@ -94,7 +94,7 @@ def test_who_comes_back_misses_nothing_and_a_restart_is_told(tmp_path: Path) -> 
                 until(lambda: second.ended, "the stream ends with its router")
                 assert any("shutting down" in comment for comment in second.comments)
         with RouterProcess(tmp_path) as router, EventReader(router.port, "", second) as third:
-            until(lambda: third.of("lost"), "what is lost is told")
+            until(lambda: third.of("lost"), "what is lost is said")
             assert "restart" in third.events[0]["reason"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from bare_services import bare_feed
+from msgspec import UnsetType
 from placing_stage import TOKENS, Stage, ask, hit
 
 from kvrouter.router.api.decision_reply import Proof, decision_reply
@@ -48,6 +49,7 @@ def test_a_decision_is_kept_with_all_that_it_rested_on() -> None:
     assert (reply.worker_id, reply.endpoint, reply.reason) == ("a", "http://a", choice.reason)
     assert reply.overlap.disk == 64 and reply.effective_prefill_tokens == TOKENS - 64 and reply.time_s == 1_000.0
     assert (reply.session_id, reply.max_tokens, reply.num_tokens, reply.proof) == ("s", 9, TOKENS, Proof.EXACT)
+    assert not isinstance(reply.candidates, UnsetType)
     assert [one.worker_id for one in reply.candidates] == ["a", "c"] and reply.compared == 2
     assert [one.state for one in reply.candidates] == ["live", "suspect"]
     assert reply.outcome is None and reply.request_id == ""

@@ -11,7 +11,7 @@ from kvrouter.router.placement.selections import Selected, Selections
 
 def selected(expiry_s: float, worker_id: str = "w0") -> Selected:
     hit = Hit(WorkerKey("m", worker_id), 0, 0, 0, "live", "")
-    return Selected("m", Choice(hit, None, "", ()), [], 10, None, expiry_s)
+    return Selected("m", Choice(hit, None, "", None), [], 10, None, expiry_s)
 
 
 def test_it_is_found_until_it_expires() -> None:
