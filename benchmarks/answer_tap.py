@@ -106,7 +106,7 @@ class NoEnds:
 def requests(quality: Quality, parts: list[bytes]) -> Callable[[int], None]:
     """Whole requests with an answer of these pieces each, without what the proxy itself does."""
     ask = PlacementRequest(Question("m", PROMPT_TOKENS, token_ids=np.arange(PROMPT_TOKENS)))
-    choice = Choice(Hit(WORKER, 960, 960, 960, "live"), "http://engine:8000", "lowest cost", ())
+    choice = Choice(Hit(WORKER, 960, 960, 960, "live"), "http://engine:8000", "lowest cost", None)
 
     def work(count: int) -> None:
         for _ in range(count):

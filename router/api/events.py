@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from urllib.parse import parse_qs
 
+from kvrouter.router.api.openapi import EVENTS as PATH
 from kvrouter.router.common.errors import BadQuestion, RouterError, TooManyConnections
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.proxy.downstream import Client
@@ -14,7 +15,6 @@ from kvrouter.router.proxy.upstream.connection import AnswerHead
 from kvrouter.router.watch.event_feed import EventFeed
 from kvrouter.router.watch.fleet_event import EventFilter, EventType
 
-PATH = "/events"
 LAST_EVENT_ID = b"last-event-id"
 # A proxy must not hold back or remember what is sent.
 HEADERS: Headers = [

@@ -12,8 +12,10 @@ from fastapi import FastAPI
 from kvrouter.router.api import decision_reply as decided
 from kvrouter.router.api import requests as bodies
 from kvrouter.router.api import responses as replies
+from kvrouter.router.watch.fleet_event import EventType
 from kvrouter.router.workers import registration_bodies
 
+EVENTS = "/events"
 SCHEMA_REF = "#/components/schemas/{name}"
 
 # Every struct that an operation below or in the route modules refers to; nested ones come with them.
@@ -81,6 +83,30 @@ HOT_OPERATIONS: tuple[tuple[str, str, type, type, tuple[int, ...]], ...] = (
 )
 
 
+_MANY = {"type": "array", "items": {"type": "string"}}
+
+EVENTS_OPERATION: dict[str, Any] = {
+    "tags": ["watching"],
+    "summary": "The fleet's events, as Server-Sent Events without an end",
+    "operationId": "events",
+    "parameters": [
+        {"name": "model", "in": "query", "schema": _MANY, "description": "only events of these models"},
+        {"name": "worker", "in": "query", "schema": _MANY, "description": "only events of these workers"},
+        {
+            "name": "type",
+            "in": "query",
+            "schema": {"type": "array", "items": {"type": "string", "enum": [one.value for one in EventType]}},
+            "description": "only these events",
+        },
+        {"name": "hashes", "in": "query", "schema": {"type": "boolean"}, "description": "with the blocks' hashes"},
+        {"name": "Last-Event-ID", "in": "header", "schema": {"type": "string"}, "description": "goes on after it"},
+    ],
+    "responses": {
+        "200": {"description": "Events", "content": {"text/event-stream": {"schema": {"type": "string"}}}},
+    },
+}
+
+
 def takes(kind: type) -> dict[str, Any]:
     """The request body of an operation, as FastAPI's `openapi_extra`."""
     return {"requestBody": {"required": True, "content": _content(kind)}}
@@ -117,6 +143,8 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
                 **takes(body),
             }
         }
+    responses = EVENTS_OPERATION["responses"] | {str(status): _problem(status) for status in (400, 503)}
+    found["paths"][EVENTS] = {"get": EVENTS_OPERATION | {"responses": responses}}
     for operations in found["paths"].values():
         for operation in operations.values():
             # FastAPI's own answer to a wrong parameter, which ours (400) takes the place of.

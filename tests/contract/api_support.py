@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import msgspec
 import numpy as np
+from bare_services import bare_feed
 from uvicorn.server import ServerState
 
 from kvrouter.router.api.http.fastapi_app import build_api
@@ -31,6 +32,9 @@ from kvrouter.router.placement.placer import Placer
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.tokens.client_body import ClientBody
 from kvrouter.router.tokens.prompt_tokens import Prompt
+from kvrouter.router.watch.decision_log import DecisionLog
+from kvrouter.router.watch.watch import Watch
+from kvrouter.router.watch.watch_metrics import WatchMetrics
 from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.role import HandoverWay, Role
@@ -228,8 +232,12 @@ def build(
 ) -> tuple[HttpApi, MetricRegistry]:
     registry, config = MetricRegistry(), Config(**settings)
     ids = (f"s{number}" for number in itertools.count())
+    # Not the test's clock, whose looks some tests count.
+    feed = bare_feed(lambda: 0.0)
+    decisions = DecisionLog(config.decisions_kept, feed, lambda: 0.0, WatchMetrics(MetricRegistry()))
     placing = Placer(
         core,
+        record=decisions.record,
         config=config,
         metrics=PlacementMetrics(registry),
         clock=clock,
@@ -237,7 +245,9 @@ def build(
         new_id=lambda: next(ids),
         prefillers=core.prefill_workers,
     )
-    return build_api(core, placing, config, HttpMetrics(registry), clock, tokens), registry
+    return build_api(
+        core, placing, config, HttpMetrics(registry), clock, tokens, watch=Watch(feed, decisions)
+    ), registry
 
 
 async def exchange(app: HttpApi, sent: bytes, *, hang_up: bool = False) -> bytes:

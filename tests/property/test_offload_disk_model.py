@@ -333,6 +333,8 @@ class FailingDiskModel(DiskModel):
         """And long enough after that for the tier to find out."""
         self.files.next.clear()
         self.files.always.clear()
+        # What failed before is taken in before the time passes.
+        self.settle()
         self.now += LONG_S
         self.settle()
         self.settle()

@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 from metric_labels import label_names
 
 from kvrouter.router.api.http import fastapi_app
-from kvrouter.router.api.openapi import HOT_OPERATIONS, SCHEMAS
+from kvrouter.router.api.openapi import EVENTS, HOT_OPERATIONS, SCHEMAS
 from kvrouter.router.cli.commands import app as cli
 from kvrouter.router.common import errors
 from kvrouter.router.proxy.request_reader import PATHS
@@ -49,6 +49,7 @@ def test_the_page_of_http_has_every_route(monkeypatch: pytest.MonkeyPatch) -> No
     (app,) = apps
     routes = [route for route in app.state.routes if isinstance(route, APIRoute)]
     served = {f"{method} {route.path_format}" for route in routes for method in route.methods or ()}
+    served |= {f"GET {EVENTS}"}
     served |= {f"POST {path}" for path in (*PATHS, *(operation[0] for operation in HOT_OPERATIONS))}
     assert set(re.findall(r"^### `([A-Z]+ /\S+)`$", HTTP, re.MULTILINE)) == served
 

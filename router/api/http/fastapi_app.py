@@ -15,12 +15,12 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
 from kvrouter.router.api.decisions import decision_routes
-from kvrouter.router.api.events import PATH as EVENTS
 from kvrouter.router.api.events import EventStream
 from kvrouter.router.api.health import watch_routes
 from kvrouter.router.api.http.http_api import HotHandler, HttpApi, headers_of, label_of
 from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.models import model_routes
+from kvrouter.router.api.openapi import EVENTS
 from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
 from kvrouter.router.api.query import QueryRoutes
 from kvrouter.router.api.reservations import end_here, load_routes

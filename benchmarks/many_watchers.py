@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What clients of GET /events cost a router that takes in 50,000 blocks/s: its CPU, and the latency of questions
+meanwhile. The clients read in a process of their own on the same machine."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from processes import HERE, Ours, Publisher, child, cpu_s
+from report import Others, Result, Row, machine, progress, save, table
+from workload import Publishing, Workload, write_frames
+
+WORKERS = 16
+RATE_BLOCKS_S = 50_000
+BLOCKS_PER_EVENT = 32
+PROMPTS = 64
+
+
+@contextlib.contextmanager
+def watchers(port: int, count: int, query: str, folder: Path) -> Iterator[dict[str, int]]:
+    """`count` clients; what they received once the block has ended."""
+    found: dict[str, int] = {}
+    command = [sys.executable, str(HERE / "event_watchers.py"), str(port), str(count), f"--query={query}"]
+    with child(command, folder / "watchers.log", stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        yield found
+        process.stdin.close()
+        found |= json.loads(process.stdout.readline())
+
+
+def measure(count: int, query: str, seconds: float, folder: Path) -> list[Row]:
+    chains = Workload().chains(int(RATE_BLOCKS_S * seconds / 900) + WORKERS)
+    frames = list(Publishing().frames(enumerate(chains), BLOCKS_PER_EVENT))
+    path = folder / "frames.bin"
+    write_frames(path, frames)
+    with contextlib.ExitStack() as stack:
+        publisher = stack.enter_context(Publisher.run(path, WORKERS))
+        router = stack.enter_context(Ours.run(folder))
+        router.register(publisher.endpoints)
+        publisher.wait()
+        got = stack.enter_context(watchers(router.port, count, query, folder))
+        name = f"{count} clients{f' ({query[1:]})' if query else ''}"
+        progress(name)
+        questions = [router.question(chain) for chain in chains[:PROMPTS]]
+        cpu, began = cpu_s(router.pid), time.monotonic()
+        publisher.start(f"send {len(frames)} {RATE_BLOCKS_S}")
+        taken = []
+        while time.monotonic() - began < seconds:
+            start = time.perf_counter_ns()
+            status, _ = router.client.send(questions[len(taken) % PROMPTS])
+            taken.append((time.perf_counter_ns() - start) / 1e3)
+            if status != 200:
+                raise RuntimeError(f"answered {status}")
+            time.sleep(0.005)
+        used = (cpu_s(router.pid) - cpu) / (time.monotonic() - began)
+        sent = publisher.finish()
+    rate = sent["blocks"] / (sent["end"] - sent["start"])
+    return [
+        Row(f"{name}: published", "blocks/s", rate),
+        Row(f"{name}: CPU of the router, 200 questions a second included", "cores", used),
+        Row(f"{name}: question, p50", "us", float(np.percentile(taken, 50))),
+        Row(f"{name}: question, p99", "us", float(np.percentile(taken, 99))),
+        Row(f"{name}: sent to a client", "events", got["events"] / max(count, 1)),
+        Row(f"{name}: sent to all clients", "MiB", got["bytes"] / 2**20),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--json", type=Path, help="also write the result to this file")
+    arguments = parser.parse_args()
+    about, others, rows = machine(), Others(), []
+    for count, query in ((0, ""), (1, ""), (100, ""), (10, "?hashes=true")):
+        with tempfile.TemporaryDirectory(prefix="kvr-bench-", dir="/tmp") as folder:
+            rows += measure(count, query, arguments.seconds, Path(folder))
+    notes = [others.note()]
+    save(Result("many_watchers", False, about, rows, notes), arguments.json)
+    print(table(rows))
+    for note in notes:
+        print(f"- {note}")
+
+
+if __name__ == "__main__":
+    main()
