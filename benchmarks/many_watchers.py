@@ -54,7 +54,7 @@ def measure(count: int, query: str, seconds: float, folder: Path) -> list[Row]:
         questions = [router.question(chain) for chain in chains[:PROMPTS]]
         cpu, began = cpu_s(router.pid), time.monotonic()
         publisher.start(f"send {len(frames)} {RATE_BLOCKS_S}")
-        taken = []
+        taken: list[float] = []
         while time.monotonic() - began < seconds:
             start = time.perf_counter_ns()
             status, _ = router.client.send(questions[len(taken) % PROMPTS])
