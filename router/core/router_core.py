@@ -284,11 +284,11 @@ class Core:
         """All hits as numbers, for a question that leaves no worker out; None where it takes `ask` to answer."""
         return self.finder.hit_table(question)
 
-    def statuses(self) -> Iterator[WorkerStatus]:
+    def statuses(self, worker_id: str | None = None) -> Iterator[WorkerStatus]:
         unread, now = self._contact.unread_problem, self._clock()
         for worker, stream in sorted(self.registry.streams.items()):
             # It may have gone since the row before was read.
-            if self.registry.streams.get(worker) is stream:
+            if worker_id in (None, worker.worker_id) and self.registry.streams.get(worker) is stream:
                 yield worker_status(stream, self.mirror_sync, unread, now)
 
     def readiness(self) -> str | None:

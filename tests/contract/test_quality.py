@@ -64,6 +64,8 @@ def test_what_was_reused_is_held_against_what_was_predicted(cached: int, outcome
         assert router.sample("completion_tokens_total", worker="w0") == 4
         assert router.sample("token_count_mismatches_total", worker="w0") == 0
         assert router.sample("e2e_seconds_count", worker="w0") == 1
+        (row,) = router.get("/workers/w0")["workers"]
+        assert row["reuse"] == {"predicted_tokens": PREDICTED, "delivered_tokens": cached, "answers": 1}
         # There is no first token of an answer that comes as a whole.
         assert router.sample("ttft_seconds_count", worker="w0") == 0
         (placed,) = router.placing.placed
