@@ -118,7 +118,8 @@ def test_it_is_ready_while_an_engine_lives_and_not_longer(fleet: Fleet) -> None:
 def test_it_is_not_ready_while_all_drain(fleet: Fleet) -> None:
     for name in ("w0", "w1"):
         fleet.engine(name)
-        assert f"{name} (model {fleet.model}) drains: it gets no new requests" in fleet.command("drain", name)
+        (said,) = fleet.command("drain", name).splitlines()
+        assert said.startswith(f"{name} (model {fleet.model}) drains: it gets no new requests; none is in flight")
     is_ready, why = fleet.ready()
     assert not is_ready and "w0: it is draining" in why and "w1: it is draining" in why
     assert fleet.shown().count(", draining") == 2
