@@ -124,6 +124,9 @@ class Core:
         self._names_known = self._loaded = False
         self.registry.subscribe(members=self._on_members)
         metrics.before_page(self._measure)
+        metrics.resident_blocks.counts = lambda: (
+            (worker, stream.counts()) for worker, stream in self.registry.streams.items()
+        )
 
         leases = LeaseRounds(store.leases, config.lease_ttl_s, lambda: self.peers.assignment)
         services = StreamServices(
