@@ -10,10 +10,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from prometheus_client.core import Metric
-from prometheus_client.registry import Collector
 
 from kvrouter.router.common.ids import TIERS, WorkerKey
-from kvrouter.router.telemetry.metric_registry import MODEL, WORKER, MetricRegistry
+from kvrouter.router.common.tally import TextCollector, head_lines, label_pairs
+from kvrouter.router.telemetry.metric_registry import MODEL, WORKER, MetricRegistry, WorkerLabels
 from kvrouter.router.workers.registration import MAX_GROUPS
 
 NAME = "kvrouter_resident_blocks"
@@ -24,7 +24,7 @@ GROUPS = frozenset(map(str, range(MAX_GROUPS))) | {"-"}
 OTHER = "other"
 
 
-class ResidentBlocks(Collector):
+class ResidentBlocks(TextCollector):
     """counts: of each worker, blocks by the text of their place; there is none before the core has set it."""
 
     label_names = (MODEL, WORKER, "group", "medium")
@@ -38,15 +38,29 @@ class ResidentBlocks(Collector):
         yield Metric(NAME, TEXT, "gauge")
 
     def collect(self) -> Iterator[Metric]:
-        blocks: defaultdict[tuple[str, ...], int] = defaultdict(int)
-        for worker, places in self.counts():
-            labels = self._labels_of(worker)
-            for place, count in places.items():
-                # `g0:GPU`, with an owner behind some.
-                group, medium = place[1:].split(":", 2)[:2]
-                # Owners of one medium, and all that is `other`, are added up.
-                blocks[*labels, group if group in GROUPS else OTHER, medium if medium in MEDIA else OTHER] += count
         metric = Metric(NAME, TEXT, "gauge")
-        for values, count in blocks.items():
-            metric.add_sample(NAME, dict(zip(self.label_names, values, strict=True)), count)
+        for labels, held in self._blocks().items():
+            for place, count in held.items():
+                metric.add_sample(NAME, dict(zip(self.label_names, (*labels, *place), strict=True)), count)
         yield metric
+
+    def text(self) -> str:
+        lines = head_lines(NAME, TEXT, "gauge")
+        for labels, held in self._blocks().items():
+            pairs = label_pairs(self.label_names[:2], labels)
+            lines += [
+                f'{NAME}{{{pairs},group="{group}",medium="{medium}"}} {count}.0'
+                for (group, medium), count in held.items()
+            ]
+        return "\n".join(lines) + "\n"
+
+    def _blocks(self) -> dict[WorkerLabels, dict[tuple[str, str], int]]:
+        """By the worker's labels; by group and medium."""
+        blocks: defaultdict[WorkerLabels, defaultdict[tuple[str, str], int]] = defaultdict(lambda: defaultdict(int))
+        for worker, places in self.counts():
+            held = blocks[self._labels_of(worker)]
+            for place, count in places.items():
+                # `g0:GPU`, with an owner behind some: owners of one medium are added up, and all that is `other`.
+                group, medium = place[1:].split(":", 2)[:2]
+                held[group if group in GROUPS else OTHER, medium if medium in MEDIA else OTHER] += count
+        return {**blocks}

@@ -9,7 +9,7 @@ labels every sample with `process`, without adding anything up. A process that d
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -29,7 +29,7 @@ def socket_path(folder: Path, number: int) -> Path:
 class SiblingMetrics:
     """This process and the others of one supervisor, by number. `own` is this process's page."""
 
-    def __init__(self, folder: Path, number: int, count: int, own: Callable[[], bytes]) -> None:
+    def __init__(self, folder: Path, number: int, count: int, own: Callable[[], Awaitable[bytes]]) -> None:
         self._folder = folder
         self._number = number
         self._count = count
@@ -45,7 +45,7 @@ class SiblingMetrics:
 
     async def _tell(self, _: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            writer.write(self._own())
+            writer.write(await self._own())
             await writer.drain()
         except ConnectionError:
             # The reader is gone, or gave up waiting.
@@ -61,7 +61,7 @@ class SiblingMetrics:
 
     async def _page_of(self, number: int) -> bytes | None:
         if number == self._number:
-            return self._own()
+            return await self._own()
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 reader, writer = await asyncio.open_unix_connection(socket_path(self._folder, number))

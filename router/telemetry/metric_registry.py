@@ -9,6 +9,7 @@ pairs, and all further workers share `other`.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
 from functools import cache, partial
@@ -16,9 +17,11 @@ from itertools import product
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.common.tally import Counter, CounterSeries, Histogram
+from kvrouter.router.common.tally import Counter, CounterSeries, Histogram, TextCollector
 
 # A fleet has tens to hundreds of workers. Each costs about 15 series here; unbounded, a client that registers in a loop
 # would fill Prometheus.
@@ -48,6 +51,7 @@ class MetricRegistry(CollectorRegistry):
 
     def __init__(self) -> None:
         super().__init__()
+        self._collectors: list[Collector] = []
         self._measures: list[Callable[[], None]] = []
         self._worker_labels: dict[WorkerKey, WorkerLabels] = {}
         # Each metric of workers, with the values of its further label: the series that end with a worker.
@@ -135,8 +139,8 @@ class MetricRegistry(CollectorRegistry):
     def _make(
         self, kind: type[AnyMetric], name: str, text: str, labels: Labels, values: Values, **more: Any
     ) -> AnyMetric:
-        named = [part for label in labels for part in ((MODEL, WORKER) if label == WORKER else (label,))]
-        metric = kind(f"kvrouter_{name}", text, (*named, *values), registry=self, **more)
+        of_model: Labels = (MODEL,) if WORKER in labels else ()
+        metric = kind(f"kvrouter_{name}", text, (*of_model, *labels, *values), registry=self, **more)
         if WORKER in labels:
             self._of_workers.append((metric, list(product(*values.values()))))
         elif MODEL in labels:
@@ -147,11 +151,23 @@ class MetricRegistry(CollectorRegistry):
         """Has `measure` set its gauges whenever the numbers are read."""
         self._measures.append(measure)
 
-    def own_page(self) -> bytes:
-        """The numbers of this process, in Prometheus' text format."""
+    async def own_page(self) -> bytes:
+        """The numbers of this process, in Prometheus' text format. Metric by metric, as those of a thousand workers
+        take half a second; what is counted meanwhile may be on it."""
         for measure in self._measures:
             measure()
-        return generate_latest(self)
+        parts = []
+        for collector in list(self._collectors):
+            if isinstance(collector, TextCollector):
+                parts.append(collector.text().encode())
+            else:
+                parts.append(generate_latest(_Alone(collector)))
+            await asyncio.sleep(0)
+        return b"".join(parts)
+
+    def register(self, collector: Collector) -> None:
+        super().register(collector)
+        self._collectors.append(collector)
 
     def worker_labels(self, worker: WorkerKey) -> WorkerLabels:
         """Its model, and `w0`, or `w0@3` for another rank than 0; twice `other` once MAX_WORKER_LABELS are in use.
@@ -192,6 +208,16 @@ class MetricRegistry(CollectorRegistry):
         label = self._models.pop(model, None)
         if label is not None and label not in self._models.values():
             _remove(self._of_models, label)
+
+
+class _Alone(CollectorRegistry):
+    """A registry of one collector, for the library's page."""
+
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+
+    def collect(self) -> Iterable[Metric]:
+        return self._collector.collect()
 
 
 def _remove(metrics: list[tuple[Counter | Gauge | Histogram, list[tuple[str, ...]]]], *labels: str) -> None:

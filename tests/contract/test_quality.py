@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import http.client
 import json
@@ -239,7 +240,7 @@ def test_a_workers_series_end_with_it() -> None:
             router.registry.forget_worker(worker)
 
         router.on_loop(drop)
-        page = router.registry.own_page().decode()
+        page = asyncio.run(router.registry.own_page()).decode()
         assert not [line for line in page.splitlines() if 'worker="w0"' in line]
         router.post(COMPLETIONS, TOKENS)
         until(lambda: counted(router) == {"exact": 1}, "it is counted again")

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
 import pytest
 from metric_labels import label_names
+from prometheus_client.parser import text_string_to_metric_families
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.tally import Histogram
@@ -123,7 +125,7 @@ def test_no_counter_has_a_created_series() -> None:
     registry = MetricRegistry()
     metrics = RouterMetrics(registry)
     metrics.quality.of_worker(WORKER).ttft.observe(1)
-    page = registry.own_page().decode()
+    page = asyncio.run(registry.own_page()).decode()
     assert "kvrouter_ttft_seconds_count" in page and "_created" not in page
 
 
@@ -141,6 +143,9 @@ def test_resident_blocks_are_those_of_the_workers_now_with_bounded_labels() -> N
         (name, "1", "other"): 9,
     }
     assert series_of(registry, "w0", "n") == {(name, "0", "GPU"): 1}
+    (family,) = text_string_to_metric_families(metrics.core.resident_blocks.text())
+    (collected,) = metrics.core.resident_blocks.collect()
+    assert [(one.labels, one.value) for one in family.samples] == [(one.labels, one.value) for one in collected.samples]
     metrics.core.resident_blocks.counts = tuple
     assert series_of(registry, "w0") == {}
 
