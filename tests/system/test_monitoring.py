@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -26,6 +27,11 @@ SELECTOR = re.compile(r"\b((?:kvrouter|process)_\w+)\{([^}]*)\}")
 GROUPING = re.compile(r"\bby \(([^)]*)\)")
 # Of a histogram; `le` is on its buckets.
 PARTS = ("_bucket", "_sum", "_count")
+# What comes last, by events of the engines and after an answer.
+COUNTED = (
+    *("resident_blocks", "stream_event_lag_seconds", "achievable_hit_tokens_total", "delivered_cached_tokens_total"),
+    *("ttft_seconds_count", "itl_seconds_count", "e2e_seconds_count"),
+)
 # What Prometheus adds to each sample.
 SCRAPED = {"instance", "job"}
 
@@ -43,12 +49,18 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
         ]
         flags = [part for spec in specs for part in ("--worker", spec)]
         with RouterProcess(tmp_path_factory.mktemp("router"), flags) as process:
-            for number in range(12):
+            numbers = itertools.count()
+
+            def counts() -> bool:
+                """After one prompt more: all that traffic counts is counted."""
+                number = next(numbers)
                 # Streams have a time to first token, and times between tokens.
                 body = {"model": MODEL, "prompt": [number % 4 + 1] * 300, "max_tokens": 3, "stream": number % 2 == 1}
                 options = {"stream_options": {"include_usage": True}} if body["stream"] else {}
                 process.text("/v1/completions", body | options)
-            until(lambda: process.metric("kvrouter_delivered_cached_tokens_total") > 0, "reuse is counted")
+                return all(process.metric(f"kvrouter_{name}") > 0 for name in COUNTED)
+
+            until(counts, "traffic is counted")
             yield process
         thread.stop()
 
