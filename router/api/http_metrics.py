@@ -16,12 +16,8 @@ CUT_REASONS = ("head_size", "head_time", "body_time", "send_time", "connections"
 
 class HttpMetrics:
     def __init__(self, registry: MetricRegistry) -> None:
-
-        async def own_page() -> bytes:
-            return registry.own_page()
-
         # What `/metrics` answers: this process's numbers, and those of its siblings where it has any.
-        self.page: Callable[[], Awaitable[bytes]] = own_page
+        self.page: Callable[[], Awaitable[bytes]] = registry.own_page
         self.internal_errors = registry.internal_errors
         # By a route's template, never the path as the client sent it: to find a child costs more than to count.
         self.requests = cache(registry.counter("requests_total", "HTTP requests answered", "path", "code").labels)

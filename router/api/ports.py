@@ -43,8 +43,9 @@ class CorePort(Protocol):
         """The worker's id as registered, a number if it was one."""
         ...
 
-    def statuses(self) -> Iterable[WorkerStatus]:
-        """Each is made when it is read; workers may come and go meanwhile."""
+    def statuses(self, worker_id: str | None = None) -> Iterable[WorkerStatus]:
+        """Of all workers, or of all ranks and models of one id. Each is made when it is read; workers may come and go
+        meanwhile."""
         ...
 
     def ask(self, question: Question) -> Sequence[Hit]:

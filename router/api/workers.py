@@ -151,18 +151,40 @@ def worker_routes(
         body: UnregisterBody = await read(request, unregister_reader)
         return respond(request, (await drop(worker_id_of(body), dp_rank_of(body.dp_rank), model_of(body)))[1])
 
-    @router.get("/workers", summary="All workers", operation_id="workers", responses=gives(WorkersReply))
-    async def workers(request: Request) -> Response:
+    async def rows(worker_id: str | None = None) -> list[WorkerStatus]:
         shown: list[WorkerStatus] = []
-        for status in core.statuses():
+        for status in core.statuses(worker_id):
             if len(shown) % ROWS_A_TURN == ROWS_A_TURN - 1:
                 await asyncio.sleep(0)
             worker = WorkerKey(status.model, status.worker_id, status.dp_rank)
             found = None if tokens is None else tokens.status(status.model, status.url)
             closed = "" if proxy is None else proxy.closed(worker) or ""
             untrue = "" if proxy is None else proxy.predictions_problem(worker) or ""
-            shown.append(msgspec.structs.replace(status, tokens=found, closed=closed, predictions=untrue))
-        return respond(request, WorkersReply(shown if sources is None else [*shown, *sources.statuses()]))
+            reuse = None if proxy is None else proxy.reuse(worker)
+            shown.append(msgspec.structs.replace(status, tokens=found, closed=closed, predictions=untrue, reuse=reuse))
+        waiting = () if sources is None else sources.statuses()
+        return shown + [status for status in waiting if worker_id in (None, status.worker_id)]
+
+    @router.get("/workers", summary="All workers", operation_id="workers", responses=gives(WorkersReply))
+    async def workers(request: Request) -> Response:
+        return respond(request, WorkersReply(await rows()))
+
+    @router.get(
+        "/workers/{worker_id:name}",
+        summary="One worker: all its ranks and models",
+        operation_id="worker",
+        responses=gives(WorkersReply, 400, 404),
+    )
+    async def worker(request: Request, worker_id: str, dp_rank: DpRank = None, model: Model = None) -> Response:
+        """The same entries as of all workers. dp_rank and model select among them."""
+        found = [
+            status
+            for status in await rows(worker_id)
+            if dp_rank in (None, status.dp_rank) and model in (None, status.model)
+        ]
+        if not found:
+            raise UnknownWorker(missing(worker_id, dp_rank, model))
+        return respond(request, WorkersReply(found))
 
     @router.patch(
         "/workers/{worker_id:name}",
@@ -187,6 +209,11 @@ def worker_routes(
                 place = PLACES.get(before.source, before.source)
                 raise Conflict(
                     f"worker {worker_id!r} is kept by {place}: change it there; only its state can be patched here",
+                    code="kept_by_source",
+                )
+            if body.state == "active" and changed.retiring:
+                raise Conflict(
+                    f"worker {worker_id!r} is drained by {PLACES.get(before.source, before.source)}: change it there",
                     code="kept_by_source",
                 )
         for _, changed in changes:

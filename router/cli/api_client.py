@@ -6,12 +6,47 @@ from __future__ import annotations
 import http.client
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
+from kvrouter.router.common.errors import SettingError
+from kvrouter.router.config.loading import KUBERNETES_PORT
+
 # Longer than any answer takes; shorter than a user's patience.
 TIMEOUT_S = 30.0
+
+DEFAULT_URL = "http://127.0.0.1:30000"
+PORT_VARIABLE = "KVROUTER_PORT"
+MAX_PORT = 65_535
+
+
+def router_url(given: str | None, environ: Mapping[str, str]) -> str:
+    """The router's address: the given one, with or without `http://`; else this machine's at the port that the
+    environment gives `kvrouter serve`. Raises SettingError."""
+    if given:
+        return _checked(given if "://" in given else f"http://{given}", given)
+    port = environ.get(PORT_VARIABLE, "")
+    if not port or KUBERNETES_PORT.match(port):
+        return DEFAULT_URL
+    if not (port.isascii() and port.isdigit() and 1 <= int(port) <= MAX_PORT):
+        raise SettingError(f"{PORT_VARIABLE} is {port!r}: write the router's port, 1 to {MAX_PORT}, or pass --url")
+    return f"http://127.0.0.1:{port}"
+
+
+def _checked(url: str, given: str) -> str:
+    try:
+        parts = urlsplit(url)
+        sound = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        sound = False
+    if not sound:
+        raise SettingError(
+            f"{given!r} is no address of a router: write --url (or KVROUTER_URL) like localhost:30000 or {DEFAULT_URL}"
+        )
+    return url.rstrip("/")
 
 
 class ClientError(Exception):
@@ -19,12 +54,10 @@ class ClientError(Exception):
 
 
 class Client:
-    """A client of the router at `url`."""
+    """A client of the router at `url`, as `router_url` gives it."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        if not url.startswith(("http://", "https://")):
-            raise ClientError(f"--url is {url!r}: write an HTTP address like http://127.0.0.1:30000")
-        self._url = url.rstrip("/")
+        self._url = url
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"

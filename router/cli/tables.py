@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of the API as tables. Pure: decoded JSON in, rich tables out."""
+"""Values of the API's answers as cells, and the candidates of a choice as a table. Pure: decoded JSON in, rich tables
+out."""
 
 from __future__ import annotations
 
@@ -9,55 +10,32 @@ from rich.markup import escape
 from rich.table import Table
 
 UNKNOWN = "-"
-DOWN = "down"
+# Up to here all digits are shown.
+WHOLE_MAX = 10_000
+UNITS = (("G", 1_000_000_000), ("M", 1_000_000), ("k", 1_000))
+# A value from here on says nothing more by a digit behind the point.
+HUNDRED = 100
+
+
+def plain(value: Any) -> str:
+    """A value as text: `-` for what is not known, no control characters."""
+    if value is None or value == "":
+        return UNKNOWN
+    return "".join(c if c.isprintable() else "?" for c in str(value))
 
 
 def text(value: Any) -> str:
-    """A value for a cell: `-` for what is not known, no control characters, no markup."""
-    if value is None or value == "":
-        return UNKNOWN
-    return escape("".join(c if c.isprintable() else "?" for c in str(value)))
+    """The same for a cell that may have markup."""
+    return escape(plain(value))
 
 
-def workers_table(workers: list[dict[str, Any]]) -> Table:
-    """One row a worker. `blocks` are those of all groups, by medium."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (
-        "WORKER",
-        "MODEL",
-        "ROLE",
-        "STATE",
-        "SEQ",
-        "BLOCKS",
-        "CATALOG",
-        "HASHES",
-        "LAG",
-        "GAPS",
-        "TOKENS",
-        "SOURCE",
-        "URL",
-        "REASON",
-    ):
-        table.add_column(name, justify="right" if name in ("SEQ", "LAG", "GAPS") else "left", overflow="fold")
-    for worker in workers:
-        lag = worker["lag_ms"]
-        table.add_row(
-            text(worker_name(worker)),
-            text(worker["model"]),
-            text(worker.get("role")),
-            text(_standing(worker)),
-            text(worker["seq"]),
-            text(_blocks(worker["residency"])),
-            text(worker["catalog_source"]),
-            text(worker["hash_scheme"]),
-            UNKNOWN if lag is None else f"{lag:.1f} ms",
-            text(worker["gaps"]),
-            text((worker.get("tokens") or {}).get("way")),
-            text(worker.get("source")),
-            text(worker["url"]),
-            text(_reason(worker)),
-        )
-    return table
+def short_number(value: int) -> str:
+    """`812`, `62.5k`, `1.2M`: three digits of what is large."""
+    if value < WHOLE_MAX:
+        return str(value)
+    unit, size = next((unit, size) for unit, size in UNITS if value >= size)
+    scaled = value / size
+    return f"{scaled:.0f}{unit}" if scaled >= HUNDRED else f"{scaled:.1f}{unit}"
 
 
 def candidates_table(answer: dict[str, Any], num_tokens: int) -> Table:
@@ -96,31 +74,6 @@ def worker_name(worker: dict[str, Any]) -> str:
     """`w0`, or `w0@3` for another rank than 0."""
     rank = worker["dp_rank"]
     return f"{worker['worker_id']}@{rank}" if rank else str(worker["worker_id"])
-
-
-def _standing(worker: dict[str, Any]) -> str:
-    """The state of its stream, and whether it drains or its breaker is open."""
-    state = str(worker["state"])
-    if worker.get("draining"):
-        return f"{state}, draining"
-    return f"{state}, breaker open" if _breaker(worker) else state
-
-
-def _breaker(worker: dict[str, Any]) -> str:
-    """Why its breaker admits no requests; empty if its state says that already."""
-    return "" if worker.get("draining") or worker["state"] == DOWN else str(worker.get("closed") or "")
-
-
-def _reason(worker: dict[str, Any]) -> str:
-    return "; ".join(filter(None, (_breaker(worker), worker["reason"]))) or str(worker.get("predictions") or "")
-
-
-def _blocks(residency: dict[str, int]) -> str:
-    media: dict[str, int] = {}
-    for place, count in residency.items():
-        medium = place.split(":")[1] if ":" in place else place
-        media[medium] = media.get(medium, 0) + count
-    return " ".join(f"{medium}:{count}" for medium, count in media.items())
 
 
 def _limit(candidate: dict[str, Any]) -> str:

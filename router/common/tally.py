@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Generic, TypeVar
 
@@ -18,7 +19,32 @@ from prometheus_client.utils import floatToGoString
 
 TOTAL = "_total"
 
-Sample = tuple[str, dict[str, str], float]
+# Suffix of the name, the upper bound of a bucket or "", value.
+Sample = tuple[str, str, float]
+
+
+# What label values have as an escape sequence.
+ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+
+
+class TextCollector(Collector):
+    """A metric that writes its part of a page itself: prometheus_client's way over samples takes eight microseconds for
+    each, and a page of a thousand workers has a hundred thousand."""
+
+    def text(self) -> str:
+        """As `generate_latest` has it."""
+        raise NotImplementedError
+
+
+def head_lines(name: str, text: str, kind: str) -> list[str]:
+    """What stands above the samples of a metric."""
+    escaped = text.replace("\\", r"\\").replace("\n", r"\n")
+    return [f"# HELP {name} {escaped}", f"# TYPE {name} {kind}"]
+
+
+def label_pairs(names: Sequence[str], values: Sequence[str]) -> str:
+    """`model="m",worker="w0"`."""
+    return ",".join(f'{name}="{value.translate(ESCAPES)}"' for name, value in zip(names, values, strict=True))
 
 
 class CounterSeries:
@@ -31,8 +57,7 @@ class CounterSeries:
         self.value += amount
 
     def samples(self) -> Iterable[Sample]:
-        """Suffix of the name, further labels, value."""
-        yield TOTAL, {}, self.value
+        yield TOTAL, "", self.value
 
 
 class HistogramSeries:
@@ -51,16 +76,21 @@ class HistogramSeries:
 
     def samples(self) -> Iterable[Sample]:
         reached = list(accumulate(self.counts))
-        for bound, count in zip((*self.bounds, float("inf")), reached, strict=True):
-            yield "_bucket", {"le": floatToGoString(bound)}, count  # type: ignore[no-untyped-call]
-        yield "_count", {}, reached[-1]
-        yield "_sum", {}, self.sum
+        for bound, count in zip(_bound_texts(tuple(self.bounds)), reached, strict=True):
+            yield "_bucket", bound, count
+        yield "_count", "", reached[-1]
+        yield "_sum", "", self.sum
+
+
+@cache
+def _bound_texts(bounds: tuple[float, ...]) -> tuple[str, ...]:
+    return tuple(floatToGoString(bound) for bound in (*bounds, float("inf")))  # type: ignore[no-untyped-call]
 
 
 Series = TypeVar("Series", CounterSeries, HistogramSeries)
 
 
-class _Tallies(Collector, Generic[Series]):
+class _Tallies(TextCollector, Generic[Series]):
     """All series of one metric. Without labels there is one, from the beginning."""
 
     kind = ""
@@ -98,9 +128,19 @@ class _Tallies(Collector, Generic[Series]):
         metric = Metric(self.name, self._text, self.kind)
         for values, series in list(self._series.items()):
             labels = dict(zip(self.label_names, values, strict=True))
-            for suffix, more, value in series.samples():
-                metric.add_sample(self.name + suffix, labels | more, value)
+            for suffix, bound, value in series.samples():
+                metric.add_sample(self.name + suffix, labels | {"le": bound} if bound else labels, value)
         yield metric
+
+    def text(self) -> str:
+        lines = head_lines(self.name + (TOTAL if self.kind == "counter" else ""), self._text, self.kind)
+        for values, series in list(self._series.items()):
+            pairs = label_pairs(self.label_names, values)
+            plain, rest = (f"{{{pairs}}}", f",{pairs}}}") if pairs else ("", "}")
+            for suffix, bound, value in series.samples():
+                labels = f'{{le="{bound}"{rest}' if bound else plain
+                lines.append(f"{self.name}{suffix}{labels} {floatToGoString(value)}")  # type: ignore[no-untyped-call]
+        return "\n".join(lines) + "\n"
 
 
 class Counter(_Tallies[CounterSeries]):

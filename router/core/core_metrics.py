@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import platform
+
 from kvrouter.router.common import compiled
+from kvrouter.router.common.version import VERSION
+from kvrouter.router.core.resident_blocks import ResidentBlocks
 from kvrouter.router.fleet.fleet_metrics import FleetMetrics
 from kvrouter.router.streams.stream_metrics import StreamMetrics
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
@@ -27,9 +31,9 @@ class CoreMetrics:
         self.approximate_workers = gauge(
             "approximate_workers", "Workers without usable events, credited with what was sent there"
         )
-        gauge("compiled", "1 where the hot modules are compiled, 0 where they run as they stand").set(
-            compiled.caution() is None
-        )
+        build = gauge("build_info", "1: what runs, by its labels", "version", "python", "compiled")
+        build.labels(VERSION, platform.python_version(), "yes" if compiled.caution() is None else "no").set(1)
+        self.resident_blocks = ResidentBlocks(registry)
         self.mirror_entries = gauge("mirror_entries", "(worker, block) entries in memory")
         self.mirror_bytes = gauge("mirror_bytes", "Bytes of the index in memory")
         self.segment_memory_bytes = gauge("segment_memory_bytes", "Bytes of remembered prompt segments")

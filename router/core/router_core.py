@@ -131,6 +131,9 @@ class Core:
         self._feed = feed or EventFeed(life=token, wall_clock=clock, metrics=metrics.watch)
         self.registry.subscribe(members=self._on_members, view=self._on_view)
         metrics.before_page(self._measure)
+        metrics.resident_blocks.counts = lambda: (
+            (worker, stream.counts()) for worker, stream in self.registry.streams.items()
+        )
 
         leases = LeaseRounds(store.leases, config.lease_ttl_s, lambda: self.peers.assignment)
         services = StreamServices(
@@ -296,11 +299,11 @@ class Core:
         """All hits as numbers, for a question that leaves no worker out; None where it takes `ask` to answer."""
         return self.finder.hit_table(question)
 
-    def statuses(self) -> Iterator[WorkerStatus]:
+    def statuses(self, worker_id: str | None = None) -> Iterator[WorkerStatus]:
         unread, now = self._contact.unread_problem, self._clock()
         for worker, stream in sorted(self.registry.streams.items()):
             # It may have gone since the row before was read.
-            if self.registry.streams.get(worker) is stream:
+            if worker_id in (None, worker.worker_id) and self.registry.streams.get(worker) is stream:
                 yield worker_status(stream, self.mirror_sync, unread, now)
 
     def readiness(self) -> str | None:

@@ -89,12 +89,12 @@ def count_worker(metrics: StreamMetrics, worker: WorkerKey, stream: WorkerStream
     for field, counter in counters + [(field, resyncs(how)) for how, field in RESYNCS.items()]:
         # What it refused for want of room counts from zero when it begins again.
         counter.inc(max(0, getattr(now, field) - getattr(before, field)))
-    label = metrics.worker_label(worker)
+    labels = metrics.worker_labels(worker)
     if (lag_s := _lag_s(stream)) is not None:
-        metrics.event_lag_seconds.labels(label).set(lag_s)
+        metrics.event_lag_seconds.labels(*labels).set(lag_s)
     else:
         with contextlib.suppress(KeyError):
-            metrics.event_lag_seconds.remove(label)
+            metrics.event_lag_seconds.remove(*labels)
     metrics.commit_lag_seconds(worker).set(stream.commits.unwritten_s)
     metrics.backlog_blocks(worker).set(stream.commits.unwritten_blocks)
     metrics.log_tail_blocks(worker).set(stream.commits.tail.blocks)

@@ -75,9 +75,9 @@ class AdmissionQueue:
         try:
             self._waiting.join(waiter, retry_after_s)
         except RouterError:
-            self._metrics.queue_refused["full"].inc()
+            self._metrics.queue_refused(model)["full"].inc()
             raise
-        self._metrics.queue_requests.set(len(self._waiting))
+        self._metrics.queue_requests(model).set(self._waiting.of(model)[0])
         try:
             async with asyncio.timeout(self._deadline_s):
                 return await future
@@ -91,8 +91,8 @@ class AdmissionQueue:
                 raise
         finally:
             self._waiting.leave(waiter)
-            self._metrics.queue_requests.set(len(self._waiting))
-        self._metrics.queue_refused["deadline"].inc()
+            self._metrics.queue_requests(model).set(self._waiting.of(model)[0])
+        self._metrics.queue_refused(model)["deadline"].inc()
         raise Saturated(
             f"every worker that may take this prompt was saturated for {self._deadline_s:g} s: try again, add workers, or raise "
             "queue_deadline_s",
@@ -101,7 +101,7 @@ class AdmissionQueue:
 
     def _placed(self, placement: Placement, began_s: float) -> Placement:
         placement.queued_s = placement.placed_s - began_s
-        self._metrics.queue_seconds.observe(placement.queued_s)
+        self._metrics.queue_seconds(placement.worker.model).observe(placement.queued_s)
         return placement
 
     def look_soon(self) -> None:

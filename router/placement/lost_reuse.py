@@ -16,12 +16,13 @@ def count_losses(metrics: PlacementMetrics, choice: Choice, everybody: Sequence[
     if best == 0:
         return
     best_wanted = best if wanted is everybody else max(hit.disk for hit in wanted)
-    metrics.achievable_hit_tokens.inc(best)
-    metrics.chosen_hit_tokens.inc(choice.hit.disk)
+    model = choice.hit.worker.model
+    metrics.achievable_hit_tokens(model).inc(best)
+    metrics.chosen_hit_tokens(model).inc(choice.hit.disk)
     for reason, tokens in (
         (EXCLUSION, best - best_wanted),
         (STATE, best_wanted - choice.best_hit_tokens),
         (choice.lost, choice.best_hit_tokens - choice.hit.disk),
     ):
         if tokens > 0:
-            metrics.lost_hit_tokens[reason].inc(tokens)
+            metrics.lost_hit_tokens(model)[reason].inc(tokens)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from kvrouter.router.load.load_metrics import LoadMetrics
 from kvrouter.router.placement.choose import LOST_REASONS
 from kvrouter.router.placement.prefill_split import PrefillOutcome
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.telemetry.metric_registry import MODEL, MetricRegistry
 
 # A decision takes 10 us (hashes, warm) to some ms (32 k fresh tokens to hash); Prometheus' own buckets begin at 5 ms.
 DECISION_BUCKETS_S = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 1e-1, 1.0)
@@ -26,11 +26,17 @@ class PlacementMetrics:
             "Time to choose a worker, for the proxy and /select: hashing, matching, comparing",
             DECISION_BUCKETS_S,
         )
-        self.achievable_hit_tokens = counter(
-            "achievable_hit_tokens_total", "Hit tokens of each placed prompt at the worker with the longest hit of all"
+        self.achievable_hit_tokens = registry.per_model(
+            counter(
+                "achievable_hit_tokens_total",
+                "Hit tokens of each placed prompt at the worker with the longest hit of all",
+                MODEL,
+            ).labels
         )
-        self.chosen_hit_tokens = counter("chosen_hit_tokens_total", "Hit tokens of each placed prompt where it went")
-        self.lost_hit_tokens = registry.counters(
+        self.chosen_hit_tokens = registry.per_model(
+            counter("chosen_hit_tokens_total", "Hit tokens of each placed prompt where it went", MODEL).labels
+        )
+        self.lost_hit_tokens = registry.model_counters(
             "lost_hit_tokens_total",
             "What the best worker would have reused more than the chosen one, by why",
             reason=LOST_REASONS,
@@ -40,10 +46,14 @@ class PlacementMetrics:
             "Prompts of models with prefill workers, by where and why they are computed",
             outcome=PrefillOutcome,
         )
-        self.queue_requests = registry.gauge("queue_requests", "Prompts that wait, as all workers are saturated")
-        self.queue_refused = registry.counters(
+        self.queue_requests = registry.per_model(
+            registry.gauge("queue_requests", "Prompts that wait, as all workers are saturated", MODEL).labels
+        )
+        self.queue_refused = registry.model_counters(
             "queue_refused_total", "Prompts that were not placed, by why", reason=QUEUE_REFUSALS
         )
-        self.queue_seconds = registry.histogram(
-            "queue_seconds", "Time that a placed prompt waited for a worker", QUEUE_BUCKETS_S
+        self.queue_seconds = registry.per_model(
+            registry.histogram(
+                "queue_seconds", "Time that a placed prompt waited for a worker", QUEUE_BUCKETS_S, MODEL
+            ).labels
         )

@@ -32,6 +32,7 @@ from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.model_names import ServedModel
 from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.worker_status import ReuseStatus
 
 log = logging.getLogger("kvrouter.proxy")
 
@@ -131,6 +132,10 @@ class Proxy:
     def predictions_problem(self, worker: WorkerKey) -> str | None:
         """Why the predictions for a worker are not to be trusted; None where nothing speaks against them."""
         return self._quality.problem(worker)
+
+    def reuse(self, worker: WorkerKey) -> ReuseStatus | None:
+        """What was predicted and delivered for a worker; None where no answer of it was judged."""
+        return self._quality.reuse(worker)
 
     def close(self) -> None:
         self._pool.close()

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections import deque
 from enum import StrEnum
 
+from kvrouter.router.workers.worker_status import ReuseStatus
+
 # Requests that were alone: of the last 16, at least 8, more than half of them less. One or two in a row may have met
 # the evictions of an answer that had just ended, or the request of another router; a wrong hash seed, tokenizer or rule
 # is wrong each time.
@@ -57,6 +59,8 @@ class PredictionJudge:
         self._lengths: deque[tuple[int, int]] = deque(maxlen=COUNTED_WINDOW)
         self._tells = False
         self._silent = 0
+        # Of all answers with both numbers: how many, and their tokens.
+        self._answers = self._predicted_tokens = self._delivered_tokens = 0
 
     def delivered_of(self, cached_tokens: int | None, predicted: int | None) -> int | None:
         """The reuse that an answer with usage reports, None if unknown. predicted: as in `judge`, None: no prediction.
@@ -69,6 +73,16 @@ class PredictionJudge:
         if predicted:
             self._silent += 1
         return 0 if self._tells and self._silent < SILENT_MIN else None
+
+    def sum_up(self, predicted: int, delivered: int) -> None:
+        """An answer with both numbers, whatever the prediction."""
+        self._answers += 1
+        self._predicted_tokens += predicted
+        self._delivered_tokens += delivered
+
+    def reuse(self) -> ReuseStatus | None:
+        """The sums; None without an answer."""
+        return ReuseStatus(self._predicted_tokens, self._delivered_tokens, self._answers) if self._answers else None
 
     def judge(self, predicted: int, delivered: int, *, alone: bool) -> None:
         """alone: no other request was on its way to this worker or being answered there, from the choice to the first

@@ -31,23 +31,23 @@ class WorkerQualityMetrics:
 
     __slots__ = ("completion", "delivered", "e2e", "itl", "outcomes", "over", "pause", "predicted", "ttft", "under")
 
-    def __init__(self, measures: QualityMetrics, label: str) -> None:
-        self.outcomes = {outcome: measures.predictions.labels(label, outcome.value) for outcome in PredictionOutcome}
-        self.predicted = measures.predicted_tokens.labels(label)
-        self.delivered = measures.delivered_tokens.labels(label)
-        self.over = measures.over_credit.labels(label)
-        self.under = measures.under_credit.labels(label)
-        self.completion = measures.completion_tokens.labels(label)
-        self.ttft = measures.ttft.labels(label)
-        self.itl = measures.itl.labels(label)
-        self.pause = measures.pause.labels(label)
-        self.e2e = measures.e2e.labels(label)
+    def __init__(self, measures: QualityMetrics, *labels: str) -> None:
+        self.outcomes = {outcome: measures.predictions.labels(*labels, outcome.value) for outcome in PredictionOutcome}
+        self.predicted = measures.predicted_tokens.labels(*labels)
+        self.delivered = measures.delivered_tokens.labels(*labels)
+        self.over = measures.over_credit.labels(*labels)
+        self.under = measures.under_credit.labels(*labels)
+        self.completion = measures.completion_tokens.labels(*labels)
+        self.ttft = measures.ttft.labels(*labels)
+        self.itl = measures.itl.labels(*labels)
+        self.pause = measures.pause.labels(*labels)
+        self.e2e = measures.e2e.labels(*labels)
 
 
 class QualityMetrics:
     def __init__(self, registry: MetricRegistry) -> None:
         counter, histogram = registry.counter, registry.histogram
-        self.of_worker = registry.per_worker(lambda label: WorkerQualityMetrics(self, label))
+        self.of_worker = registry.per_worker(lambda model, worker: WorkerQualityMetrics(self, model, worker))
         self.predictions = counter(
             "predictions_total",
             "Answered requests, by the result of their prediction",

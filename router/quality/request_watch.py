@@ -21,6 +21,7 @@ from kvrouter.router.quality.quality_metrics import QualityMetrics, WorkerQualit
 from kvrouter.router.quality.reuse_report import ReuseReport
 from kvrouter.router.watch.decision import Outcome
 from kvrouter.router.watch.decision_log import DecisionLog
+from kvrouter.router.workers.worker_status import ReuseStatus
 
 if TYPE_CHECKING:
     # An extra: it is imported where traces are wanted.
@@ -73,8 +74,13 @@ class Quality:
         found = self._predictions.get(worker)
         return None if found is None else found.problem()
 
+    def reuse(self, worker: WorkerKey) -> ReuseStatus | None:
+        """What was predicted and delivered for a worker; None where no answer of it was judged."""
+        found = self._predictions.get(worker)
+        return None if found is None else found.reuse()
+
     def health(self) -> list[str]:
-        """The same for all workers."""
+        """The problems of all workers."""
         problems = ((worker, predictions.problem()) for worker, predictions in self._predictions.items())
         return [f"worker {printable(worker.route_name)}: {problem}" for worker, problem in problems if problem]
 
@@ -258,6 +264,7 @@ class RequestWatch:
             children.outcomes[PredictionOutcome.UNTOLD].inc()
             measures.untold[_untold(told, tap)].inc()
             return
+        predictions.sum_up(told.predicted, told.delivered)
         error = told.delivered - told.predicted
         children.outcomes[outcome_of(told.predicted, told.delivered)].inc()
         children.predicted.inc(told.predicted)

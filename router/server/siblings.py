@@ -10,7 +10,7 @@ shows.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ class Siblings:
     """This process and the others of one supervisor, by number. `own_page` is this process's; `own_decision` the reply
     about a decision that it made."""
 
-    def __init__(self, folder: Path, number: int, count: int, own_page: Callable[[], bytes]) -> None:
+    def __init__(self, folder: Path, number: int, count: int, own_page: Callable[[], Awaitable[bytes]]) -> None:
         self._folder = folder
         self._number = number
         self._count = count
@@ -52,7 +52,7 @@ class Siblings:
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 name = msgspec.json.decode(await reader.readline(), type=str)
-                writer.write(self._decision(name) if name else self._own_page())
+                writer.write(self._decision(name) if name else await self._own_page())
                 await writer.drain()
         except (ConnectionError, TimeoutError, ValueError, msgspec.MsgspecError):
             # The reader is gone, or gave up waiting.
@@ -66,7 +66,7 @@ class Siblings:
 
     async def page(self) -> bytes:
         """The pages of all that answer, as one."""
-        pages = {self._number: self._own_page(), **await self._ask_others("")}
+        pages = {self._number: await self._own_page(), **await self._ask_others("")}
         return merged({number: page for number, page in sorted(pages.items()) if page})
 
     async def decision(self, name: str) -> bytes | None:

@@ -36,7 +36,7 @@ LEASE_LOSSES = ("taken", "handed_over", "data_lost", "unreadable")
 class StreamMetrics:
     def __init__(self, registry: MetricRegistry) -> None:
         counters, worker_gauge = registry.counters, registry.worker_gauge
-        self.worker_label = registry.worker_label
+        self.worker_labels = registry.worker_labels
         self.internal_errors = registry.internal_errors
         self.tallied = {field: registry.worker_counter(*named) for field, named in TALLIED.items()}
         self.resyncs = registry.worker_counters(

@@ -44,6 +44,15 @@ class TokensStatus(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
+class ReuseStatus(msgspec.Struct, frozen=True):
+    """Tokens that were predicted to be reused, and those that the engine reported, of all answers that passed this
+    process where both are known."""
+
+    predicted_tokens: int
+    delivered_tokens: int
+    answers: int
+
+
 class WorkerStatus(msgspec.Struct, frozen=True):
     """One rank of one worker; docs/reference/http.md describes the fields.
 
@@ -88,6 +97,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     # Why what is predicted for it is not to be trusted, by what its engine said of answers; empty when nothing speaks
     # against it.
     predictions: str = ""
+    # None: no answer of it was judged here.
+    reuse: ReuseStatus | None = None
 
     @classmethod
     def unregistered(cls, given: Registration, reason: str) -> WorkerStatus:

@@ -102,9 +102,10 @@ class TinyCore:
     def registrations(self) -> list[Registration]:
         return list(self.registered.values())
 
-    def statuses(self) -> list[WorkerStatus]:
+    def statuses(self, worker_id: str | None = None) -> list[WorkerStatus]:
         self._maybe_fail()
-        return [status(worker, r.url) for worker, r in self.registered.items()]
+        shown = {worker: r for worker, r in self.registered.items() if worker_id in (None, worker.worker_id)}
+        return [status(worker, r.url) for worker, r in shown.items()]
 
     def hit_table(self, question: Question) -> None:
         return None

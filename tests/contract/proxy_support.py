@@ -235,6 +235,8 @@ class ProxyServer:
         assert done.wait(WAIT_S)
 
     def sample(self, name: str, **labels: str) -> float:
+        if "worker" in labels:
+            labels = {"model": "m", **labels}
         return self.registry.get_sample_value(f"kvrouter_{name}", labels) or 0.0
 
     def post(

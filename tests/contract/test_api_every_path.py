@@ -90,7 +90,7 @@ def test_a_client_that_hangs_up_is_not_counted_as_an_error(core: TinyCore) -> No
             ("PUT", "/register", "POST"),
             ("POST", "/health", "GET"),
         ),
-        *(("PUT", "/workers", "GET, POST"), ("OPTIONS", "/workers/a/b", "DELETE, PATCH")),
+        *(("PUT", "/workers", "GET, POST"), ("OPTIONS", "/workers/a/b", "DELETE, GET, PATCH")),
     ],
 )
 def test_a_wrong_method_is_405_and_says_which_is_right(core: TinyCore, method: str, path: str, allowed: str) -> None:
@@ -201,6 +201,7 @@ def test_the_openapi_document_lists_every_endpoint_and_all_its_references_lead_s
         ("POST", "/unregister"),
         ("GET", "/workers"),
         ("POST", "/workers"),
+        ("GET", "/workers/{worker_id}"),
         ("PATCH", "/workers/{worker_id}"),
         ("DELETE", "/workers/{worker_id}"),
         ("GET", "/v1/models"),

@@ -257,10 +257,46 @@ def test_workers_lists_every_field(core: TinyCore) -> None:
         "role": "both",
         "handover": "kv_transfer_params",
         "predictions": "",
+        "reuse": None,
     }
     assert call(app, "GET", "/workers").json() == {"workers": [row]}
     packed = call(app, "GET", "/workers", headers={"accept": "application/msgpack"})
     assert msgspec.msgpack.decode(packed.body) == {"workers": [row]}
+
+
+def test_one_worker_has_the_rows_of_all_its_ranks_and_models(core: TinyCore) -> None:
+    app, _ = build(core)
+    for worker_id, model, rank in (("w0", "m", 0), ("w0", "m", 1), ("w0", "n", 0), ("w1", "m", 0), ("a/b c", "m", 0)):
+        call(app, "POST", "/register", {"worker_id": worker_id, "model": model, "dp_rank": rank, "url": "http://h:1"})
+    every = call(app, "GET", "/workers").json()["workers"]
+
+    def rows(path: str, query: str = "") -> list[dict[str, Any]]:
+        answer = call(app, "GET", path, query=query)
+        assert answer.status == 200
+        found: list[dict[str, Any]] = answer.json()["workers"]
+        return found
+
+    assert rows("/workers/w0") == [row for row in every if row["worker_id"] == "w0"] and len(rows("/workers/w0")) == 3
+    assert rows("/workers/w0", "dp_rank=1") == [row for row in every if row["dp_rank"] == 1]
+    assert rows("/workers/w0", "model=n") == [row for row in every if row["model"] == "n"]
+    assert len(rows("/workers/a/b c")) == 1
+    for path, query, named in (
+        ("/workers/w9", "", "no worker 'w9' is registered; GET /workers lists"),
+        ("/workers/w0", "dp_rank=7", "no worker 'w0' rank 7"),
+        ("/workers/w1", "model=n", "of model 'n'"),
+    ):
+        answer = call(app, "GET", path, query=query)
+        assert (answer.status, answer.error["code"]) == (404, "unknown_worker") and named in answer.error["message"]
+    assert call(app, "GET", "/workers/w0", query="dp_rank=x").status == 400
+
+
+def test_a_worker_that_its_source_drains_is_not_said_to_be_active(core: TinyCore) -> None:
+    app, _ = build(core)
+    core.registered[W0] = Registration(worker=W0, url="http://h:1", source="kubernetes", retiring=True)
+    answer = call(app, "PATCH", "/workers/w0", {"state": "active"})
+    assert (answer.status, answer.error["code"]) == (409, "kept_by_source")
+    assert "is drained by Kubernetes" in answer.error["message"]
+    assert call(app, "PATCH", "/workers/w0", {"state": "draining"}).status == 200
 
 
 def test_messagepack_registers_too(core: TinyCore) -> None:
@@ -328,7 +364,7 @@ class TurnsCore(TinyCore):
         self.turn = 0
         self.turns: list[int] = []
 
-    def statuses(self) -> Iterator[WorkerStatus]:  # type: ignore[override]
+    def statuses(self, worker_id: str | None = None) -> Iterator[WorkerStatus]:  # type: ignore[override]
         for n in range(self.rows):
             self.turns.append(self.turn)
             yield status(WorkerKey("m", f"w{n}", 0), None)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import http.client
 import json
@@ -64,6 +65,8 @@ def test_what_was_reused_is_held_against_what_was_predicted(cached: int, outcome
         assert router.sample("completion_tokens_total", worker="w0") == 4
         assert router.sample("token_count_mismatches_total", worker="w0") == 0
         assert router.sample("e2e_seconds_count", worker="w0") == 1
+        (row,) = router.get("/workers/w0")["workers"]
+        assert row["reuse"] == {"predicted_tokens": PREDICTED, "delivered_tokens": cached, "answers": 1}
         # There is no first token of an answer that comes as a whole.
         assert router.sample("ttft_seconds_count", worker="w0") == 0
         (placed,) = router.placing.placed
@@ -237,7 +240,7 @@ def test_a_workers_series_end_with_it() -> None:
             router.registry.forget_worker(worker)
 
         router.on_loop(drop)
-        page = router.registry.own_page().decode()
+        page = asyncio.run(router.registry.own_page()).decode()
         assert not [line for line in page.splitlines() if 'worker="w0"' in line]
         router.post(COMPLETIONS, TOKENS)
         until(lambda: counted(router) == {"exact": 1}, "it is counted again")

@@ -6,9 +6,10 @@ from __future__ import annotations
 from prometheus_client.registry import Collector
 
 from kvrouter.router.common.tally import Counter, Histogram
+from kvrouter.router.core.resident_blocks import ResidentBlocks
 
 
 def label_names(metric: Collector) -> tuple[str, ...]:
-    if isinstance(metric, Counter | Histogram):
+    if isinstance(metric, Counter | Histogram | ResidentBlocks):
         return metric.label_names
     return tuple(metric._labelnames)  # type: ignore[attr-defined]

@@ -81,7 +81,10 @@ class Stage:
         return burden.queued_tokens, burden.decode_tokens, burden.requests
 
     def counted(self, name: str, **labels: str) -> float:
-        return self.metrics.get_sample_value(f"kvrouter_{name}", labels or None) or 0.0
+        """Of all series with these labels."""
+        samples = (sample for family in self.metrics.collect() for sample in family.samples)
+        wanted = labels.items()
+        return sum(one.value for one in samples if one.name == f"kvrouter_{name}" and wanted <= one.labels.items())
 
 
 def ask(seed: int = 0, tokens: int = TOKENS, **fields: Any) -> PlacementRequest:

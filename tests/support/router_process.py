@@ -128,9 +128,10 @@ class RouterProcess:
         with redis.Redis(unix_socket_path=str(next((self._folder / "data").glob("*.sock")))) as client:
             yield client
 
-    def text(self, path: str) -> str:
-        """An answer that is no JSON."""
-        return self._ask("GET", path, None)[1].decode()
+    def text(self, path: str, body: dict[str, Any] | None = None) -> str:
+        """An answer that is no JSON. With a body: of a POST."""
+        asked = self._ask("GET", path, None) if body is None else self._ask("POST", path, json.dumps(body))
+        return asked[1].decode()
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, which goes on being ours."""

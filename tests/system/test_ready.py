@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import subprocess
 import sys
 import time
@@ -70,16 +71,14 @@ class Fleet:
             connection.close()
 
     def shown(self) -> str:
-        """The table, each row on one line."""
-        command = [
-            sys.executable,
-            "-m",
-            "kvrouter.router.cli",
-            "workers",
-            "--url",
-            f"http://127.0.0.1:{self.router.port}",
-        ]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=WAIT_S).stdout
+        """The table with all columns, each row on one line."""
+        return self.command("workers", "--wide")
+
+    def command(self, *arguments: str) -> str:
+        line = [sys.executable, "-m", "kvrouter.router.cli", *arguments]
+        environment = {**os.environ, "KVROUTER_URL": f"localhost:{self.router.port}"}
+        done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=WAIT_S, env=environment)
+        return done.stdout
 
     def until(self, holds: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + WAIT_S
@@ -119,11 +118,12 @@ def test_it_is_ready_while_an_engine_lives_and_not_longer(fleet: Fleet) -> None:
 def test_it_is_not_ready_while_all_drain(fleet: Fleet) -> None:
     for name in ("w0", "w1"):
         fleet.engine(name)
-        fleet.router.request("PATCH", f"/workers/{name}", {"state": "draining"})
+        (said,) = fleet.command("drain", name).splitlines()
+        assert said.startswith(f"{name} (model {fleet.model}) drains: it gets no new requests; none is in flight")
     is_ready, why = fleet.ready()
     assert not is_ready and "w0: it is draining" in why and "w1: it is draining" in why
     assert fleet.shown().count(", draining") == 2
-    fleet.router.request("PATCH", "/workers/w1", {"state": "active"})
+    assert "w1 (model" in fleet.command("undrain", "w1")
     assert fleet.ready()[0] and fleet.shown().count(", draining") == 1
 
 

@@ -6,99 +6,31 @@ from __future__ import annotations
 import io
 import json
 import re
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
+from stub_router import SELECTED, StubRouter, unset_client_variables
 
+from kvrouter.router.cli.api_client import router_url
 from kvrouter.router.cli.commands import run
-from kvrouter.router.cli.tables import workers_table
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.version import VERSION
 from kvrouter.router.config.loading import load_config
 from kvrouter.router.config.settings import FIELDS, flag_of, metavar_of
 
-WORKER = {
-    "worker_id": "w0",
-    "dp_rank": 1,
-    "model": "m",
-    "url": "http://e:8000",
-    "state": "suspect",
-    "reason": "gap 5..9 [not a tag]",
-    "epoch": "e",
-    "seq": 4,
-    "catalog": None,
-    "catalog_source": "learned",
-    "hash_scheme": "sha256 (verified)",
-    "residency": {"g0:GPU": 3, "g1:GPU": 4, "g0:STORAGE:o": 5},
-    "lag_ms": 1.25,
-    "gaps": 2,
-    "last_event_age_s": 1.0,
-}
-SELECTED = {
-    "selection_id": "s",
-    "model": "m",
-    "worker_id": "w0",
-    "dp_rank": 0,
-    "endpoint": "http://e:8000",
-    "overlap": {"longest_matched": 2, "gpu": 1, "cpu": 2, "disk": 2},
-    "effective_prefill_tokens": 1,
-    "reason": "reuses 2 of 3 tokens",
-    "candidates": [
-        {
-            "worker_id": name,
-            "dp_rank": 0,
-            "overlap": {"longest_matched": disk, "gpu": 1, "cpu": 2, "disk": disk},
-            "load": 0,
-            "cost": 3 - disk,
-            "state": "live",
-            "limited_by": {"group_idx": 1, "kind": "mamba", "why": "no state"},
-        }
-        for name, disk in (("w0", 2), ("w1", 0))
-    ],
-}
-
-
-class Stub(BaseHTTPRequestHandler):
-    """Answers what the test put into `answers`, and keeps the requests."""
-
-    answers: dict[str, tuple[int, bytes]]
-    asked: list[tuple[str, str, bytes, str | None]]
-
-    def answer(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length") or 0))
-        self.asked.append((self.command, self.path, body, self.headers.get("authorization")))
-        status, content = self.answers.get(self.path, (404, b"nothing"))
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    do_GET = do_POST = answer
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
 
 @pytest.fixture
-def stub() -> Iterator[tuple[str, type[Stub]]]:
-    handler = type("OneStub", (Stub,), {"answers": {}, "asked": []})
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}", handler
-        server.shutdown()
-        thread.join()
+def stub() -> Iterator[StubRouter]:
+    with StubRouter() as router:
+        yield router
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("KVROUTER_URL", "KVROUTER_API_KEY", "KVROUTER_CONFIG"):
-        monkeypatch.delenv(name, raising=False)
+    unset_client_variables(monkeypatch)
 
 
 def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -110,83 +42,99 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return code, err
 
 
-def test_workers_as_a_table(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    url, handler = stub
-    handler.answers["/workers"] = (200, json.dumps({"workers": [WORKER]}).encode())
-    assert run(["workers", "--url", url]) == 0
-    row = capsys.readouterr().out.splitlines()[1]
-    for cell in ("w0@1", "m", "suspect", "GPU:7 STORAGE:5", "sha256 (verified)", "1.2 ms", "gap 5..9 [not a tag]"):
-        assert cell in row
-
-
-def test_workers_as_json(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    url, handler = stub
-    handler.answers["/workers"] = (200, json.dumps({"workers": [WORKER]}).encode())
-    assert run(["workers", "--url", url, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"workers": [WORKER]}
-
-
-def test_no_workers_says_what_to_do(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    url, handler = stub
-    handler.answers["/workers"] = (200, b'{"workers": []}')
-    assert run(["workers", "--url", url]) == 0
-    assert "--worker" in capsys.readouterr().out
-
-
 def test_url_and_key_come_from_the_environment_too(
-    stub: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stub: StubRouter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, handler = stub
-    handler.answers["/workers"] = (200, b'{"workers": []}')
-    monkeypatch.setenv("KVROUTER_URL", url + "/")
+    stub.answers["/workers"] = (200, b'{"workers": []}')
+    monkeypatch.setenv("KVROUTER_URL", stub.url + "/")
     monkeypatch.setenv("KVROUTER_API_KEY", "k")
     assert run(["workers"]) == 0
-    assert handler.asked == [("GET", "/workers", b"", "Bearer k")]
+    assert stub.received == [("GET", "/workers", b"", "Bearer k")]
+
+
+@pytest.mark.parametrize(
+    ("given", "port", "url"),
+    [
+        (None, None, "http://127.0.0.1:30000"),
+        (None, "18000", "http://127.0.0.1:18000"),
+        # What Kubernetes sets for a Service that is named `kvrouter`.
+        (None, "tcp://10.0.0.7:80", "http://127.0.0.1:30000"),
+        ("localhost:18000", "1", "http://localhost:18000"),
+        ("10.0.0.7", None, "http://10.0.0.7"),
+        ("[::1]:30000", None, "http://[::1]:30000"),
+        ("https://gate/kv/", None, "https://gate/kv"),
+    ],
+)
+def test_the_routers_address_is_found(given: str | None, port: str | None, url: str) -> None:
+    assert router_url(given, {} if port is None else {"KVROUTER_PORT": port}) == url
+
+
+@pytest.mark.parametrize("given", ["ftp://h", "http://", "h:x", "h:70000", "h:0", "://h", "http://[::1"])
+def test_a_wrong_address_says_what_to_write(given: str) -> None:
+    with pytest.raises(SettingError, match="localhost:30000"):
+        router_url(given, {})
+
+
+@pytest.mark.parametrize("port", ["x", "0", "70000", "-1", "1.5", "\u0661"])
+def test_a_wrong_port_in_the_environment_says_what_to_write(port: str) -> None:
+    with pytest.raises(SettingError, match=r"KVROUTER_PORT is .* pass --url"):
+        router_url(None, {"KVROUTER_PORT": port})
+
+
+def test_the_client_takes_the_port_of_the_environment(
+    stub: StubRouter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub.answers["/workers"] = (200, b'{"workers": []}')
+    monkeypatch.setenv("KVROUTER_PORT", stub.url.rpartition(":")[2])
+    assert run(["workers"]) == 0
+    assert run(["workers", "--url", stub.url.removeprefix("http://")]) == 0
+    assert len(stub.received) == 2
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out == f"kvrouter {VERSION}\n"
 
 
 def test_explain_shows_every_candidate_and_the_reason(
-    stub: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    stub: StubRouter, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url, handler = stub
-    handler.answers["/select"] = (200, json.dumps(SELECTED).encode())
+    stub.answers["/select"] = (200, json.dumps(SELECTED).encode())
     monkeypatch.setattr("sys.stdin", io.StringIO("[1, 2,\n3]"))
-    assert run(["explain", "--url", url, "--model", "m", "--tokens", "-", "--lora-name", "a"]) == 0
-    assert json.loads(handler.asked[0][2]) == {"model": "m", "explain": True, "token_ids": [1, 2, 3], "lora_name": "a"}
+    assert run(["explain", "--url", stub.url, "--model", "m", "--tokens", "-", "--lora-name", "a"]) == 0
+    assert json.loads(stub.received[0][2]) == {"model": "m", "explain": True, "token_ids": [1, 2, 3], "lora_name": "a"}
     lines = capsys.readouterr().out.splitlines()
     assert re.match(r">\s+w0\s+1\s+2\s+2\s+1\s+0\s+1\s+live\s+group 1 \(mamba\): no state", lines[1])
     assert re.match(r"\s+w1\s+1\s+2\s+0\s+3\s+0\s+3\s+live", lines[2])
     assert lines[-1] == "w0 (http://e:8000): reuses 2 of 3 tokens"
 
 
-def test_explain_as_json_and_from_a_file(stub: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    url, handler = stub
-    handler.answers["/select"] = (200, json.dumps(SELECTED).encode())
+def test_explain_as_json_and_from_a_file(stub: StubRouter, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    stub.answers["/select"] = (200, json.dumps(SELECTED).encode())
     (tmp_path / "t").write_text("7 8")
-    assert run(["explain", "--url", url, "-m", "m", "--tokens", str(tmp_path / "t"), "--json"]) == 0
+    assert run(["explain", "--url", stub.url, "-m", "m", "--tokens", str(tmp_path / "t"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == SELECTED
-    assert json.loads(handler.asked[0][2])["token_ids"] == [7, 8]
+    assert json.loads(stub.received[0][2])["token_ids"] == [7, 8]
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["messages", "a body"])
 def test_explain_takes_a_chat_and_names_the_source_of_its_tokens(
-    stub: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, whole: bool
+    stub: StubRouter, capsys: pytest.CaptureFixture[str], tmp_path: Path, whole: bool
 ) -> None:
-    url, handler = stub
     tokens = {"source": "render", "num_tokens": 3, "known_tokens": 3, "problem": ""}
-    handler.answers["/select"] = (200, json.dumps(SELECTED | {"tokens": tokens}).encode())
+    stub.answers["/select"] = (200, json.dumps(SELECTED | {"tokens": tokens}).encode())
     chat = {"messages": [{"role": "user", "content": "Hi"}], "tools": []}
     (tmp_path / "c").write_text(json.dumps(chat | {"model": "theirs"} if whole else chat["messages"]))
-    assert run(["explain", "--url", url, "-m", "m", "--messages", str(tmp_path / "c")]) == 0
-    sent = json.loads(handler.asked[0][2])
+    assert run(["explain", "--url", stub.url, "-m", "m", "--messages", str(tmp_path / "c")]) == 0
+    sent = json.loads(stub.received[0][2])
     assert sent == (chat if whole else {"messages": chat["messages"]}) | {"model": "m", "explain": True}
     assert capsys.readouterr().out.startswith("3 tokens (source: render)\n")
 
 
-def test_explain_says_how_many_tokens_are_unknown(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    url, handler = stub
+def test_explain_says_how_many_tokens_are_unknown(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
     tokens = {"source": "none", "num_tokens": 9, "known_tokens": 0, "problem": "no engine [x] to ask"}
-    handler.answers["/select"] = (200, json.dumps(SELECTED | {"tokens": tokens}).encode())
-    assert run(["explain", "--url", url, "-m", "m", "--prompt", "hi"]) == 0
+    stub.answers["/select"] = (200, json.dumps(SELECTED | {"tokens": tokens}).encode())
+    assert run(["explain", "--url", stub.url, "-m", "m", "--prompt", "hi"]) == 0
     assert "about 9 tokens, 0 of them known (source: none): no engine [x] to ask" in capsys.readouterr().out
 
 
@@ -197,32 +145,32 @@ def test_a_file_without_a_chat(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert code == 2 and '"role": "user"' in line
 
 
-def test_the_routers_error_message_is_shown(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    url, handler = stub
+def test_the_routers_error_message_is_shown(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
     error = {"error": {"message": "send\n token_ids", "type": "t", "code": "tokens_required"}}
-    handler.answers["/select"] = (400, json.dumps(error).encode())
-    assert failing(capsys, "explain", "--url", url, "-m", "m", "--prompt", "hi") == (1, "kvrouter: send token_ids\n")
-    assert json.loads(handler.asked[0][2])["prompt"] == "hi"
+    stub.answers["/select"] = (400, json.dumps(error).encode())
+    assert failing(capsys, "explain", "--url", stub.url, "-m", "m", "--prompt", "hi") == (
+        1,
+        "kvrouter: send token_ids\n",
+    )
+    assert json.loads(stub.received[0][2])["prompt"] == "hi"
 
 
-def test_a_wrong_key_says_how_to_give_one(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    url, handler = stub
+def test_a_wrong_key_says_how_to_give_one(stub: StubRouter, capsys: pytest.CaptureFixture[str]) -> None:
     error = {"error": {"message": "no key", "type": "t", "code": "invalid_api_key"}}
-    handler.answers["/workers"] = (401, json.dumps(error).encode())
-    code, line = failing(capsys, "workers", "--url", url)
+    stub.answers["/workers"] = (401, json.dumps(error).encode())
+    code, line = failing(capsys, "workers", "--url", stub.url)
     assert code == 1 and "--api-key" in line
 
 
 @pytest.mark.parametrize("content", [b"<html>", b"[1]", b'{"x": 1}', b"\xff"])
 def test_a_server_that_is_not_a_router_is_detected(
-    stub: Any, capsys: pytest.CaptureFixture[str], content: bytes
+    stub: StubRouter, capsys: pytest.CaptureFixture[str], content: bytes
 ) -> None:
-    url, handler = stub
-    handler.answers["/workers"] = (200, content)
-    code, line = failing(capsys, "workers", "--url", url)
+    stub.answers["/workers"] = (200, content)
+    code, line = failing(capsys, "workers", "--url", stub.url)
     assert code == 1 and "check --url" in line
-    handler.answers["/workers"] = (500, content)
-    code, line = failing(capsys, "workers", "--url", url)
+    stub.answers["/workers"] = (500, content)
+    code, line = failing(capsys, "workers", "--url", stub.url)
     assert code == 1 and "500" in line
 
 
@@ -235,7 +183,11 @@ def test_no_router_at_all(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["workers", "--url", "127.0.0.1:30000"], "http://"),
+        (["workers", "--url", "ftp://127.0.0.1"], "--url"),
+        (["workers", "3"], "--watch 3"),
+        (["workers", "--watch", "0"], "0.05 to 86400"),
+        (["workers", "--watch", "nan"], "0.05 to 86400"),
+        (["drain"], "ID"),
         (["serve", "--prot", "1"], "--prot"),
         (["serve", "--port", "x"], "--port is 'x'"),
         (["serve", "--worker", "w0"], "--worker 'w0'"),
@@ -252,7 +204,7 @@ def test_no_router_at_all(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_usage_is_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:
     code, line = failing(capsys, *arguments)
     assert named in line
-    assert code == (1 if arguments[:2] == ["workers", "--url"] else 2)
+    assert code == 2
 
 
 @pytest.mark.parametrize("content", ["", "[]", "1 x", "1.5", "-1", "[[1]]"])
@@ -262,8 +214,8 @@ def test_a_file_without_token_ids(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert code == 2 and "ids like [1, 2, 3]" in line
 
 
-def test_a_port_that_is_taken_is_one_line(stub: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    port = stub[0].rpartition(":")[2]
+def test_a_port_that_is_taken_is_one_line(stub: StubRouter, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    port = stub.url.rpartition(":")[2]
     code, line = failing(capsys, "serve", "--port", port, "--data-dir", str(tmp_path / "d"))
     assert code == 2 and f"port {port}" in line
     assert not (tmp_path / "d").exists()
@@ -306,19 +258,3 @@ def test_the_page_of_settings_is_what_the_command_prints(capsys: pytest.CaptureF
     assert run(["config", "markdown"]) == 0
     page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "settings.md").read_text()
     assert page.endswith(capsys.readouterr().out), "kvrouter config markdown prints what its table should be"
-
-
-@pytest.mark.parametrize(
-    ("changes", "state", "reason"),
-    [
-        ({}, "suspect", "gap 5..9"),
-        ({"draining": True, "closed": "it drains: ..."}, "suspect, draining", "gap 5..9"),
-        ({"closed": "5 failures in a row"}, "suspect, breaker open", "5 failures in a row; gap 5..9"),
-        ({"state": "down", "closed": "not tried", "reason": "gone"}, "down", "gone"),
-        ({"state": "live", "reason": "", "predictions": "untrue"}, "live", "untrue"),
-    ],
-)
-def test_the_table_says_why_a_worker_gets_no_requests(changes: dict[str, Any], state: str, reason: str) -> None:
-    table = workers_table([WORKER | changes])
-    cells = {str(column.header): str(next(iter(column.cells))) for column in table.columns}
-    assert cells["STATE"] == state and cells["REASON"].startswith(reason)

@@ -145,7 +145,7 @@ def test_unreleased_reservations_expire() -> None:
 def test_a_page_of_metrics_shows_what_is_held_now() -> None:
     stage = Stage(hit("a"))
     stage.placing.reserve(ask())
-    assert "kvrouter_reservations_held 1.0" in stage.metrics.own_page().decode()
+    assert "kvrouter_reservations_held 1.0" in asyncio.run(stage.metrics.own_page()).decode()
 
 
 def test_a_client_names_its_reservation_once() -> None:

@@ -76,8 +76,10 @@ def test_the_page_of_http_has_every_error_code() -> None:
 
 
 def commands(command: Any, name: str) -> Iterator[tuple[str, set[str]]]:
-    """Each command below `command`, with its flags."""
+    """Each command below `command`, with its flags; where commands have flags in common, those under their name."""
     if hasattr(command, "commands"):
+        if common := {flag for parameter in command.params for flag in parameter.opts} - HELP:
+            yield name, common
         for child, found in command.commands.items():
             yield from commands(found, f"{name} {child}")
         return
@@ -87,6 +89,8 @@ def commands(command: Any, name: str) -> Iterator[tuple[str, set[str]]]:
 def test_the_page_of_the_command_line_has_every_command_and_flag() -> None:
     found = dict(commands(typer.main.get_command(cli), "kvrouter"))
     found["kvrouter sim"] = dict(commands(typer.main.get_command(simulator), "sim"))["sim"]
+    common = found.pop("kvrouter")
+    assert common <= set(FLAG.findall(CLI.partition("\n## ")[0])), common
     # Its other flags are the settings, whose page is generated.
     settings = found["kvrouter serve"] - {"--config"}
     assert all(flag in (REFERENCE / "settings.md").read_text() for flag in settings)

@@ -17,7 +17,7 @@ BUCKETS = (0.0005, 0.25, 1.0, 30.0)
 VALUES = st.floats(0, 100) | st.sampled_from(BUCKETS)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["a", 'b"\\', ""]), VALUES), max_size=20))
+@given(st.lists(st.tuples(st.sampled_from(["a", 'b"\\', "c\n", ""]), VALUES), max_size=20))
 def test_the_page_is_that_of_the_library(counted: list[tuple[str, float]]) -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     mine: list[Any] = [
@@ -38,8 +38,9 @@ def test_the_page_is_that_of_the_library(counted: list[tuple[str, float]]) -> No
             histogram.labels(name).observe(value)
             alone.inc()
             spread.observe(value)
-    page = generate_latest(theirs).decode().splitlines()
-    assert generate_latest(ours).decode().splitlines() == [line for line in page if "_created" not in line]
+    page = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    assert generate_latest(ours).decode().splitlines() == page
+    assert "".join(metric.text() for metric in mine).splitlines() == page
 
 
 def test_a_removed_series_is_shown_no_longer_and_begins_at_zero() -> None:

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a page of metrics costs a router of many workers: its size, its time, the longest that the loop is held by it, and
+the part of `kvrouter_resident_blocks`.
+
+    python benchmarks/metrics_page.py [--workers 1000] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import time
+
+from report import machine
+
+from kvrouter.router.common.ids import TIERS, WorkerKey
+from kvrouter.router.server.router_metrics import RouterMetrics
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.workers.stream_state import StreamState
+
+GROUPS = 6
+BLOCKS = 5_000
+MS = 1_000
+
+
+def counted(workers: int) -> tuple[MetricRegistry, RouterMetrics, list[WorkerKey]]:
+    """The metrics of a router whose workers were all sent requests."""
+    registry = MetricRegistry()
+    metrics = RouterMetrics(registry)
+    keys = [WorkerKey("model", f"worker-{number}") for number in range(workers)]
+    streams, load = metrics.core.streams, metrics.placement.load
+    for worker in keys:
+        for counter in streams.tallied.values():
+            counter(worker).inc()
+        for state in StreamState:
+            streams.state(worker)(state).set(state is StreamState.LIVE)
+        for gauge in (
+            *(streams.commit_lag_seconds, streams.backlog_blocks, streams.log_tail_blocks),
+            *(load.queued_tokens, load.decode_tokens, load.requests, load.saturated),
+        ):
+            gauge(worker).set(1)
+        metrics.quality.of_worker(worker)
+    return registry, metrics, keys
+
+
+async def measured(registry: MetricRegistry, rounds: int) -> tuple[float, float, bytes]:
+    """Seconds of a page and of its longest turn (medians), and the page."""
+    pages, turns = [], []
+    for _ in range(rounds):
+        longest = 0.0
+        writing = asyncio.create_task(registry.own_page())
+        began = before = time.perf_counter()
+        while not writing.done():
+            await asyncio.sleep(0)
+            now = time.perf_counter()
+            longest, before = max(longest, now - before), now
+        pages.append(before - began)
+        turns.append(longest)
+    return statistics.median(pages), statistics.median(turns), writing.result()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workers", type=int, default=1_000)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    registry, metrics, keys = counted(arguments.workers)
+    places = {f"g{group}:{medium}": BLOCKS for group in range(GROUPS) for medium in TIERS}
+    for what, held in (("without resident blocks", ()), (f"with {len(places)} places a worker", keys)):
+        metrics.core.resident_blocks.counts = lambda held=held: ((worker, places) for worker in held)  # type: ignore[misc]
+        page_s, turn_s, page = asyncio.run(measured(registry, arguments.rounds))
+        samples = sum(not line.startswith(b"#") for line in page.splitlines())
+        print(
+            f"{arguments.workers} workers, {what}: {samples} samples, {len(page) / 2**20:.1f} MiB, "
+            f"{page_s * MS:.0f} ms, the longest turn {turn_s * MS:.0f} ms"
+        )
+    print("Machine: " + "; ".join(f"{name}: {value}" for name, value in machine().items()))
+
+
+if __name__ == "__main__":
+    main()

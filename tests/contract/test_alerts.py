@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The alert rules of deploy/prometheus and the queries of deploy/grafana: Prometheus' own tool takes them. Each alert
+fires where it should and none where all is well, and each names its section of the doctor's page."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+# pytest's importlib mode leaves sys.path alone.
+from monitoring_files import ROOT, RULES, alert_rules, dashboard_queries, panels
+
+DOCTOR = ROOT / "docs" / "how-to" / "doctor.md"
+
+ONE = 'instance="a",model="m",worker="w0"'
+TWO = 'instance="a",model="m",worker="w1"'
+# Of Grafana's dashboards.
+GRID_COLUMNS = 24
+# Long enough for every `for`.
+MINUTES = 90
+
+# Series of a router that is well, by Prometheus' notation for values at each minute.
+WELL = {
+    'kvrouter_build_info{instance="a",version="1",compiled="yes"}': "1x90",
+    f'kvrouter_stream_state{{{ONE},state="live"}}': "1x90",
+    f'kvrouter_stream_state{{{TWO},state="live"}}': "1x90",
+    f'kvrouter_stream_state{{{ONE},state="down"}}': "0x90",
+    f'kvrouter_stream_state{{{TWO},state="down"}}': "0x90",
+    f'kvrouter_stream_state{{{ONE},state="connecting"}}': "1x2 0x88",
+    f'kvrouter_proxy_breaker_state{{{ONE},state="open"}}': "0x90",
+    f"kvrouter_worker_unserved_models{{{ONE}}}": "0x90",
+    f"kvrouter_worker_disk_corrupt_records{{{ONE}}}": "3x90",
+    'kvrouter_discovery_up{instance="a",source="file"}': "1x90",
+    'kvrouter_discovery_waiting{instance="a",source="file"}': "0x90",
+    f"kvrouter_mirror_refused_blocks_total{{{ONE}}}": "7x90",
+    f"kvrouter_predicted_cached_tokens_total{{{ONE}}}": "0+1000x90",
+    f"kvrouter_over_credit_tokens_total{{{ONE}}}": "0+10x90",
+    'kvrouter_predictions_untold_total{instance="a",reason="no_cached_tokens"}': "3x90",
+    f"kvrouter_token_count_mismatches_total{{{ONE}}}": "1x90",
+    'kvrouter_achievable_hit_tokens_total{instance="a",model="m"}': "0+1000x90",
+    'kvrouter_lost_hit_tokens_total{instance="a",model="m",reason="load"}': "0+50x90",
+    f'kvrouter_ttft_seconds_bucket{{{ONE},le="1"}}': "0+60x90",
+    f'kvrouter_ttft_seconds_bucket{{{ONE},le="+Inf"}}': "0+60x90",
+    **{
+        f'kvrouter_itl_seconds_bucket{{instance="a",model="m",worker="{worker}",le="{bound}"}}': "0+60x90"
+        for worker in ("w0", "w1", "w2")
+        for bound in ("0.01", "+Inf")
+    },
+    'kvrouter_queue_refused_total{instance="a",model="m",reason="full"}': "5x90",
+    'kvrouter_store_up{instance="a"}': "1x90",
+    'kvrouter_unreadable_values_total{instance="a",where="worker"}': "1x90",
+    'kvrouter_load_known{instance="a"}': "1x90",
+    'kvrouter_task_failures_total{instance="a",task="mirror"}': "3x90",
+    'kvrouter_internal_errors_total{instance="a",where="/query"}': "1x90",
+    'kvrouter_trace_spans_total{instance="a",outcome="exported"}': "0+9x90",
+    'kvrouter_trace_spans_total{instance="a",outcome="dropped"}': "2x90",
+}
+# What is different from WELL where an alert is to fire; None: the series is not there.
+FAULTS: dict[str, dict[str, str | None]] = {
+    "KvrouterAbsent": {'kvrouter_build_info{instance="a",version="1",compiled="yes"}': None},
+    "KvrouterModelDown": {f'kvrouter_stream_state{{{one},state="down"}}': "1x90" for one in (ONE, TWO)},
+    "KvrouterWorkerDown": {f'kvrouter_stream_state{{{TWO},state="down"}}': "1x90"},
+    "KvrouterBreakerOpen": {f'kvrouter_proxy_breaker_state{{{ONE},state="open"}}': "1x90"},
+    "KvrouterModelNotServed": {f"kvrouter_worker_unserved_models{{{ONE}}}": "1x90"},
+    "KvrouterDiskDamaged": {f"kvrouter_worker_disk_corrupt_records{{{ONE}}}": "3x70 4x20"},
+    "KvrouterSourceFails": {'kvrouter_discovery_up{instance="a",source="file"}': "0x90"},
+    "KvrouterWorkersWait": {'kvrouter_discovery_waiting{instance="a",source="file"}': "2x90"},
+    "KvrouterEventsNotFollowed": {f'kvrouter_stream_state{{{ONE},state="connecting"}}': "1x90"},
+    "KvrouterHashesUnknown": {f'kvrouter_stream_state{{{ONE},state="unhashable"}}': "1x90"},
+    "KvrouterEventsOfAnother": {f'kvrouter_stream_state{{{ONE},state="mismatched"}}': "1x90"},
+    "KvrouterBlocksRefused": {f"kvrouter_mirror_refused_blocks_total{{{ONE}}}": "0+1x90"},
+    "KvrouterPredictionsWrong": {f"kvrouter_over_credit_tokens_total{{{ONE}}}": "0+60x90"},
+    "KvrouterReuseNotReported": {'kvrouter_predictions_untold_total{instance="a",reason="no_cached_tokens"}': "0+3x90"},
+    "KvrouterTokenCountsDiffer": {f"kvrouter_token_count_mismatches_total{{{ONE}}}": "0+1x90"},
+    "KvrouterReuseLost": {'kvrouter_lost_hit_tokens_total{instance="a",model="m",reason="load"}': "0+110x90"},
+    "KvrouterClientsWait": {
+        f'kvrouter_ttft_seconds_bucket{{{ONE},le="1"}}': "0+50x90",
+        f'kvrouter_ttft_seconds_bucket{{{ONE},le="5"}}': "0+60x90",
+    },
+    "KvrouterEngineSlow": {
+        'kvrouter_itl_seconds_bucket{instance="a",model="m",worker="w2",le="0.01"}': "0x90",
+        'kvrouter_itl_seconds_bucket{instance="a",model="m",worker="w2",le="0.1"}': "0+60x90",
+    },
+    "KvrouterRequestsRefused": {'kvrouter_queue_refused_total{instance="a",model="m",reason="full"}': "0+1x90"},
+    "KvrouterStoreAway": {'kvrouter_store_up{instance="a"}': "0x90"},
+    "KvrouterUnreadableValues": {'kvrouter_unreadable_values_total{instance="a",where="worker"}': "0+1x90"},
+    "KvrouterLoadUnknown": {'kvrouter_load_known{instance="a"}': "0x90"},
+    "KvrouterTaskFails": {'kvrouter_task_failures_total{instance="a",task="mirror"}': "0+1x90"},
+    "KvrouterInternalErrors": {'kvrouter_internal_errors_total{instance="a",where="/query"}': "0+1x90"},
+    "KvrouterNotCompiled": {'kvrouter_build_info{instance="a",version="1",compiled="no"}': "1x90"},
+    "KvrouterVersionsDiffer": {'kvrouter_build_info{instance="b",version="2",compiled="yes"}': "1x90"},
+    "KvrouterTracesLost": {'kvrouter_trace_spans_total{instance="a",outcome="dropped"}': "0+2x90"},
+}
+# An alert that comes with another one: a model is down when all its workers are.
+COMPANY = {"KvrouterModelDown": {"KvrouterWorkerDown"}}
+
+
+@pytest.fixture(scope="session")
+def promtool() -> str:
+    """Of Debian's package prometheus. Without it CI fails, and any other machine skips what needs it."""
+    found = shutil.which("promtool")
+    if found is None:
+        reason = "no promtool on PATH, so the alert rules were not tested: apt-get install prometheus"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    return found
+
+
+def case(name: str, series: Mapping[str, str | None], firing: set[str]) -> dict[str, Any]:
+    """A test of promtool: after MINUTES, exactly these alerts fire."""
+    shown = [
+        {
+            "expr": f'group by (alertname) (ALERTS{{alertstate="firing",alertname="{alert["alert"]}"}})',
+            "fires": alert["alert"],
+        }
+        for alert in alert_rules()
+    ]
+    return {
+        "name": name,
+        "interval": "1m",
+        "input_series": [{"series": one, "values": values} for one, values in series.items() if values is not None],
+        "promql_expr_test": [
+            {
+                "expr": one["expr"],
+                "eval_time": f"{MINUTES}m",
+                "exp_samples": [{"labels": f'{{alertname="{one["fires"]}"}}', "value": 1}]
+                if one["fires"] in firing
+                else [],
+            }
+            for one in shown
+        ],
+    }
+
+
+def run(promtool: str, *arguments: object) -> None:
+    done = subprocess.run([promtool, *map(str, arguments)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_promtool_takes_the_rules(promtool: str) -> None:
+    run(promtool, "check", "rules", RULES)
+
+
+def test_promtool_takes_the_queries_of_the_dashboard(promtool: str, tmp_path: Path) -> None:
+    recorded = [{"record": f"query_{number}", "expr": query} for number, query in enumerate(dashboard_queries())]
+    file = tmp_path / "queries.yaml"
+    file.write_text(yaml.safe_dump({"groups": [{"name": "dashboard", "rules": recorded}]}))
+    run(promtool, "check", "rules", file)
+
+
+def test_the_panels_of_the_dashboard_do_not_overlap_and_say_what_they_show() -> None:
+    cells = [
+        (panel["gridPos"]["y"] + row, panel["gridPos"]["x"] + column)
+        for panel in panels()
+        for row in range(panel["gridPos"]["h"])
+        for column in range(panel["gridPos"]["w"])
+    ]
+    assert len(cells) == len(set(cells)) and max(column for _, column in cells) < GRID_COLUMNS
+    assert len({panel["id"] for panel in panels()}) == len(panels())
+    assert all(panel["title"] and panel["fieldConfig"]["defaults"]["unit"] for panel in panels())
+
+
+def test_every_alert_fires_in_its_case_alone_and_none_where_all_is_well(promtool: str, tmp_path: Path) -> None:
+    assert {rule["alert"] for rule in alert_rules()} == set(FAULTS)
+    cases = [case("all is well", WELL, set())]
+    cases += [case(name, WELL | series, {name} | COMPANY.get(name, set())) for name, series in FAULTS.items()]
+    file = tmp_path / "alerts_test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": cases}))
+    run(promtool, "test", "rules", file)
+
+
+def test_an_alert_says_whom_it_is_about(promtool: str, tmp_path: Path) -> None:
+    (rule,) = (rule for rule in alert_rules() if rule["alert"] == "KvrouterWorkerDown")
+    annotations = rule["annotations"] | {"summary": "Worker w1 of m is down"}
+    alert = {"exp_labels": {"severity": "warning", "model": "m", "worker": "w1"}, "exp_annotations": annotations}
+    series = WELL | FAULTS["KvrouterWorkerDown"]
+    test = {
+        "interval": "1m",
+        "input_series": [{"series": one, "values": values} for one, values in series.items()],
+        "alert_rule_test": [{"eval_time": "10m", "alertname": "KvrouterWorkerDown", "exp_alerts": [alert]}],
+    }
+    file = tmp_path / "alerts_test.yaml"
+    file.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]}))
+    run(promtool, "test", "rules", file)
+
+
+def test_every_alert_names_its_section_of_the_doctors_page() -> None:
+    headings = re.findall(r"^### (KV\d+)$", DOCTOR.read_text(), re.MULTILINE) if DOCTOR.exists() else None
+    for rule in alert_rules():
+        notes = rule["annotations"]
+        code = notes.get("doctor")
+        assert notes["runbook_url"] == "how-to/doctor.md" + (f"#{code.lower()}" if code else "")
+        assert code is None or headings is None or code in headings, rule["alert"]
+        assert (
+            notes["summary"] and notes["description"] and rule["labels"]["severity"] in ("info", "warning", "critical")
+        )

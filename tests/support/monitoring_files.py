@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The queries of deploy/prometheus and deploy/grafana."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = ROOT / "deploy" / "prometheus" / "alerts.yaml"
+DASHBOARD = ROOT / "deploy" / "grafana" / "kvrouter.json"
+
+# What Grafana puts in for its variables.
+VARIABLES = {"$__rate_interval": "5m", "$model": ".*", "$worker": ".*"}
+
+
+def alert_rules() -> list[dict[str, Any]]:
+    groups = yaml.safe_load(RULES.read_text())["groups"]
+    return [rule for group in groups for rule in group["rules"]]
+
+
+def panels() -> list[dict[str, Any]]:
+    """Those of the dashboard that show something."""
+    found: list[dict[str, Any]] = json.loads(DASHBOARD.read_text())["panels"]
+    return [panel for panel in found if panel["type"] != "row"]
+
+
+def dashboard_queries() -> list[str]:
+    """In PromQL, without Grafana's variables."""
+    queries = []
+    for panel in panels():
+        for target in panel["targets"]:
+            query = str(target["expr"])
+            for name, value in VARIABLES.items():
+                query = query.replace(name, value)
+            assert "$" not in query, query
+            queries.append(query)
+    return queries

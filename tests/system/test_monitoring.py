@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of metrics of a router with traffic has what the dashboard and the alert rules query."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+# pytest's importlib mode leaves sys.path alone.
+from fleet import until
+from monitoring_files import alert_rules, dashboard_queries
+from prometheus_client import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from router_process import RouterProcess
+
+from kvrouter.router.common.version import VERSION
+from kvrouter.simulator.cache.shapes import make_geometry
+from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+
+MODEL = "sim"
+NAME = re.compile(r"\b(?:kvrouter|process)_\w+")
+SELECTOR = re.compile(r"\b((?:kvrouter|process)_\w+)\{([^}]*)\}")
+GROUPING = re.compile(r"\bby \(([^)]*)\)")
+# Of a histogram; `le` is on its buckets.
+PARTS = ("_bucket", "_sum", "_count")
+# What comes last, by events of the engines and after an answer.
+COUNTED = (
+    *("resident_blocks", "stream_event_lag_seconds", "achievable_hit_tokens_total", "delivered_cached_tokens_total"),
+    *("ttft_seconds_count", "itl_seconds_count", "e2e_seconds_count"),
+)
+# What Prometheus adds to each sample.
+SCRAPED = {"instance", "job"}
+
+
+@pytest.fixture(scope="module")
+def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
+    """With two workers that were sent prompts, some of them again."""
+    with zmq.Context[zmq.Socket[bytes]]() as context:
+        replicas = [ReplicaServer(make_geometry("gemma3"), 512, context=context, model=MODEL) for _ in range(2)]
+        thread = ServerThread(replicas)
+        thread.start()
+        specs = [
+            f"w{number}={at['url']},events={at['events']},replay={at['replay']},model={MODEL}"
+            for number, at in enumerate(replica.endpoints for replica in replicas)
+        ]
+        flags = [part for spec in specs for part in ("--worker", spec)]
+        with RouterProcess(tmp_path_factory.mktemp("router"), flags) as process:
+            numbers = itertools.count()
+
+            def counts() -> bool:
+                """After one prompt more: all that traffic counts is counted."""
+                number = next(numbers)
+                # Streams have a time to first token, and times between tokens.
+                body = {"model": MODEL, "prompt": [number % 4 + 1] * 300, "max_tokens": 3, "stream": number % 2 == 1}
+                options = {"stream_options": {"include_usage": True}} if body["stream"] else {}
+                process.text("/v1/completions", body | options)
+                return all(process.metric(f"kvrouter_{name}") > 0 for name in COUNTED)
+
+            until(counts, "traffic is counted")
+            yield process
+        thread.stop()
+
+
+def families(router: RouterProcess) -> list[Metric]:
+    return list(text_string_to_metric_families(router.text("/metrics")))
+
+
+def labels_by_name(found: list[Metric]) -> dict[str, set[str]]:
+    """Of every name that a query may have; those of a metric that counted nothing yet are not known, and empty."""
+    named: dict[str, set[str]] = {}
+    for family in found:
+        names = [family.name + "_total"] if family.type == "counter" else [family.name]
+        names += [family.name + part for part in PARTS] if family.type == "histogram" else []
+        for name in names:
+            named[name] = set()
+        for sample in family.samples:
+            named.setdefault(sample.name, set()).update(sample.labels)
+    return named
+
+
+def queries() -> list[str]:
+    return [*dashboard_queries(), *(rule["expr"] for rule in alert_rules())]
+
+
+def test_every_metric_that_is_queried_is_on_the_page_with_the_labels_of_the_query(router: RouterProcess) -> None:
+    named = labels_by_name(families(router))
+    assert len(queries()) > 50
+    for query in queries():
+        used = set(NAME.findall(query))
+        assert used and not used - named.keys(), query
+        for name, matchers in SELECTOR.findall(query):
+            wanted = set(re.findall(r"(\w+)[=!]~?=?\"", matchers))
+            assert not named[name] or wanted <= named[name], query
+        known = set().union(*(named[name] for name in used)) | SCRAPED
+        grouped = {label.strip() for labels in GROUPING.findall(query) for label in labels.split(",")}
+        assert grouped <= known or not all(named[name] for name in used), query
+
+
+def test_what_traffic_counts_has_samples(router: RouterProcess) -> None:
+    named = labels_by_name(families(router))
+    silent = {name for query in dashboard_queries() for name in NAME.findall(query) if not named[name]}
+    # Without a label, or counted where something goes wrong.
+    assert silent <= {
+        *("kvrouter_proxy_breaker_state", "kvrouter_proxy_failures_total", "kvrouter_queue_requests"),
+        *("kvrouter_queue_refused_total", "kvrouter_lost_hit_tokens_total", "kvrouter_routers", "kvrouter_store_up"),
+        *("kvrouter_mirror_bytes", "kvrouter_choice_seconds_bucket", "kvrouter_stream_resyncs_total"),
+        *("process_resident_memory_bytes", "process_cpu_seconds_total"),
+    }, silent
+
+
+def test_the_page_has_the_build_the_blocks_held_and_nothing_created(router: RouterProcess) -> None:
+    assert router.metric("kvrouter_build_info", version=VERSION) == 1
+
+    def held() -> dict[tuple[str, str, str], float]:
+        return {
+            (row["worker_id"], place.partition(":")[0][1:], place.split(":")[1]): count
+            for row in router.request("GET", "/workers")["workers"]
+            for place, count in row["residency"].items()
+        }
+
+    def shown() -> dict[tuple[str, str, str], float]:
+        return {
+            (sample.labels["worker"], sample.labels["group"], sample.labels["medium"]): sample.value
+            for family in families(router)
+            for sample in family.samples
+            if family.name == "kvrouter_resident_blocks" and sample.labels["model"] == MODEL
+        }
+
+    # Events of the last prompt may come between the two.
+    until(lambda: shown() == held() and len(held()) > 1, "the blocks held are those of /workers")
+    assert "_created" not in router.text("/metrics")
