@@ -15,7 +15,11 @@ TIMEOUT_S = 30.0
 
 
 class ClientError(Exception):
-    """The router cannot be reached, or refuses: one line with the cause and the fix."""
+    """The router cannot be reached, or refuses: one line with the cause and the fix. status: of what answered."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class Client:
@@ -25,6 +29,8 @@ class Client:
         if not url.startswith(("http://", "https://")):
             raise ClientError(f"--url is {url!r}: write an HTTP address like http://127.0.0.1:30000")
         self._url = url.rstrip("/")
+        # When the last answer was made, as the router dates it.
+        self.date: str | None = None
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -35,9 +41,10 @@ class Client:
         try:
             request = urllib.request.Request(self._url + path, data, self._headers, method=method)
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                self.date = answer.headers.get("date")
                 return msgspec.json.decode(answer.read())
         except urllib.error.HTTPError as error:
-            raise ClientError(_message_of(error)) from None
+            raise ClientError(_message_of(error), error.code) from None
         except msgspec.DecodeError:
             raise ClientError(f"what listens on {self._url} is no router: its answer is no JSON; check --url") from None
         except urllib.error.URLError as error:
