@@ -11,6 +11,7 @@ from fastapi import FastAPI
 
 from kvrouter.router.api import requests as bodies
 from kvrouter.router.api import responses as replies
+from kvrouter.router.diagnosis.finding import DiagnosisReport
 from kvrouter.router.workers import registration_bodies
 
 SCHEMA_REF = "#/components/schemas/{name}"
@@ -36,6 +37,7 @@ SCHEMAS = (
     replies.HealthReply,
     replies.ReadyReply,
     replies.VersionReply,
+    DiagnosisReport,
     replies.ErrorReply,
 )
 

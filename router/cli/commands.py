@@ -10,6 +10,7 @@ import gc
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -38,6 +39,9 @@ DEFAULT_URL = "http://127.0.0.1:30000"
 
 # Wide enough for a row of either table when the output is no terminal, so that no cell is cut for `grep`.
 PIPE_WIDTH = 400
+
+# Of text that is read, where the output is no terminal.
+READING_WIDTH = 80
 
 app = typer.Typer(
     name="kvrouter",
@@ -163,6 +167,19 @@ def explain(
     console.print(f"{text(worker_name(answer))} ({to}): {text(answer['reason'])}", highlight=False)
 
 
+@app.command()
+def doctor(url: Url = DEFAULT_URL, api_key: Key = None, as_json: AsJson = False) -> None:
+    """Say what is wrong with a running router and its fleet, why, and how to mend it; exit code 1 if anything is."""
+    from kvrouter.router.cli.doctor import diagnose, findings_blocks
+
+    report = diagnose(Client(url, api_key), url, time.time)
+    if as_json:
+        _print_json(msgspec.to_builtins(report))
+    else:
+        _reading_console().print(findings_blocks(report), highlight=False)
+    raise typer.Exit(0 if report.ok else EXIT_FAILED)
+
+
 @config_app.command("schema")
 def config_schema() -> None:
     """Show the JSON schema of the settings file."""
@@ -223,6 +240,13 @@ def _console() -> Console:
     from rich.console import Console
 
     return Console() if sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+
+
+def _reading_console() -> Console:
+    """For text that is read, not searched: lines that wrap at words."""
+    from rich.console import Console
+
+    return Console() if sys.stdout.isatty() else Console(width=READING_WIDTH)
 
 
 def _print_json(answer: Any) -> None:

@@ -114,6 +114,7 @@ class Reservations:
             return
         placement.prefilling = False
         now = placement.told_s = self._clock()
+        self._weights.prompts.add(placement.prefilled_at or placement.worker, placement.num_tokens)
         if (part := placement.prefill) is not None:
             # The client of both did not report the end of the first one.
             placement.prefilled_at = part.worker

@@ -36,6 +36,7 @@ from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.loading import Origin
 from kvrouter.router.config.settings import Config, without_password
 from kvrouter.router.core.router_core import Core
+from kvrouter.router.diagnosis.diagnosis import Diagnosis
 from kvrouter.router.discovery.discovery import Discovery
 from kvrouter.router.discovery.sources import sources_of
 from kvrouter.router.index.store import IndexStore
@@ -88,6 +89,7 @@ def build_router(
     metrics: RouterMetrics,
     quality: Quality,
     shutdown: Shutdown,
+    diagnosis: Diagnosis | None = None,
 ) -> HttpApi:
     """The HTTP API and the proxy, on the running loop. `close` its proxy at the end."""
     proxy = Proxy(
@@ -105,7 +107,17 @@ def build_router(
         has_own_key=config.api_key is not None,
     )
     return build_api(
-        core, placing, config, metrics.http, time.perf_counter, tokens, proxy, quality.tracing, discovery, shutdown
+        core,
+        placing,
+        config,
+        metrics.http,
+        time.perf_counter,
+        tokens,
+        proxy,
+        quality.tracing,
+        discovery,
+        shutdown,
+        diagnosis,
     )
 
 
@@ -266,7 +278,19 @@ async def _start(
     tokens.start()
     quality = Quality(metrics.quality, time.monotonic, tracing)
     core.registry.subscribe(view=quality.on_view)
-    api = build_router(core, placing, admission, tokens, discovery, config, metrics, quality, shutdown)
+    diagnosis = Diagnosis(
+        core=core,
+        placing=placing,
+        admission=admission,
+        quality=quality,
+        tokens=tokens,
+        sources=discovery,
+        servers=store.servers,
+        config=config,
+        http=http,
+        wall_clock=time.time,
+    )
+    api = build_router(core, placing, admission, tokens, discovery, config, metrics, quality, shutdown, diagnosis)
     assert api.proxy is not None
     stack.callback(api.proxy.close)
     limits = HttpLimits(max_connections=_connections_possible(HttpLimits().max_connections))

@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
+from kvrouter.router.api.diagnosis import DiagnosisPort, diagnosis_routes
 from kvrouter.router.api.health import watch_routes
 from kvrouter.router.api.http.http_api import HotHandler, HttpApi, headers_of, label_of
 from kvrouter.router.api.http_metrics import HttpMetrics
@@ -107,12 +108,13 @@ def build_api(
     tracing: Tracing | None = None,
     sources: SourcesPort | None = None,
     shutdown: Shutdown | None = None,
+    diagnosis: DiagnosisPort | None = None,
 ) -> HttpApi:
     """The whole HTTP API on `core` and `placing`. Holds no global state: several live side by side in one process.
 
     tokens: tokenizes texts; without it texts are refused. clock: monotonic, in seconds; measures decisions. proxy:
     without it nothing is forwarded. tracing: None turns traces off. sources: where workers come from; they report their
-    problems. shutdown: set when the process is to end."""
+    problems. shutdown: set when the process is to end. diagnosis: looks for what is wrong."""
     shutdown = shutdown or Shutdown()
     app = FastAPI(
         title=PACKAGE,
@@ -141,6 +143,7 @@ def build_api(
         load_routes(core, placing, selecting),
         model_routes(core),
         watching,
+        diagnosis_routes(diagnosis),
     ):
         app.include_router(router)
         app.state.routes += router.routes

@@ -195,7 +195,9 @@ class VerifiedEngines:
 
     def health(self) -> list[str]:
         """Which tokens are not what the engines make, for `/health`."""
-        return [f"model {printable(model)}{url and ' at '}{url}: {problem}" for model, url, problem in self.differences()]
+        return [
+            f"model {printable(model)}{url and ' at '}{url}: {problem}" for model, url, problem in self.differences()
+        ]
 
     def differences(self) -> list[tuple[str, str, str]]:
         """Model, URL of the engine (empty: of none) and problem, wherever tokens are not known to be the engine's."""

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of this router and of those beside it on one Redis. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvrouter.router.common.escaping import printable
+from kvrouter.router.diagnosis.finding import Finding, found
+from kvrouter.router.diagnosis.snapshot import Snapshot
+
+
+def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    if snapshot.is_open is not None:
+        yield found(
+            "KV006",
+            "router",
+            snapshot.is_open,
+            "kvrouter serve --api-key KEY (or KVROUTER_API_KEY), or --host 127.0.0.1",
+        )
+    if snapshot.uncompiled is not None:
+        yield found(
+            "KV007",
+            "router",
+            snapshot.uncompiled,
+            "apt-get install gcc python3-dev; pip install --force-reinstall --no-deps .",
+        )
+    for problem in snapshot.task_problems:
+        yield found(
+            "KV008",
+            "router",
+            problem,
+            "report it with the traceback in the router's log; restart the router if it stays",
+        )
+    for problem in snapshot.load_problems:
+        yield found("KV604", "router", problem, "see what KV501 says of Redis; the load is shared through it")
+    for source, problem in snapshot.source_problems:
+        yield found("KV605", f"source {source}", problem, "correct the file, or the router's access to Kubernetes")
+    yield from _of_peers(snapshot)
+
+
+def _of_peers(snapshot: Snapshot) -> Iterator[Finding]:
+    versions = {token: word.version for token, word in snapshot.routers.items()}
+    if len(set(versions.values())) > 1:
+        yield found(
+            "KV601",
+            "routers",
+            _listed(versions, snapshot.token),
+            "install the same version on all, and restart them in turn",
+        )
+    names = sorted({name for word in snapshot.routers.values() for name in word.settings})
+    for name in names:
+        # A router of another version may not have it.
+        values = {token: word.settings[name] for token, word in snapshot.routers.items() if name in word.settings}
+        if len(set(values.values())) > 1:
+            yield found(
+                "KV602",
+                f"setting {name}",
+                _listed(values, snapshot.token),
+                f"start all routers on this Redis with the same {name}",
+            )
+
+
+def _listed(values: dict[str, str], own: str) -> str:
+    """What each router has, this one first."""
+    parts = []
+    for token in sorted(values, key=lambda token: (token != own, token)):
+        who = "this router" if token == own else f"router {printable(token)}"
+        parts.append(f"{who} has {printable(values[token]) or 'none that it names'}")
+    return "; ".join(parts)
