@@ -170,13 +170,14 @@ def explain(
 @app.command()
 def doctor(url: Url = DEFAULT_URL, api_key: Key = None, as_json: AsJson = False) -> None:
     """Say what is wrong with a running router and its fleet, why, and how to mend it; exit code 1 if anything is."""
-    from kvrouter.router.cli.doctor import diagnose, findings_blocks
+    from kvrouter.router.cli.doctor import diagnose, findings_text
 
     report = diagnose(Client(url, api_key), url, time.time)
     if as_json:
         _print_json(msgspec.to_builtins(report))
     else:
-        _reading_console().print(findings_blocks(report), highlight=False)
+        console = _reading_console()
+        console.print(findings_text(report, console.width), highlight=False, soft_wrap=True)
     raise typer.Exit(0 if report.ok else EXIT_FAILED)
 
 

@@ -3,22 +3,23 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
-from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from kvrouter.router.cli.api_client import Client, ClientError
-from kvrouter.router.cli.tables import text
 from kvrouter.router.common.version import VERSION
 from kvrouter.router.diagnosis.clocks import SET_CLOCKS, clock_difference
 from kvrouter.router.diagnosis.finding import DiagnosisReport, Finding, Severity, found
 
+INDENT = "      "
+# Narrower, words would stand one to a line.
+MIN_WIDTH = 40
 COLOURS = {Severity.ERROR: "bold red", Severity.WARNING: "bold yellow", Severity.NOTE: "bold cyan"}
 LABEL = "dim"
 
@@ -122,31 +123,31 @@ def _unanswered(error: ClientError, url: str) -> Finding:
     )
 
 
-def findings_blocks(report: DoctorReport) -> RenderableType:
-    """One block a finding and a line at the end; that line alone where nothing was found."""
-    blocks: list[RenderableType] = []
+def findings_text(report: DoctorReport, width: int) -> Text:
+    """One block a finding and a line at the end; that line alone where nothing was found. width: of the terminal."""
+    blocks = Text()
     for finding in report.findings:
-        blocks += [_block(finding), ""]
-    return Group(*blocks, _summary(report))
+        blocks.append(f"{finding.code} {finding.severity.value} ", COLOURS[finding.severity])
+        blocks.append(f"{_plain(finding.subject)}: {_plain(finding.problem)}\n", "bold")
+        for label, value in (("why", finding.evidence), ("fix", finding.fix), ("see", finding.page)):
+            # Words stay whole, so that an address or a flag can be copied.
+            lines = textwrap.wrap(
+                _plain(value), max(width, MIN_WIDTH) - len(INDENT), break_long_words=False, break_on_hyphens=False
+            )
+            blocks.append(f"  {label} ", LABEL)
+            blocks.append(f"\n{INDENT}".join(lines) + "\n")
+        blocks.append("\n")
+    return blocks + _summary(report)
 
 
-def _block(finding: Finding) -> RenderableType:
-    head = Text.from_markup(
-        f"[{COLOURS[finding.severity]}]{finding.code} {finding.severity.value}[/] [bold]{text(finding.subject)}[/]: "
-        f"{text(finding.problem)}"
-    )
-    rows = Table.grid(padding=(0, 1), expand=False)
-    rows.add_column(style=LABEL, no_wrap=True)
-    rows.add_column(overflow="fold")
-    for label, value in (("  why", finding.evidence), ("  fix", finding.fix), ("  see", finding.page)):
-        rows.add_row(label, text(value))
-    return Group(head, rows)
+def _plain(value: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in value)
 
 
 def _summary(report: DoctorReport) -> Text:
     looked = f"{_count(report.workers, 'worker')}, {_count(report.routers, 'router')}, version {report.version}"
     if not report.findings:
-        return Text.from_markup(f"[bold green]all is well[/]: {text(looked)}; {report.checks} checks found nothing")
+        return Text("all is well", "bold green") + Text(f": {looked}; {report.checks} checks found nothing")
     counts = [
         _count(sum(one.severity is severity for one in report.findings), severity.value)
         for severity in Severity

@@ -150,7 +150,8 @@ def _of_models(snapshot: Snapshot) -> Iterator[Finding]:
                     f"model {printable(model)}",
                     f"{group.name} of {worker.name} has (kind, block, window, chunk) {_text(shape)}, that of {other.name} "
                     f"{_text(known)}",
-                    "start all engines of a model with the same version, --block-size and cache flags; give others another model name",
+                    "start all engines of a model with the same version, --block-size and cache flags, or give the others another "
+                    "model name",
                 )
 
 
