@@ -37,7 +37,7 @@ class DoctorReport(msgspec.Struct, frozen=True):
 
 
 def diagnose(client: Client, url: str, wall_clock: Callable[[], float]) -> DoctorReport:
-    """Ask the router; a router that cannot be asked is a finding itself. wall_clock: seconds since 1970."""
+    """Ask the router; one that does not answer is a finding itself. wall_clock: seconds since 1970."""
     findings: list[Finding] = []
     report = DiagnosisReport("", 0, 0, 0, [])
     try:

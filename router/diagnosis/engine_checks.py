@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of engines: are they reached, do they serve what is asked of them. Pure."""
+"""Checks of engines: are they reached, and do they serve what they are registered for. Pure."""
 
 from __future__ import annotations
 

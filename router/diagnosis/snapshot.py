@@ -19,7 +19,7 @@ from kvrouter.router.workers.stream_state import StreamState
 
 class PromptCount(msgspec.Struct, frozen=True):
     """Prompts that a worker computed, since this process started. short: of at most one unit of reuse, so that nothing
-    of them can be reused. whole: of so many tokens that events must have followed."""
+    of them can be reused. whole: of more than one, so that events must have followed."""
 
     total: int = 0
     short: int = 0
