@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import TypeVar
@@ -30,8 +30,6 @@ SIGNATURE = b"\xff" + 8 * b"\0" + b"\x7f"
 GREETING = SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + b"\0" + 31 * b"\0"
 MECHANISM = slice(12, 32)
 COMMAND_FLAG = 0x04
-# A READY command has two properties of some ten bytes.
-MAX_READY_BYTES = 255
 SOCKET_TYPE = b"Socket-Type"
 # What publishes, and what answers requests.
 PUBLISHERS = frozenset({"PUB", "XPUB"})
@@ -56,23 +54,24 @@ async def probe_endpoints(endpoints: Iterable[str]) -> dict[str, EndpointAnswer]
 
 
 async def probe_endpoint(endpoint: str) -> EndpointAnswer:
-    """What listens there."""
+    """What listens there, as far as it says in time."""
+    answer = EndpointAnswer(f"no connection within {TIMEOUT_S:g} s")
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(TIMEOUT_S):
             reader, writer = await _connect(endpoint)
-            return await _greet(reader, writer)
-    except TimeoutError:
-        if writer is None:
-            return EndpointAnswer(f"no connection within {TIMEOUT_S:g} s")
-        return EndpointAnswer()
+            async for said in _greet(reader, writer):
+                answer = said
+    except (TimeoutError, asyncio.IncompleteReadError):
+        # What was heard so far is known.
+        pass
     except (OSError, ValueError) as error:
-        return EndpointAnswer(_said(error)) if writer is None else EndpointAnswer()
-    except asyncio.IncompleteReadError:
-        return EndpointAnswer()
+        if writer is None:
+            return EndpointAnswer(_said(error))
     finally:
         if writer is not None:
             writer.transport.abort()
+    return answer
 
 
 async def _connect(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -83,20 +82,20 @@ async def _connect(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamW
     return await asyncio.open_connection(host.removeprefix("[").removesuffix("]"), int(port))
 
 
-async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> EndpointAnswer:
+async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> AsyncIterator[EndpointAnswer]:
+    """Each answer says more than the one before. Raises IncompleteReadError and OSError where the other side ends."""
+    yield EndpointAnswer()
     writer.write(GREETING)
-    greeting = await reader.readexactly(len(SIGNATURE))
-    if (greeting[0], greeting[-1]) != (SIGNATURE[0], SIGNATURE[-1]):
-        return EndpointAnswer()
-    greeting += await reader.readexactly(len(GREETING) - len(SIGNATURE))
+    signature = await reader.readexactly(len(SIGNATURE))
+    if (signature[0], signature[-1]) != (SIGNATURE[0], SIGNATURE[-1]):
+        return
+    yield EndpointAnswer(is_zmq=True)
+    greeting = signature + await reader.readexactly(len(GREETING) - len(SIGNATURE))
     if greeting[MECHANISM].rstrip(b"\0") != b"NULL":
-        return EndpointAnswer(is_zmq=True)
-    try:
-        flags, size = await reader.readexactly(2)
-        ready = await reader.readexactly(size) if flags & COMMAND_FLAG else b""
-    except asyncio.IncompleteReadError:
-        return EndpointAnswer(is_zmq=True)
-    return EndpointAnswer(is_zmq=True, socket=_socket_type(ready))
+        return
+    flags, size = await reader.readexactly(2)
+    if flags & COMMAND_FLAG:
+        yield EndpointAnswer(is_zmq=True, socket=_socket_type(await reader.readexactly(size)))
 
 
 def _socket_type(ready: bytes) -> str:

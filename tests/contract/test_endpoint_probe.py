@@ -79,10 +79,11 @@ def test_another_program_is_no_zmq() -> None:
 @pytest.mark.parametrize(
     "said",
     [b"", b"\xff", endpoint_probe.GREETING[:40], endpoint_probe.GREETING, endpoint_probe.GREETING + b"\x04\xff\x05REA"],
+    ids=["nothing", "a byte", "half a greeting", "a greeting", "half a command"],
 )
 def test_whoever_falls_silent_or_hangs_up_is_not_waited_for(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_probe, "TIMEOUT_S", 0.2)
-    is_zmq = len(said) >= len(endpoint_probe.GREETING)
+    is_zmq = len(said) >= len(endpoint_probe.SIGNATURE)
     for hangs_up in (False, True):
         with socket.create_server(("127.0.0.1", 0)) as server:
             held: list[socket.socket] = []
