@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long the prompts are that each worker computed, in powers of two. Pure.
 
-It costs a choice nothing: a prompt counts at its first token. Prompts of which only the choice is known do not count.
+It costs a choice nothing: a prompt counts at its first token, or at the end of an answer that says how long it is.
+Prompts of which only the choice is known do not count.
 """
 
 from __future__ import annotations
