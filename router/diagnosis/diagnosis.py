@@ -11,8 +11,10 @@ from typing import Protocol
 import aiohttp
 
 from kvrouter.router.common import compiled
+from kvrouter.router.common.errors import NoWorker
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.version import VERSION
+from kvrouter.router.config.agreement import agreed_settings
 from kvrouter.router.config.cautions import open_to_all
 from kvrouter.router.config.settings import Config
 from kvrouter.router.core.router_core import Core
@@ -135,13 +137,23 @@ class Diagnosis:
                 servers=servers,
                 is_private=self._config.redis is None,
             ),
-            routers={token: RouterWord(beat.software, beat.settings) for token, beat in beats.items()},
+            routers={token: RouterWord(beat.software, beat.settings) for token, beat in beats.items()}
+            | {core.peers.token: RouterWord(VERSION, agreed_settings(self._config))},
             load_problems=self._placing.health(),
             source_problems=self._sources.down(),
             task_problems=core.task_problems(),
             is_open=open_to_all(self._config),
             uncompiled=compiled.caution(),
+            unready=self._unready(),
         )
+
+    def _unready(self) -> str:
+        """As /ready has it."""
+        try:
+            self._placing.takers(self._core.models())
+        except NoWorker as error:
+            return error.message
+        return ""
 
     async def _probe(self) -> tuple[dict[str, EndpointAnswer], dict[str, float]]:
         """What listens at all endpoints that the router may connect to; and the clocks of the engines."""

@@ -20,6 +20,14 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
             "kvrouter serve --worker w0=http://HOST:8000, or: curl ROUTER/register -d "
             '\'{"worker_id": "w0", "url": "http://HOST:8000"}\'',
         )
+    if snapshot.unready and snapshot.workers and not any(one.is_down or one.breaker for one in snapshot.workers):
+        yield found(
+            "KV009",
+            "fleet",
+            snapshot.unready,
+            'end a drain: curl -X PATCH ROUTER/workers/ID -d \'{"state": "active"}\'; a model with workers of role prefill alone '
+            "needs one that decodes",
+        )
     for waiting in snapshot.unregistered:
         yield found(
             "KV104",

@@ -38,6 +38,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV006": (WARNING, "the router is open to all without an API key"),
     "KV007": (WARNING, "modules are not compiled"),
     "KV008": (ERROR, "a task of the router fails"),
+    "KV009": (ERROR, "no worker would take a request"),
     "KV101": (ERROR, "the engine cannot be reached"),
     "KV102": (ERROR, "the engine does not serve the model's name"),
     "KV103": (ERROR, "the router may not follow the worker"),

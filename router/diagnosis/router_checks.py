@@ -9,6 +9,10 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.diagnosis.finding import Finding, found
 from kvrouter.router.diagnosis.snapshot import Snapshot
 
+# Of values that differ: enough to see how. A heartbeat in Redis may be anybody's.
+SHOWN_CHARS = 60
+MAX_SHOWN = 8
+
 
 def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
     if snapshot.is_open is not None:
@@ -48,9 +52,9 @@ def _of_peers(snapshot: Snapshot) -> Iterator[Finding]:
             _listed(versions, snapshot.token),
             "install the same version on all, and restart them in turn",
         )
-    names = sorted({name for word in snapshot.routers.values() for name in word.settings})
-    for name in names:
-        # A router of another version may not have it.
+    own = snapshot.routers.get(snapshot.token)
+    # What else a heartbeat in Redis may name is another version's.
+    for name in sorted(own.settings if own is not None else ()):
         values = {token: word.settings[name] for token, word in snapshot.routers.items() if name in word.settings}
         if len(set(values.values())) > 1:
             yield found(
@@ -62,9 +66,17 @@ def _of_peers(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def _listed(values: dict[str, str], own: str) -> str:
-    """What each router has, this one first."""
+    """Which router has what, this one first, and one of those that have the same."""
     parts = []
-    for token in sorted(values, key=lambda token: (token != own, token)):
-        who = "this router" if token == own else f"router {printable(token)}"
-        parts.append(f"{who} has {printable(values[token]) or 'none that it names'}")
-    return "; ".join(parts)
+    for value in dict.fromkeys([values[own], *sorted(values.values())]):
+        having = sorted((token for token in values if values[token] == value), key=lambda token: (token != own, token))
+        who = "this router" if having[0] == own else f"router {printable(having[0])}"
+        more = f" (and {len(having) - 1} more)" if len(having) > 1 else ""
+        parts.append(f"{who}{more} has {_shown(value)}")
+    return "; ".join(parts[:MAX_SHOWN]) + ("; and others" if len(parts) > MAX_SHOWN else "")
+
+
+def _shown(value: str) -> str:
+    """A text from Redis, of any length."""
+    cut = value if len(value) <= SHOWN_CHARS else f"{value[:SHOWN_CHARS]}..."
+    return printable(cut) or "none that it names"

@@ -94,7 +94,8 @@ class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """token: names this process among `routers`. endpoints: what listens at each endpoint that workers are registered
     with. engine_clocks, by URL: seconds by which the engine's clock is ahead of this process's. time_s: its clock, since
-    1970. tokens: model, URL and problem wherever tokens of texts are not known to be the engine's."""
+    1970. tokens: model, URL and problem wherever tokens of texts are not known to be the engine's. unready: why no
+    request would be placed."""
 
     version: str = ""
     token: str = ""
@@ -111,4 +112,4 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     task_problems: Sequence[str] = ()
     is_open: str | None = None
     uncompiled: str | None = None
-    ready: bool = True
+    unready: str = ""

@@ -113,6 +113,13 @@ def test_no_worker_then_a_fleet_that_is_well(clinic: Clinic, replicas: list[dict
     assert done.returncode == 1 and done.stdout.startswith("KV005 error fleet: no worker is registered")
 
 
+def test_kv009_a_fleet_that_drains(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+    with clinic.worker("drained", **of(replicas[0])):
+        clinic.router.wait_connected("drained")
+        clinic.router.request("PATCH", "/workers/drained", {"state": "draining"})
+        assert "draining" in clinic.find("KV009").evidence
+
+
 def test_kv101_an_engine_that_is_not_there(clinic: Clinic, engine: FakeEngine) -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with clinic.worker("gone", url=url) as subject:

@@ -119,6 +119,7 @@ FAULTS: dict[str, Snapshot] = {
     "KV006": snapshot(is_open="the router listens on 0.0.0.0 without an API key"),
     "KV007": snapshot(uncompiled="some modules are not compiled"),
     "KV008": snapshot(task_problems=["task tend does not run"]),
+    "KV009": snapshot(unready="all workers drain"),
     "KV101": snapshot(worker(state=StreamState.DOWN, reason="refused"), endpoints={EVENTS: EndpointAnswer("refused")}),
     "KV102": snapshot(worker(unserved="its engine serves n: requests for m get 404")),
     "KV103": snapshot(worker(state=StreamState.DOWN, refusal="10.0.0.1 is not in allow_hosts")),
@@ -201,6 +202,13 @@ def test_what_is_young_or_plain_is_no_fault(young: WorkerFacts) -> None:
     assert codes(snapshot(young)) == []
 
 
+def test_workers_that_are_down_explain_why_no_request_is_placed() -> None:
+    down = worker(state=StreamState.DOWN, reason="refused")
+    assert codes(snapshot(down, unready="all are down")) == ["KV101"]
+    assert codes(snapshot(worker(breaker="5 failures"), unready="none takes it")) == ["KV105"]
+    assert codes(snapshot(workers=(), unready="none is registered")) == ["KV005"]
+
+
 def test_an_endpoint_that_was_not_looked_at_or_says_nothing_of_itself_is_no_fault() -> None:
     assert codes(snapshot(endpoints={})) == []
     encrypted = EndpointAnswer(is_zmq=True)
@@ -256,6 +264,18 @@ def test_a_disk_that_takes_no_writes_is_no_persistence() -> None:
 def test_a_setting_that_a_router_of_another_version_lacks_is_no_difference() -> None:
     routers = {"me": RouterWord("1.0", {"policy": "kv", "new": "1"}), "you": RouterWord("1.0", {"policy": "kv"})}
     assert codes(snapshot(routers=routers)) == []
+
+
+def test_heartbeats_that_anybody_wrote_are_cut() -> None:
+    forged = {
+        f"r{number}": RouterWord(str(number), {"policy": "x" * 10_000, "other": str(number)}) for number in range(99)
+    }
+    version, setting = findings(snapshot(routers={"me": RouterWord("1.0", {"policy": "kv"})} | forged))
+    assert (version.code, setting.code) == ("KV601", "KV602")
+    assert len(version.evidence) < 300 and len(setting.evidence) < 300
+    assert version.evidence.startswith("this router has 1.0; router r0 has 0; ")
+    assert version.evidence.endswith("; and others")
+    assert setting.evidence.startswith("this router has kv; router r0 (and 98 more) has xxx")
 
 
 def test_names_from_elsewhere_cannot_break_out_of_a_command() -> None:
