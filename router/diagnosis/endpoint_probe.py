@@ -85,11 +85,13 @@ async def _connect(endpoint: str) -> tuple[asyncio.StreamReader, asyncio.StreamW
 async def _greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> AsyncIterator[EndpointAnswer]:
     """Each answer says more than the one before. Raises IncompleteReadError and OSError where the other side ends."""
     yield EndpointAnswer()
-    writer.write(GREETING)
+    # In two steps: one that is encrypted cuts the connection at the second, and what it had sent may be lost with it.
+    writer.write(SIGNATURE)
     signature = await reader.readexactly(len(SIGNATURE))
     if (signature[0], signature[-1]) != (SIGNATURE[0], SIGNATURE[-1]):
         return
     yield EndpointAnswer(is_zmq=True)
+    writer.write(GREETING.removeprefix(SIGNATURE))
     greeting = signature + await reader.readexactly(len(GREETING) - len(SIGNATURE))
     if greeting[MECHANISM].rstrip(b"\0") != b"NULL":
         return

@@ -205,6 +205,7 @@ def test_the_openapi_document_lists_every_endpoint_and_all_its_references_lead_s
         ("DELETE", "/workers/{worker_id}"),
         ("GET", "/v1/models"),
         ("GET", "/v1/models/{model}"),
+        ("GET", "/diagnosis"),
         ("GET", "/health"),
         ("GET", "/ready"),
         ("GET", "/metrics"),
