@@ -228,6 +228,7 @@ def test_answers_fit_the_schemas_of_the_document(core: TinyCore) -> None:
         ("POST", "/query_by_hash", {"model": "m", "block_hashes": ["ff"]}),
         ("POST", "/select", {**QUERY, "explain": True}),
         ("GET", "/workers", None),
+        ("GET", "/diagnosis", None),
         ("GET", "/health", None),
         ("GET", "/ready", None),
         ("GET", "/version", None),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A whole router that is asked what is wrong, as `kvrouter doctor` asks."""
+"""A whole router, queried for what is wrong as `kvrouter doctor` does it."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_kv203_two_workers_with_one_endpoint(clinic: Clinic, replicas: list[dict
 
 
 def test_kv204_swapped_endpoints(clinic: Clinic, engine: FakeEngine) -> None:
-    swapped = {"endpoint": engine.replay_endpoint, "replay_endpoint": engine.endpoint}
+    swapped: dict[str, Any] = {"endpoint": engine.replay_endpoint, "replay_endpoint": engine.endpoint}
     with clinic.worker("swapped", **swapped) as subject:
         finding = clinic.find("KV204", subject)
         assert finding.fix == f"register events={engine.endpoint},replay={engine.replay_endpoint}"
@@ -189,7 +189,7 @@ def test_kv205_closed_ports(clinic: Clinic, engine: FakeEngine, http: EngineHttp
 
 
 def test_kv206_another_program_at_an_endpoint(clinic: Clinic, http: EngineHttp, engine: FakeEngine) -> None:
-    wrong = {"endpoint": f"tcp://127.0.0.1:{http.port}", "replay_endpoint": engine.replay_endpoint}
+    wrong: dict[str, Any] = {"endpoint": f"tcp://127.0.0.1:{http.port}", "replay_endpoint": engine.replay_endpoint}
     with clinic.worker("http", url=http.url, **wrong) as subject:
         assert "does not speak ZMQ" in clinic.find("KV206", subject).evidence
 
