@@ -188,6 +188,7 @@ def test_a_fleet_that_is_well_has_no_finding() -> None:
     [
         worker(is_heard=False, blocks=0, catalog=NOTHING_KNOWN, scheme=SchemeState.ASSUMED),
         worker(is_heard=False, blocks=0, catalog=NOTHING_KNOWN, prompts=PromptCount(9, 0, UNHEARD_PROMPTS - 1)),
+        worker(prompts=PromptCount(9, 0, 9)),
         worker(state=StreamState.CATCHING_UP),
         # One group is all that a model with full attention has, and what a hybrid one showed first.
         worker(catalog=catalog(*FULL)),
@@ -226,6 +227,10 @@ def test_closed_ports_explain_why_events_are_not_followed() -> None:
     assert codes(closed) == ["KV205"]
 
 
+def test_what_another_engine_said_is_not_judged() -> None:
+    assert codes(snapshot(worker(state=StreamState.MISMATCHED, scheme=SchemeState.ASSUMED))) == ["KV203"]
+
+
 def test_a_hybrid_model_is_known_by_its_siblings_and_by_its_name() -> None:
     single, several = worker(catalog=catalog(*FULL)), worker("w1")
     (finding,) = findings(snapshot(single, several))
@@ -244,6 +249,9 @@ def test_only_models_of_one_name_are_compared() -> None:
     other = catalog(Group(0, "full_attention", 32))
     assert codes(snapshot(worker(), worker("w1", given={"model": "n"}, catalog=other))) == []
     assert codes(snapshot(worker(), worker("w1", catalog=other, blocks=0))) == ["KV305"]
+    # One is enough to be mended.
+    coarse = catalog(Group(0, "full_attention", 32), Group(1, "sliding_window", 32, 64))
+    assert codes(snapshot(worker(), worker("w1", catalog=coarse), worker("w2", catalog=coarse))) == ["KV305"]
 
 
 def test_the_machines_memory_is_the_limit_of_a_redis_without_one() -> None:
