@@ -26,6 +26,7 @@ from kvrouter.router.diagnosis.finding import CODES, DiagnosisReport, Finding, S
 from kvrouter.router.diagnosis.prediction_checks import prediction_findings
 from kvrouter.router.diagnosis.router_checks import router_findings
 from kvrouter.router.diagnosis.snapshot import (
+    Contested,
     PromptCount,
     RouterWord,
     Snapshot,
@@ -64,6 +65,8 @@ class WorkerSources(Protocol):
     def statuses(self) -> Sequence[WorkerStatus]: ...
 
     def down(self) -> Sequence[tuple[str, str]]: ...
+
+    def contested(self) -> Sequence[tuple[str, tuple[str, int], str]]: ...
 
 
 class Diagnosis:
@@ -127,6 +130,8 @@ class Diagnosis:
             unregistered=[
                 Unregistered(row.worker_id, row.dp_rank, row.source, row.reason) for row in self._sources.statuses()
             ],
+            left_out=core.registry.left_out,
+            contested=[Contested(*name, source, why) for source, name, why in self._sources.contested()],
             endpoints=endpoints,
             engine_clocks=ahead,
             tokens=self._tokens.differences(),

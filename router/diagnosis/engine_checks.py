@@ -35,6 +35,14 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
             waiting.reason,
             f"mend what the reason names, or take the worker off the source {waiting.source}",
         )
+    for left, reason in snapshot.left_out.items():
+        yield found(
+            "KV108",
+            f"worker {printable(left.route_name)}",
+            reason,
+            "kvrouter serve --max-workers N, with more than now, or register fewer; if its registration cannot be read, register "
+            "it again",
+        )
     for worker in snapshot.workers:
         yield from _of_worker(worker)
     for worker in snapshot.workers:

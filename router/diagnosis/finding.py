@@ -46,6 +46,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV105": (ERROR, "the worker's circuit breaker is open"),
     "KV106": (WARNING, "the engine's offload disk fails"),
     "KV107": (WARNING, "the clocks of engine and router differ"),
+    "KV108": (ERROR, "the worker is registered and not followed here"),
     "KV201": (ERROR, "the worker has no event endpoint"),
     "KV202": (ERROR, "the event endpoint says nothing"),
     "KV203": (ERROR, "the events are those of another engine or rank"),
@@ -78,6 +79,7 @@ CODES: dict[str, tuple[Severity, str]] = {
     "KV603": (WARNING, "the clocks of Redis and router differ"),
     "KV604": (WARNING, "the load of the other routers is not known"),
     "KV605": (WARNING, "a source of workers cannot be read"),
+    "KV606": (WARNING, "sources of workers contradict each other"),
 }
 
 

@@ -40,6 +40,13 @@ def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
         yield found("KV604", "router", problem, "see what KV501 says of Redis; the load is shared through it")
     for source, problem in snapshot.source_problems:
         yield found("KV605", f"source {source}", problem, "correct the file, or the router's access to Kubernetes")
+    for contested in snapshot.contested:
+        yield found(
+            "KV606",
+            f"worker {printable(contested.worker_id)} (rank {contested.dp_rank}) of {contested.source}",
+            contested.reason,
+            "name each worker in one source alone, and give all routers the same lists",
+        )
     yield from _of_peers(snapshot)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from kvrouter.router.common.escaping import printable
+from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.diagnosis.endpoint_probe import EndpointAnswer
 from kvrouter.router.index.server_settings import ServerSettings
 from kvrouter.router.kvcache.catalog import Catalog
@@ -80,6 +81,15 @@ class Unregistered(msgspec.Struct, frozen=True):
     reason: str
 
 
+class Contested(msgspec.Struct, frozen=True):
+    """A worker of which two sources, or two routers' sources of one name, say different things."""
+
+    worker_id: str
+    dp_rank: int
+    source: str
+    reason: str
+
+
 class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
     """problem: why Redis is not heard. unwritten: why it takes no commits. unreadable: what it holds that no router
     writes. servers: by address; empty where they do not answer. is_private: it is this router's own server."""
@@ -93,15 +103,17 @@ class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """token: names this process among `routers`. endpoints: what listens at each endpoint that workers are registered
-    with. engine_clocks, by URL: seconds by which the engine's clock is ahead of this process's. time_s: its clock, since
-    1970. tokens: model, URL and problem wherever tokens of texts are not known to be the engine's. unready: why no
-    request would be placed."""
+    with. left_out: registered workers that are not followed here, and why. engine_clocks, by URL: seconds by which the
+    engine's clock is ahead of this process's. time_s: its clock, since 1970. tokens: model, URL and problem wherever
+    tokens of texts are not known to be the engine's. unready: why no request would be placed."""
 
     version: str = ""
     token: str = ""
     time_s: float = 0.0
     workers: Sequence[WorkerFacts] = ()
     unregistered: Sequence[Unregistered] = ()
+    left_out: Mapping[WorkerKey, str] = {}
+    contested: Sequence[Contested] = ()
     endpoints: Mapping[str, EndpointAnswer] = {}
     engine_clocks: Mapping[str, float] = {}
     tokens: Sequence[tuple[str, str, str]] = ()

@@ -286,6 +286,14 @@ class Discovery:
             if source.problem
         ]
 
+    def contested(self) -> list[tuple[str, Name, str]]:
+        """By source, the workers of which somebody else says something else, and why."""
+        return [
+            (source.name, name, why)
+            for source in self._sources
+            for name, why in sorted(self._kept[source.name].contested.items())
+        ]
+
     def health(self) -> list[str]:
         """What is wrong with the sources."""
         problems = [problem for _, problem in self.down()]

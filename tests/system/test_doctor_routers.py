@@ -76,6 +76,7 @@ def odd(
 ) -> Iterator[Clinic]:
     flags = ["--redis", store.url, "--host", "0.0.0.0", "--policy", "random", "--allow-host", "127.0.0.1"]
     flags += ["--worker", f"waiting=http://127.0.0.1:{free_port()}", "--workers-file", str(workers_file)]
+    flags += ["--max-workers", "1"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(COMMAND_VARIABLE, shlex.join([sys.executable, "-c", ODD_PROCESS, "serve"]))
         router = RouterProcess(tmp_path_factory.mktemp("odd"), flags, {UNCOMPILED: "1"})
@@ -201,6 +202,20 @@ def test_kv103_an_address_that_one_router_may_not_use(odd: Clinic, well: Clinic)
         assert "KV103" not in well.codes()
 
 
+def test_kv108_more_workers_than_one_router_follows(odd: Clinic, well: Clinic, engine: FakeEngine) -> None:
+    with well.worker(**engine.registration("first", "m")), well.worker("second", url=f"http://127.0.0.1:{free_port()}"):
+        assert "raise max_workers" in odd.find("KV108", "worker ").evidence
+
+
+def test_kv606_sources_that_contradict_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "workers.yaml"
+    path.write_text("- {worker_id: listed, url: 'http://127.0.0.1:2', model: m}\n")
+    flags = ["--worker", "listed=http://127.0.0.1:1,model=m,events=tcp://127.0.0.1:1", "--workers-file", str(path)]
+    with RouterProcess(tmp_path / "router", flags) as router:
+        evidence = Clinic(router).find("KV606", "worker listed (rank 0) of file").evidence
+        assert evidence == "static registers it, too, and takes precedence"
+
+
 def test_kv104_and_kv605_what_sources_list(odd: Clinic, workers_file: Path) -> None:
     assert "its model is not known" in odd.find("KV104", "worker waiting (rank 0) of static").evidence
     workers_file.write_text("[")
@@ -209,5 +224,5 @@ def test_kv104_and_kv605_what_sources_list(odd: Clinic, workers_file: Path) -> N
 
 def test_kv602_a_setting_that_differs(odd: Clinic, well: Clinic) -> None:
     evidence = well.find("KV602", "setting policy").evidence
-    assert evidence.startswith("this router has kv; router ") and "has random" in evidence
+    assert evidence.startswith("this router") and " has kv; router " in evidence and evidence.endswith(" has random")
     assert odd.find("KV602", "setting policy").evidence.startswith("this router has random")

@@ -23,6 +23,7 @@ from kvrouter.router.diagnosis.finding import CODES, PAGE, Finding, Severity
 from kvrouter.router.diagnosis.prediction_checks import COUNTED_PROMPTS, prediction_findings
 from kvrouter.router.diagnosis.router_checks import router_findings
 from kvrouter.router.diagnosis.snapshot import (
+    Contested,
     PromptCount,
     RouterWord,
     Snapshot,
@@ -127,6 +128,7 @@ FAULTS: dict[str, Snapshot] = {
     "KV105": snapshot(worker(breaker="3 requests in a row failed")),
     "KV106": snapshot(worker(disk="its offload disk is left alone")),
     "KV107": snapshot(engine_clocks={URL: CLOCK_S + 1}),
+    "KV108": snapshot(left_out={WorkerKey("m", "w9"): "it has 1 workers, as many as it follows"}),
     "KV201": snapshot(worker(given={"events": None, "replay": None}, is_silent=True, is_heard=False)),
     "KV202": snapshot(
         worker(is_heard=False, blocks=0, catalog=NOTHING_KNOWN, prompts=PromptCount(5, 0, UNHEARD_PROMPTS))
@@ -162,6 +164,7 @@ FAULTS: dict[str, Snapshot] = {
     ),
     "KV603": snapshot(server={"time_s": NOW_S - CLOCK_S - 1}),
     "KV604": snapshot(load_problems=["the load of other routers is not known"]),
+    "KV606": snapshot(contested=[Contested("w0", 0, "file", "static registers it, too")]),
     "KV605": snapshot(source_problems=[("file", "source file is down")]),
 }
 
