@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from kvrouter.router.api import decision_reply as decided
 from kvrouter.router.api import requests as bodies
 from kvrouter.router.api import responses as replies
+from kvrouter.router.diagnosis.finding import DiagnosisReport
 from kvrouter.router.watch.fleet_event import EventType
 from kvrouter.router.workers import registration_bodies
 
@@ -39,6 +40,7 @@ SCHEMAS = (
     replies.HealthReply,
     replies.ReadyReply,
     replies.VersionReply,
+    DiagnosisReport,
     replies.ErrorReply,
     decided.DecisionReply,
     decided.DecisionsReply,

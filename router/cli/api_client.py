@@ -6,9 +6,9 @@ from __future__ import annotations
 import http.client
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import urlencode, urlsplit
 
 import msgspec
 
@@ -17,6 +17,8 @@ from kvrouter.router.config.loading import KUBERNETES_PORT
 
 # Longer than any answer takes; shorter than a user's patience.
 TIMEOUT_S = 30.0
+# Of a stream that says something every 15 s.
+EVENTS_TIMEOUT_S = 60.0
 
 DEFAULT_URL = "http://127.0.0.1:30000"
 PORT_VARIABLE = "KVROUTER_PORT"
@@ -50,14 +52,20 @@ def _checked(url: str, given: str) -> str:
 
 
 class ClientError(Exception):
-    """The router cannot be reached, or refuses: one line with the cause and the fix."""
+    """The router cannot be reached, or refuses: one line with the cause and the fix. status: of what answered."""
+
+    def __init__(self, text: str, status: int | None = None) -> None:
+        super().__init__(text)
+        self.status = status
 
 
 class Client:
     """A client of the router at `url`, as `router_url` gives it."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        self._url = url
+        self.url = url
+        # When the last answer was made, as the router dates it.
+        self.date: str | None = None
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -66,19 +74,44 @@ class Client:
         """The decoded answer. Raises ClientError."""
         data = None if body is None else msgspec.json.encode(body)
         try:
-            request = urllib.request.Request(self._url + path, data, self._headers, method=method)
+            request = urllib.request.Request(self.url + path, data, self._headers, method=method)
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+                self.date = answer.headers.get("date")
                 return msgspec.json.decode(answer.read())
         except urllib.error.HTTPError as error:
-            raise ClientError(_message_of(error)) from None
+            raise ClientError(_message_of(error), error.code) from None
         except msgspec.DecodeError:
-            raise ClientError(f"what listens on {self._url} is no router: its answer is no JSON; check --url") from None
+            raise ClientError(f"what listens on {self.url} is no router: its answer is no JSON; check --url") from None
         except urllib.error.URLError as error:
             reason = getattr(error.reason, "strerror", None) or error.reason
-            text = f"no router answers on {self._url} ({reason}); start `kvrouter serve`, or pass --url"
+            text = f"no router answers on {self.url} ({reason}); start `kvrouter serve`, or pass --url"
             raise ClientError(text) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ClientError(f"what listens on {self._url} is no router ({error}); check --url") from None
+            raise ClientError(f"what listens on {self.url} is no router ({error}); check --url") from None
+
+    def events(self, query: Sequence[tuple[str, str]], last_id: str) -> Iterator[tuple[str, str]]:
+        """The ids and the data of events as they come, until the router ends the stream. last_id: goes on after it.
+        Raises ClientError."""
+        request = urllib.request.Request(f"{self.url}/events?{urlencode(query)}", headers=dict(self._headers))
+        if last_id:
+            request.add_header("last-event-id", last_id)
+        try:
+            with urllib.request.urlopen(request, timeout=EVENTS_TIMEOUT_S) as answer:
+                found = {"id": last_id, "data": ""}
+                for line in answer:
+                    name, _, value = line.decode().rstrip("\n").partition(": ")
+                    if name in found:
+                        found[name] = value
+                    elif not name and not value:
+                        if found["data"]:
+                            yield found["id"], found["data"]
+                        found["data"] = ""
+        except urllib.error.HTTPError as error:
+            raise ClientError(_message_of(error), error.code) from None
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            reason = getattr(getattr(error, "reason", None), "strerror", None) or error
+            text = f"no router answers on {self.url} ({reason}); start `kvrouter serve`, or pass --url"
+            raise ClientError(text) from None
 
 
 def _message_of(error: urllib.error.HTTPError) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import quote
 
 import msgspec
 import typer
@@ -17,7 +19,16 @@ from kvrouter.router.common.errors import SettingError
 
 
 def explain(
-    model: Annotated[str, typer.Option("--model", "-m", metavar="NAME", help="the model, as registered")],
+    model: Annotated[
+        str | None, typer.Option("--model", "-m", metavar="NAME", help="the model of a prompt, as registered")
+    ] = None,
+    request: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID",
+            help="in place of a prompt: a request that was placed, by its x-request-id or its selection's id",
+        ),
+    ] = None,
     tokens: Annotated[
         str | None, typer.Option(metavar="FILE", help="token ids, separated by spaces, commas or lines; - for stdin")
     ] = None,
@@ -32,11 +43,22 @@ def explain(
     api_key: Key = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show which worker would get a prompt, and why: hits by tier, what limits them, load and cost, in tokens."""
-    from kvrouter.router.cli.tables import candidates_table, text, tokens_line, worker_name
-
-    if (tokens is not None) + (prompt is not None) + (messages is not None) != 1:
-        raise SettingError("explain needs a prompt: give exactly one of --tokens FILE, --prompt TEXT, --messages FILE")
+    """Show which worker would get a prompt, or got a request, and why: hits by tier, what limits them, load and cost,
+    in tokens."""
+    client = router_at(url, api_key)
+    prompts = (tokens is not None) + (prompt is not None) + (messages is not None)
+    if request is not None:
+        if prompts or model is not None or lora_name or cache_salt:
+            raise SettingError(f"--request {request} names its prompt and model already: leave the other options out")
+        _show_decision(client.call("GET", f"/decisions/{quote(request, safe='')}"), as_json=as_json)
+        return
+    if prompts != 1:
+        raise SettingError(
+            "explain needs a prompt or a request: give exactly one of --tokens FILE, --prompt TEXT, --messages FILE, "
+            "--request ID"
+        )
+    if model is None:
+        raise SettingError("explain needs the model of the prompt: give --model NAME; GET /v1/models lists them")
     body: dict[str, Any] = {}
     if tokens is not None:
         body["token_ids"] = read_tokens(tokens)
@@ -49,10 +71,12 @@ def explain(
         body["lora_name"] = lora_name
     if cache_salt:
         body["cache_salt"] = cache_salt
-    answer = router_at(url, api_key).call("POST", "/select", body)
+    answer = client.call("POST", "/select", body)
     if as_json:
         print_json(answer)
         return
+    from kvrouter.router.cli.tables import candidates_table, text, tokens_line, worker_name
+
     num_tokens = shaped(lambda: answer["effective_prefill_tokens"] + answer["overlap"]["disk"])
     out = console()
     if "tokens" in answer:
@@ -61,6 +85,24 @@ def explain(
     out.print()
     to = text(answer["endpoint"])
     out.print(f"{text(worker_name(answer))} ({to}): {text(answer['reason'])}", highlight=False)
+
+
+def _show_decision(answer: Any, *, as_json: bool) -> None:
+    if as_json:
+        print_json(answer)
+        return
+    from kvrouter.router.cli.tables import candidates_table, outcome_line, text, worker_name
+
+    out = console()
+    num_tokens = shaped(lambda: answer["num_tokens"])
+    made = shaped(lambda: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(answer["time_s"])))
+    out.print(f"{made}  {text(answer['model'])}, {num_tokens} tokens, proof: {text(answer['proof'])}", highlight=False)
+    out.print(shaped(lambda: candidates_table(answer, num_tokens)))
+    if (more := answer["compared"] - len(answer["candidates"])) > 0:
+        out.print(f"... and {more} more workers", highlight=False)
+    out.print()
+    out.print(f"{text(worker_name(answer))} ({text(answer['endpoint'])}): {text(answer['reason'])}", highlight=False)
+    out.print(shaped(lambda: outcome_line(answer)), highlight=False)
 
 
 def _content(flag: str, source: str, form: str) -> str:

@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 4_000
 
 
-def console(*, folds: bool = True) -> Console:
+# Of text that is read and not searched, where the output is no terminal.
+READING_WIDTH = 80
+
+
+def console(*, folds: bool = True, reads: bool = False) -> Console:
     """Of stdout. Colours are for terminals, and NO_COLOR turns them off. folds: lines end where the terminal does, and
-    cells go on below; otherwise the terminal itself breaks what is too long."""
+    cells go on below; otherwise the terminal itself breaks what is too long. reads: for text that wraps at words."""
     from rich.console import Console
 
-    return Console() if folds and sys.stdout.isatty() else Console(width=PIPE_WIDTH)
+    return Console() if folds and sys.stdout.isatty() else Console(width=READING_WIDTH if reads else PIPE_WIDTH)
 
 
 def print_json(answer: Any) -> None:

@@ -38,6 +38,26 @@ def short_number(value: int) -> str:
     return f"{scaled:.0f}{unit}" if scaled >= HUNDRED else f"{scaled:.1f}{unit}"
 
 
+def outcome_line(answer: dict[str, Any]) -> str:
+    """What came of a decision, and of the attempts before it."""
+    outcome = answer["outcome"]
+    if outcome is None:
+        line = "no outcome: the request runs, or the choice was made without one"
+    else:
+        known = (
+            ("predicted", outcome["predicted_tokens"], "tokens"),
+            ("reused", outcome["delivered_tokens"], "tokens"),
+            ("generated", outcome["completion_tokens"], "tokens"),
+            ("first token after", outcome["ttft_s"] and round(outcome["ttft_s"], 3), "s"),
+            ("over after", round(outcome["e2e_s"], 3), "s"),
+        )
+        facts = (f"{what} {value} {unit}" for what, value, unit in known if value is not None)
+        line = f"outcome: {text(outcome['outcome'])}; {', '.join(facts)}"
+    if earlier := answer.get("earlier"):
+        line += f"; attempts before it: {', '.join(map(text, earlier))}"
+    return line
+
+
 def candidates_table(answer: dict[str, Any], num_tokens: int) -> Table:
     """One row a candidate of `/select` with `explain`, the chosen one marked; counts in tokens."""
     table = Table(box=None, pad_edge=False, header_style="bold")

@@ -20,6 +20,7 @@ from kvrouter.router.common import compiled
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
+from kvrouter.router.config.agreement import agreed_settings
 from kvrouter.router.config.cautions import evicting, open_to_all
 from kvrouter.router.config.settings import Config
 from kvrouter.router.core.core_metrics import CoreMetrics
@@ -105,6 +106,7 @@ class Core:
             clock=clock,
             token=token,
             ttl_s=config.lease_ttl_s,
+            settings=agreed_settings(config),
         )
         self.mirror_sync = MirrorSync(
             self.registry,
@@ -305,6 +307,20 @@ class Core:
             # It may have gone since the row before was read.
             if worker_id in (None, worker.worker_id) and self.registry.streams.get(worker) is stream:
                 yield worker_status(stream, self.mirror_sync, unread, now)
+
+    @property
+    def contact(self) -> StoreContact:
+        """Whether Redis is heard."""
+        return self._contact
+
+    @property
+    def engine_lists(self) -> EngineLists:
+        """What engines say of themselves."""
+        return self._engines
+
+    def task_problems(self) -> list[str]:
+        """Tasks that fail."""
+        return self._supervisor.health()
 
     def readiness(self) -> str | None:
         if not self._loaded:

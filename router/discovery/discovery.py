@@ -275,15 +275,30 @@ class Discovery:
         for name in kept.asserted.keys() - names:
             del kept.asserted[name]
 
+    def down(self) -> list[tuple[str, str]]:
+        """Names and problems of the sources that cannot be read."""
+        return [
+            (
+                source.name,
+                f"source {source.name} is down: {source.problem}; the {len(source.shown or ())} workers last known stay",
+            )
+            for source in self._sources
+            if source.problem
+        ]
+
+    def contested(self) -> list[tuple[str, Name, str]]:
+        """By source, the workers of which somebody else says something else, and why."""
+        return [
+            (source.name, name, why)
+            for source in self._sources
+            for name, why in sorted(self._kept[source.name].contested.items())
+        ]
+
     def health(self) -> list[str]:
         """What is wrong with the sources."""
-        problems = []
+        problems = [problem for _, problem in self.down()]
         for source in self._sources:
             kept = self._kept[source.name]
-            if source.problem:
-                problems.append(
-                    f"source {source.name} is down: {source.problem}; the {len(source.shown or ())} workers last known stay"
-                )
             for what, named in (("is contested", kept.contested), ("is not registered", kept.waiting)):
                 some = sorted(named.items())
                 problems += [

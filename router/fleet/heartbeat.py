@@ -26,13 +26,15 @@ class Heartbeat(msgspec.Struct, frozen=True):
 
     count: another one each time. holds: the workers that it follows, with the number of each lease. late: those of them
     of which the store lacks what it learned more than a second ago. refuses: workers that it will not follow, and
-    why."""
+    why. software: its version. settings: its settings that must be the same at all (`config/agreement.py`)."""
 
     count: Number
     version: Number
     holds: dict[str, Number]
     late: list[str]
     refuses: dict[str, str]
+    software: str = ""
+    settings: dict[str, str] = {}
 
 
 _encoder = msgspec.msgpack.Encoder()

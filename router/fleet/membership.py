@@ -160,6 +160,11 @@ class Membership:
         """Tokens whose heartbeats stopped so long ago that what they left can be removed."""
         return [token for token, router in self._known.items() if router.unchanged_looks >= self._forgotten_looks]
 
+    @property
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        """The last heartbeat of each router that counts, by token; this process's own once it is seen."""
+        return {token: router.heartbeat for token, router in self._known.items() if token in self.routers}
+
     def is_gone(self, token: str) -> bool:
         """Whether a token is known to count no longer, not only not yet."""
         router = self._known.get(token)

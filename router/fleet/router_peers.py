@@ -8,10 +8,12 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import msgspec
 
+from kvrouter.router.common import version
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.fleet.assignment import assign_workers
 from kvrouter.router.fleet.fleet_metrics import FleetMetrics
@@ -52,7 +54,9 @@ class RouterPeers:
         clock: Callable[[], float],
         token: str,
         ttl_s: float,
+        settings: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
+        """settings: those of this router that must be the same at all."""
         self._registry = registry
         self._store = store
         self._held = held
@@ -60,6 +64,7 @@ class RouterPeers:
         self._metrics = metrics
         self._clock = clock
         self.token = token
+        self._settings = dict(settings)
         self._membership = Membership(token, ttl_s=ttl_s)
         self._beats = 0
         # Whether there is no other.
@@ -86,6 +91,11 @@ class RouterPeers:
         """Router processes that count as alive, this one included."""
         return len(self._membership.routers)
 
+    @property
+    def heartbeats(self) -> dict[str, Heartbeat]:
+        """The last heartbeat of each router that counts, by token."""
+        return self._membership.heartbeats
+
     async def _living(self) -> frozenset[str]:
         """Tokens of the routers that live, as far as is known; also of one that only just began."""
         beating = {token.decode("ascii", "replace") for token in await self._store.peers.heartbeats()}
@@ -109,7 +119,8 @@ class RouterPeers:
     def _heartbeat(self) -> Heartbeat:
         self._beats += 1
         held = self._held
-        return Heartbeat(self._beats, VERSION, held.numbers, held.late(self._clock()), self._own_refusals())
+        late, refused = held.late(self._clock()), self._own_refusals()
+        return Heartbeat(self._beats, VERSION, held.numbers, late, refused, version.VERSION, self._settings)
 
     def _own_refusals(self) -> dict[str, str]:
         if self._refuses is None:

@@ -6,10 +6,13 @@ Where another life of the engine may have begun, what was learned is void, and w
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from kvrouter.events.patch.items import Greeted
 from kvrouter.events.patch.messages import DeclaredCatalog
+from kvrouter.router.common.ids import Place
 from kvrouter.router.ingest.counters import IngestCounters
 from kvrouter.router.ingest.declared_catalog import contradictions, declared_problem, declared_spec
 from kvrouter.router.ingest.residency import MAX_BLOCKS, MAX_PLACES, Residency
@@ -161,7 +164,7 @@ class WorkerProfile:
                 "no known hash scheme explains this worker's first dense root blocks: set its hash_algo and none_hash, or the seed "
                 "that its PYTHONHASHSEED has (none_hash_seed)"
             )
-        if withheld := self._withheld(blocks):
+        if withheld := self.withheld(blocks.places):
             return f"{self.incident}; {withheld}" if self.incident else withheld
         if not self.incident and self.tally.refused:
             return (
@@ -170,13 +173,13 @@ class WorkerProfile:
             )
         return self.incident or self._note
 
-    def _withheld(self, blocks: Residency) -> str:
-        """Why what is held beside the GPU earns less than its blocks could."""
+    def withheld(self, places: Collection[Place]) -> str:
+        """Why what is held beside the GPU earns less than its blocks could; empty where it does not. places: its own."""
         offload = self.catalog.offload
-        if withheld := offload.withheld(blocks.places):
+        if withheld := offload.withheld(places):
             return withheld
         sized = offload.rule is not TierRule.CHUNKS or self.catalog.blocks_per_chunk is not None
-        if sized or not offload.earning(blocks.places):
+        if sized or not offload.earning(places):
             return ""
         return (
             "the chunk size of the offload tier is not on the wire: its blocks earn credit only where they show that a chunk "

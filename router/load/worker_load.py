@@ -14,6 +14,7 @@ import msgspec
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.load.load_table import LoadTable, WorkerLoad
+from kvrouter.router.load.prompt_lengths import PromptLengths
 from kvrouter.router.load.worker_speed import DISK_TOKEN_COST, TierCosts, WorkerSpeed, slowness
 
 # An engine's report counts for a few of its polls; after that nobody polls it.
@@ -61,6 +62,7 @@ class LoadModel:
         # Only workers that differ from the usual; rebuilt by `tick`.
         self.slowness: dict[WorkerKey, float] = {}
         self.tiers = TierCosts()
+        self.prompts = PromptLengths()
         self._prefill_tokens = FIRST_PREFILL_TOKENS
         self._context_tokens = FIRST_CONTEXT_TOKENS
 
@@ -143,6 +145,7 @@ class LoadModel:
             del self.corrections[worker]
         for worker in [worker for worker in self.rates if worker not in known]:
             del self.rates[worker]
+        self.prompts.keep(known)
         by_model: dict[str, list[float]] = {}
         for worker, rates in self.rates.items():
             if rates.prefill_rate:

@@ -114,6 +114,7 @@ class Reservations:
             return
         placement.prefilling = False
         now = placement.told_s = self._clock()
+        self._computed(placement)
         if (part := placement.prefill) is not None:
             # The client of both did not report the end of the first one.
             placement.prefilled_at = part.worker
@@ -133,6 +134,9 @@ class Reservations:
         now = self._clock()
         self._table.release(placement.selection_id, now)
         if placement.prefilling:
+            if output_tokens is not None:
+                # An answer in one piece.
+                self._computed(placement)
             # It may never have come to computing the prefix.
             placement.prefilling = False
             self._decider.failed(placement.worker, placement.names, now)
@@ -143,6 +147,10 @@ class Reservations:
             self._weights.rates_of(placement.worker).decoded(output_tokens - 1, now - placement.told_s)
         self._metrics.ended["released"].inc()
         self._freed()
+
+    def _computed(self, placement: Placement) -> None:
+        """Somebody computed its prompt."""
+        self._weights.prompts.add(placement.prefilled_at or placement.worker, placement.num_tokens)
 
     def _learn(self, choice: Choice, num_tokens: int, seconds: float) -> None:
         """How long a worker took for a prompt of this many tokens, from its request to its first token."""

@@ -47,13 +47,16 @@ class Admission:
 
     def health(self) -> list[str]:
         """Breakers that are open; an engine whose health checks fail is reported with its stream."""
-        now = self._clock()
-        found = []
-        for worker, breaker in self._known.items():
-            problem = breaker.problem(now)
-            if problem is not None and worker not in self._down:
-                found.append(f"worker {printable(worker.route_name)} takes no requests: {problem}")
-        return found
+        return [
+            f"worker {printable(worker.route_name)} takes no requests: {problem}"
+            for worker in self._known
+            if (problem := self.breaker_problem(worker)) is not None
+        ]
+
+    def breaker_problem(self, worker: WorkerKey) -> str | None:
+        """Why its breaker admits no requests; None where it does, and where its health checks fail."""
+        breaker = self._known.get(worker)
+        return None if breaker is None or worker in self._down else breaker.problem(self._clock())
 
     def begun(self, worker: WorkerKey) -> None:
         breaker = self._known.get(worker)

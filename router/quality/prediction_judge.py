@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from enum import StrEnum
+from typing import NamedTuple
 
 from kvrouter.router.workers.worker_status import ReuseStatus
 
@@ -40,6 +41,21 @@ class PredictionOutcome(StrEnum):
     LESS = "less"
     MORE = "more"
     UNTOLD = "untold"
+
+
+class DoubtKind(StrEnum):
+    """What speaks against the predictions for a worker."""
+
+    TOKENIZER = "tokenizer"
+    SILENT = "silent"
+    UNTRUE = "untrue"
+
+
+class Doubt(NamedTuple):
+    """Why predictions are not to be trusted. text: a sentence with its fix."""
+
+    kind: DoubtKind
+    text: str
 
 
 def outcome_of(predicted: int, delivered: int) -> PredictionOutcome:
@@ -99,20 +115,28 @@ class PredictionJudge:
 
     def problem(self) -> str | None:
         """What is wrong, with its fix; None where nothing is."""
+        doubt = self.doubt()
+        return None if doubt is None else doubt.text
+
+    def doubt(self) -> Doubt | None:
+        """The same with its kind."""
         wrong = [(here, there) for here, there in self._lengths if here != there]
         if len(self._lengths) >= COUNTED_MIN and len(wrong) > HALF * len(self._lengths):
             here, there = wrong[-1]
-            return (
+            return Doubt(
+                DoubtKind.TOKENIZER,
                 f"it counts other tokens than the router: {len(wrong)} of {len(self._lengths)} prompts differ, the last has "
                 f"{there} there and {here} here, so their reuse cannot be predicted; check that both have the same tokenizer "
-                "and chat template"
+                "and chat template",
             )
         if self._silent >= SILENT_MIN:
-            return (
+            return Doubt(
+                DoubtKind.SILENT,
                 f"it does not say what it reuses: {self._silent} answers with a predicted hit in a row do not tell cached_tokens; "
-                "start the engine with --enable-prompt-tokens-details (where it has that: nothing of what is predicted is reused)"
+                "start the engine with --enable-prompt-tokens-details (where it has that: nothing of what is predicted is reused)",
             )
-        return self._untrue()
+        untrue = self._untrue()
+        return None if untrue is None else Doubt(DoubtKind.UNTRUE, untrue)
 
     def _untrue(self) -> str | None:
         less = _less(self._alone)

@@ -16,7 +16,7 @@ from kvrouter.router.matching.matcher import WorkerView
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.quality.answer_tap import AnswerTap, Send
 from kvrouter.router.quality.concurrency import Concurrency, Flight
-from kvrouter.router.quality.prediction_judge import PredictionJudge, PredictionOutcome, outcome_of
+from kvrouter.router.quality.prediction_judge import Doubt, PredictionJudge, PredictionOutcome, outcome_of
 from kvrouter.router.quality.quality_metrics import QualityMetrics, WorkerQualityMetrics
 from kvrouter.router.quality.reuse_report import ReuseReport
 from kvrouter.router.watch.decision import Outcome
@@ -73,6 +73,11 @@ class Quality:
         """Why the predictions for a worker are not to be trusted; None where nothing speaks against them."""
         found = self._predictions.get(worker)
         return None if found is None else found.problem()
+
+    def doubt(self, worker: WorkerKey) -> Doubt | None:
+        """The same with its kind."""
+        found = self._predictions.get(worker)
+        return None if found is None else found.doubt()
 
     def reuse(self, worker: WorkerKey) -> ReuseStatus | None:
         """What was predicted and delivered for a worker; None where no answer of it was judged."""

@@ -14,8 +14,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.loading import Origin
 from kvrouter.router.config.settings import Config, without_password
 from kvrouter.router.core.router_core import Core
+from kvrouter.router.diagnosis.diagnosis import Diagnosis
 from kvrouter.router.discovery.discovery import Discovery
 from kvrouter.router.discovery.sources import sources_of
 from kvrouter.router.index.store import IndexStore
@@ -45,10 +46,11 @@ from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.upstream.pool import KEEP_IDLE_S, Pool
 from kvrouter.router.quality.request_watch import Quality
-from kvrouter.router.redis_client.embedded_valkey import EmbeddedStore, EmbeddedStoreError
+from kvrouter.router.redis_client.embedded_valkey import EmbeddedStoreError
 from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
 from kvrouter.router.server.checks import log_cautions, tracing_of
 from kvrouter.router.server.listener import bound_socket, port_taken, start_line
+from kvrouter.router.server.private_store import private_store
 from kvrouter.router.server.router_metrics import RouterMetrics
 from kvrouter.router.server.siblings import Siblings
 from kvrouter.router.server.stopping import Server, stopping_on_signals
@@ -70,8 +72,6 @@ FILES_PER_CONNECTION = 2
 # each. ZMQ's own limit of 1,023 would refuse some of a hundred workers.
 SOCKETS_PER_WORKER = 10
 SPARE_SOCKETS = 64
-# Interval at which a dead private server is noticed; queries are answered from memory meanwhile.
-STORE_CHECK_S = 1.0
 # The data directory's lock admits one router, so its leases need no name of their own, and a restart takes over at
 # once.
 PRIVATE_TOKEN = "private"
@@ -93,6 +93,7 @@ def build_router(
     quality: Quality,
     shutdown: Shutdown,
     watch: Watch,
+    diagnosis: Diagnosis,
 ) -> HttpApi:
     """The HTTP API and the proxy, on the running loop. `close` its proxy at the end."""
     proxy = Proxy(
@@ -121,6 +122,7 @@ def build_router(
         discovery,
         shutdown,
         watch,
+        diagnosis,
     )
 
 
@@ -295,7 +297,21 @@ async def _start(
     if siblings is not None:
         siblings.own_decision = partial(find_decision, decisions)
         watch = Watch(feed, decisions, siblings.decision)
-    api = build_router(core, placing, admission, tokens, discovery, config, metrics, quality, shutdown, watch)
+    diagnosis = Diagnosis(
+        core=core,
+        placing=placing,
+        admission=admission,
+        quality=quality,
+        tokens=tokens,
+        sources=discovery,
+        servers=store.servers,
+        config=config,
+        http=http,
+        wall_clock=time.time,
+    )
+    api = build_router(
+        core, placing, admission, tokens, discovery, config, metrics, quality, shutdown, watch, diagnosis
+    )
     assert api.proxy is not None
     stack.callback(api.proxy.close)
     limits = HttpLimits(max_connections=_connections_possible(HttpLimits().max_connections))
@@ -360,31 +376,3 @@ def _connections_possible(wanted: int) -> int:
             extra={"connections": possible, "open_files": files},
         )
     return possible
-
-
-@asynccontextmanager
-async def private_store(data_dir: Path, supervisor: TaskSupervisor) -> AsyncIterator[str]:
-    """The private Valkey server of `data_dir`, kept running; yields its URL."""
-    store = await EmbeddedStore.start(data_dir)
-    keeper = supervisor.start("private_store", partial(_keep_running, store))
-    try:
-        yield store.url
-    finally:
-        keeper.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await keeper
-        await store.stop()
-
-
-async def _keep_running(store: EmbeddedStore) -> None:
-    told = ""
-    while True:
-        await asyncio.sleep(STORE_CHECK_S)
-        try:
-            if await store.ensure_running():
-                log.warning("private store ended and was restarted", extra={"data_dir": store.data_dir})
-            told = ""
-        except (EmbeddedStoreError, StoreError, OSError) as error:
-            if str(error) != told:
-                told = str(error)
-                log.error("private store cannot be started", extra={"error": told})

@@ -23,6 +23,7 @@ from kvrouter.router.ingest.engine_liveness import (
 )
 from kvrouter.router.load.engine_metrics import EngineLoad, parse_engine_load
 from kvrouter.router.streams.commit_loop import CommitLoop
+from kvrouter.router.streams.cpu_tier_watch import parse_cpu_tier
 from kvrouter.router.streams.disk_watch import parse_disk
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_record import WorkerRecord
@@ -158,5 +159,7 @@ class EnginePoller:
         if (disk := parse_disk(page, dp_rank)) is not None:
             facts.disk.observe(disk, self._services.clock())
             self._commits.wake()
+        if (tier := parse_cpu_tier(page, dp_rank)) is not None:
+            facts.cpu_tier.observe(tier, self._services.clock())
         found = START_TIME.search(page)
         return Pulse(float(found[1]) if found else None)

@@ -147,6 +147,11 @@ class PeerView:
         except ValueError:
             return 0
 
+    @property
+    def places(self) -> list[Place]:
+        """Where it holds, or held, blocks."""
+        return list(self._counts)
+
     def counts(self) -> dict[str, int]:
         """Blocks by the text of their place."""
         return {place.text: count for place, count in sorted(self._counts.items(), key=lambda item: item[0].text)}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import msgspec
 
 from kvrouter.router.ingest.engine_liveness import EngineLiveness
+from kvrouter.router.streams.cpu_tier_watch import CpuTierWatch
 from kvrouter.router.streams.disk_watch import DiskWatch
 from kvrouter.router.streams.lease_holder import ELSEWHERE
 from kvrouter.router.streams.stream_machine import Phase
@@ -42,6 +43,7 @@ class Facts(msgspec.Struct):
     engine_ranks: tuple[int, ...] = ()
     stopping: bool = False
     disk: DiskWatch = msgspec.field(default_factory=DiskWatch)
+    cpu_tier: CpuTierWatch = msgspec.field(default_factory=CpuTierWatch)
     vitals: EngineLiveness = msgspec.field(default_factory=EngineLiveness)
 
 

@@ -146,6 +146,17 @@ class WorkerStream:
         return self._record.disk_problem
 
     @property
+    def cpu_tier_problem(self) -> str:
+        """What is wrong with the CPU tier of the engine's offload tier, as far as this process polls it."""
+        return self._record.facts.cpu_tier.problem(self._services.clock())
+
+    @property
+    def withheld(self) -> str:
+        """Why what it holds beside the GPU earns less than its blocks could; empty where it does not."""
+        is_elsewhere = self._record.is_elsewhere
+        return self.profile.withheld(self._record.peer.places if is_elsewhere else self.ingest.held.blocks.places)
+
+    @property
     def gaps(self) -> int:
         return self._record.incidents.gaps
 

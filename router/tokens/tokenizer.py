@@ -99,6 +99,7 @@ class TextTokenizer:
         )
         self.status = self._engines.status
         self.health = self._engines.health
+        self.differences = self._engines.differences
         # By request and key; callers that wait for the same one share it.
         self._under_way: dict[tuple[str, bytes, str | None], asyncio.Task[FoundTokens]] = {}
         self._waiting = 0

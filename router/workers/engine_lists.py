@@ -44,10 +44,12 @@ _models = msgspec.json.Decoder(_Models)
 
 
 class ServedModels(msgspec.Struct, frozen=True):
-    """names: by which the engine takes requests for its model. adapters: name and path of each LoRA adapter."""
+    """names: by which the engine takes requests for its model. adapters: name and path of each LoRA adapter. root: what
+    the engine loaded its model from, empty where it does not say."""
 
     names: tuple[str, ...] = ()
     adapters: dict[str, str] = {}
+    root: str = ""
 
 
 def served_in(answer: bytes) -> ServedModels | None:
@@ -59,7 +61,8 @@ def served_in(answer: bytes) -> ServedModels | None:
     # vLLM 0.32.0 entrypoints/openai/models/serving.py: an adapter names its base as parent, and the path that it hashes
     # as root.
     adapters = {model.id: model.root for model in models if model.parent is not None and model.root is not None}
-    return ServedModels(tuple(model.id for model in models if model.parent is None), adapters)
+    own = [model for model in models if model.parent is None]
+    return ServedModels(tuple(model.id for model in own), adapters, next((m.root for m in own if m.root), ""))
 
 
 class EngineLists:

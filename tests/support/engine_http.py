@@ -25,6 +25,8 @@ class EngineHttp:
         self.metrics = b""
         # Seconds until an answer.
         self.delay_s = 0.0
+        # Seconds by which its clock is ahead.
+        self.ahead_s = 0.0
         # Answers of other paths, empty by default.
         self.pages: dict[str, bytes] = {}
         self.asked: list[str] = []
@@ -57,6 +59,9 @@ class EngineHttp:
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
+
+            def date_time_string(self, timestamp: float | None = None) -> str:
+                return super().date_time_string(time.time() + engine.ahead_s)
 
             def setup(self) -> None:
                 super().setup()

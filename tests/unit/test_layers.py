@@ -49,6 +49,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "core": "The router without its HTTP: questions answered, and how everything is.",
         "quality": "Predicted and delivered reuse.",
         "proxy": "An OpenAI request to an engine, and its answer back.",
+        "diagnosis": "What is wrong with a fleet, by what this shows, and what mends it.",
         "api": "The HTTP API, one module a resource.",
         "discovery": "Sources of workers besides registration.",
         "server": "Wiring, start, signals and processes.",

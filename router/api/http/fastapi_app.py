@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
 from kvrouter.router.api.decisions import decision_routes
+from kvrouter.router.api.diagnosis import DiagnosisPort, diagnosis_routes
 from kvrouter.router.api.events import EventStream
 from kvrouter.router.api.health import watch_routes
 from kvrouter.router.api.http.http_api import HotHandler, HttpApi, headers_of, label_of
@@ -112,12 +113,14 @@ def build_api(
     sources: SourcesPort | None = None,
     shutdown: Shutdown | None = None,
     watch: Watch | None = None,
+    diagnosis: DiagnosisPort | None = None,
 ) -> HttpApi:
     """The whole HTTP API on `core` and `placing`. Holds no global state: several live side by side in one process.
 
     tokens: tokenizes texts; without it texts are refused. clock: monotonic, in seconds; measures decisions. proxy:
     without it nothing is forwarded. tracing: None turns traces off. sources: where workers come from; they report their
-    problems. shutdown: set when the process is to end. watch: events and decisions; without it neither is shown."""
+    problems. shutdown: set when the process is to end. watch: events and decisions; without it neither is shown.
+    diagnosis: looks for what is wrong."""
     shutdown = shutdown or Shutdown()
     app = FastAPI(
         title=PACKAGE,
@@ -147,6 +150,7 @@ def build_api(
         model_routes(core),
         watching,
         *([] if watch is None else [decision_routes(watch)]),
+        diagnosis_routes(diagnosis),
     ):
         app.include_router(router)
         app.state.routes += router.routes

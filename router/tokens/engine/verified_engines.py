@@ -195,17 +195,20 @@ class VerifiedEngines:
 
     def health(self) -> list[str]:
         """Which tokens are not what the engines make, for `/health`."""
+        return [
+            f"model {printable(model)}{url and ' at '}{url}: {problem}" for model, url, problem in self.differences()
+        ]
+
+    def differences(self) -> list[tuple[str, str, str]]:
+        """Model, URL of the engine (empty: of none) and problem, wherever tokens are not known to be the engine's."""
         found = []
         for (model, url), judged in self._judged.items():
             if judged.verdict is not None:
-                found += [
-                    f"model {printable(model)} at {url}: {problem}"
-                    for problem in self._problems(model, url, judged.verdict)
-                ]
+                found += [(model, url, problem) for problem in self._problems(model, url, judged.verdict)]
         for model in self._local.keys() & set(self._models()):
             if not self.of(model):
                 found.append(
-                    f"model {printable(model)}: its tokenizer here is not verified against any engine, because no worker has a url"
+                    (model, "", "its tokenizer here is not verified against any engine, because no worker has a url")
                 )
         return found
 

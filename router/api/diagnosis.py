@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is wrong with the fleet, as this process sees it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from fastapi import APIRouter, Request, Response
+
+from kvrouter.router.api.openapi import gives
+from kvrouter.router.api.workers import respond
+from kvrouter.router.common.version import VERSION
+from kvrouter.router.diagnosis.finding import DiagnosisReport
+
+
+class DiagnosisPort(Protocol):
+    """`router.diagnosis.diagnosis.Diagnosis` satisfies it."""
+
+    async def report(self) -> DiagnosisReport: ...
+
+
+def diagnosis_routes(diagnosis: DiagnosisPort | None) -> APIRouter:
+    """None: nothing is looked at."""
+    router = APIRouter(tags=["watching"])
+
+    @router.get(
+        "/diagnosis",
+        summary="What is wrong, and what mends it",
+        operation_id="diagnosis",
+        responses=gives(DiagnosisReport),
+    )
+    async def report(request: Request) -> Response:
+        """Findings of `kvrouter doctor` that the router itself can see, the gravest first; takes up to some seconds, as
+        it connects to every endpoint of the workers."""
+        found = DiagnosisReport(VERSION, 0, 0, 0, []) if diagnosis is None else await diagnosis.report()
+        return respond(request, found)
+
+    return router

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvrouter doctor`: what is wrong with a router and its fleet."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import typer
+
+from kvrouter.router.cli.options import AsJson, Key, Url, router_at
+from kvrouter.router.cli.output import console, print_json
+
+EXIT_FOUND = 1
+
+
+def doctor(url: Url = None, api_key: Key = None, as_json: AsJson = False) -> None:
+    """Say what is wrong with a running router and its fleet, why, and how to mend it; exit code 1 if anything is."""
+    from kvrouter.router.cli.doctor_report import diagnose, findings_text
+
+    client = router_at(url, api_key)
+    report = diagnose(client, client.url, time.time)
+    if as_json:
+        print_json(msgspec.to_builtins(report))
+    else:
+        out = console(reads=True)
+        out.print(findings_text(report, out.width), highlight=False, soft_wrap=True)
+    raise typer.Exit(0 if report.ok else EXIT_FOUND)

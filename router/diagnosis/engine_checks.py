@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of engines: are they reached, and do they serve what they are registered for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvrouter.router.common.escaping import printable
+from kvrouter.router.diagnosis.clocks import SET_CLOCKS, clock_difference
+from kvrouter.router.diagnosis.finding import Finding, argument, found
+from kvrouter.router.diagnosis.snapshot import Snapshot, WorkerFacts
+
+
+def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    if not snapshot.workers and not snapshot.unregistered:
+        yield found(
+            "KV005",
+            "fleet",
+            "neither --worker, nor a file, nor Kubernetes, nor POST /register named one",
+            "kvrouter serve --worker w0=http://HOST:8000, or: curl ROUTER/register -d "
+            '\'{"worker_id": "w0", "url": "http://HOST:8000"}\'',
+        )
+    if snapshot.unready and snapshot.workers and not any(one.is_down or one.breaker for one in snapshot.workers):
+        yield found(
+            "KV009",
+            "fleet",
+            snapshot.unready,
+            'end a drain: curl -X PATCH ROUTER/workers/ID -d \'{"state": "active"}\'; a model with workers of role prefill alone '
+            "needs one that decodes",
+        )
+    for waiting in snapshot.unregistered:
+        yield found(
+            "KV104",
+            f"worker {printable(waiting.worker_id)} (rank {waiting.dp_rank}) of {waiting.source}",
+            waiting.reason,
+            f"mend what the reason names, or take the worker off the source {waiting.source}",
+        )
+    for left, reason in snapshot.left_out.items():
+        yield found(
+            "KV108",
+            f"worker {printable(left.route_name)}",
+            reason,
+            "kvrouter serve --max-workers N, with more than now, or register fewer; if its registration cannot be read, register "
+            "it again",
+        )
+    for worker in snapshot.workers:
+        yield from _of_worker(worker)
+    for worker in snapshot.workers:
+        ahead_s = snapshot.engine_clocks.get(worker.registration.url or "", 0.0)
+        if (differs := clock_difference(ahead_s)) is not None:
+            yield found(
+                "KV107", worker.name, f"its clock is {differs} this router's, by the Date of its /health", SET_CLOCKS
+            )
+
+
+def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
+    url = argument(worker.registration.url or "ENGINE")
+    name = argument(worker.registration.worker.worker_id)
+    if worker.refusal:
+        yield found(
+            "KV103",
+            worker.name,
+            worker.refusal,
+            "kvrouter serve --allow-host HOST (all routers of this Redis), or register the worker with a listed address",
+        )
+    elif worker.is_down:
+        yield found(
+            "KV101",
+            worker.name,
+            worker.reason,
+            f"start the engine; test it from the router's machine: curl -i {url}/health; if it moved: curl -X PATCH "
+            f'ROUTER/workers/{name} -d \'{{"url": "http://HOST:PORT"}}\'; if it is gone: curl -X DELETE ROUTER/workers/{name}',
+        )
+    if worker.unserved:
+        model = argument(worker.registration.worker.model)
+        yield found(
+            "KV102",
+            worker.name,
+            worker.unserved,
+            f"vllm serve ... --served-model-name {model}, or register model= as the engine calls it",
+        )
+    if worker.breaker:
+        yield found(
+            "KV105",
+            worker.name,
+            worker.breaker,
+            f"look into the engine's log for the failed requests; test it: curl -i {url}/v1/models",
+        )
+    if worker.disk:
+        yield found(
+            "KV106",
+            worker.name,
+            worker.disk,
+            "check the disk of the folder that the engine's log names (smartctl, dmesg), then restart the engine",
+        )

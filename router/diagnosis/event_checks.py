@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the engines' events: do they come, and from the right engine. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvrouter.router.diagnosis.endpoint_probe import PUBLISHERS, REPLIERS, EndpointAnswer
+from kvrouter.router.diagnosis.finding import Finding, argument, found
+from kvrouter.router.diagnosis.snapshot import PromptCount, Snapshot, WorkerFacts
+from kvrouter.router.workers.registration import NO_PATCH, Registration
+from kvrouter.router.workers.stream_state import StreamState
+
+# Prompts of whole blocks that an engine computed without an event: the last one's may be on their way.
+UNHEARD_PROMPTS = 3
+# In these states the events are on no way to be known, and no other check says why.
+UNFOLLOWED = frozenset({StreamState.CONNECTING, StreamState.SUSPECT, StreamState.RESYNCING})
+# What a ZMQ socket that says nothing of itself may be.
+UNKNOWN_SOCKET = ""
+
+EVENTS_ON = (
+    '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": '
+    '"tcp://*:5558"}\''
+)
+
+
+def event_findings(snapshot: Snapshot) -> Iterator[Finding]:
+    for worker in snapshot.workers:
+        if worker.is_down:
+            # Its ports are closed because it does not run.
+            continue
+        listed = list(_of_endpoints(worker, snapshot))
+        yield from listed
+        yield from _of_stream(worker, explained=bool(listed))
+
+
+def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
+    given = worker.registration
+    if worker.is_silent:
+        yield found(
+            "KV201",
+            worker.name,
+            worker.reason or given.note or "it was registered without one",
+            f"vllm serve ... {EVENTS_ON}; and register events=tcp://HOST:5557,replay=tcp://HOST:5558",
+        )
+        return
+    if worker.state is StreamState.MISMATCHED:
+        yield found(
+            "KV203",
+            worker.name,
+            worker.reason,
+            f"register each worker with the endpoints of its own engine and rank; from vLLM 0.31 on, the engine names them: curl "
+            f"{argument(given.url or 'ENGINE')}/kv_event_sources",
+        )
+    elif worker.state in UNFOLLOWED and not explained:
+        yield found(
+            "KV208",
+            worker.name,
+            f"it is {worker.state.value}: {worker.reason}",
+            f"wait some seconds and run doctor again; if it stays: can this machine reach {given.events or given.patch}?",
+        )
+    elif _is_unheard(worker.prompts, worker):
+        yield found(
+            "KV202",
+            worker.name,
+            f"it computed {worker.prompts.whole} prompts of whole blocks, and no event came from {given.events or given.patch}",
+            f"vllm serve ... --enable-prefix-caching {EVENTS_ON}; and register the endpoint that this engine publishes on",
+        )
+    if given.events is not None and given.replay is None and not worker.is_patched:
+        yield found(
+            "KV207",
+            worker.name,
+            "batches that are lost cannot be had again: after a gap or a restart of the router, everything is learned again",
+            f"vllm serve ... {EVENTS_ON}; and register replay=tcp://HOST:5558",
+        )
+
+
+def _is_unheard(prompts: PromptCount, worker: WorkerFacts) -> bool:
+    return worker.state is StreamState.LIVE and not worker.is_heard and prompts.whole >= UNHEARD_PROMPTS
+
+
+def _of_endpoints(worker: WorkerFacts, snapshot: Snapshot) -> Iterator[Finding]:
+    given = worker.registration
+    if worker.refusal:
+        return
+    answers = {
+        role: snapshot.endpoints.get(at, EndpointAnswer(is_zmq=True)) for role, at in endpoints_of(given).items()
+    }
+    events, replay = answers.get("events"), answers.get("replay")
+    if events and replay and events.socket in REPLIERS and replay.socket in PUBLISHERS:
+        yield found(
+            "KV204",
+            worker.name,
+            f"a {events.socket} socket answers at the event endpoint {given.events}, and a {replay.socket} socket at the replay "
+            f"endpoint {given.replay}",
+            f"register events={argument(given.replay or '')},replay={argument(given.events or '')}",
+        )
+        return
+    for role, answer in answers.items():
+        at = endpoints_of(given)[role]
+        if answer.problem:
+            yield found(
+                "KV205",
+                worker.name,
+                f"{role} endpoint {at}: {answer.problem}",
+                f"open the port between this router and the engine (firewall, NetworkPolicy, container port); test: {_test(at)}",
+            )
+        elif role != "url" and (not answer.is_zmq or answer.socket not in _expected(role) | {UNKNOWN_SOCKET}):
+            what = f"a {answer.socket} socket" if answer.socket else "a program that does not speak ZMQ"
+            yield found(
+                "KV206",
+                worker.name,
+                f"{role} endpoint {at}: {what} answers there",
+                f"register the port of --kv-events-config for {role} ({'/'.join(sorted(_expected(role)))})",
+            )
+
+
+def endpoints_of(given: Registration) -> dict[str, str]:
+    """What a worker is registered with, by its role. `url` is its HTTP address."""
+    patch = None if given.patch == NO_PATCH else given.patch
+    known = {"events": given.events, "replay": given.replay, "patch": patch, "url": given.url}
+    return {role: at for role, at in known.items() if at is not None}
+
+
+def _expected(role: str) -> frozenset[str]:
+    """The types of socket that belong there."""
+    return PUBLISHERS if role == "events" else REPLIERS
+
+
+def _test(endpoint: str) -> str:
+    host, _, port = endpoint.rpartition("://")[2].rpartition(":")
+    return f"nc -vz {argument(host)} {argument(port)}" if host else f"ls -l {argument(port)}"

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the servers of the store say of their settings and their memory: what endangers the index."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from kvrouter.router.redis_client.errors import ReplyError, StoreError
+from kvrouter.router.redis_client.resp import command, info_field
+from kvrouter.router.redis_client.servers import Servers
+
+# Three small answers; a server that takes longer is named by whoever follows it.
+TIMEOUT_S = 2.0
+
+
+class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """One server's. Empty or None: it does not say, or does not let this router know.
+
+    policy: its maxmemory-policy. used_bytes, limit_bytes: of memory; limit_bytes is maxmemory, or without one the
+    machine's memory. appends: whether it keeps an append-only file. save: when it writes snapshots; empty: never.
+    failing: what of its persistence failed last. time_s: its clock, since 1970. refused: commands that the router's user
+    may not use."""
+
+    policy: str = ""
+    used_bytes: int | None = None
+    limit_bytes: int | None = None
+    has_maxmemory: bool = False
+    appends: bool | None = None
+    save: str | None = None
+    failing: str = ""
+    time_s: float | None = None
+    refused: tuple[str, ...] = ()
+
+
+async def server_settings(servers: Servers) -> dict[str, ServerSettings]:
+    """By address. Raises StoreError where a server does not answer."""
+    refused: list[str] = []
+    replies: dict[str, dict[str, Any]] = {}
+    for name, order in (
+        ("INFO", command("INFO")),
+        ("CONFIG", command("CONFIG", "GET", "save")),
+        ("TIME", command("TIME")),
+    ):
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                answers = await servers.each(order)
+        except TimeoutError:
+            raise StoreError(f"{name} was not answered in {TIMEOUT_S:g} s") from None
+        except ReplyError:
+            # NOPERM; or a server where it is renamed or forbidden for all.
+            refused.append(name)
+            continue
+        for address, (reply,) in answers.items():
+            replies.setdefault(address, {})[name] = reply
+    if not replies:
+        return {"": ServerSettings(refused=tuple(refused))}
+    return {address: _read(reply, tuple(refused)) for address, reply in replies.items()}
+
+
+def _read(reply: dict[str, Any], refused: tuple[str, ...]) -> ServerSettings:
+    info = reply.get("INFO", b"")
+    limit = _number(info_field(info, "maxmemory"))
+    appends = info_field(info, "aof_enabled")
+    failing = [
+        name
+        for name in ("rdb_last_bgsave_status", "aof_last_write_status", "aof_last_bgrewrite_status")
+        if info_field(info, name) == "err"
+    ]
+    return ServerSettings(
+        policy=info_field(info, "maxmemory_policy"),
+        used_bytes=_number(info_field(info, "used_memory")),
+        limit_bytes=limit or _number(info_field(info, "total_system_memory")) or None,
+        has_maxmemory=bool(limit),
+        appends=None if appends not in ("0", "1") else appends == "1",
+        save=_save(reply.get("CONFIG")),
+        failing=", ".join(failing),
+        time_s=_time(reply.get("TIME")),
+        refused=refused,
+    )
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _save(reply: Any) -> str | None:
+    """CONFIG answers with names and values in turn."""
+    if not isinstance(reply, list) or len(reply) != 2 or not isinstance(reply[1], bytes):
+        return None
+    return reply[1].decode("ascii", "replace")
+
+
+def _time(reply: Any) -> float | None:
+    try:
+        seconds, micros = reply
+        return int(seconds) + int(micros) / 1e6
+    except (TypeError, ValueError):
+        return None

@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every fault of a worker that `kvrouter doctor` knows, made with simulated or scripted engines and found; and a fleet
+that is well, in which it finds nothing. One router for all: each test's workers have a name of their own."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+import zmq
+from clinic import Clinic
+from engine_http import EngineHttp
+from fake_engine import BLOCK, FakeEngine, prompt, stored
+from ports import free_port
+from router_process import RouterError, RouterProcess
+from scripted_engine import Asked, ScriptedEngine, Wire, plain, reset
+
+from kvrouter.router.diagnosis.endpoint_probe import GREETING
+from kvrouter.router.diagnosis.event_checks import UNHEARD_PROMPTS
+from kvrouter.router.diagnosis.finding import Severity
+from kvrouter.router.diagnosis.prediction_checks import COUNTED_PROMPTS
+from kvrouter.router.proxy.circuit_breaker import FAILURES_TO_OPEN
+from kvrouter.router.quality.prediction_judge import ALONE_MIN, COUNTED_MIN, SILENT_MIN
+from kvrouter.simulator.cache.shapes import make_geometry
+from kvrouter.simulator.http.server import ReplicaServer, ServerThread
+
+MODEL = "sim"
+POOL_BLOCKS = 2_000
+
+
+@pytest.fixture
+def clinic(router: RouterProcess) -> Clinic:
+    return Clinic(router)
+
+
+@pytest.fixture(scope="module")
+def replicas() -> Iterator[list[dict[str, Any]]]:
+    """Two hybrid ones, and one with full attention that does not say where its events are."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    shapes = (("gemma3", True), ("gemma3", True), ("llama", False))
+    made = [
+        ReplicaServer(make_geometry(shape), POOL_BLOCKS, context=context, model=MODEL, event_sources=says)
+        for shape, says in shapes
+    ]
+    thread = ServerThread(made)
+    thread.start()
+    yield [dict(one.endpoints) for one in made]
+    thread.stop()
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def engine(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[FakeEngine]:
+    """A publisher without an engine."""
+    made = FakeEngine(context)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def http() -> Iterator[EngineHttp]:
+    """An engine's HTTP without an engine."""
+    made = EngineHttp()
+    yield made
+    made.stop()
+
+
+def compute(replica: dict[str, Any], tokens: list[int]) -> None:
+    """Directly at a replica."""
+    body = json.dumps({"model": MODEL, "prompt": tokens, "max_tokens": 1}).encode()
+    wanted = urllib.request.Request(f"{replica['url']}/v1/completions", body, {"content-type": "application/json"})
+    with urllib.request.urlopen(wanted, timeout=30):
+        pass
+
+
+def of(replica: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """The fields of its registration."""
+    given = {"url": replica["url"], "endpoint": replica["events"], "replay_endpoint": replica["replay"]}
+    return given | {"model": MODEL} | more
+
+
+def shows(clinic: Clinic, worker_id: str) -> None:
+    clinic.router.wait_row(worker_id, lambda row: row["state"] == "live" and sum(row["residency"].values()) > 0, "live")
+
+
+@pytest.mark.smoke
+def test_no_worker_then_a_fleet_that_is_well(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+    assert clinic.codes() == ["KV005"]
+    command = [sys.executable, "-m", "kvrouter.router.cli", "doctor", "--url", f"http://127.0.0.1:{clinic.router.port}"]
+    with clinic.worker("w0", **of(replicas[0])), clinic.worker("w1", **of(replicas[1])):
+        # Before its first prompt, and after it.
+        clinic.wait_well()
+        for replica, seed in ((replicas[0], 1), (replicas[1], 2)):
+            compute(replica, prompt(seed, 40))
+        for worker_id in ("w0", "w1"):
+            shows(clinic, worker_id)
+        for seed in range(8):
+            clinic.complete(MODEL, prompt(seed % 3, 40))
+        report = clinic.wait_well()
+        assert (report.workers, report.routers) == (2, 1)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("all is well: 2 workers, 1 router")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1 and done.stdout.startswith("KV005 error fleet: no worker is registered")
+
+
+def test_kv009_a_fleet_that_drains(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+    with clinic.worker("drained", **of(replicas[0])):
+        clinic.router.wait_connected("drained")
+        clinic.router.request("PATCH", "/workers/drained", {"state": "draining"})
+        assert "draining" in clinic.find("KV009").evidence
+
+
+def test_kv101_an_engine_that_is_not_there(clinic: Clinic, engine: FakeEngine) -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with clinic.worker("gone", url=url) as subject:
+        finding = clinic.find("KV101", subject)
+        assert url in finding.evidence and url in finding.fix
+        assert "KV205" not in clinic.codes()
+
+
+def test_kv102_a_name_that_the_engine_does_not_serve(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+    with clinic.worker("named", **of(replicas[0], model="another")) as subject:
+        assert "its engine serves sim" in clinic.find("KV102", subject).evidence
+
+
+def test_kv105_an_open_breaker(clinic: Clinic) -> None:
+    with ScriptedEngine(reset) as scripted, clinic.worker("cut", "cut", url=scripted.url) as subject:
+        for _ in range(FAILURES_TO_OPEN):
+            with pytest.raises(RouterError):
+                clinic.complete("cut", [1, 2, 3])
+        assert clinic.find("KV105", subject).evidence
+
+
+def test_kv106_and_kv107_what_an_engine_says_of_its_disk_and_the_time(clinic: Clinic, http: EngineHttp) -> None:
+    http.metrics = b'vllm:kvrouter_offload_disk_off{engine="0"} 1.0\n'
+    http.ahead_s = -60.0
+    with clinic.worker("disk", url=http.url) as subject:
+        assert "left alone" in clinic.find("KV106", subject).evidence
+        assert "behind this router's" in clinic.find("KV107", subject).evidence
+
+
+def test_kv201_no_event_endpoint(clinic: Clinic, http: EngineHttp) -> None:
+    with clinic.worker("silent", url=http.url) as subject:
+        assert "--kv-events-config" in clinic.find("KV201", subject).fix
+
+
+def test_kv202_an_endpoint_that_says_nothing(
+    clinic: Clinic, engine: FakeEngine, replicas: list[dict[str, Any]]
+) -> None:
+    given = engine.registration("mute", MODEL, url=replicas[2]["url"])
+    with clinic.worker(**given) as subject:
+        clinic.router.wait_connected("mute")
+        for seed in range(UNHEARD_PROMPTS):
+            assert "KV202" not in clinic.codes()
+            clinic.complete(MODEL, prompt(seed, 2_100 // BLOCK))
+        assert f"it computed {UNHEARD_PROMPTS} prompts" in clinic.find("KV202", subject).evidence
+
+
+def test_kv203_two_workers_with_one_endpoint(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+    shared = {"endpoint": replicas[2]["events"], "replay_endpoint": replicas[2]["replay"]}
+    with clinic.worker("right", **of(replicas[2])), clinic.worker("wrong", **(of(replicas[0]) | shared)) as subject:
+        assert "is that of right too" in clinic.find("KV203", subject).evidence
+
+
+def test_kv204_swapped_endpoints(clinic: Clinic, engine: FakeEngine) -> None:
+    swapped: dict[str, Any] = {"endpoint": engine.replay_endpoint, "replay_endpoint": engine.endpoint}
+    with clinic.worker("swapped", **swapped) as subject:
+        finding = clinic.find("KV204", subject)
+        assert finding.fix == f"register events={engine.endpoint},replay={engine.replay_endpoint}"
+        assert [one.code for one in clinic.report().findings if one.subject == subject] == ["KV204"]
+
+
+def test_kv205_closed_ports(clinic: Clinic, engine: FakeEngine, http: EngineHttp) -> None:
+    closed = f"tcp://127.0.0.1:{free_port()}"
+    with clinic.worker("closed", url=http.url, endpoint=closed, replay_endpoint=engine.replay_endpoint) as subject:
+        assert f"events endpoint {closed}: Connection refused" in clinic.find("KV205", subject).evidence
+    with clinic.worker("half", url=http.url, endpoint=engine.endpoint, replay_endpoint=closed) as subject:
+        assert f"replay endpoint {closed}: Connection refused" in clinic.find("KV205", subject).evidence
+
+
+def test_kv206_another_program_at_an_endpoint(clinic: Clinic, http: EngineHttp, engine: FakeEngine) -> None:
+    wrong: dict[str, Any] = {"endpoint": f"tcp://127.0.0.1:{http.port}", "replay_endpoint": engine.replay_endpoint}
+    with clinic.worker("http", url=http.url, **wrong) as subject:
+        assert "does not speak ZMQ" in clinic.find("KV206", subject).evidence
+
+
+def test_kv207_no_replay_endpoint(clinic: Clinic, engine: FakeEngine) -> None:
+    with clinic.worker("once", endpoint=engine.endpoint) as subject:
+        clinic.find("KV207", subject)
+
+
+def test_kv208_events_that_do_not_come_for_another_reason(clinic: Clinic, engine: FakeEngine) -> None:
+    """It greets as ZMQ does, and never gets ready."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        held: list[socket.socket] = []
+
+        def greet() -> None:
+            while True:
+                try:
+                    held.append(server.accept()[0])
+                    held[-1].sendall(GREETING)
+                except OSError:
+                    return
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        try:
+            with clinic.worker("stuck", endpoint=endpoint, replay_endpoint=engine.replay_endpoint) as subject:
+                assert "it is connecting" in clinic.find("KV208", subject).evidence
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in held:
+                connection.close()
+
+
+def test_kv301_hashes_of_an_unknown_seed(clinic: Clinic, engine: FakeEngine) -> None:
+    with clinic.worker(**engine.registration("seeded", "seeded")) as subject:
+        clinic.router.wait_connected("seeded", engine.wait_subscribed)
+        engine.publish(stored(prompt(1), 0, 4, chain=[1, 2, 3, 4]))
+        assert "PYTHONHASHSEED" in clinic.find("KV301", subject).fix
+
+
+def test_kv302_a_scheme_that_nothing_verified(clinic: Clinic, engine: FakeEngine) -> None:
+    with clinic.worker(**engine.registration("assumed", "assumed")) as subject:
+        clinic.router.wait_connected("assumed", engine.wait_subscribed)
+        engine.publish(stored(prompt(1), 1, 4))
+        assert "(assumed)" in clinic.find("KV302", subject).evidence
+        engine.publish(stored(prompt(1), 0, 1))
+        clinic.wait_well()
+
+
+def test_kv303_a_window_that_is_not_known(clinic: Clinic, engine: FakeEngine) -> None:
+    with clinic.worker(**engine.registration("windowed", "windowed")) as subject:
+        clinic.router.wait_connected("windowed", engine.wait_subscribed)
+        engine.publish(stored(prompt(1), 0, 4, kind="sliding_window"))
+        assert "without its window" in clinic.find("KV303", subject).evidence
+
+
+def test_kv304_a_hybrid_model_with_one_group(
+    clinic: Clinic, engine: FakeEngine, http: EngineHttp, replicas: list[dict[str, Any]]
+) -> None:
+    for seed in range(2):
+        compute(replicas[2 * seed], prompt(seed, 40))
+    # The engine says that its layers have windows.
+    with clinic.worker(**engine.registration("layers", "layers")) as subject:
+        clinic.router.wait_connected("layers", engine.wait_subscribed)
+        engine.publish(stored(prompt(1), 0, 12, window=64))
+        finding = clinic.find("KV304", subject)
+        assert finding.severity is Severity.ERROR and "a window of 64 tokens" in finding.evidence
+    # Another worker of the model shows that it is hybrid.
+    with clinic.worker("flat", **of(replicas[2])) as subject, clinic.worker("several", **of(replicas[0])):
+        assert "worker several has several groups" in clinic.find("KV304", subject).evidence
+    # Its name alone.
+    http.pages["/v1/models"] = json.dumps({"data": [{"id": "named", "root": "google/gemma-3-27b-it"}]}).encode()
+    stream = {"endpoint": replicas[2]["events"], "replay_endpoint": replicas[2]["replay"]}
+    with clinic.worker("named", "named", url=http.url, **stream) as subject:
+        finding = clinic.find("KV304", subject)
+        assert finding.severity is Severity.WARNING and "google/gemma-3-27b-it" in finding.evidence
+
+
+def test_kv305_engines_of_one_model_with_different_blocks(
+    clinic: Clinic, engine: FakeEngine, context: zmq.Context[zmq.Socket[bytes]]
+) -> None:
+    other = FakeEngine(context)
+    try:
+        with (
+            clinic.worker(**engine.registration("small", "sizes")),
+            clinic.worker(**other.registration("large", "sizes")),
+        ):
+            for name, one, blocks in (("small", engine, 1), ("large", other, 2)):
+                clinic.router.wait_connected(name, one.wait_subscribed)
+                tokens = prompt(1)
+                one.publish(
+                    stored(tokens, 0, 1, block_size=blocks * BLOCK, token_ids=tokens[: blocks * BLOCK], chain=[7])
+                )
+            assert "(full_attention, 32, -, -)" in clinic.find("KV305", "model sizes").evidence
+    finally:
+        other.close()
+
+
+def test_kv306_blocks_of_an_unknown_connector(clinic: Clinic, engine: FakeEngine) -> None:
+    with clinic.worker(**engine.registration("tiered", "tiered")) as subject:
+        clinic.router.wait_connected("tiered", engine.wait_subscribed)
+        engine.publish(stored(prompt(1), 0, 4), stored(prompt(1), 0, 4, medium="CPU", kind=None))
+        assert "connectors without a hit rule" in clinic.find("KV306", subject).evidence
+
+
+def test_kv307_a_cpu_tier_that_refuses(clinic: Clinic, http: EngineHttp) -> None:
+    http.metrics = b"vllm:kvrouter_offload_cpu_usage_perc 1.0\nvllm:kvrouter_offload_stores_refused_total 3.0\n"
+    with clinic.worker("full", url=http.url) as subject:
+        assert "100% of its slots" in clinic.find("KV307", subject).evidence
+
+
+class Answers:
+    """The script of an engine that says this of each prompt's usage."""
+
+    def __init__(self, cached: int | None, prompt_tokens: int | None = None) -> None:
+        self._cached = cached
+        self._prompt_tokens = prompt_tokens
+
+    async def __call__(self, asked: Asked, wire: Wire) -> None:
+        tokens = self._prompt_tokens or len(json.loads(asked.body)["prompt"])
+        usage: dict[str, Any] = {"prompt_tokens": tokens, "completion_tokens": 1, "total_tokens": tokens + 1}
+        if self._cached is not None:
+            usage["prompt_tokens_details"] = {"cached_tokens": self._cached}
+        body = {"id": "c", "object": "text_completion", "choices": [{"index": 0, "text": "a"}], "usage": usage}
+        await plain(json.dumps(body).encode())(asked, wire)
+
+
+@pytest.mark.parametrize(
+    ("code", "answers", "requests"),
+    [
+        ("KV401", Answers(None), SILENT_MIN),
+        ("KV402", Answers(0, prompt_tokens=7), COUNTED_MIN),
+        ("KV403", Answers(0), ALONE_MIN),
+    ],
+)
+def test_kv401_to_kv403_what_answers_say_of_predictions(
+    clinic: Clinic, engine: FakeEngine, code: str, answers: Answers, requests: int
+) -> None:
+    with ScriptedEngine(answers) as scripted:
+        given = engine.registration(code.lower(), code, url=scripted.url)
+        with clinic.worker(**given) as subject:
+            clinic.router.wait_connected(code.lower(), engine.wait_subscribed)
+            clinic.router.wait_seen(code.lower(), engine.publish(stored(prompt(1), 0, 12)))
+            for _ in range(requests):
+                assert code not in clinic.codes()
+                clinic.complete(code, prompt(1))
+            clinic.find(code, subject)
+
+
+def test_kv404_short_prompts(clinic: Clinic, replicas: list[dict[str, Any]]) -> None:
+    with clinic.worker("short", **of(replicas[0])):
+        compute(replicas[0], prompt(5, 40))
+        shows(clinic, "short")
+        rng = Random(1)
+        for _ in range(COUNTED_PROMPTS):
+            clinic.complete(MODEL, [rng.randrange(50_000) for _ in range(5)])
+        finding = clinic.find("KV404", f"model {MODEL}")
+        assert f"{COUNTED_PROMPTS} of {COUNTED_PROMPTS} prompts were shorter than 16 tokens" in finding.evidence
+
+
+def test_kv405_engines_that_make_different_tokens(clinic: Clinic, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def renders(first: int) -> Any:
+        async def script(asked: Asked, wire: Wire) -> None:
+            ids = [first, *range(20)]
+            body: Any = [{"prompt_token_ids": ids, "token_ids": ids}]
+            if "chat" in asked.target:
+                body = body[0]
+            await plain(json.dumps(body).encode())(asked, wire)
+
+        return script
+
+    with ScriptedEngine(renders(1)) as one, ScriptedEngine(renders(2)) as two:
+        given = {"model": "texts"}
+        with clinic.worker("t0", url=one.url, **given), clinic.worker("t1", url=two.url, **given):
+            clinic.router.request("POST", "/select", {"model": "texts", "prompt": "a text"})
+            assert "make different tokens of one text" in clinic.find("KV405", "model texts").evidence

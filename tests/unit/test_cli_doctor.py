@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvrouter doctor`: what only a client sees, how findings read, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import msgspec
+import pytest
+from ports import free_port
+from rich.text import Text
+
+from kvrouter.router.cli.commands import run
+from kvrouter.router.cli.doctor_report import DoctorReport, findings_text
+from kvrouter.router.common.version import VERSION
+from kvrouter.router.diagnosis.finding import DiagnosisReport, Finding, Severity, found
+
+# By itself, away from what a test's own clock says.
+LONG_AGO_S = 1_000_000_000.0
+WELL = DiagnosisReport(VERSION, 2, 1, 40, [])
+
+
+class Stub(BaseHTTPRequestHandler):
+    """Answers what the test put into `answers`, dated as it says."""
+
+    answers: dict[str, tuple[int, bytes]]
+    dated_s: float | None
+
+    def do_GET(self) -> None:
+        status, content = self.answers.get(self.path, (404, b'{"error": {"message": "none", "code": "not_found"}}'))
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        return formatdate(self.dated_s, usegmt=True)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Stub]]]:
+    """A router that is well."""
+    for name in ("KVROUTER_URL", "KVROUTER_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    handler = type("OneStub", (Stub,), {"answers": {}, "dated_s": None})
+    answer(handler, VERSION, WELL)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", handler
+        server.shutdown()
+        thread.join()
+
+
+def answer(handler: type[Stub], version: str, report: DiagnosisReport | None) -> None:
+    handler.answers["/version"] = (200, json.dumps({"name": "hybrid-kv-router", "version": version}).encode())
+    handler.answers.pop("/diagnosis", None)
+    if report is not None:
+        handler.answers["/diagnosis"] = (200, msgspec.json.encode(report))
+
+
+def doctor(capsys: pytest.CaptureFixture[str], url: str, *more: str) -> tuple[int, list[str]]:
+    """The exit code and the codes of the findings."""
+    code = run(["doctor", "--url", url, "--json", *more])
+    report = msgspec.json.decode(capsys.readouterr().out, type=DoctorReport)
+    assert report.ok is (code == 0)
+    assert report.url == url
+    return code, [finding.code for finding in report.findings]
+
+
+def test_a_router_that_is_well_is_one_line(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    url, _ = stub
+    assert run(["doctor", "--url", url]) == 0
+    out = capsys.readouterr().out
+    assert out == f"all is well: 2 workers, 1 router, version {VERSION}; 40 checks found nothing\n"
+    assert doctor(capsys, url) == (0, [])
+
+
+def test_no_router_is_a_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor(capsys, f"http://127.0.0.1:{free_port()}") == (1, ["KV001"])
+
+
+def test_another_server_is_no_router(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    url, handler = stub
+    for status, content in ((200, b"<html>"), (200, b"[1]"), (500, b"oops")):
+        handler.answers["/version"] = (status, content)
+        assert doctor(capsys, url) == (1, ["KV001"])
+
+
+def test_a_wrong_key_is_a_finding(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    url, handler = stub
+    refusal = {"error": {"message": "no key", "type": "invalid_request_error", "code": "invalid_api_key"}}
+    handler.answers["/version"] = (401, json.dumps(refusal).encode())
+    assert doctor(capsys, url, "--api-key", "wrong") == (1, ["KV002"])
+
+
+def test_another_version_is_a_finding_beside_its_own(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    url, handler = stub
+    fault = found("KV101", "worker w0", "refused", "start it")
+    answer(handler, "9.9", DiagnosisReport("9.9", 1, 1, 50, [fault]))
+    assert doctor(capsys, url) == (1, ["KV003", "KV101"])
+    # One that has no diagnosis, or another form of it.
+    answer(handler, "9.9", None)
+    assert doctor(capsys, url) == (1, ["KV003"])
+    handler.answers["/diagnosis"] = (200, b'{"findings": 3}')
+    assert doctor(capsys, url) == (1, ["KV003"])
+
+
+def test_clocks_that_differ_are_a_finding(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    url, handler = stub
+    handler.dated_s = LONG_AGO_S
+    assert doctor(capsys, url) == (1, ["KV004"])
+
+
+def test_a_note_is_no_failure(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    url, handler = stub
+    note = found("KV505", "Redis", "it may not be seen", "ACL SETUSER")
+    answer(handler, VERSION, DiagnosisReport(VERSION, 1, 1, 40, [note]))
+    assert doctor(capsys, url) == (0, ["KV505"])
+    assert run(["doctor", "--url", url]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"1 note (1 worker, 1 router, version {VERSION})"
+
+
+def test_a_block_reads_at_80_columns_and_keeps_commands_whole(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    url, handler = stub
+    flag = "--kv-events-config-that-is-long"
+    fault = found("KV201", "worker [bold]w0[/]\x1b[31m", "because " * 30, f"vllm serve {flag} " * 10)
+    answer(handler, VERSION, DiagnosisReport(VERSION, 1, 1, 40, [fault]))
+    assert run(["doctor", "--url", url]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0] == "KV201 error worker [bold]w0[/]?[31m: the worker has no event endpoint"
+    assert sum(line.count(flag) for line in lines) == 10
+    assert any(line.strip() == "see docs/how-to/doctor.md#kv201" for line in lines)
+    assert lines[-1].startswith("1 error (")
+
+
+@pytest.mark.parametrize(("severity", "colour"), [(Severity.ERROR, "red"), (Severity.WARNING, "yellow")])
+def test_severities_have_colours(severity: Severity, colour: str) -> None:
+    finding = Finding("KV101", severity, "w", "p", "e", "f", "page")
+    shown = findings_text(DoctorReport(False, "u", "1", 1, 1, 1, [finding]), 80)
+    assert isinstance(shown, Text)
+    assert any(colour in str(span.style) for span in shown.spans)

@@ -1,0 +1,351 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each check finds its fault in what a router knows, and nothing in a fleet that is well or only young."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.config.agreement import AGREED, AGREED_LISTS, AGREED_SECRETS, agreed_settings
+from kvrouter.router.config.settings import FIELDS, Config
+from kvrouter.router.diagnosis.cache_checks import SHOWN_BLOCKS, cache_findings
+from kvrouter.router.diagnosis.clocks import CLOCK_S
+from kvrouter.router.diagnosis.endpoint_probe import EndpointAnswer
+from kvrouter.router.diagnosis.engine_checks import engine_findings
+from kvrouter.router.diagnosis.event_checks import UNHEARD_PROMPTS, event_findings
+from kvrouter.router.diagnosis.finding import CODES, PAGE, Finding, Severity
+from kvrouter.router.diagnosis.prediction_checks import COUNTED_PROMPTS, prediction_findings
+from kvrouter.router.diagnosis.router_checks import router_findings
+from kvrouter.router.diagnosis.snapshot import (
+    Contested,
+    PromptCount,
+    RouterWord,
+    Snapshot,
+    StoreFacts,
+    Unregistered,
+    WorkerFacts,
+)
+from kvrouter.router.diagnosis.store_checks import store_findings
+from kvrouter.router.index.server_settings import ServerSettings
+from kvrouter.router.kvcache.catalog import Catalog, Group, build_catalog
+from kvrouter.router.kvcache.scheme_verification import SchemeState
+from kvrouter.router.load.prompt_lengths import PromptLengths
+from kvrouter.router.quality.prediction_judge import Doubt, DoubtKind
+from kvrouter.router.streams.cpu_tier_watch import NAMED_S, CpuTier, CpuTierWatch, parse_cpu_tier
+from kvrouter.router.workers.registration import CatalogSpec, Registration
+from kvrouter.router.workers.stream_state import StreamState
+
+ROOT = Path(__file__).resolve().parents[2]
+EVENTS, REPLAY, URL = "tcp://10.0.0.1:5557", "tcp://10.0.0.1:5558", "http://10.0.0.1:8000"
+NOW_S = 1_700_000_000.0
+# Found by the command itself (test_cli_doctor.py).
+CLIENT_CODES = {"KV001", "KV002", "KV003", "KV004"}
+
+CHECKS: tuple[Callable[[Snapshot], Any], ...] = (
+    router_findings,
+    store_findings,
+    engine_findings,
+    event_findings,
+    cache_findings,
+    prediction_findings,
+)
+HYBRID = (Group(0, "full_attention", 16), Group(1, "sliding_window", 16, 64))
+FULL = (Group(0, "full_attention", 16),)
+NOTHING_KNOWN = build_catalog((), "learned", CatalogSpec())
+
+
+def catalog(*groups: Group) -> Catalog:
+    return build_catalog(groups, "learned", CatalogSpec())
+
+
+def registration(worker_id: str = "w0", **more: Any) -> Registration:
+    given: dict[str, Any] = {"events": EVENTS, "replay": REPLAY, "url": URL} | more
+    return Registration(WorkerKey(given.pop("model", "m"), worker_id), **given)
+
+
+def worker(worker_id: str = "w0", given: dict[str, Any] | None = None, **more: Any) -> WorkerFacts:
+    """One that is well, but for what is given."""
+    well: dict[str, Any] = {
+        "registration": registration(worker_id, **(given or {})),
+        "state": StreamState.LIVE,
+        "catalog": catalog(*HYBRID),
+        "scheme": SchemeState.VERIFIED,
+        "hash_label": "sha256 (verified)",
+        "is_heard": True,
+        "blocks": 100,
+    }
+    return WorkerFacts(**(well | more))
+
+
+WELL_SERVER = ServerSettings(
+    policy="noeviction", used_bytes=10, limit_bytes=100, appends=True, save="", time_s=NOW_S + CLOCK_S
+)
+PUBLISHES, REPLIES = EndpointAnswer(is_zmq=True, socket="XPUB"), EndpointAnswer(is_zmq=True, socket="ROUTER")
+
+
+def snapshot(*workers: WorkerFacts, server: dict[str, Any] | None = None, **more: Any) -> Snapshot:
+    """A fleet that is well, but for what is given."""
+    well: dict[str, Any] = {
+        "token": "me",
+        "time_s": NOW_S,
+        "workers": workers or (worker(),),
+        "endpoints": {EVENTS: PUBLISHES, REPLAY: REPLIES, URL: EndpointAnswer()},
+        "engine_clocks": {URL: -CLOCK_S},
+        "store": StoreFacts(servers={"h:6379": msgspec.structs.replace(WELL_SERVER, **(server or {}))}),
+        "routers": {token: RouterWord("1.0", {"policy": "kv"}) for token in ("me", "you")},
+    }
+    return Snapshot(**(well | more))
+
+
+def findings(looked_at: Snapshot) -> list[Finding]:
+    return [finding for check in CHECKS for finding in check(looked_at)]
+
+
+def codes(looked_at: Snapshot) -> list[str]:
+    return [finding.code for finding in findings(looked_at)]
+
+
+def doubt(kind: DoubtKind) -> Snapshot:
+    return snapshot(worker(doubt=Doubt(kind, "a sentence")))
+
+
+FAULTS: dict[str, Snapshot] = {
+    "KV005": snapshot(workers=()),
+    "KV006": snapshot(is_open="the router listens on 0.0.0.0 without an API key"),
+    "KV007": snapshot(uncompiled="some modules are not compiled"),
+    "KV008": snapshot(task_problems=["task tend does not run"]),
+    "KV009": snapshot(unready="all workers drain"),
+    "KV101": snapshot(worker(state=StreamState.DOWN, reason="refused"), endpoints={EVENTS: EndpointAnswer("refused")}),
+    "KV102": snapshot(worker(unserved="its engine serves n: requests for m get 404")),
+    "KV103": snapshot(worker(state=StreamState.DOWN, refusal="10.0.0.1 is not in allow_hosts")),
+    "KV104": snapshot(unregistered=[Unregistered("w9", 0, "file", "its model is not known")]),
+    "KV105": snapshot(worker(breaker="3 requests in a row failed")),
+    "KV106": snapshot(worker(disk="its offload disk is left alone")),
+    "KV107": snapshot(engine_clocks={URL: CLOCK_S + 1}),
+    "KV108": snapshot(left_out={WorkerKey("m", "w9"): "it has 1 workers, as many as it follows"}),
+    "KV201": snapshot(worker(given={"events": None, "replay": None}, is_silent=True, is_heard=False)),
+    "KV202": snapshot(
+        worker(is_heard=False, blocks=0, catalog=NOTHING_KNOWN, prompts=PromptCount(5, 0, UNHEARD_PROMPTS))
+    ),
+    "KV203": snapshot(worker(state=StreamState.MISMATCHED, reason="it is that of w1 too")),
+    "KV204": snapshot(worker(state=StreamState.CONNECTING), endpoints={EVENTS: REPLIES, REPLAY: PUBLISHES}),
+    "KV205": snapshot(endpoints={EVENTS: PUBLISHES, REPLAY: EndpointAnswer("Connection refused")}),
+    "KV206": snapshot(endpoints={EVENTS: EndpointAnswer(), REPLAY: REPLIES}),
+    "KV207": snapshot(worker(given={"replay": None})),
+    "KV208": snapshot(worker(state=StreamState.RESYNCING, reason="batches 3 to 4 are missing")),
+    "KV301": snapshot(worker(state=StreamState.UNHASHABLE, scheme=SchemeState.UNEXPLAINED)),
+    "KV302": snapshot(worker(scheme=SchemeState.ASSUMED)),
+    "KV303": snapshot(worker(catalog=catalog(Group(1, "sliding_window", 16)))),
+    "KV304": snapshot(worker(catalog=catalog(Group(0, "full_attention", 16, 64)))),
+    "KV305": snapshot(worker(), worker("w1", catalog=catalog(HYBRID[0], Group(1, "sliding_window", 16, 128)))),
+    "KV306": snapshot(worker(withheld="blocks on CPU earn no credit")),
+    "KV307": snapshot(worker(cpu_tier="its CPU tier is full")),
+    "KV308": snapshot(worker(refused="3 of its blocks found no room")),
+    "KV401": doubt(DoubtKind.SILENT),
+    "KV402": doubt(DoubtKind.TOKENIZER),
+    "KV403": doubt(DoubtKind.UNTRUE),
+    "KV404": snapshot(worker(prompts=PromptCount(COUNTED_PROMPTS, COUNTED_PROMPTS // 2 + 1))),
+    "KV405": snapshot(tokens=[("m", URL, "engines of the model make different tokens of one text")]),
+    "KV501": snapshot(store=StoreFacts(problem="Redis has not answered for 3 s")),
+    "KV502": snapshot(server={"policy": "allkeys-lru"}),
+    "KV503": snapshot(server={"appends": False, "save": ""}),
+    "KV504": snapshot(server={"used_bytes": 91}),
+    "KV505": snapshot(server={"refused": ("TIME",), "time_s": None}),
+    "KV506": snapshot(store=StoreFacts(unreadable=("Redis holds what no router writes",))),
+    "KV601": snapshot(routers={"me": RouterWord("1.0", {}), "you": RouterWord("1.1", {})}),
+    "KV602": snapshot(
+        routers={"me": RouterWord("1.0", {"policy": "kv"}), "you": RouterWord("1.0", {"policy": "random"})}
+    ),
+    "KV603": snapshot(server={"time_s": NOW_S - CLOCK_S - 1}),
+    "KV604": snapshot(load_problems=["the load of other routers is not known"]),
+    "KV606": snapshot(contested=[Contested("w0", 0, "file", "static registers it, too")]),
+    "KV605": snapshot(source_problems=[("file", "source file is down")]),
+}
+
+
+def test_every_code_has_a_fault_here() -> None:
+    assert set(FAULTS) | CLIENT_CODES == set(CODES)
+
+
+@pytest.mark.parametrize("code", FAULTS)
+def test_a_fault_is_found_by_its_code_alone(code: str) -> None:
+    (finding,) = findings(FAULTS[code])
+    assert finding.code == code
+    assert finding.severity is CODES[code][0]
+    assert finding.subject and finding.evidence and finding.fix
+    assert finding.page == f"{PAGE}#{code.lower()}"
+
+
+def test_a_fleet_that_is_well_has_no_finding() -> None:
+    assert findings(snapshot(worker(), worker("w1"))) == []
+
+
+@pytest.mark.parametrize(
+    "young",
+    [
+        worker(is_heard=False, blocks=0, catalog=NOTHING_KNOWN, scheme=SchemeState.ASSUMED),
+        worker(is_heard=False, blocks=0, catalog=NOTHING_KNOWN, prompts=PromptCount(9, 0, UNHEARD_PROMPTS - 1)),
+        worker(prompts=PromptCount(9, 0, 9)),
+        worker(state=StreamState.CATCHING_UP),
+        # One group is all that a model with full attention has, and what a hybrid one showed first.
+        worker(catalog=catalog(*FULL)),
+        worker(given={"model": "gemma-3-27b"}, catalog=catalog(*FULL), blocks=SHOWN_BLOCKS - 1),
+        worker(prompts=PromptCount(COUNTED_PROMPTS - 1, COUNTED_PROMPTS - 1)),
+        worker(prompts=PromptCount(COUNTED_PROMPTS, COUNTED_PROMPTS // 2)),
+        # Its patch has snapshots.
+        worker(given={"replay": None}, is_patched=True),
+    ],
+)
+def test_what_is_young_or_plain_is_no_fault(young: WorkerFacts) -> None:
+    assert codes(snapshot(young)) == []
+
+
+def test_workers_that_are_down_explain_why_no_request_is_placed() -> None:
+    down = worker(state=StreamState.DOWN, reason="refused")
+    assert codes(snapshot(down, unready="all are down")) == ["KV101"]
+    assert codes(snapshot(worker(breaker="5 failures"), unready="none takes it")) == ["KV105"]
+    assert codes(snapshot(workers=(), unready="none is registered")) == ["KV005"]
+
+
+def test_an_endpoint_that_was_not_looked_at_or_says_nothing_of_itself_is_no_fault() -> None:
+    assert codes(snapshot(endpoints={})) == []
+    encrypted = EndpointAnswer(is_zmq=True)
+    assert codes(snapshot(endpoints={EVENTS: encrypted, REPLAY: encrypted})) == []
+
+
+def test_a_socket_of_the_wrong_kind_is_named() -> None:
+    (finding,) = findings(snapshot(endpoints={EVENTS: PUBLISHES, REPLAY: PUBLISHES}))
+    assert finding.code == "KV206"
+    assert "replay endpoint tcp://10.0.0.1:5558: a XPUB socket" in finding.evidence
+
+
+def test_closed_ports_explain_why_events_are_not_followed() -> None:
+    closed = snapshot(worker(state=StreamState.SUSPECT), endpoints={EVENTS: EndpointAnswer("Connection refused")})
+    assert codes(closed) == ["KV205"]
+
+
+def test_what_another_engine_said_is_not_judged() -> None:
+    assert codes(snapshot(worker(state=StreamState.MISMATCHED, scheme=SchemeState.ASSUMED))) == ["KV203"]
+
+
+def test_a_hybrid_model_is_known_by_its_siblings_and_by_its_name() -> None:
+    single, several = worker(catalog=catalog(*FULL)), worker("w1")
+    (finding,) = findings(snapshot(single, several))
+    assert (finding.code, finding.severity) == ("KV304", Severity.ERROR)
+    assert "worker w1 has several groups" in finding.evidence
+    for named in (
+        worker(given={"model": "google/gemma-3-27b-it"}, catalog=catalog(*FULL)),
+        worker(engine_model="/models/Qwen3_Next-80B", catalog=catalog(*FULL)),
+    ):
+        (finding,) = findings(snapshot(named))
+        assert (finding.code, finding.severity) == ("KV304", Severity.WARNING)
+        assert "by the name alone" in finding.evidence
+
+
+def test_only_models_of_one_name_are_compared() -> None:
+    other = catalog(Group(0, "full_attention", 32))
+    assert codes(snapshot(worker(), worker("w1", given={"model": "n"}, catalog=other))) == []
+    assert codes(snapshot(worker(), worker("w1", catalog=other, blocks=0))) == ["KV305"]
+    # One is enough to be mended.
+    coarse = catalog(Group(0, "full_attention", 32), Group(1, "sliding_window", 32, 64))
+    assert codes(snapshot(worker(), worker("w1", catalog=coarse), worker("w2", catalog=coarse))) == ["KV305"]
+
+
+def test_the_machines_memory_is_the_limit_of_a_redis_without_one() -> None:
+    (finding,) = findings(snapshot(server={"used_bytes": 99, "has_maxmemory": False}))
+    assert finding.code == "KV504" and "it has no maxmemory" in finding.evidence
+
+
+def test_an_append_only_file_is_known_without_the_right_to_ask_for_settings() -> None:
+    hidden: dict[str, Any] = {"refused": ("CONFIG",), "save": None}
+    assert codes(snapshot(server=hidden)) == []
+    assert codes(snapshot(server=hidden | {"appends": False})) == ["KV505"]
+
+
+def test_a_disk_that_takes_no_writes_is_no_persistence() -> None:
+    assert codes(snapshot(server={"failing": "aof_last_write_status"})) == ["KV503"]
+
+
+def test_a_setting_that_a_router_of_another_version_lacks_is_no_difference() -> None:
+    routers = {"me": RouterWord("1.0", {"policy": "kv", "new": "1"}), "you": RouterWord("1.0", {"policy": "kv"})}
+    assert codes(snapshot(routers=routers)) == []
+
+
+def test_heartbeats_that_anybody_wrote_are_cut() -> None:
+    forged = {
+        f"r{number}": RouterWord(str(number), {"policy": "x" * 10_000, "other": str(number)}) for number in range(99)
+    }
+    version, setting = findings(snapshot(routers={"me": RouterWord("1.0", {"policy": "kv"})} | forged))
+    assert (version.code, setting.code) == ("KV601", "KV602")
+    assert len(version.evidence) < 300 and len(setting.evidence) < 300
+    assert version.evidence.startswith("this router has 1.0; router r0 has 0; ")
+    assert version.evidence.endswith("; and others")
+    assert setting.evidence.startswith("this router has kv; router r0 (and 98 more) has xxx")
+
+
+def test_names_from_elsewhere_cannot_break_out_of_a_command() -> None:
+    evil = worker("w0; rm -rf /", given={"url": "http://h:1/$(id)"}, state=StreamState.DOWN, reason="refused")
+    (finding,) = findings(snapshot(evil))
+    assert "'w0; rm -rf /'" in finding.fix and "'http://h:1/$(id)'" in finding.fix
+
+
+def test_the_page_has_a_section_for_every_code_and_no_other() -> None:
+    sections = re.findall(r"^### (KV\d{3})\n\n\*\*(.+?)\.\*\* ", (ROOT / PAGE).read_text(), re.MULTILINE)
+    problems = {code: problem[0].upper() + problem[1:] for code, (_, problem) in CODES.items()}
+    assert dict(sections) == problems
+    assert [code for code, _ in sections] == sorted(CODES)
+
+
+def test_settings_that_must_agree_exist_and_no_secret_is_said() -> None:
+    names = {*AGREED, *AGREED_LISTS, *AGREED_SECRETS, "none_hash_seed"}
+    assert names <= set(FIELDS)
+    config = Config(api_key="hidden-key", worker_api_key="hidden-too", none_hash_seed="hidden-seed")
+    said = agreed_settings(config)
+    assert set(said) == names
+    assert not any("hidden" in value for value in said.values())
+    assert said["none_hash_seed"] != agreed_settings(Config(none_hash_seed="another"))["none_hash_seed"]
+    assert said["api_key"] == "set" and agreed_settings(Config())["api_key"] == "none"
+
+
+def test_prompt_lengths_are_known_for_certain_or_not_counted() -> None:
+    lengths, one = PromptLengths(), WorkerKey("m", "w0")
+    for tokens in (1, 15, 16, 31, 32, 33, 64, 10**12):
+        lengths.add(one, tokens)
+    assert lengths.total(one) == 8
+    assert [lengths.below(one, unit) for unit in (1, 16, 24, 32, 64)] == [0, 2, 2, 4, 6]
+    assert [lengths.above(one, unit) for unit in (15, 16, 31, 32)] == [6, 4, 4, 2]
+    lengths.keep([])
+    assert lengths.total(one) == lengths.above(one, 1) == 0
+
+
+PAGE_OF_METRICS = b"""\
+vllm:kvrouter_offload_cpu_usage_perc{engine="0"} 1.0
+vllm:kvrouter_offload_stores_refused_total{engine="0"} %d
+vllm:kvrouter_offload_stores_refused_total{engine="1"} 9e99
+"""
+
+
+def test_a_cpu_tier_is_named_when_it_refuses_and_for_a_while_after() -> None:
+    watch = CpuTierWatch()
+    for now, refused, is_named in (
+        (0.0, 0, False),
+        (1.0, 2, True),
+        (NAMED_S, 2, True),
+        (NAMED_S + 1.0, 2, False),
+        # Another life of the engine counts from zero.
+        (NAMED_S + 2.0, 1, True),
+    ):
+        tier = parse_cpu_tier(PAGE_OF_METRICS % refused, 0)
+        assert tier == CpuTier(1.0, refused)
+        watch.observe(tier, now)
+        assert bool(watch.problem(now)) is is_named
+    assert "100% of its slots" in watch.problem(NAMED_S + 2.0)
+    assert parse_cpu_tier(PAGE_OF_METRICS % 1, 1) == CpuTier(0.0, 10**12)
+    assert parse_cpu_tier(b"vllm:num_requests_running 1\n", 0) is None
+    assert parse_cpu_tier(b"vllm:kvrouter_offload_cpu_usage_perc 1-e\n", 0) is None
