@@ -18,6 +18,7 @@ import msgspec
 import typer
 
 from kvrouter.router.cli.api_client import Client, ClientError
+from kvrouter.router.cli.replay_command import replay
 from kvrouter.router.cli.settings_flags import with_settings
 from kvrouter.router.common.errors import RouterError, SettingError, StartError
 from kvrouter.router.common.escaping import printable_json
@@ -260,6 +261,9 @@ def sim(context: typer.Context) -> None:
     from kvrouter.simulator.command import main as run_replica
 
     raise typer.Exit(run_replica(context.args))
+
+
+app.command()(replay)
 
 
 def main(arguments: list[str] | None = None) -> None:
