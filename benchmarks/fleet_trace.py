@@ -97,6 +97,10 @@ def simulated(setting: Setting, trace: Trace) -> Run:
     geometry = geometry_of(setting.shape, BLOCK_TOKENS)
     shape = FleetShape(geometry, blocks_of(geometry, setting.cache_tokens))
     run = simulate(trace, shape, setting.policy, setting.seed, speedup=setting.speedup)
+    if run.partial:
+        raise KeyboardInterrupt
+    if run.refused:
+        sys.exit(f"{run.refused} requests fit no replica: {run.refusal}")
     return Run(
         setting,
         run.prompt.tolist(),

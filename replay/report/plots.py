@@ -14,6 +14,8 @@ from kvrouter.router.common.errors import SettingError
 SIZE_INCHES = (9.0, 4.5)
 DOTS_PER_INCH = 120
 OWN_COLOUR, OTHER_COLOUR = "#d95f02", "#7570b3"
+# A policy that piles everything up would make all others invisible.
+LOG_FROM = 50
 NAMES = ("hit_tokens.png", "ttft.png", "balance.png")
 
 
@@ -73,6 +75,9 @@ def _ttft(path: Path, rows: Sequence[Summary]) -> None:
         axes.bar([n + (place - 1) * width for n in range(len(rows))], values, width, label=name, color=colour)
     axes.set_xticks(range(len(rows)), [row.policy for row in rows], rotation=30, ha="right")
     axes.set_ylabel("seconds")
+    slowest, fastest = max(row.ttft_p99_s for row in rows), min(row.ttft_p50_s for row in rows)
+    if slowest > LOG_FROM * fastest > 0:
+        axes.set_yscale("log")
     axes.legend()
     figure.savefig(path)
 

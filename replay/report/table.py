@@ -46,13 +46,18 @@ def _row(row: Summary) -> str:
             f"{row.reused_tokens / 1e6:.2f}",
             f"{row.reused_share:.1%}",
             f"{row.achieved_share:.0%}",
-            f"{row.ttft_mean_s:.3f}",
-            f"{row.ttft_p50_s:.2f}",
-            f"{row.ttft_p95_s:.2f}",
-            f"{row.ttft_p99_s:.2f}",
+            seconds(row.ttft_mean_s, 3),
+            seconds(row.ttft_p50_s, 2),
+            seconds(row.ttft_p95_s, 2),
+            seconds(row.ttft_p99_s, 2),
             f"{row.balance:.2f}",
         )
     )
+
+
+def seconds(value: float, digits: int) -> str:
+    """At most 6 characters below 100,000 s: a queue without end needs no fractions."""
+    return f"{value:.{digits}f}" if value < 100 else f"{value:.0f}"
 
 
 def _incomplete(row: Summary, fleet: FleetRow) -> str:

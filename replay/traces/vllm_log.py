@@ -106,19 +106,22 @@ def _keep(kept: dict[str, Any], name: str, value: Any) -> None:
 
 def _request(prompt: str, params: str, time_s: float, options: ReadOptions, *, whole: bool) -> Request | None:
     """None where the log has no prompt."""
-    limit = MAX_TOKENS.search(params)
+    string = PROMPT.search(prompt)
+    # What a prompt says must not be taken for what the log says.
+    around = prompt if string is None else prompt[: string.start()] + prompt[string.end() :]
+    limit = MAX_TOKENS.search(params if whole else around)
     output = min(int(limit[1]), TOKENS_MAX) if limit else options.output_tokens
     options.note(
         "answers are taken to be as long as max_tokens where the log does not have them"
         if limit
         else f"answers of unknown length are taken to have {options.output_tokens} tokens (--output-tokens)"
     )
-    if (ids := TOKENS.search(prompt)) is not None and TOKEN.search(ids[1]):
+    if (ids := TOKENS.search(around)) is not None and TOKEN.search(ids[1]):
         tokens = np.array([int(one) for one in TOKEN.findall(ids[1])], np.int64)
         if not whole and len(tokens) == INFO_TOKENS:
             options.note(f"prompts of {INFO_TOKENS} tokens may be cut: INFO lines have no more of them")
         return Request(time_s, len(tokens), output, pieces_of_tokens(tokens, options.piece_tokens))
-    if (string := PROMPT.search(prompt)) is None:
+    if string is None:
         return None
     try:
         text = str(ast.literal_eval(string[1]))
