@@ -186,7 +186,9 @@ def main() -> None:
         runs = []
         # Nothing is equal to itself in another order: the first seed is enough where chance has no part.
         for seed in (given.seed or SEEDS)[: 1 if policy in (ENDLESS, "round_robin") else None]:
-            setting = Setting(given.trace.name, shape, policy, seed, given.cache_tokens, given.speedup, len(trace.requests))
+            setting = Setting(
+                given.trace.name, shape, policy, seed, given.cache_tokens, given.speedup, len(trace.requests)
+            )
             run = known.get(setting)
             if run is None:
                 run = endless(setting, trace) if policy == ENDLESS else simulated(setting, trace)

@@ -15,6 +15,7 @@ from kvrouter.replay.policies.peer import PeerRouter, Rule
 from kvrouter.replay.policies.routing import Router
 from kvrouter.replay.policies.this_router import ThisRouter
 from kvrouter.replay.policies.vllm_router import VllmRouter
+from kvrouter.router.placement.policies import KV
 
 # The number of workers and the tokens of a piece -> the rule.
 RULES: dict[str, Callable[[int, int], Rule]] = {
@@ -25,7 +26,7 @@ RULES: dict[str, Callable[[int, int], Rule]] = {
     "lmetric": lambda workers, piece_tokens: LMetric(),
     "lmetric_exact": lambda workers, piece_tokens: LMetric(exact=True),
 }
-OWN = this_router.KV
+OWN = KV
 BASELINE = "round_robin"
 COMPARED = (
     BASELINE,

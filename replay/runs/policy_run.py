@@ -41,9 +41,7 @@ class LoadProfile:
     def balance(self) -> list[tuple[float, float]]:
         """(time in s, requests at the busiest worker by the mean of all): 1 is even, the number of workers the worst.
         Spans in which nothing is in flight are left out."""
-        return [
-            (time_s, max(row) / statistics.fmean(row)) for time_s, row in self.rows() if statistics.fmean(row) > 0
-        ]
+        return [(time_s, max(row) / statistics.fmean(row)) for time_s, row in self.rows() if statistics.fmean(row) > 0]
 
     @property
     def mean_balance(self) -> float:
@@ -125,7 +123,9 @@ class PolicyRun:
             reused / max(1, prompt),
             reused / max(1, sum(self.achievable[n] for n in answered)),
             statistics.fmean(ttft_s) if ttft_s else 0.0,
-            *(cuts[percent - 1] for percent in (50, 95, 99)),
+            cuts[49],
+            cuts[94],
+            cuts[98],
             gpu_s,
             gpu_s / time_s if time_s else 0.0,
             self.load.mean_balance,

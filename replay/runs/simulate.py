@@ -162,5 +162,3 @@ def simulate(
             raise SettingError(f"under {policy}: {error}; give --cache-tokens more") from None
     run.wall_s = time.perf_counter() - began_s
     return run
-
-

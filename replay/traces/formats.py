@@ -78,7 +78,12 @@ def _json(line: bytes) -> dict[str, Any] | None:
 
 
 def read_trace(
-    path: Path, form: str, options: ReadOptions | None = None, *, requests: int = 0, on_progress: Progress = lambda _: None
+    path: Path,
+    form: str,
+    options: ReadOptions | None = None,
+    *,
+    requests: int = 0,
+    on_progress: Progress = lambda _: None,
 ) -> Trace:
     """All of it, or the first `requests`, in the order of their times, from second 0 on. Raises TraceError."""
     name = recognised(path) if form == AUTO else form

@@ -8,7 +8,7 @@ request is two lines, the first only with VLLM_LOGGING_LEVEL=DEBUG:
     INFO 11-24 10:00:00 [logger.py:63] Received request ID: params: SamplingParams(..., max_tokens=16, ...), ...
 
 Newer versions add the prompt to the second with `--enable-log-request-prompts`, cut to 4,096 characters or 512 ids;
-older ones (to 0.10) had both in one line. With `--enable-log-outputs` a third says how long the answer was:
+older ones had both in one line. With `--enable-log-outputs` a third says how long the answer was:
 
     INFO 11-24 10:00:01 [logger.py:85] Generated response ID: output: 'text', output_token_ids: [3], ...
 

@@ -10,13 +10,17 @@ import typer
 
 
 def replay(
-    trace: Annotated[Path, typer.Option(metavar="FILE", help="the traffic: a trace, bodies of requests, or a vLLM log")],
+    trace: Annotated[
+        Path, typer.Option(metavar="FILE", help="the traffic: a trace, bodies of requests, or a vLLM log")
+    ],
     format_: Annotated[str, typer.Option("--format", help="auto, mooncake, openai or vllm")] = "auto",
     shape: Annotated[
         str, typer.Option(help="KV cache groups: llama, gemma3, gpt-oss, qwen3-next, llama4 or deepseek-v4")
     ] = "gemma3",
     workers: Annotated[int, typer.Option(help="number of simulated replicas")] = 8,
-    cache_tokens: Annotated[int, typer.Option(help="what a replica's GPU cache holds, in tokens of all layers")] = 400_000,
+    cache_tokens: Annotated[
+        int, typer.Option(help="what a replica's GPU cache holds, in tokens of all layers")
+    ] = 400_000,
     cpu_tokens: Annotated[int, typer.Option(help="what its CPU tier holds; 0: no tier")] = 0,
     block_tokens: Annotated[int, typer.Option(help="tokens in a block; 0: as many as a piece of the trace")] = 0,
     prefill_rate: Annotated[float, typer.Option(help="prefill of a replica, tokens/s")] = 10_000,

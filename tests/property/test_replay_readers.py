@@ -49,7 +49,9 @@ def mutated(draw: st.DrawFn) -> bytes:
 @pytest.mark.property
 @settings(max_examples=examples(600), deadline=None)
 @given(
-    st.lists(st.sampled_from([line.encode() for line in GOOD.values()]) | mutated() | objects | st.binary(), max_size=5),
+    st.lists(
+        st.sampled_from([line.encode() for line in GOOD.values()]) | mutated() | objects | st.binary(), max_size=5
+    ),
     st.sampled_from((AUTO, *FORMATS)),
 )
 def test_any_file_gives_requests_or_one_line(content: list[bytes], form: str) -> None:

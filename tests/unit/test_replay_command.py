@@ -13,11 +13,11 @@ import msgspec
 import pytest
 from replay_traces import conversation_rows, write_rows
 
-from kvrouter.replay import command
 from kvrouter.replay.policies.names import COMPARED
 from kvrouter.replay.report.comparison import FleetRow, compared, sentence
 from kvrouter.replay.report.table import COLUMNS, text
 from kvrouter.replay.runs.policy_run import Summary
+from kvrouter.replay.runs.simulate import simulate
 from kvrouter.router.cli.commands import run
 
 ROW = Summary("kv", 10, False, 0, 4_000_000, 2_000_000, 2_000_000, 0.5, 0.9, 1.0, 1.0, 2.0, 3.0, 200.0, 0.1, 1.5, 60, 1)
@@ -96,17 +96,15 @@ def test_without_matplotlib_the_error_says_what_to_install(
 def test_ctrl_c_shows_what_is_done_and_runs_no_further_policy(
     trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    real = command.simulate
-
     def interrupted(trace: Any, shape: Any, policy: str, *rest: Any, on_request: Any, **more: Any) -> Any:
         def count(done: int) -> None:
             on_request(done)
             if policy == "least_load" and done == 25:
                 raise KeyboardInterrupt
 
-        return real(trace, shape, policy, *rest, on_request=count, **more)
+        return simulate(trace, shape, policy, *rest, on_request=count, **more)
 
-    monkeypatch.setattr(command, "simulate", interrupted)
+    monkeypatch.setattr("kvrouter.replay.command.simulate", interrupted)
     assert run(["replay", "--trace", str(trace)]) == 130
     out = capsys.readouterr().out
     assert "round_robin" in out and "least_load (partial)" in out and "lmetric" not in out

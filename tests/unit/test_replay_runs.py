@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trace through a virtual fleet: the same figures as ever, what is refused, what is kept of a run that is ended."""
+"""A trace through a virtual fleet: the same figures as before, what is refused, what is kept of a run that is ended."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_under_every_policy_a_lone_conversation_reuses_what_the_index_predicts(p
 
 
 def test_a_request_that_fits_no_replica_is_counted_and_the_others_go_on() -> None:
-    trace = small_trace((0.0, [1]), (1.0, list(range(1, 400))), (2.0, [1, 2]))
+    trace = small_trace((0.0, [1]), (1.0, list(range(1, 900))), (2.0, [1, 2]))
     for policy in NAMES:
         run = simulate(trace, shape(), policy, 1)
         assert (run.refused, [math.isnan(ttft_s) for ttft_s in run.ttft_s]) == (1, [False, True, False])

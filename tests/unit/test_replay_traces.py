@@ -16,12 +16,12 @@ from kvrouter.replay.traces import formats
 from kvrouter.replay.traces.formats import AUTO, read_trace, recognised
 from kvrouter.replay.traces.pieces import pieces_of_text, pieces_of_tokens
 from kvrouter.replay.traces.reader import ReadOptions
-from kvrouter.replay.traces.request import TraceError
+from kvrouter.replay.traces.request import Trace, TraceError
 
 ROW = {"timestamp": 5, "input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
 
 
-def read(path: Path, form: str = AUTO, **options: Any) -> formats.Trace:
+def read(path: Path, form: str = AUTO, **options: Any) -> Trace:
     name = recognised(path) if form == AUTO else form
     reading = ReadOptions(options.pop("piece_tokens", formats.FORMATS[name].piece_tokens))
     requests = options.pop("requests", 0)
@@ -98,9 +98,7 @@ def test_files_that_are_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         recognised(lines(tmp_path / "t", "x" * 101))
 
 
-def test_a_trace_that_does_not_fit_says_how_much_of_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_that_does_not_fit_says_how_much_of_it_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formats, "PIECES_MAX", 5)
     with pytest.raises(TraceError, match=r"line 3: .* replay the first 2 with --requests"):
         read(lines(tmp_path / "t", ROW, ROW, ROW))
@@ -151,7 +149,10 @@ def test_bodies_of_every_kind_are_read(tmp_path: Path) -> None:
 
 
 def test_a_next_turn_begins_with_the_pieces_of_the_one_before(tmp_path: Path) -> None:
-    first = [{"role": "system", "content": "s" * 700}, {"role": "user", "content": [{"type": "text", "text": "u" * 90}]}]
+    first = [
+        {"role": "system", "content": "s" * 700},
+        {"role": "user", "content": [{"type": "text", "text": "u" * 90}]},
+    ]
     turns = [*first, {"role": "assistant", "content": "a" * 50}, {"role": "user", "content": "more"}]
     other = [{"role": "system", "content": "t" + "s" * 699}]
     path = lines(tmp_path / "t", *({"time": n, "messages": m} for n, m in enumerate((first, turns, other))))
@@ -207,9 +208,7 @@ def test_a_tokenizer_makes_text_exact_and_what_it_cannot_read_is_estimated(tmp_p
 
     chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
     seen = {"messages": [{"role": "user", "content": [{"type": "picture"}]}], "max_tokens": 1}
-    path = lines(
-        tmp_path / "t", {"time": 1, **chat}, {"time": 2, "prompt": "Hi", "max_tokens": 1}, {"time": 3, **seen}
-    )
+    path = lines(tmp_path / "t", {"time": 1, **chat}, {"time": 2, "prompt": "Hi", "max_tokens": 1}, {"time": 3, **seen})
     trace = read(path, tokenize=tokenize)
     chat_, text, picture = trace.requests
     assert (chat_.prompt_tokens, text.prompt_tokens) == (40, 20)
@@ -245,7 +244,8 @@ def test_the_one_line_of_older_and_of_newer_versions(tmp_path: Path) -> None:
         "max_tokens=5), prompt_token_ids: [1, 2, 3], prompt_embeds shape: None, lora_request: None."
     )
     newer = (
-        'INFO 11-24 10:00:02 [logger.py:90] Received request cmpl-3: params: SamplingParams(max_tokens=6), lora_request: None, prompt: "it\'s 20 characters."'
+        "INFO 11-24 10:00:02 [logger.py:90] Received request cmpl-3: params: SamplingParams(max_tokens=6), "
+        'lora_request: None, prompt: "it\'s 20 characters."'
     )
     trace = read(lines(tmp_path / "log", older, newer))
     assert [(one.prompt_tokens, one.output_tokens) for one in trace.requests] == [(3, 5), (5, 6)]
