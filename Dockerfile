@@ -20,6 +20,7 @@ COPY events/ events/
 COPY router/ router/
 COPY engine_patch/ engine_patch/
 COPY simulator/ simulator/
+COPY replay/ replay/
 RUN pip wheel --no-deps --wheel-dir /wheels .
 RUN pip --python /opt/kvrouter install --no-deps /wheels/*.whl
 

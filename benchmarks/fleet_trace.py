@@ -5,8 +5,8 @@ done.
     python benchmarks/fleet_trace.py TRACE [--shape gpt-oss]... [--policy kv]... [--seed 1]... [--cache-tokens 400000]
         [--speedup 1] [--requests N] [--count-from N] [--results FILE]
 
-Simulated replicas in virtual time (simulator/engine/virtual_time.py), whose decisions and events are those of vLLM's
-scheduler; the router's own ingest, mirror, matcher, cost and load (virtual_router.py). TRACE has a JSON object a line:
+Simulated replicas in virtual time, whose decisions and events are those of vLLM's scheduler; the router's own ingest,
+mirror, matcher, cost and load: all as in `kvrouter replay` (replay/runs/simulate.py). TRACE has a JSON object a line:
 timestamp (ms), input_length, output_length, hash_ids (one for each 512 tokens), as the Mooncake project publishes them.
 
 Achievable: over all requests, the hit of the best replica at the moment of choice: it depends on what the run itself
@@ -18,56 +18,32 @@ the machine."""
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import groupby, product
 from pathlib import Path
 
 import msgspec
 from report import machine
-from virtual_router import VirtualFleet, VirtualRouter
 
-from kvrouter.router.load.engine_metrics import EngineLoad
-from kvrouter.router.placement.placement_request import Placement
+from kvrouter.replay.fleet.fleet_shape import CACHE_TOKENS, REPLICAS, TIMING, FleetShape, blocks_of, geometry_of
+from kvrouter.replay.runs.endless import endless_reuse
+from kvrouter.replay.runs.simulate import simulate
+from kvrouter.replay.traces.formats import read_trace
+from kvrouter.replay.traces.mooncake import PIECE_TOKENS
+from kvrouter.replay.traces.request import Trace
 from kvrouter.router.placement.policies import KV, OTHERS
-from kvrouter.simulator.cache.cpu_tier import CacheEvent
-from kvrouter.simulator.cache.job import Job
-from kvrouter.simulator.cache.shapes import SHAPES, Geometry, make_geometry
-from kvrouter.simulator.cache.text import PieceText
-from kvrouter.simulator.engine.replica import Replica
-from kvrouter.simulator.engine.timing import Timing
-from kvrouter.simulator.engine.virtual_time import ReplicaFleet, VirtualReplica
+from kvrouter.simulator.cache.shapes import SHAPES
 
-PIECE_TOKENS = 512
-REPLICAS = 8
-# Longer than any prompt of a trace: none is refused.
-CONTEXT_TOKENS = 2**20
-# A trace distinguishes prompts in whole pieces, so a next turn leaves the prompt before it at a piece's end. With
-# smaller blocks the checkpoint at a prompt's end would lie in its last, partial piece, where no trace can show that the
-# next turn goes on.
+# The size of the trace's pieces: the trace says nothing finer.
 BLOCK_TOKENS = PIECE_TOKENS
-# What a replica's cache holds, in tokens of all layers: an H100's 80 GB less 16 GB of weights, at 128 KiB a token.
-CACHE_TOKENS = 400_000
-# A replica that the conversation trace loads to about a half: 12 k tokens a prompt and 0.43 prompts a second for each
-# of eight.
-TIMING = Timing(prefill_tokens_per_s=10_000.0, step_base_s=0.015, decode_sequence_s=0.0004)
 # Chance decides between equal costs, and a trace's way forks at each: more than one way is needed to tell a difference.
 SEEDS = (1, 2, 3)
 ENDLESS = "endless"
 CHOICES = (ENDLESS, KV, *OTHERS)
-
-
-class Request(msgspec.Struct):
-    """One line of the trace."""
-
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
 
 
 class Setting(msgspec.Struct, frozen=True):
@@ -81,16 +57,6 @@ class Setting(msgspec.Struct, frozen=True):
     cache_tokens: int = CACHE_TOKENS
     speedup: float = 1.0
     requests: int = 0
-
-
-class Outcome(msgspec.Struct):
-    """What became of one request. Tokens, seconds of virtual time."""
-
-    prompt: int
-    achievable: int
-    predicted: int
-    reused: int = 0
-    ttft_s: float = 0.0
 
 
 class Run(msgspec.Struct):
@@ -119,114 +85,31 @@ class Summary(msgspec.Struct):
     prefill: float
 
 
-def read(path: Path, count: int) -> Iterator[Request]:
-    decode = msgspec.json.Decoder(Request).decode
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines):
-            if number == count:
-                return
-            yield decode(line)
-
-
-def geometry_of(shape: str) -> Geometry:
-    return make_geometry(shape, block_size=BLOCK_TOKENS)
-
-
-def blocks_of(geometry: Geometry, cache_tokens: int) -> int:
-    """A block holds its tokens for the layers of one group; so memory for as many tokens has as many more blocks."""
-    return len(geometry.groups) * cache_tokens // max(group.block_size for group in geometry.groups)
-
-
-def text_of(request: Request, geometry: Geometry, number: int) -> PieceText:
-    size = geometry.hash_block_size
-    return PieceText(
-        request.hash_ids, request.input_length, piece_tokens=PIECE_TOKENS, hash_block_size=size, number=number
-    )
-
-
-def endless(setting: Setting, requests: Sequence[Request]) -> Run:
+def endless(setting: Setting, trace: Trace) -> Run:
     """One replica for all, whose blocks never run out, one request at a time."""
-    geometry, began_s = geometry_of(setting.shape), time.perf_counter()
-    a_block = min(group.block_size for group in geometry.groups)
-    # Full attention keeps each token once, the others less.
-    blocks = 2 * sum(request.input_length for request in requests) // a_block
-    replica = Replica(geometry, blocks, on_step=lambda events: None, max_text_tokens=CONTEXT_TOKENS)
-    reused = []
-    for number, request in enumerate(requests):
-        job = replica.submit(text_of(request, geometry, number), 1)
-        while not job.finished:
-            replica.end_step(replica.begin_step())
-        reused.append(job.cached)
-    lengths = [request.input_length for request in requests]
+    began_s = time.perf_counter()
+    reused = endless_reuse(trace, geometry_of(setting.shape, BLOCK_TOKENS))
+    lengths = [request.prompt_tokens for request in trace.requests]
     return Run(setting, lengths, reused, reused, reused, [], 0.0, time.perf_counter() - began_s)
 
 
-def simulate(setting: Setting, requests: Sequence[Request]) -> Run:
-    geometry = geometry_of(setting.shape)
-    router_fleet = VirtualFleet(geometry, REPLICAS)
-    router = VirtualRouter(router_fleet, setting.policy, setting.seed)
-    numbers = {key: number for number, key in enumerate(router_fleet.keys)}
-
-    def published(number: int, events: list[CacheEvent]) -> None:
-        # Within a step that ends: the clock must show that already.
-        ends_s = fleet.replicas[number].next_s
-        assert ends_s is not None
-        router_fleet.now_s = ends_s
-        router_fleet.published(number, events)
-
-    def replica(number: int) -> VirtualReplica:
-        blocks = blocks_of(geometry, setting.cache_tokens)
-        made = Replica(
-            geometry, blocks, on_step=lambda events: published(number, events), max_text_tokens=CONTEXT_TOKENS
-        )
-        return VirtualReplica(made, TIMING)
-
-    fleet = ReplicaFleet([replica(number) for number in range(REPLICAS)])
-    began_s = time.perf_counter()
-    placed: dict[Job, tuple[Placement, Outcome, float]] = {}
-    outcomes: list[Outcome] = []
-    end_s = 0.0
-
-    def advance(until_s: float) -> None:
-        nonlocal end_s
-        for moment in fleet.advance(until_s):
-            router_fleet.now_s = end_s = moment.time_s
-            placement, outcome, arrived_s = placed[moment.job]
-            if moment.kind == "first_token":
-                placement.first_token()
-                outcome.ttft_s = moment.time_s - arrived_s
-                outcome.reused = moment.job.cached
-            else:
-                placement.done(moment.job.sampled)
-                del placed[moment.job]
-
-    for number, request in enumerate(requests):
-        now_s = request.timestamp / 1000 / setting.speedup
-        advance(now_s)
-        router_fleet.now_s = now_s
-        router.tend([
-            EngineLoad(len(one.replica.scheduler.waiting), len(one.replica.scheduler.running), one.replica.cache.usage)
-            for one in fleet.replicas
-        ])  # fmt: skip
-        size = geometry.hash_block_size
-        hashes = PieceText.hash_numbers(request.hash_ids, request.input_length, PIECE_TOKENS, size)
-        placement = router.place(hashes, request.input_length, request.output_length)
-        outcome = Outcome(request.input_length, placement.choice.best_hit_tokens, placement.choice.hit.disk)
-        outcomes.append(outcome)
-        job = fleet.submit(
-            numbers[placement.worker], text_of(request, geometry, number), max(1, request.output_length), now_s
-        )
-        placed[job] = (placement, outcome, now_s)
-    advance(float("inf"))
+def simulated(setting: Setting, trace: Trace) -> Run:
+    geometry = geometry_of(setting.shape, BLOCK_TOKENS)
+    shape = FleetShape(geometry, blocks_of(geometry, setting.cache_tokens))
+    run = simulate(trace, shape, setting.policy, setting.seed, speedup=setting.speedup)
+    if run.partial:
+        raise KeyboardInterrupt
+    if run.refused:
+        sys.exit(f"{run.refused} requests fit no replica: {run.refusal}")
     return Run(
         setting,
-        [one.prompt for one in outcomes],
-        [one.achievable for one in outcomes],
-        [one.predicted for one in outcomes],
-        [one.reused for one in outcomes],
-        [round(one.ttft_s * 1000) for one in outcomes],
-        end_s,
-        time.perf_counter() - began_s,
+        run.prompt.tolist(),
+        run.achievable.tolist(),
+        run.predicted.tolist(),
+        run.reused.tolist(),
+        [round(ttft_s * 1000) for ttft_s in run.ttft_s],
+        run.span_s,
+        run.wall_s,
     )
 
 
@@ -294,9 +177,7 @@ def main() -> None:
         "--results", type=Path, help="JSON lines: runs that are there are not made again, others are added"
     )
     given = parser.parse_args()
-    # Blocks and jobs are some millions of objects, and nearly none of them is garbage in a cycle.
-    gc.disable()
-    requests = list(read(given.trace, given.requests or -1))
+    trace = read_trace(given.trace, "mooncake", requests=given.requests)
     print(f"{' '.join(['python', *sys.argv])}\n{json.dumps(machine())}\n{HEADER}", flush=True)
     known: dict[Setting, Run] = {}
     if given.results is not None and given.results.exists():
@@ -305,10 +186,12 @@ def main() -> None:
         runs = []
         # Nothing is equal to itself in another order: the first seed is enough where chance has no part.
         for seed in (given.seed or SEEDS)[: 1 if policy in (ENDLESS, "round_robin") else None]:
-            setting = Setting(given.trace.name, shape, policy, seed, given.cache_tokens, given.speedup, len(requests))
+            setting = Setting(
+                given.trace.name, shape, policy, seed, given.cache_tokens, given.speedup, len(trace.requests)
+            )
             run = known.get(setting)
             if run is None:
-                run = endless(setting, requests) if policy == ENDLESS else simulate(setting, requests)
+                run = endless(setting, trace) if policy == ENDLESS else simulated(setting, trace)
                 if given.results is not None:
                     with given.results.open("ab") as lines:
                         lines.write(msgspec.json.encode(run) + b"\n")

@@ -96,7 +96,13 @@ class PieceText:
     __slots__ = ("_hash_block_size", "_number", "cache_salt", "hashes", "num_tokens")
 
     def __init__(
-        self, piece_ids: Sequence[int], num_tokens: int, *, piece_tokens: int, hash_block_size: int, number: int
+        self,
+        piece_ids: Sequence[int] | NDArray[np.uint64],
+        num_tokens: int,
+        *,
+        piece_tokens: int,
+        hash_block_size: int,
+        number: int,
     ) -> None:
         """number: distinguishes this text's own tokens from those of every other one. Raises ValueError for sizes that
         do not fit.
@@ -118,7 +124,7 @@ class PieceText:
 
     @staticmethod
     def hash_numbers(
-        piece_ids: Sequence[int], num_tokens: int, piece_tokens: int, hash_block_size: int
+        piece_ids: Sequence[int] | NDArray[np.uint64], num_tokens: int, piece_tokens: int, hash_block_size: int
     ) -> NDArray[np.uint64]:
         """The hashes of a prompt's full blocks as routers know them: (num_tokens // hash_block_size,) numbers."""
         a_piece = piece_tokens // hash_block_size

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("events", "router", "engine_patch", "simulator")
+FOLDERS = ("events", "router", "engine_patch", "simulator", "replay")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 NO_COMPILER = "/bin/false"
 

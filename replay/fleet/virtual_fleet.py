@@ -1,60 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router in virtual time: its own ingest, mirror, matcher and placing, fed by simulated replicas instead of sockets
+"""This router's index in virtual time: its own ingest, mirror and matcher, fed by simulated replicas instead of sockets
 and Redis."""
 
 from __future__ import annotations
 
 import itertools
-import random
 from collections import deque
 from collections.abc import Sequence
-
-import numpy as np
-from numpy.typing import NDArray
 
 from kvrouter.events.vllm.codec import BatchDecoder, encode_batch
 from kvrouter.events.vllm.stream_items import Batch, Connected, fingerprint
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.config.settings import Config
 from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.ingest.pending_commit import PendingCommit
+from kvrouter.router.kvcache.offload_connectors import OFFLOADING
 from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
-from kvrouter.router.load.engine_metrics import EngineLoad
 from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
-from kvrouter.router.placement.placement_metrics import PlacementMetrics
-from kvrouter.router.placement.placement_request import Placement, PlacementRequest
-from kvrouter.router.placement.placer import Placer
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.workers.stream_state import credited
 from kvrouter.simulator.cache.cpu_tier import CacheEvent
-from kvrouter.simulator.cache.shapes import Geometry
+from kvrouter.simulator.cache.shapes import FULL_KINDS, Geometry
 from kvrouter.simulator.http.event_stream import to_wire
 
 MODEL = "trace"
 # From the end of an engine's step until answers show its events: a flush of 2 ms, the store and the log
 # (docs/reference/benchmarks.md).
 EVENT_LAG_S = 0.005
-# How often the router asks each engine for its load.
-GAUGE_EVERY_S = 2.0
 MIRROR_BYTES = 1 << 31
 
 
 class VirtualFleet:
     """What `Placer` asks of the core, answered from a mirror that simulated events have made."""
 
-    def __init__(self, geometry: Geometry, workers: int) -> None:
+    def __init__(self, geometry: Geometry, workers: int, *, has_cpu_tier: bool = False) -> None:
         self.keys = [WorkerKey(MODEL, f"w{number}") for number in range(workers)]
         self.now_s = 0.0
+        # Of full attention, by which other routers count; without any such group, of the largest blocks.
+        self.block_tokens = max(
+            [group.block_size for group in geometry.groups if group.kind in FULL_KINDS]
+            or [group.block_size for group in geometry.groups]
+        )
         self._geometry = geometry
         # As the engine patch declares it; a chunk's size is not on the wire.
         self._catalog = CatalogSpec(
             tuple(
                 GroupSpec(n, group.kind, group.block_size, group.sliding_window, group.attention_chunk)
                 for n, group in enumerate(geometry.groups)
-            )
+            ),
+            # The simulated tier is that of vLLM's OffloadingConnector, one block a chunk.
+            offload_blocks_per_chunk=1 if has_cpu_tier else None,
+            offload_connector=OFFLOADING if has_cpu_tier else None,
         )
         self._mirror = Mirror(MIRROR_BYTES)
         self._matcher = Matcher(self._mirror, SegmentMemory(0))
@@ -124,42 +121,3 @@ class VirtualFleet:
 
     def workers(self) -> list[WorkerKey]:
         return self.keys
-
-
-class VirtualRouter:
-    """Places prompts at given times."""
-
-    def __init__(self, fleet: VirtualFleet, policy: str, seed: int = 1) -> None:
-        self.fleet = fleet
-        self.metrics = MetricRegistry()
-        ids = itertools.count()
-        self.placing = Placer(
-            fleet,
-            config=Config(policy=policy),  # type: ignore[arg-type]
-            metrics=PlacementMetrics(self.metrics),
-            clock=lambda: fleet.now_s,
-            rng=random.Random(seed),
-            new_id=lambda: str(next(ids)),
-        )
-        self._tick_s = 0.0
-        self._gauge_s = 0.0
-
-    def place(self, hashes: NDArray[np.uint64], num_tokens: int, max_tokens: int) -> Placement:
-        """Nothing waits in a virtual line: where all are saturated, the cheapest takes it."""
-        self.fleet.catch_up()
-        question = Question(MODEL, num_tokens, block_hashes=hashes)
-        return self.placing.reserve(PlacementRequest(question, max_tokens=max_tokens), anyway=True)
-
-    def tend(self, loads: Sequence[EngineLoad]) -> None:
-        """What a router does now and then. loads: what each engine would say of itself."""
-        now_s = self.fleet.now_s
-        if now_s >= self._gauge_s:
-            self._gauge_s = now_s + GAUGE_EVERY_S
-            for key, said in zip(self.fleet.keys, loads, strict=True):
-                self.placing.engine_said(key, said)
-        if now_s >= self._tick_s:
-            self._tick_s = now_s + 1.0
-            self.placing.tick()
-
-    def counted(self, name: str, **labels: str) -> float:
-        return self.metrics.get_sample_value(f"kvrouter_{name}", labels or None) or 0.0

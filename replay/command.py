@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvrouter replay`: a trace, a virtual fleet, policies side by side."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from kvrouter.replay.fleet.fleet_shape import CACHE_TOKENS, REPLICAS, TIMING, FleetShape, blocks_of, geometry_of
+from kvrouter.replay.policies.names import COMPARED, NAMES
+from kvrouter.replay.report.comparison import FleetRow, compared
+from kvrouter.replay.report.files import write_csv
+from kvrouter.replay.report.plots import check_plots, write_plots
+from kvrouter.replay.report.table import text
+from kvrouter.replay.runs.policy_run import PolicyRun
+from kvrouter.replay.runs.simulate import simulate
+from kvrouter.replay.traces.formats import AUTO, FORMATS, read_trace, recognised
+from kvrouter.replay.traces.reader import BYTES_PER_TOKEN, OUTPUT_TOKENS, ReadOptions
+from kvrouter.replay.traces.request import Trace
+from kvrouter.router.common.errors import SettingError
+from kvrouter.simulator.cache.shapes import SHAPES
+from kvrouter.simulator.engine.timing import Timing
+
+EXIT_INTERRUPTED = 130
+WORKERS_MAX = 1024
+
+
+@dataclass(frozen=True)
+class ReplayOptions:
+    """What the command line says. Sizes in tokens, 0: what the format or the shape has; retention as in simulated
+    replicas."""
+
+    trace: Path
+    format: str = AUTO
+    piece_tokens: int = 0
+    bytes_per_token: float = BYTES_PER_TOKEN
+    output_tokens: int = OUTPUT_TOKENS
+    tokenizer: Path | None = None
+    requests: int = 0
+    shape: str = "gemma3"
+    workers: int = REPLICAS
+    block_tokens: int = 0
+    cache_tokens: int = CACHE_TOKENS
+    cpu_tokens: int = 0
+    timing: Timing = TIMING
+    speedup: float = 1.0
+    policies: Sequence[str] = field(default=COMPARED)
+    seed: int = 1
+    csv: Path | None = None
+    json: bool = False
+    plot: Path | None = None
+
+
+def run_replay(options: ReplayOptions) -> int:
+    """Returns the exit code: 130 after Ctrl-C, when what was done is shown. Raises SettingError."""
+    _check(options)
+    if options.plot is not None:
+        check_plots(options.plot)
+    trace = _trace(options)
+    shape = _fleet_shape(options, trace)
+    runs = _runs(options, trace, shape)
+    fleet = FleetRow(
+        trace.name,
+        trace.format,
+        len(trace.requests),
+        trace.prompt_tokens,
+        trace.span_s,
+        options.shape,
+        options.block_tokens or trace.piece_tokens,
+        options.workers,
+        options.cache_tokens,
+        options.cpu_tokens,
+        options.timing.prefill_tokens_per_s,
+        options.speedup,
+        options.seed,
+    )
+    refusals = [f"{run.policy}: {run.refusal}" for run in runs if run.refused][:1]
+    found = compared(fleet, [run.summary() for run in runs], [*trace.notes, *refusals])
+    if options.csv is not None:
+        write_csv(options.csv, found)
+    if options.json:
+        balance = {run.policy: run.load.rows() for run in runs}
+        answer = {**msgspec.to_builtins(found), "in_flight": balance}
+        print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
+    else:
+        print(text(found))
+    if options.plot is not None and runs:
+        for path in write_plots(options.plot, runs):
+            print(f"wrote {path}", file=sys.stderr)
+    return EXIT_INTERRUPTED if len(runs) < len(options.policies) or any(run.partial for run in runs) else 0
+
+
+def _check(options: ReplayOptions) -> None:
+    """Raises SettingError for a value that no trace can make right."""
+    if options.shape not in SHAPES:
+        raise SettingError(f"--shape {options.shape} is not known; take one of {', '.join(SHAPES)}")
+    if options.format not in (AUTO, *FORMATS):
+        raise SettingError(f"--format {options.format} is not known; take one of {', '.join((AUTO, *FORMATS))}")
+    for policy in options.policies:
+        if policy not in NAMES:
+            raise SettingError(f"--policy {policy} is not known; take one of {', '.join(NAMES)}")
+    if not 1 <= options.workers <= WORKERS_MAX:
+        raise SettingError(f"--workers {options.workers}: from 1 to {WORKERS_MAX}")
+    least = {
+        "--cache-tokens": (options.cache_tokens, 1),
+        "--cpu-tokens": (options.cpu_tokens, 0),
+        "--block-tokens": (options.block_tokens, 0),
+        "--piece-tokens": (options.piece_tokens, 0),
+        "--output-tokens": (options.output_tokens, 0),
+        "--requests": (options.requests, 0),
+    }
+    for name, (value, lowest) in least.items():
+        if not lowest <= value <= 1 << 40:
+            raise SettingError(f"{name} {value}: a number of tokens or requests, at least {lowest}")
+    if not 0 < options.speedup < float("inf"):
+        raise SettingError(f"--speedup {options.speedup:g}: a factor above 0")
+    if not 0 < options.bytes_per_token <= 1 << 20:
+        raise SettingError(f"--bytes-per-token {options.bytes_per_token:g}: a number above 0, about 4")
+
+
+def _trace(options: ReplayOptions) -> Trace:
+    name = recognised(options.trace) if options.format == AUTO else options.format
+    reading = ReadOptions(
+        options.piece_tokens or FORMATS[name].piece_tokens, options.bytes_per_token, options.output_tokens
+    )
+    if options.tokenizer is not None:
+        from kvrouter.replay.traces.local_tokens import tokenizer_of
+
+        reading.tokenize = tokenizer_of(options.tokenizer)
+    size = options.trace.stat().st_size if options.trace.is_file() else 0
+    with _bar(f"reading {options.trace.name}", size) as step:
+        return read_trace(options.trace, name, reading, requests=options.requests, on_progress=step)
+
+
+def _fleet_shape(options: ReplayOptions, trace: Trace) -> FleetShape:
+    try:
+        geometry = geometry_of(options.shape, options.block_tokens or trace.piece_tokens)
+    except ValueError as error:
+        raise SettingError(f"--block-tokens: {error}") from None
+    return FleetShape(
+        geometry,
+        blocks_of(geometry, options.cache_tokens),
+        options.workers,
+        blocks_of(geometry, options.cpu_tokens),
+        options.timing,
+    )
+
+
+def _runs(options: ReplayOptions, trace: Trace, shape: FleetShape) -> list[PolicyRun]:
+    """One a policy, up to the one that Ctrl-C ends."""
+    runs: list[PolicyRun] = []
+    for policy in options.policies:
+        with _bar(policy, len(trace.requests)) as step:
+
+            def count(placed: int, step: Callable[[int], None] = step) -> None:
+                step(1)
+
+            run = simulate(trace, shape, policy, options.seed, speedup=options.speedup, on_request=count)
+        runs.append(run)
+        if run.partial:
+            break
+    return runs
+
+
+@contextmanager
+def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, where that is a terminal. What it yields takes how much more is done."""
+    if not sys.stderr.isatty():
+        yield lambda more: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=max(1, total))
+        done = shown = 0
+        # A refresh is 100 us, and there are many thousand steps: a thousand refreshes are enough.
+        unit = max(1, total // 1000)
+
+        def step(more: int) -> None:
+            nonlocal done, shown
+            done += more
+            if done - shown >= unit:
+                shown = done
+                progress.update(task, completed=done)
+
+        yield step

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LMetric's cost: one product without weights.
+
+Source: arXiv 2603.15202 (March 2026), as llm-d's scorer `lmetric` states it (llm-d/llm-d-router, main branch in 2026):
+
+    cost = (prompt tokens - cached tokens) * (requests in flight + 1)
+
+The least wins, among equals any. `lmetric_exact` is the same product over this router's hits, which count every group
+and tier: it separates what the cost does from what the index sees."""
+
+from __future__ import annotations
+
+import random
+
+from kvrouter.replay.policies.peer import Sight, StatelessRule, least
+
+
+class LMetric(StatelessRule):
+    def __init__(self, *, exact: bool = False) -> None:
+        """exact: with hits by all groups and tiers."""
+        self._exact = exact
+
+    def pick(self, sight: Sight, rng: random.Random) -> int:
+        hits = sight.exact_hits if self._exact else sight.hits
+        return least(
+            [(sight.num_tokens - hit) * (own.requests + 1) for hit, own in zip(hits, sight.in_flight, strict=True)], rng
+        )

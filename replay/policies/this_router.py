@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This router in virtual time: its own cost, load and placing, under any of its policies.
+
+Source: router/placement/, this version. `kv` is what `kvrouter serve` does; `round_robin`, `random`, `least_load`,
+`prefix_only` and `full_attention_only` see the same workers, hits and load (docs/explanation/choosing.md)."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from kvrouter.replay.fleet.virtual_fleet import MODEL, VirtualFleet
+from kvrouter.replay.policies.routing import Arrival, EngineLoads
+from kvrouter.router.config.settings import Config
+from kvrouter.router.matching.question import Question
+from kvrouter.router.placement.placement_metrics import PlacementMetrics
+from kvrouter.router.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.placement.placer import Placer
+from kvrouter.router.placement.policies import KV, OTHERS
+from kvrouter.router.telemetry.metric_registry import MetricRegistry
+
+# How often the router asks each engine for its load.
+GAUGE_EVERY_S = 2.0
+NAMES = (KV, *OTHERS)
+
+
+class OwnPlaced:
+    """A placement of this router."""
+
+    __slots__ = ("_placement", "number")
+
+    def __init__(self, placement: Placement, number: int) -> None:
+        self._placement = placement
+        self.number = number
+
+    @property
+    def achievable_tokens(self) -> int:
+        return self._placement.choice.best_hit_tokens
+
+    @property
+    def predicted_tokens(self) -> int:
+        return self._placement.choice.hit.disk
+
+    def first_token(self) -> None:
+        self._placement.first_token()
+
+    def done(self, output_tokens: int) -> None:
+        self._placement.done(output_tokens)
+
+
+class ThisRouter:
+    """Places prompts at given times."""
+
+    def __init__(self, fleet: VirtualFleet, policy: str, seed: int) -> None:
+        self._fleet = fleet
+        self._numbers = {key: number for number, key in enumerate(fleet.keys)}
+        self.metrics = MetricRegistry()
+        ids = itertools.count()
+        self._placer = Placer(
+            fleet,
+            config=Config(policy=policy),  # type: ignore[arg-type]
+            metrics=PlacementMetrics(self.metrics),
+            clock=lambda: fleet.now_s,
+            rng=random.Random(seed),
+            new_id=lambda: str(next(ids)),
+        )
+        self._tick_s = 0.0
+        self._gauge_s = 0.0
+
+    def place(self, arrival: Arrival) -> OwnPlaced:
+        """Nothing waits in a virtual line: where all are saturated, the cheapest takes it."""
+        self._fleet.catch_up()
+        question = Question(MODEL, arrival.num_tokens, block_hashes=arrival.hashes)
+        placement = self._placer.reserve(PlacementRequest(question, max_tokens=arrival.max_tokens), anyway=True)
+        return OwnPlaced(placement, self._numbers[placement.worker])
+
+    def tend(self, loads: EngineLoads) -> None:
+        now_s = self._fleet.now_s
+        if now_s >= self._gauge_s:
+            self._gauge_s = now_s + GAUGE_EVERY_S
+            for key, said in zip(self._fleet.keys, loads(), strict=True):
+                self._placer.engine_said(key, said)
+        if now_s >= self._tick_s:
+            self._tick_s = now_s + 1.0
+            self._placer.tick()

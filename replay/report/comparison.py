@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs of one trace side by side, and the sentence that says what this router would save. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from kvrouter.replay.policies.names import BASELINE, OWN
+from kvrouter.replay.runs.policy_run import Summary
+
+# Below this share a difference is not worth a claim: seeds differ by as much (docs/reference/benchmarks.md).
+EQUAL_SHARE = 0.01
+
+
+class FleetRow(msgspec.Struct, frozen=True):
+    """What all runs have in common, as people gave it."""
+
+    trace: str
+    format: str
+    requests: int
+    prompt_tokens: int
+    trace_s: float
+    shape: str
+    block_tokens: int
+    workers: int
+    cache_tokens: int
+    cpu_tokens: int
+    prefill_tokens_per_s: float
+    speedup: float
+    seed: int
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """A fleet, one row a policy, and what of the trace is estimated or left out."""
+
+    fleet: FleetRow
+    rows: tuple[Summary, ...]
+    notes: tuple[str, ...]
+    sentence: str
+
+
+def compared(fleet: FleetRow, rows: Sequence[Summary], notes: Sequence[str]) -> Comparison:
+    return Comparison(fleet, tuple(rows), tuple(notes), sentence(rows))
+
+
+def sentence(rows: Sequence[Summary]) -> str:
+    """What `kv` saves against round robin, or against the first other policy, and who is better than it, if anyone."""
+    whole = {row.policy: row for row in rows if not row.partial and row.requests}
+    own = whole.get(OWN)
+    if own is None:
+        if not whole:
+            return "No policy saw the whole trace, so this says nothing of what the fleet would save."
+        best = max(whole.values(), key=lambda row: row.reused_tokens)
+        return (
+            f"Under {best.policy} this fleet would not compute {millions(best.reused_tokens)} of "
+            f"{millions(best.prompt_tokens)} prompt tokens again ({best.reused_share:.1%}); {OWN} was not among the "
+            "policies, or did not see the whole trace."
+        )
+    other = whole.get(BASELINE) or next((row for row in whole.values() if row is not own), None)
+    if other is None:
+        saved_s = own.reused_share * own.computed_gpu_s / max(1e-9, 1 - own.reused_share)
+        return (
+            f"Under {OWN} this fleet would not compute {millions(own.reused_tokens)} of "
+            f"{millions(own.prompt_tokens)} prompt tokens again ({own.reused_share:.1%}): "
+            f"{saved_s:,.0f} GPU-seconds of prefill."
+        )
+    return f"{_saving(own, other)}{_better(own, whole)}."
+
+
+def _saving(own: Summary, other: Summary) -> str:
+    computed, before = own.prompt_tokens - own.reused_tokens, other.prompt_tokens - other.reused_tokens
+    saved, share = before - computed, (before - computed) / max(1, before)
+    word = "save" if saved >= 0 else "cost"
+    faster = other.ttft_mean_s - own.ttft_mean_s
+    when = "sooner" if faster >= 0 else "later"
+    return (
+        f"Against {other.policy}, {OWN} would {word} this fleet {millions(abs(saved))} of {millions(before)} computed prompt "
+        f"tokens ({abs(share):.1%}, {abs(other.computed_gpu_s - own.computed_gpu_s):,.0f} GPU-seconds), and first "
+        f"tokens would come {abs(faster):.2f} s {when} on average ({own.ttft_mean_s:.2f} s, not {other.ttft_mean_s:.2f}; "
+        f"p95 {own.ttft_p95_s:.2f} s, not {other.ttft_p95_s:.2f})"
+    )
+
+
+def _better(own: Summary, whole: dict[str, Summary]) -> str:
+    reuse = max(whole.values(), key=lambda row: row.reused_tokens)
+    soonest = min(whole.values(), key=lambda row: row.ttft_mean_s)
+    found = []
+    if reuse.reused_tokens > own.reused_tokens * (1 + EQUAL_SHARE):
+        found.append(f"{reuse.policy} reuses more ({millions(reuse.reused_tokens)})")
+    if soonest.ttft_mean_s < own.ttft_mean_s * (1 - EQUAL_SHARE):
+        found.append(f"{soonest.policy} has sooner first tokens ({soonest.ttft_mean_s:.2f} s)")
+    return f"; {' and '.join(found)}" if found else ""
+
+
+def millions(tokens: int) -> str:
+    return f"{tokens / 1e6:.2f} M" if tokens >= 1_000_000 else f"{tokens:,}"

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A comparison as text of 80 columns, for people. Pure."""
+
+from __future__ import annotations
+
+import textwrap
+
+from kvrouter.replay.policies.names import OWN
+from kvrouter.replay.report.comparison import Comparison, FleetRow, millions
+from kvrouter.replay.runs.policy_run import Summary
+
+COLUMNS = 80
+HEADS = (
+    ("policy", "reused", "of the", "of", "TTFT", "", "", "", "busiest"),
+    ("", "M tokens", "prompts", "best", "mean s", "p50", "p95", "p99", "/ mean"),
+)
+WIDTHS = (20, 9, 8, 6, 8, 7, 7, 7, 8)
+
+
+def text(found: Comparison) -> str:
+    """Fleet, table, notes and the sentence."""
+    parts = [_fleet(found.fleet), "", *(_cells(head) for head in HEADS), "-" * COLUMNS]
+    parts += [_row(row) for row in found.rows]
+    parts += [note for row in found.rows if (note := _incomplete(row, found.fleet))]
+    parts.append("")
+    parts += [_wrapped(f"note: {note}") for note in found.notes]
+    parts += [_wrapped(found.sentence)]
+    return "\n".join(parts)
+
+
+def _fleet(fleet: FleetRow) -> str:
+    tier = f", CPU tier {fleet.cpu_tokens:,} tokens" if fleet.cpu_tokens else ""
+    faster = f", {fleet.speedup:g} times as fast" if fleet.speedup != 1 else ""
+    return _wrapped(
+        f"{fleet.trace} ({fleet.format}): {fleet.requests:,} requests in {fleet.trace_s:,.0f} s{faster}, "
+        f"{millions(fleet.prompt_tokens)} prompt tokens; {fleet.workers} x {fleet.shape}, blocks of "
+        f"{fleet.block_tokens} tokens, cache {fleet.cache_tokens:,} tokens{tier}, "
+        f"{fleet.prefill_tokens_per_s:,.0f} tokens/s each; seed {fleet.seed}"
+    )
+
+
+def _row(row: Summary) -> str:
+    return _cells(
+        (
+            f"{row.policy}{'*' if row.policy == OWN else ''}{' (partial)' if row.partial else ''}",
+            f"{row.reused_tokens / 1e6:.2f}",
+            f"{row.reused_share:.1%}",
+            f"{row.achieved_share:.0%}",
+            seconds(row.ttft_mean_s, 3),
+            seconds(row.ttft_p50_s, 2),
+            seconds(row.ttft_p95_s, 2),
+            seconds(row.ttft_p99_s, 2),
+            f"{row.balance:.2f}",
+        )
+    )
+
+
+def seconds(value: float, digits: int) -> str:
+    """At most 6 characters below 100,000 s: a queue without end needs no fractions."""
+    return f"{value:.{digits}f}" if value < 100 else f"{value:.0f}"
+
+
+def _incomplete(row: Summary, fleet: FleetRow) -> str:
+    if row.partial:
+        return _wrapped(f"{row.policy} was ended after {row.requests:,} of {fleet.requests:,} requests")
+    if row.refused:
+        return _wrapped(f"{row.policy}: {row.refused:,} requests fit no worker and are not counted")
+    return ""
+
+
+def _cells(cells: tuple[str, ...]) -> str:
+    first, *others = zip(cells, WIDTHS, strict=True)
+    return (f"{first[0]:<{first[1]}}" + "".join(f"{cell:>{width}}" for cell, width in others)).rstrip()
+
+
+def _wrapped(sentence: str) -> str:
+    return textwrap.fill(sentence, COLUMNS, break_on_hyphens=False)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What came of a trace under one policy. Tokens, seconds of virtual time."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+# Moments of a run at which its load is shown.
+BUCKETS = 120
+
+
+class LoadProfile:
+    """Requests in flight at each worker, over time: means over the arrivals of each of `BUCKETS` equal spans."""
+
+    def __init__(self, workers: int, span_s: float) -> None:
+        self.bucket_s = max(span_s, 1e-9) / BUCKETS
+        self._sums = [[0] * workers for _ in range(BUCKETS)]
+        self._counts = [0] * BUCKETS
+
+    def add(self, now_s: float, in_flight: Sequence[int]) -> None:
+        place = min(BUCKETS - 1, int(now_s / self.bucket_s))
+        self._counts[place] += 1
+        sums = self._sums[place]
+        for worker, requests in enumerate(in_flight):
+            sums[worker] += requests
+
+    def rows(self) -> list[tuple[float, list[float]]]:
+        """(the middle of the span in s, mean requests in flight of each worker), where anything arrived."""
+        return [
+            ((place + 0.5) * self.bucket_s, [total / count for total in sums])
+            for place, (sums, count) in enumerate(zip(self._sums, self._counts, strict=True))
+            if count
+        ]
+
+    def balance(self) -> list[tuple[float, float]]:
+        """(time in s, requests at the busiest worker by the mean of all): 1 is even, the number of workers the worst.
+        Spans in which nothing is in flight are left out."""
+        return [(time_s, max(row) / statistics.fmean(row)) for time_s, row in self.rows() if statistics.fmean(row) > 0]
+
+    @property
+    def mean_balance(self) -> float:
+        """1 where nothing was in flight."""
+        found = self.balance()
+        return statistics.fmean(value for _, value in found) if found else 1.0
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """A run as one row. Of the requests that had their first token: prompt, reused and predicted tokens, the share of
+    the prompts, and of what the best worker would have reused at each choice. computed_gpu_s: what computing the rest
+    takes. prefill_share: of all workers' time. balance: see LoadProfile. refused: requests that no worker could take."""
+
+    policy: str
+    requests: int
+    partial: bool
+    refused: int
+    prompt_tokens: int
+    reused_tokens: int
+    predicted_tokens: int
+    reused_share: float
+    achieved_share: float
+    ttft_mean_s: float
+    ttft_p50_s: float
+    ttft_p95_s: float
+    ttft_p99_s: float
+    computed_gpu_s: float
+    prefill_share: float
+    balance: float
+    span_s: float
+    wall_s: float
+
+
+@dataclass(slots=True)
+class PolicyRun:
+    """One run; a number for each request in the order of the trace. ttft_s: NaN for one that had no first token, because
+    it was refused, or the run was ended before. span_s: until the last request ended. partial: not all were placed."""
+
+    policy: str
+    seed: int
+    workers: int
+    prefill_tokens_per_s: float
+    load: LoadProfile
+    prompt: array[int] = field(default_factory=lambda: array("q"))
+    achievable: array[int] = field(default_factory=lambda: array("q"))
+    predicted: array[int] = field(default_factory=lambda: array("q"))
+    reused: array[int] = field(default_factory=lambda: array("q"))
+    ttft_s: array[float] = field(default_factory=lambda: array("d"))
+    refused: int = 0
+    refusal: str = ""
+    span_s: float = 0.0
+    wall_s: float = 0.0
+    partial: bool = False
+
+    def add(self, prompt_tokens: int, achievable: int, predicted: int) -> int:
+        """A request was placed; returns its number."""
+        self.prompt.append(prompt_tokens)
+        self.achievable.append(achievable)
+        self.predicted.append(predicted)
+        self.reused.append(0)
+        self.ttft_s.append(math.nan)
+        return len(self.prompt) - 1
+
+    def summary(self) -> Summary:
+        answered = [number for number, ttft_s in enumerate(self.ttft_s) if not math.isnan(ttft_s)]
+        prompt, reused = sum(self.prompt[n] for n in answered), sum(self.reused[n] for n in answered)
+        ttft_s = [self.ttft_s[n] for n in answered]
+        cuts = quantiles(ttft_s)
+        time_s = self.workers * self.span_s
+        gpu_s = (prompt - reused) / self.prefill_tokens_per_s
+        return Summary(
+            self.policy,
+            len(answered),
+            self.partial,
+            self.refused,
+            prompt,
+            reused,
+            sum(self.predicted[n] for n in answered),
+            reused / max(1, prompt),
+            reused / max(1, sum(self.achievable[n] for n in answered)),
+            statistics.fmean(ttft_s) if ttft_s else 0.0,
+            cuts[49],
+            cuts[94],
+            cuts[98],
+            gpu_s,
+            gpu_s / time_s if time_s else 0.0,
+            self.load.mean_balance,
+            self.span_s,
+            self.wall_s,
+        )
+
+
+def quantiles(values: Sequence[float]) -> list[float]:
+    """The 99 cuts into hundredths."""
+    found = list(values)
+    if len(found) < 2:
+        return (found or [0.0]) * 99
+    return statistics.quantiles(found, n=100)

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace through simulated replicas in virtual time, routed by one policy.
+
+The replicas' decisions and events are those of vLLM's scheduler (simulator/engine/virtual_time.py); hits are those of
+this router's own ingest, mirror and matcher, under every policy. The same trace, fleet, policy and seed give the same
+run."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvrouter.replay.fleet.fleet_shape import FleetShape
+from kvrouter.replay.fleet.virtual_fleet import VirtualFleet
+from kvrouter.replay.policies.names import router_of
+from kvrouter.replay.policies.routing import Arrival, Placed
+from kvrouter.replay.runs.policy_run import LoadProfile, PolicyRun
+from kvrouter.replay.traces.request import Request, Trace
+from kvrouter.router.common.errors import SettingError
+from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.simulator.cache.cpu_tier import CacheEvent
+from kvrouter.simulator.cache.job import Job
+from kvrouter.simulator.cache.shapes import Geometry
+from kvrouter.simulator.cache.text import PieceText
+from kvrouter.simulator.engine.replica import RequestRefused, Stuck
+from kvrouter.simulator.engine.virtual_time import ReplicaFleet, VirtualReplica
+
+FOREVER = float("inf")
+
+
+def text_of(request: Request, geometry: Geometry, number: int, piece_tokens: int) -> PieceText:
+    """Raises ValueError for pieces that cannot be cut into the geometry's blocks."""
+    return PieceText(
+        request.pieces,
+        request.prompt_tokens,
+        piece_tokens=piece_tokens,
+        hash_block_size=geometry.hash_block_size,
+        number=number,
+    )
+
+
+class Simulation:
+    """One run, driven by the requests as they come."""
+
+    def __init__(self, trace: Trace, shape: FleetShape, policy: str, seed: int, speedup: float = 1.0) -> None:
+        """speedup: how many times sooner the requests come than the trace says. Raises SettingError."""
+        self._trace = trace
+        self._geometry = shape.geometry
+        self._speedup = speedup
+        size = shape.geometry.hash_block_size
+        if trace.piece_tokens % size:
+            raise SettingError(
+                f"blocks of {size} tokens do not divide the trace's pieces of {trace.piece_tokens}: "
+                "take a --block-tokens that does, or leave it out"
+            )
+        self.index = VirtualFleet(shape.geometry, shape.workers, has_cpu_tier=shape.cpu_blocks > 0)
+        self.router = router_of(policy, self.index, seed, trace.piece_tokens)
+        try:
+            self.fleet = ReplicaFleet([self._replica(shape, number) for number in range(shape.workers)])
+        except ValueError as error:
+            raise SettingError(f"a replica of this size cannot run: {error}") from None
+        self._placed: dict[Job, tuple[Placed, int, float]] = {}
+        self._in_flight = [0] * shape.workers
+        self.run = PolicyRun(
+            policy,
+            seed,
+            shape.workers,
+            shape.timing.prefill_tokens_per_s,
+            LoadProfile(shape.workers, trace.span_s / speedup),
+        )
+
+    def _replica(self, shape: FleetShape, number: int) -> VirtualReplica:
+        return shape.replica(lambda events: self._published(number, events))
+
+    def _published(self, number: int, events: list[CacheEvent]) -> None:
+        # Within a step that ends: the clock must show that already.
+        ends_s = self.fleet.replicas[number].next_s
+        assert ends_s is not None
+        self.index.now_s = ends_s
+        self.index.published(number, events)
+
+    def _loads(self) -> list[EngineLoad]:
+        return [
+            EngineLoad(one.replica.scheduler.num_waiting, len(one.replica.scheduler.running), one.replica.cache.usage)
+            for one in self.fleet.replicas
+        ]
+
+    def advance(self, until_s: float) -> None:
+        """Raises Stuck."""
+        for moment in self.fleet.advance(until_s):
+            self.index.now_s = self.run.span_s = moment.time_s
+            placed, number, arrived_s = self._placed[moment.job]
+            if moment.kind == "first_token":
+                placed.first_token()
+                self.run.ttft_s[number] = moment.time_s - arrived_s
+                self.run.reused[number] = moment.job.cached
+            else:
+                placed.done(moment.job.sampled)
+                self._in_flight[placed.number] -= 1
+                del self._placed[moment.job]
+
+    def arrive(self, number: int, request: Request) -> None:
+        """Raises Stuck."""
+        now_s = request.time_s / self._speedup
+        self.advance(now_s)
+        self.index.now_s = now_s
+        self.router.tend(self._loads)
+        self.run.load.add(now_s, self._in_flight)
+        text = text_of(request, self._geometry, number, self._trace.piece_tokens)
+        size = self._geometry.hash_block_size
+        hashes = PieceText.hash_numbers(request.pieces, request.prompt_tokens, self._trace.piece_tokens, size)
+        placed = self.router.place(Arrival(request.pieces, hashes, request.prompt_tokens, request.output_tokens))
+        place = self.run.add(request.prompt_tokens, placed.achievable_tokens, placed.predicted_tokens)
+        try:
+            job = self.fleet.submit(placed.number, text, max(1, request.output_tokens), now_s)
+        except RequestRefused as error:
+            placed.done(0)
+            self.run.refused += 1
+            self.run.refusal = self.run.refusal or str(error)
+            return
+        self._placed[job] = (placed, place, now_s)
+        self._in_flight[placed.number] += 1
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Blocks and jobs are some millions of objects, and nearly none of them is garbage in a cycle."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+            gc.collect()
+
+
+def simulate(
+    trace: Trace,
+    shape: FleetShape,
+    policy: str,
+    seed: int,
+    *,
+    speedup: float = 1.0,
+    on_request: Callable[[int], None] = lambda done: None,
+) -> PolicyRun:
+    """on_request is called after each request with how many were placed. Ctrl-C ends it early: what there is comes back,
+    marked partial. Raises SettingError."""
+    simulation = Simulation(trace, shape, policy, seed, speedup)
+    run, began_s = simulation.run, time.perf_counter()
+    with no_collection():
+        try:
+            for number, request in enumerate(trace.requests):
+                simulation.arrive(number, request)
+                on_request(number + 1)
+            simulation.advance(FOREVER)
+        except KeyboardInterrupt:
+            run.partial = True
+        except Stuck as error:
+            raise SettingError(f"under {policy}: {error}; give --cache-tokens more") from None
+    run.wall_s = time.perf_counter() - began_s
+    return run

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tokens of a trace's text by a model's own tokenizer and chat template, as this router reads them itself."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrouter.replay.traces.reader import Tokenize
+from kvrouter.router.common.errors import BadQuestion, SettingError
+from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.tokens.token_request import TokenRequest, read
+
+PATHS = {"chat": CHAT_PATH, "text": TEXT_PATH}
+
+
+def tokenizer_of(folder: Path) -> Tokenize:
+    """Raises SettingError, also where the extra `tokenizer` is not installed."""
+    try:
+        from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
+    except ImportError as error:
+        raise SettingError(
+            f"--tokenizer needs {error.name}: pip install 'hybrid-kv-router[tokenizer]', or from a clone pip install '.[tokenizer]'"
+        ) from None
+    tokenizer = LocalTokenizer(folder, datetime.now)
+    habits = tokenizer.likely_habits()[0]
+
+    def tokenize(kind: str, body: dict[str, Any]) -> NDArray[np.int64]:
+        path = PATHS[kind]
+        try:
+            asked = read(path, read_client_body(path, msgspec.json.encode(body)))
+            return tokenizer.ids(asked, habits) if isinstance(asked, TokenRequest) else asked
+        except TokensUnknown as error:
+            raise ValueError(error.problem) from None
+        except (BadQuestion, TypeError, UnicodeEncodeError) as error:
+            raise ValueError(str(error)) from None
+
+    return tokenize

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Traces as the Mooncake project publishes them: one JSON object a line with timestamp (ms), input_length,
+output_length (tokens) and hash_ids.
+
+One id stands for 512 tokens there (kvcache-ai/Mooncake, FAST25-release/traces); others write the same form with other
+sizes, which `--piece-tokens` names. Exact: lengths and what is shared are the trace's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvrouter.replay.traces.lines import Line, at, json_object, shown, whole_number
+from kvrouter.replay.traces.pieces import ID_BITS
+from kvrouter.replay.traces.reader import ReadOptions
+from kvrouter.replay.traces.request import Request, TraceError
+
+PIECE_TOKENS = 512
+TOKENS_MAX = 1 << 24
+# The year 2286 in milliseconds: more is no time.
+MILLISECONDS_MAX = 1e13
+
+
+class _Row(msgspec.Struct):
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+_decode = msgspec.json.Decoder(_Row).decode
+
+
+def read_mooncake(path: Path, lines: Iterator[Line], options: ReadOptions) -> Iterator[Request]:
+    """Raises TraceError."""
+    size = options.piece_tokens
+    for line in lines:
+        row = _row(path, line)
+        number = line[0]
+        found = {"input_length": row.input_length, "output_length": row.output_length}
+        prompt = whole_number(path, number, found, "input_length", least=1, most=TOKENS_MAX)
+        output = whole_number(path, number, found, "output_length", least=0, most=TOKENS_MAX)
+        if not 0 <= row.timestamp <= MILLISECONDS_MAX:
+            raise TraceError(at(path, number, f"timestamp is {shown(row.timestamp)}, not milliseconds from 0"))
+        needed = -(-prompt // size)
+        if len(row.hash_ids) < needed:
+            raise TraceError(
+                at(
+                    path,
+                    number,
+                    f"{prompt} tokens need {needed} hash_ids of {size} tokens, not {len(row.hash_ids)}; "
+                    "--piece-tokens says how many tokens one stands for",
+                )
+            )
+        if row.hash_ids and not 0 <= min(row.hash_ids) <= max(row.hash_ids) < 1 << ID_BITS:
+            raise TraceError(at(path, number, f"hash_ids has one that is not from 0 to 2**{ID_BITS} - 1"))
+        yield Request(row.timestamp / 1000, prompt, output, np.array(row.hash_ids, np.uint64))
+
+
+def _row(path: Path, line: Line) -> _Row:
+    try:
+        return _decode(line[1])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        json_object(path, line)
+        raise TraceError(
+            at(path, line[0], f"is no request of a Mooncake trace ({error}); see docs/how-to/replay.md for its fields")
+        ) from None

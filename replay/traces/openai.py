@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bodies of OpenAI's API with the times at which they came, one JSON object a line.
+
+A line is the body itself (`messages` of a chat, or the `prompt` of a completion: text, token ids, or a list of either)
+or has it under `body`, as the Batch API's files do. Beside it stand a time (`timestamp`, `time`, `created_at` or
+`created`: seconds, milliseconds or nanoseconds, or ISO 8601) and, where it is known, `usage` (also under `response`).
+
+How exact: token ids are exact. Text goes through the given tokenizer with its chat template, as this router's own
+tokenizer reads it (docs/explanation/tokens.md). Without one, a chat is written out as roles and texts and counted as
+`bytes_per_token` bytes a token: what prompts share is right to the piece, how many tokens it is is an estimate, and
+where lines have `usage` a note says how far off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvrouter.replay.traces.lines import Line, at, json_object, shown, whole_number
+from kvrouter.replay.traces.mooncake import TOKENS_MAX
+from kvrouter.replay.traces.pieces import pieces_of_text, pieces_of_tokens
+from kvrouter.replay.traces.reader import ReadOptions
+from kvrouter.replay.traces.request import Request, TraceError
+
+PIECE_TOKENS = 16
+TIMES = ("timestamp", "time", "created_at", "created")
+# A number above these is in the unit before: seconds reach the first in the year 5138.
+MILLISECONDS_FROM = 1e11
+MICROSECONDS_FROM = 1e14
+NANOSECONDS_FROM = 1e17
+NUMBERS_MAX = 1e20
+# Under this many bytes of difference an estimate is not worth a word.
+OFF_SHARE = 0.1
+
+
+def read_openai(path: Path, lines: Iterator[Line], options: ReadOptions) -> Iterator[Request]:
+    """Raises TraceError."""
+    estimated = stated = text_bytes = 0
+    for line in lines:
+        number = line[0]
+        found = json_object(path, line)
+        body = found.get("body", found)
+        if not isinstance(body, dict):
+            raise TraceError(at(path, number, f"body is {shown(body)}, not a JSON object"))
+        time_s = _time_s(path, number, found, body)
+        usage = _usage(found)
+        output = _output_tokens(path, number, body, usage, options)
+        prompts = _prompts(path, number, body)
+        for prompt in prompts:
+            request, size = _request(path, number, body, prompt, time_s, output, options)
+            yield request
+            if size and len(prompts) == 1 and isinstance(known := usage.get("prompt_tokens"), int) and known > 0:
+                estimated += request.prompt_tokens
+                stated += known
+                text_bytes += size
+    if stated and abs(estimated - stated) > OFF_SHARE * stated:
+        options.note(
+            f"usage counts {stated:,} prompt tokens where the estimate has {estimated:,}: "
+            f"try --bytes-per-token {text_bytes / stated:.2f}, or --tokenizer FOLDER"
+        )
+
+
+def _request(
+    path: Path, number: int, body: dict[str, Any], prompt: Any, time_s: float, output: int, options: ReadOptions
+) -> tuple[Request, int]:
+    """The request, and of how many bytes of text its tokens were estimated."""
+    if isinstance(prompt, list) and body.get("messages") is not prompt:
+        tokens = _token_ids(path, number, prompt)
+        return Request(time_s, len(tokens), output, pieces_of_tokens(tokens, options.piece_tokens)), 0
+    if options.tokenize is not None:
+        try:
+            kind, asked = ("chat", body) if prompt is body.get("messages") else ("text", body | {"prompt": prompt})
+            tokens = options.tokenize(kind, asked)
+            return Request(time_s, len(tokens), output, pieces_of_tokens(tokens, options.piece_tokens)), 0
+        except ValueError as error:
+            options.note(f"the tokenizer could not read some prompts, which are estimated ({error})")
+    else:
+        options.note(
+            f"prompt tokens are estimated from text, {options.bytes_per_token:g} bytes each; "
+            "--tokenizer FOLDER makes them exact"
+        )
+    text = chat_text(path, number, body) if prompt is body.get("messages") else prompt
+    raw = text.encode("utf-8", "surrogatepass")
+    pieces, tokens_count = pieces_of_text(raw, options.piece_tokens, options.bytes_per_token)
+    return Request(time_s, tokens_count, output, pieces), len(raw)
+
+
+def chat_text(path: Path, number: int, body: Mapping[str, Any]) -> str:
+    """A chat as text: tools first, then each message with its role, so that a next turn begins with this one. Of parts
+    that are no text, their JSON. Raises TraceError."""
+    parts = []
+    if tools := body.get("tools"):
+        parts.append(msgspec.json.encode(tools).decode())
+    for message in body["messages"]:
+        if not isinstance(message, dict):
+            raise TraceError(at(path, number, f"messages has {shown(message)}, not a message with role and content"))
+        content = message.get("content")
+        if not isinstance(content, str):
+            items = content if isinstance(content, list) else []
+            content = "\n".join(_part_text(part) for part in items)
+        calls = message.get("tool_calls")
+        parts.append(f"<{message.get('role')}>\n{content}{msgspec.json.encode(calls).decode() if calls else ''}\n")
+    return "\n".join(parts)
+
+
+def _part_text(part: Any) -> str:
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return str(part["text"])
+    return msgspec.json.encode(part).decode()
+
+
+def _prompts(path: Path, number: int, body: Mapping[str, Any]) -> list[Any]:
+    """The prompts of a body, each as text, token ids, or its messages. Raises TraceError."""
+    messages, prompt = body.get("messages"), body.get("prompt")
+    if messages is not None:
+        if not isinstance(messages, list) or not messages:
+            raise TraceError(at(path, number, f"messages is {shown(messages)}, not a list of messages"))
+        return [messages]
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(one, int) for one in prompt):
+            return [prompt]
+        if all(isinstance(one, str) or (isinstance(one, list) and one) for one in prompt):
+            return list(prompt)
+    raise TraceError(at(path, number, f"has no messages, and its prompt is {shown(prompt)}: text or token ids"))
+
+
+def _token_ids(path: Path, number: int, prompt: list[Any]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    if any(isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < 1 << 62 for one in prompt):
+        raise TraceError(at(path, number, "prompt has what is no token id: whole numbers from 0"))
+    return np.array(prompt, np.int64)
+
+
+def _time_s(path: Path, number: int, found: Mapping[str, Any], body: Mapping[str, Any]) -> float:
+    value = next((where[name] for where in (found, body) for name in TIMES if where.get(name) is not None), None)
+    if isinstance(value, str):
+        try:
+            moment = datetime.fromisoformat(value)
+        except ValueError:
+            raise TraceError(at(path, number, f"its time {shown(value)} is neither a number nor ISO 8601")) from None
+        # One without a zone is taken for UTC: only differences count.
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= NUMBERS_MAX:
+        raise TraceError(at(path, number, f"its time ({', '.join(TIMES)}) is {shown(value)}"))
+    for least, unit in ((NANOSECONDS_FROM, 1e9), (MICROSECONDS_FROM, 1e6), (MILLISECONDS_FROM, 1e3)):
+        if value >= least:
+            return value / unit
+    return float(value)
+
+
+def _usage(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What an engine counted, empty where the line does not say. A Batch API's result has it in its response's body."""
+    places: list[Any] = [found]
+    for name in ("response", "body"):
+        places += [place[name] for place in places if isinstance(place.get(name), dict)]
+    return next((place["usage"] for place in places if isinstance(place.get("usage"), dict)), {})
+
+
+def _output_tokens(
+    path: Path, number: int, body: Mapping[str, Any], usage: Mapping[str, Any], options: ReadOptions
+) -> int:
+    if usage.get("completion_tokens") is not None:
+        return whole_number(path, number, usage, "completion_tokens", least=0, most=TOKENS_MAX)
+    for name in ("max_completion_tokens", "max_tokens"):
+        if body.get(name) is not None:
+            options.note("answers without usage are taken to be as long as their max_tokens")
+            return whole_number(path, number, body, name, least=0, most=TOKENS_MAX)
+    options.note(f"answers of unknown length are taken to have {options.output_tokens} tokens (--output-tokens)")
+    return options.output_tokens

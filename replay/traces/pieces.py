@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A prompt as ids of its pieces: each chains over all before it, so equal ids mean equal prefixes.
+
+Token ids are cut into pieces of `piece_tokens`: exact. Text without a tokenizer is cut every `piece_tokens *
+bytes_per_token` bytes, which is right about what is shared and estimates how many tokens that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import numpy as np
+from numpy.typing import NDArray
+
+# An id is multiplied by the blocks of a piece, at most 512, and the upper half of 64 bits is for what is sampled
+# (simulator/cache/text.py).
+ID_BITS = 52
+_MASK = (1 << ID_BITS) - 1
+_WIDTH = 8
+
+
+def chain(data: bytes, piece_bytes: int) -> NDArray[np.uint64]:
+    """Ids of the pieces of `data`, the last one with what is left."""
+    ids = []
+    before = b""
+    for start in range(0, len(data), piece_bytes):
+        before = blake2b(before + data[start : start + piece_bytes], digest_size=_WIDTH).digest()
+        ids.append(int.from_bytes(before) & _MASK)
+    return np.array(ids, np.uint64)
+
+
+def pieces_of_tokens(tokens: Sequence[int] | NDArray[np.int64], piece_tokens: int) -> NDArray[np.uint64]:
+    """Exact: equal ids at equal places are equal token ids up to the piece's end."""
+    return chain(np.asarray(tokens, np.int64).tobytes(), piece_tokens * np.int64().itemsize)
+
+
+def pieces_of_text(text: bytes, piece_tokens: int, bytes_per_token: float) -> tuple[NDArray[np.uint64], int]:
+    """The ids, and the estimated number of tokens, at least 1."""
+    piece_bytes = max(1, round(piece_tokens * bytes_per_token))
+    whole, rest = divmod(len(text), piece_bytes)
+    tokens = whole * piece_tokens + -(-rest * piece_tokens // piece_bytes)
+    return chain(text or b"\0", piece_bytes), max(1, tokens)

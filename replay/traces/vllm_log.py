@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The log of a vLLM server that runs with `--enable-log-requests`.
+
+Read in vllm/entrypoints/logger.py of vLLM 0.19.1, 0.20.2 and 0.22.1 (installed) and of its main branch of 2026. A
+request is two lines, the first only with VLLM_LOGGING_LEVEL=DEBUG:
+
+    DEBUG 11-24 10:00:00 [logger.py:52] Request ID details: prompt: 'text', prompt_token_ids: [1, 2], ...
+    INFO 11-24 10:00:00 [logger.py:63] Received request ID: params: SamplingParams(..., max_tokens=16, ...), ...
+
+Newer versions add the prompt to the second with `--enable-log-request-prompts`, cut to 4,096 characters or 512 ids;
+older ones had both in one line. With `--enable-log-outputs` a third says how long the answer was:
+
+    INFO 11-24 10:00:01 [logger.py:85] Generated response ID: output: 'text', output_token_ids: [3], ...
+
+How exact: with prompt_token_ids, exactly; with text alone, as text (see openai.py). Times have whole seconds and no
+year, so requests of one second are spread over it evenly. `--max-log-len` cuts prompts, which the log does not
+show. Lines of any other kind are skipped."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvrouter.replay.traces.lines import Line, at
+from kvrouter.replay.traces.mooncake import TOKENS_MAX
+from kvrouter.replay.traces.pieces import pieces_of_text, pieces_of_tokens
+from kvrouter.replay.traces.reader import ReadOptions
+from kvrouter.replay.traces.request import Request, TraceError
+
+STRING = r"""'[^'\\]*(?:\\.[^'\\]*)*'|"[^"\\]*(?:\\.[^"\\]*)*\""""
+ENTRY = re.compile(
+    r"(?P<time>\d\d-\d\d \d\d:\d\d:\d\d)\S* \[[^\]]*\] "
+    r"(?:(?P<details>Request) (?P<d_id>\S+) details: |Received request (?P<id>\S+): "
+    r"|Generated response (?P<g_id>\S+?)(?P<stream> \(streaming \w+\))?: )"
+)
+PROMPT = re.compile(rf"(?<![\w])prompt: ({STRING})")
+TOKENS = re.compile(r"(?<![\w])prompt_token_ids: (\[[\d, ]*\])")
+TOKEN = re.compile(r"\d{1,18}")
+OUTPUT = re.compile(r"output_token_ids: (?:array\([^[]*)?(\[[\d, ]*\])")
+MAX_TOKENS = re.compile(r"\bmax_tokens=(\d{1,12})\b")
+COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# What an INFO line has of a prompt at most, unless --max-log-len says otherwise.
+INFO_TOKENS, INFO_CHARACTERS = 512, 4096
+# Requests whose prompt came and whose params did not, and answers awaited: more than run at a time.
+OPEN_MAX = 65_536
+# A log of December goes on in January.
+HALF_A_YEAR_S = 182 * 86_400
+YEAR_S = 365 * 86_400
+
+
+def read_vllm_log(path: Path, lines: Iterator[Line], options: ReadOptions) -> Iterator[Request]:
+    """Raises TraceError, also for a log whose requests have no prompts."""
+    details: dict[str, str] = {}
+    answers: dict[str, Request] = {}
+    clock = _Clock()
+    second: list[Request] = []
+    found = without = 0
+    for number, raw in lines:
+        text = COLOUR.sub("", raw.decode("utf-8", "replace"))
+        entry = ENTRY.search(text)
+        if entry is None:
+            continue
+        rest = text[entry.end() :]
+        if entry["details"]:
+            _keep(details, entry["d_id"], rest)
+            continue
+        if entry["g_id"]:
+            answered = answers.pop(entry["g_id"], None)
+            tokens = OUTPUT.search(rest)
+            if answered is not None and tokens is not None and not (entry["stream"] or "").endswith("delta)"):
+                answered.output_tokens = tokens[1].count(",") + 1
+            continue
+        time_s = clock.seconds(path, number, entry["time"])
+        if second and second[0].time_s != time_s:
+            yield from _spread(second)
+            second = []
+        prompt = details.pop(entry["id"], None)
+        request = _request(prompt if prompt is not None else rest, rest, time_s, options, whole=prompt is not None)
+        if request is None:
+            without += 1
+            continue
+        found += 1
+        second.append(request)
+        _keep(answers, entry["id"], request)
+    yield from _spread(second)
+    if without and not found:
+        raise TraceError(
+            f"{path.name} has {without} requests and no prompt: run vLLM with --enable-log-requests and "
+            "VLLM_LOGGING_LEVEL=DEBUG"
+        )
+    if without:
+        options.note(f"{without} requests without a prompt in the log are left out")
+
+
+def _keep(kept: dict[str, Any], name: str, value: Any) -> None:
+    kept[name] = value
+    if len(kept) > OPEN_MAX:
+        del kept[next(iter(kept))]
+
+
+def _request(prompt: str, params: str, time_s: float, options: ReadOptions, *, whole: bool) -> Request | None:
+    """None where the log has no prompt."""
+    string = PROMPT.search(prompt)
+    # What a prompt says must not be taken for what the log says.
+    around = prompt if string is None else prompt[: string.start()] + prompt[string.end() :]
+    limit = MAX_TOKENS.search(params if whole else around)
+    output = min(int(limit[1]), TOKENS_MAX) if limit else options.output_tokens
+    options.note(
+        "answers are taken to be as long as max_tokens where the log does not have them"
+        if limit
+        else f"answers of unknown length are taken to have {options.output_tokens} tokens (--output-tokens)"
+    )
+    if (ids := TOKENS.search(around)) is not None and TOKEN.search(ids[1]):
+        tokens = np.array([int(one) for one in TOKEN.findall(ids[1])], np.int64)
+        if not whole and len(tokens) == INFO_TOKENS:
+            options.note(f"prompts of {INFO_TOKENS} tokens may be cut: INFO lines have no more of them")
+        return Request(time_s, len(tokens), output, pieces_of_tokens(tokens, options.piece_tokens))
+    if string is None:
+        return None
+    try:
+        text = str(ast.literal_eval(string[1]))
+    except (ValueError, SyntaxError, MemoryError):
+        return None
+    if not whole and len(text) == INFO_CHARACTERS:
+        options.note(f"prompts of {INFO_CHARACTERS} characters may be cut: INFO lines have no more of them")
+    if options.tokenize is not None:
+        try:
+            tokens = options.tokenize("text", {"prompt": text, "add_special_tokens": False})
+            return Request(time_s, len(tokens), output, pieces_of_tokens(tokens, options.piece_tokens))
+        except ValueError as error:
+            options.note(f"the tokenizer could not read some prompts, which are estimated ({error})")
+    else:
+        options.note(
+            f"prompt tokens are estimated from text, {options.bytes_per_token:g} bytes each; "
+            "--tokenizer FOLDER makes them exact"
+        )
+    raw = text.encode("utf-8", "surrogatepass")
+    pieces, count = pieces_of_text(raw, options.piece_tokens, options.bytes_per_token)
+    return Request(time_s, count, output, pieces)
+
+
+def _spread(requests: list[Request]) -> Iterator[Request]:
+    """Those of one second, evenly over it."""
+    for place, request in enumerate(requests):
+        request.time_s += place / len(requests)
+        yield request
+
+
+class _Clock:
+    """Times without a year, as seconds that go on over New Year."""
+
+    def __init__(self) -> None:
+        self._last_s = 0.0
+        self._years = 0
+
+    def seconds(self, path: Path, number: int, text: str) -> float:
+        try:
+            # A leap year: 29 February is a day in it.
+            moment = datetime.strptime(f"2000-{text}", "%Y-%m-%d %H:%M:%S").replace(tzinfo=UTC).timestamp()
+        except ValueError:
+            raise TraceError(at(path, number, f"{text!r} is no time as vLLM logs it")) from None
+        if moment < self._last_s - HALF_A_YEAR_S:
+            self._years += 1
+        self._last_s = moment
+        return moment + self._years * YEAR_S

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`kvrouter replay` end to end: its table, files and sentence, its one-line errors, and Ctrl-C."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from replay_traces import conversation_rows, write_rows
+
+from kvrouter.replay.policies.names import COMPARED
+from kvrouter.replay.report.comparison import FleetRow, compared, sentence
+from kvrouter.replay.report.table import COLUMNS, text
+from kvrouter.replay.runs.policy_run import Summary
+from kvrouter.replay.runs.simulate import simulate
+from kvrouter.router.cli.commands import run
+
+ROW = Summary("kv", 10, False, 0, 4_000_000, 2_000_000, 2_000_000, 0.5, 0.9, 1.0, 1.0, 2.0, 3.0, 200.0, 0.1, 1.5, 60, 1)
+FLEET = FleetRow("a.jsonl", "mooncake", 10, 4_000_000, 60.0, "gemma3", 512, 8, 400_000, 0, 10_000.0, 1.0, 1)
+
+
+def row(policy: str, **changes: Any) -> Summary:
+    return msgspec.structs.replace(ROW, policy=policy, **changes)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "trace.jsonl", conversation_rows(40))
+
+
+def test_the_table_has_every_policy_and_fits_80_columns(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["replay", "--trace", str(trace), "--workers", "2"]) == 0
+    shown = capsys.readouterr()
+    assert max(map(len, shown.out.splitlines())) <= COLUMNS
+    assert all(f"\n{policy}" in shown.out for policy in COMPARED)
+    assert "Against round_robin, kv would " in shown.out
+    assert shown.err == ""
+
+
+def test_json_csv_and_plots_say_the_same(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    files = tmp_path / "out.csv", tmp_path / "new" / "plots"
+    flags = ["--policy", "kv", "--policy", "lmetric", "--csv", str(files[0]), "--json", "--plot", str(files[1])]
+    assert run(["replay", "--trace", str(trace), *flags]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = list(csv.DictReader(files[0].read_text().splitlines()))
+    assert [one["policy"] for one in rows] == [one["policy"] for one in found["rows"]] == ["kv", "lmetric"]
+    assert [int(one["reused_tokens"]) for one in rows] == [one["reused_tokens"] for one in found["rows"]]
+    assert len(found["in_flight"]["kv"][0][1]) == found["fleet"]["workers"] == 8
+    assert all((files[1] / name).read_bytes().startswith(b"\x89PNG") for name in ("ttft.png", "hit_tokens.png"))
+    assert (files[1] / "balance.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--shape", "cube"], "--shape cube is not known; take one of llama"),
+        (["--format", "pcap"], "--format pcap is not known; take one of auto"),
+        (["--policy", "best"], "--policy best is not known; take one of kv"),
+        (["--workers", "0"], "--workers 0: from 1"),
+        (["--cache-tokens", "0"], "--cache-tokens 0"),
+        (["--cache-tokens", "1"], "a replica of this size cannot run"),
+        (["--speedup", "0"], "--speedup 0"),
+        (["--speedup", "nan"], "--speedup nan"),
+        (["--block-tokens", "48"], "take a --block-tokens that does"),
+        (["--prefill-rate", "0"], "--prefill-rate"),
+        (["--step-ms", "nan"], "--prefill-rate, --step-ms"),
+        (["--bytes-per-token", "-1"], "--bytes-per-token -1"),
+        (["--piece-tokens", "100"], "hash_ids of 100 tokens"),
+        (["--tokenizer", "/nowhere"], "/nowhere"),
+        (["--csv", "/nowhere/a.csv", "--policy", "kv"], "cannot write --csv"),
+        (["--trace", "/nowhere"], "cannot read /nowhere"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    trace: Path, flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["replay", "--trace", str(trace), *flags]) == 2
+    error = capsys.readouterr().err
+    assert problem in error and error.count("\n") == 1
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(["replay", "--trace", str(trace), "--plot", str(tmp_path)]) == 2
+    assert "pip install 'hybrid-kv-router[plots]'" in capsys.readouterr().err
+
+
+def test_ctrl_c_shows_what_is_done_and_runs_no_further_policy(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(trace: Any, shape: Any, policy: str, *rest: Any, on_request: Any, **more: Any) -> Any:
+        def count(done: int) -> None:
+            on_request(done)
+            if policy == "least_load" and done == 25:
+                raise KeyboardInterrupt
+
+        return simulate(trace, shape, policy, *rest, on_request=count, **more)
+
+    monkeypatch.setattr("kvrouter.replay.command.simulate", interrupted)
+    assert run(["replay", "--trace", str(trace)]) == 130
+    out = capsys.readouterr().out
+    assert "round_robin" in out and "least_load (partial)" in out and "lmetric" not in out
+    assert "least_load was ended after" in out
+
+
+def test_on_a_terminal_there_is_a_bar_on_stderr_alone(
+    trace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    assert run(["replay", "--trace", str(trace), "--policy", "kv", "--json"]) == 0
+    shown = capsys.readouterr()
+    json.loads(shown.out)
+    assert "kv" in shown.err
+
+
+def test_the_sentence_says_what_is_saved_and_who_is_better() -> None:
+    worse = row("round_robin", reused_tokens=1_000_000, computed_gpu_s=300.0, ttft_mean_s=2.0, ttft_p95_s=5.0)
+    found = sentence([worse, row("kv")])
+    assert found == (
+        "Against round_robin, kv would save this fleet 1.00 M of 3.00 M computed prompt tokens (33.3%, 100 GPU-seconds), "
+        "and first tokens would come 1.00 s sooner on average (1.00 s, not 2.00; p95 2.00 s, not 5.00)."
+    )
+    better = row("lmetric", reused_tokens=2_100_000, ttft_mean_s=0.9)
+    assert sentence([worse, better, row("kv")]).endswith(
+        "; lmetric reuses more (2.10 M) and lmetric has sooner first tokens (0.90 s)."
+    )
+    # Within a hundredth nobody is better.
+    equal = row("lmetric", reused_tokens=2_010_000, ttft_mean_s=0.995)
+    assert sentence([worse, equal, row("kv")]) == found
+    assert "kv would cost this fleet 1.00 M" in sentence([row("round_robin"), row("kv", reused_tokens=1_000_000)])
+    assert sentence([row("kv")]).startswith("Under kv this fleet would not compute 2.00 M of 4.00 M")
+    assert "kv was not among the policies" in sentence([row("dynamo")])
+    assert sentence([row("kv", partial=True)]).startswith("No policy saw the whole trace")
+
+
+def test_large_numbers_keep_their_columns() -> None:
+    slow = row("full_attention_only", ttft_mean_s=12_345.6, ttft_p50_s=99_999.0, ttft_p95_s=9e4, ttft_p99_s=99_999.9)
+    shown = text(compared(FLEET, [slow, row("kv", partial=True)], ["a note " * 30]))
+    assert max(map(len, shown.splitlines())) <= COLUMNS
+    assert len(next(line for line in shown.splitlines() if line.startswith("full_attention_only")).split()) == 9

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each family's rule on situations made by hand: who is picked, and why not the others."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kvrouter.replay.fleet.virtual_fleet import VirtualFleet
+from kvrouter.replay.policies.cache_aware import CacheAware
+from kvrouter.replay.policies.dynamo import Dynamo
+from kvrouter.replay.policies.llm_d import LlmD
+from kvrouter.replay.policies.lmetric import LMetric
+from kvrouter.replay.policies.names import COMPARED, NAMES, RULES, router_of
+from kvrouter.replay.policies.peer import InFlight, PeerRouter, Rule, Sight
+from kvrouter.replay.policies.prefix_tree import PrefixTree
+from kvrouter.replay.policies.routing import Arrival
+from kvrouter.router.load.engine_metrics import EngineLoad
+from kvrouter.simulator.cache.shapes import make_geometry
+
+BLOCK = 16
+
+
+def sight(
+    hits: Sequence[int] = (0, 0),
+    *,
+    tokens: int = 10 * BLOCK,
+    requests: Sequence[int] = (0, 0),
+    prefill: Sequence[int] = (0, 0),
+    waiting: Sequence[int] = (0, 0),
+    usage: Sequence[float] = (0.0, 0.0),
+    exact: Sequence[int] | None = None,
+    first_block: int = 0,
+    now_s: float = 0.0,
+) -> Sight:
+    """A prompt of ten blocks before two workers."""
+    blocks = list(range(first_block, first_block + tokens // BLOCK))
+    return Sight(
+        now_s,
+        tokens,
+        np.array(blocks, np.uint64),
+        blocks,
+        BLOCK,
+        hits,
+        hits if exact is None else exact,
+        [InFlight(*both) for both in zip(requests, prefill, strict=True)],
+        lambda: [EngineLoad(w, 0, u) for w, u in zip(waiting, usage, strict=True)],
+    )
+
+
+def picks(rule: Rule, what: Sight, times: int = 40) -> set[int]:
+    rng = random.Random(1)
+    return {rule.pick(what, rng) for _ in range(times)}
+
+
+# -- Dynamo: max(0, prefill - overlap) + decode, in blocks
+
+
+def test_dynamo_weighs_a_cached_block_like_a_queued_one() -> None:
+    assert picks(Dynamo(2), sight((5 * BLOCK, 0), prefill=(4 * BLOCK, 0))) == {0}
+    assert picks(Dynamo(2), sight((5 * BLOCK, 0), prefill=(5 * BLOCK, 0))) == {0, 1}
+    assert picks(Dynamo(2), sight((5 * BLOCK, 0), prefill=(6 * BLOCK, 0))) == {1}
+
+
+def test_dynamo_counts_each_running_block_once_and_forgets_those_that_ended() -> None:
+    rule = Dynamo(2)
+    same, other = sight(), sight(first_block=100)
+    rule.placed(same, 0)
+    rule.placed(same, 0)
+    # Ten running blocks at 0; this prompt's are those, so both would have ten.
+    assert picks(rule, same) == {0, 1}
+    assert picks(rule, other) == {1}
+    rule.done(same.blocks, 0)
+    assert picks(rule, other) == {1}
+    rule.done(same.blocks, 0)
+    assert picks(rule, other) == {0, 1}
+
+
+# -- llm-d: 2 * queue + 2 * (1 - usage) + 3 * match
+
+
+def test_llm_d_prefers_a_whole_match_to_the_shortest_queue() -> None:
+    assert picks(LlmD(), sight((10 * BLOCK, 0), waiting=(5, 0))) == {0}
+    # 3 * 0.6 is below the 2 of the queue.
+    assert picks(LlmD(), sight((6 * BLOCK, 0), waiting=(1, 0))) == {1}
+    assert picks(LlmD(), sight((6 * BLOCK, 0), waiting=(1, 1))) == {0}
+
+
+def test_llm_d_prefers_the_emptier_cache_of_equals() -> None:
+    assert picks(LlmD(), sight(usage=(0.5, 0.4))) == {1}
+    assert picks(LlmD(), sight()) == {0, 1}
+
+
+# -- vllm-router: the longest match, nothing else
+
+
+def test_vllm_router_follows_the_longest_match_whatever_the_load() -> None:
+    assert picks(vllm_router(), sight((BLOCK, 0), requests=(1000, 0))) == {0}
+    assert picks(vllm_router(), sight((BLOCK, BLOCK))) == {1}
+
+
+def test_vllm_router_takes_the_fewest_requests_without_any_match() -> None:
+    assert picks(vllm_router(), sight(requests=(2, 1))) == {1}
+    assert picks(vllm_router(), sight(requests=(1, 1))) == {0}
+
+
+def test_vllm_router_counts_what_it_sent_for_two_seconds() -> None:
+    rule = vllm_router()
+    rule.placed(sight(), 0)
+    assert picks(rule, sight(requests=(5, 0), now_s=1.9)) == {0}
+    assert picks(rule, sight(requests=(5, 0), now_s=2.0)) == {1}
+
+
+def vllm_router() -> Rule:
+    return RULES["vllm_router"](2, BLOCK)
+
+
+# -- LMetric: uncached tokens * (requests + 1)
+
+
+def test_lmetric_multiplies() -> None:
+    assert picks(LMetric(), sight((6 * BLOCK, 0), requests=(1, 0))) == {0}
+    assert picks(LMetric(), sight((5 * BLOCK, 0), requests=(1, 0))) == {0, 1}
+    assert picks(LMetric(), sight((4 * BLOCK, 0), requests=(1, 0))) == {1}
+
+
+def test_lmetric_sees_full_attention_alone_unless_it_is_the_exact_one() -> None:
+    what = sight((8 * BLOCK, 0), exact=(0, 4 * BLOCK))
+    assert picks(LMetric(), what) == {0}
+    assert picks(LMetric(exact=True), what) == {1}
+
+
+# -- cache-aware by text
+
+
+def test_cache_aware_follows_what_it_sent_above_the_threshold() -> None:
+    rule = CacheAware(2, BLOCK)
+    assert picks(rule, sight(requests=(1, 0))) == {1}
+    rule.placed(sight(tokens=4 * BLOCK), 1)
+    # 4 of 10 pieces are above 0.3, 3 are not.
+    assert picks(rule, sight(requests=(0, 60))) == {1}
+    rule = CacheAware(2, BLOCK)
+    rule.placed(sight(tokens=3 * BLOCK), 1)
+    assert picks(rule, sight(requests=(0, 60))) == {0}
+
+
+def test_cache_aware_gives_way_to_a_load_that_is_out_of_balance() -> None:
+    rule = CacheAware(2, BLOCK)
+    rule.placed(sight(), 1)
+    assert picks(rule, sight(requests=(0, 64))) == {1}
+    assert picks(rule, sight(requests=(0, 65))) == {0}
+    assert picks(rule, sight(requests=(130, 195))) == {1}
+    assert picks(rule, sight(requests=(130, 196))) == {0}
+
+
+def test_a_prefix_tree_forgets_the_leaves_that_were_used_longest_ago() -> None:
+    tree = PrefixTree(2, pieces_max=3)
+    tree.insert([1, 2, 3], 0)
+    tree.insert([1, 4], 0)
+    tree.insert([1, 2, 3], 1)
+    assert tree.match([1, 2, 3, 9]) == (3, 1)
+    tree.evict()
+    assert tree.match([1, 4]) == (2, 0)
+    # Worker 0's leaf went; worker 1 still has it.
+    assert tree.match([1, 2, 3]) == (3, 1)
+    tree.insert([5, 6, 7], 1)
+    tree.evict()
+    assert tree.match([1, 2, 3]) == (2, 0)
+    assert tree.match([8]) == (0, None)
+
+
+# -- all of them
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_policy_places_and_ends_requests_and_counts_none_that_ended(name: str) -> None:
+    fleet = VirtualFleet(make_geometry("gpt-oss", block_size=BLOCK), 3)
+    router = router_of(name, fleet, 1, BLOCK)
+    ids = np.arange(1, 5, dtype=np.uint64)
+    placed = []
+    for number in range(12):
+        fleet.now_s = number * 0.1
+        router.tend(lambda: [EngineLoad(0, 0, 0.0)] * 3)
+        placed.append(router.place(Arrival(ids + np.uint64(100 * number), ids, 4 * BLOCK, 8)))
+    assert {one.number for one in placed} <= {0, 1, 2}
+    for one in placed:
+        one.first_token()
+        one.done(8)
+    if isinstance(router, PeerRouter):
+        assert [(one.requests, one.prefill_tokens) for one in router.in_flight] == [(0, 0)] * 3
+
+
+def test_those_that_are_compared_are_there() -> None:
+    assert set(COMPARED) <= set(NAMES)

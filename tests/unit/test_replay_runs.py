@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trace through a virtual fleet: the same figures as before, what is refused, what is kept of a run that is ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+from fleet_trace import Setting, endless, simulated
+from replay_traces import PIECE_TOKENS, conversation_rows, small_trace, write_rows
+
+from kvrouter.replay.fleet.fleet_shape import CACHE_TOKENS, FleetShape, blocks_of, geometry_of
+from kvrouter.replay.policies.names import NAMES
+from kvrouter.replay.runs.policy_run import LoadProfile, PolicyRun
+from kvrouter.replay.runs.simulate import simulate
+from kvrouter.replay.traces.formats import read_trace
+from kvrouter.replay.traces.request import Trace
+from kvrouter.router.common.errors import SettingError
+from kvrouter.simulator.engine.timing import Timing
+
+# Of 150 requests: reused, achievable and predicted tokens and the sum of times to first tokens in ms, as the fleet
+# benchmark found them when it had this machinery itself.
+BEFORE = {
+    ("gemma3", "endless"): (2039808, 2039808, 2039808, 0),
+    ("gemma3", "kv"): (2030592, 1855488, 1846784, 104915),
+    ("gemma3", "full_attention_only"): (1876480, 1846784, 1818112, 107185),
+    ("gemma3", "random"): (826880, 1692160, 587264, 314713),
+    ("qwen3-next", "endless"): (2039808, 2039808, 2039808, 0),
+    ("qwen3-next", "kv"): (2035200, 1880576, 1876480, 102305),
+    ("qwen3-next", "random"): (826368, 1695744, 587264, 334007),
+    ("deepseek-v4", "kv"): (2030592, 1855488, 1846784, 104915),
+}
+
+
+def conversations(tmp_path: Path, requests: int = 150) -> Trace:
+    return read_trace(write_rows(tmp_path / "trace", conversation_rows(requests)), "mooncake")
+
+
+def shape(name: str = "gemma3", *, cache_tokens: int = 60_000, cpu_tokens: int = 0, workers: int = 2) -> FleetShape:
+    geometry = geometry_of(name, PIECE_TOKENS)
+    return FleetShape(geometry, blocks_of(geometry, cache_tokens), workers, blocks_of(geometry, cpu_tokens))
+
+
+@pytest.mark.parametrize(("name", "policy"), BEFORE)
+def test_the_fleet_benchmark_finds_what_it_found_before(name: str, policy: str, tmp_path: Path) -> None:
+    trace = conversations(tmp_path)
+    setting = Setting("x", name, policy, 1, cache_tokens=CACHE_TOKENS if name == "deepseek-v4" else 60_000)
+    run = (endless if policy == "endless" else simulated)(setting, trace)
+    assert (sum(run.reused), sum(run.achievable), sum(run.predicted), sum(run.ttft_ms)) == BEFORE[name, policy]
+
+
+def test_the_same_seed_gives_the_same_run(tmp_path: Path) -> None:
+    trace = conversations(tmp_path, 60)
+    runs = [simulate(trace, shape(), "random", seed) for seed in (1, 1, 2)]
+    assert runs[0].ttft_s == runs[1].ttft_s != runs[2].ttft_s
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_under_every_policy_a_lone_conversation_reuses_what_the_index_predicts(policy: str) -> None:
+    turns = [(20.0 * turn, list(range(1, 4 + turn))) for turn in range(8)]
+    run = simulate(small_trace(*turns), shape(workers=1), policy, 1)
+    assert run.reused == run.predicted == run.achievable
+    assert run.summary().reused_share > 0.6
+
+
+def test_a_request_that_fits_no_replica_is_counted_and_the_others_go_on() -> None:
+    trace = small_trace((0.0, [1]), (1.0, list(range(1, 900))), (2.0, [1, 2]))
+    for policy in NAMES:
+        run = simulate(trace, shape(), policy, 1)
+        assert (run.refused, [math.isnan(ttft_s) for ttft_s in run.ttft_s]) == (1, [False, True, False])
+        assert "blocks" in run.refusal
+        assert run.summary().requests == 2
+
+
+def test_a_cpu_tier_gives_back_what_the_gpu_evicts() -> None:
+    others = [(20.0 * n, [1000 * n + i for i in range(50)]) for n in range(1, 12)]
+    trace = small_trace((0.0, list(range(1, 40))), *others, (900.0, list(range(1, 45))))
+    without = simulate(trace, shape(workers=1, cache_tokens=30_000), "kv", 1)
+    with_tier = simulate(trace, shape(workers=1, cache_tokens=30_000, cpu_tokens=2_000_000), "kv", 1)
+    assert without.reused[-1] == without.predicted[-1] == 0
+    assert with_tier.reused[-1] == with_tier.predicted[-1] >= 38 * PIECE_TOKENS
+
+
+def test_requests_that_come_sooner_wait_longer(tmp_path: Path) -> None:
+    trace = conversations(tmp_path, 100)
+    slow, fast = (simulate(trace, shape(), "kv", 1, speedup=speedup).summary() for speedup in (1.0, 20.0))
+    assert fast.ttft_mean_s > slow.ttft_mean_s
+    assert fast.span_s < slow.span_s
+
+
+def test_ctrl_c_keeps_what_is_done(tmp_path: Path) -> None:
+    trace = conversations(tmp_path)
+
+    def interrupt(done: int) -> None:
+        if done == 50:
+            raise KeyboardInterrupt
+
+    run = simulate(trace, shape(), "kv", 1, on_request=interrupt)
+    whole = simulate(trace, shape(), "kv", 1)
+    row = run.summary()
+    assert run.partial and row.partial and not whole.partial
+    assert 30 <= row.requests <= 50
+    answered = [n for n, ttft_s in enumerate(run.ttft_s) if not math.isnan(ttft_s)]
+    assert [run.ttft_s[n] for n in answered] == [whole.ttft_s[n] for n in answered]
+
+
+def test_a_fleet_that_cannot_be_is_refused_with_what_to_do() -> None:
+    trace = small_trace((0.0, [1]))
+    with pytest.raises(SettingError, match="--block-tokens"):
+        simulate(trace, dataclasses.replace(shape(), geometry=geometry_of("llama", 48)), "kv", 1)
+    with pytest.raises(SettingError, match="a replica of this size cannot run"):
+        simulate(trace, dataclasses.replace(shape(), blocks=0), "kv", 1)
+
+
+def test_the_balance_is_the_busiest_by_the_mean() -> None:
+    profile = LoadProfile(4, span_s=120.0)
+    profile.add(0.5, [4, 0, 0, 0])
+    profile.add(0.7, [0, 4, 0, 0])
+    profile.add(10.5, [1, 1, 1, 1])
+    profile.add(20.5, [0, 0, 0, 0])
+    assert [value for _, value in profile.balance()] == [2.0, 1.0]
+    assert profile.mean_balance == 1.5
+    assert LoadProfile(2, 0.0).mean_balance == 1.0
+
+
+def test_a_run_without_answers_has_a_row() -> None:
+    row = PolicyRun("kv", 1, 2, 1.0, LoadProfile(2, 0.0)).summary()
+    assert (row.requests, row.reused_share, row.ttft_p99_s) == (0, 0.0, 0.0)
+
+
+def test_the_defaults_are_those_of_the_fleet_benchmark() -> None:
+    made = FleetShape(geometry_of("gemma3", 512), 1)
+    assert (made.workers, made.timing) == (8, Timing(10_000.0, 0.015, 0.0004))
