@@ -12,8 +12,13 @@ from fastapi import FastAPI
 from kvrouter.router.api import decision_reply as decided
 from kvrouter.router.api import requests as bodies
 from kvrouter.router.api import responses as replies
+<<<<<<< HEAD
 from kvrouter.router.diagnosis.finding import DiagnosisReport
 from kvrouter.router.watch.fleet_event import EventType
+=======
+from kvrouter.router.api.examples import EXAMPLES, PATH_PARTS
+from kvrouter.router.api.field_texts import text_of
+>>>>>>> h_cli
 from kvrouter.router.workers import registration_bodies
 
 EVENTS = "/events"
@@ -54,8 +59,10 @@ PROBLEMS = {
     404: "No such model or worker is registered, or there is no such reservation",
     409: "It contradicts what is registered or reserved, or the limit of workers is reached",
     413: "The body exceeds the limit",
+    429: "All workers are saturated, and too many prompts wait",
     502: "The engine that the router had to query does not answer",
     503: "No worker can take it, or the store does not answer",
+    504: "The engine did not answer in time",
 }
 
 # The endpoints that FastAPI does not know: path, what it is for, body, reply, problems.
@@ -83,6 +90,21 @@ HOT_OPERATIONS: tuple[tuple[str, str, type, type, tuple[int, ...]], ...] = (
         (400, 404, 409, 413, 503),
     ),
 )
+
+# What is passed on to an engine: path and what it is for.
+PROXIED_OPERATIONS = {
+    "/v1/chat/completions": "A chat, by the engine that has the least left to compute",
+    "/v1/completions": "A completion, by the engine that has the least left to compute",
+    "/v1/responses": "A response, by the engine that has the least left to compute",
+    "/v1/embeddings": "Embeddings, by an engine",
+    "/tokenize": "The tokens of a text, by an engine",
+    "/detokenize": "The text of tokens, by an engine",
+}
+PROXIED_NOTE = (
+    "Body and answer keep their bytes: what else they may have is the engine's, and so are its own errors, whatever their "
+    "status."
+)
+PROXIED_PROBLEMS = (400, 404, 413, 429, 502, 503, 504)
 
 
 _MANY = {"type": "array", "items": {"type": "string"}}
@@ -128,7 +150,7 @@ def _problem(status: int) -> dict[str, Any]:
 def _content(kind: type, *, many: bool = False) -> dict[str, Any]:
     one: dict[str, Any] = {"$ref": SCHEMA_REF.format(name=kind.__name__)}
     schema = {"schema": {"type": "array", "items": one} if many else one}
-    return {replies.JSON: schema, bodies.MSGPACK: schema}
+    return {replies.JSON: dict(schema), bodies.MSGPACK: dict(schema)}
 
 
 def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
@@ -145,13 +167,25 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
                 **takes(body),
             }
         }
+<<<<<<< HEAD
     responses = EVENTS_OPERATION["responses"] | {str(status): _problem(status) for status in (400, 503)}
     found["paths"][EVENTS] = {"get": EVENTS_OPERATION | {"responses": responses}}
     for operations in found["paths"].values():
         for operation in operations.values():
+=======
+    for path, summary in PROXIED_OPERATIONS.items():
+        found["paths"][path] = {"post": _proxied(path, summary)}
+    for path, operations in found["paths"].items():
+        for method, operation in operations.items():
+>>>>>>> h_cli
             # FastAPI's own answer to a wrong parameter, which ours (400) takes the place of.
             operation["responses"].pop("422", None)
+            _illustrate(operation, EXAMPLES.get((method.upper(), path)))
     _, schemas = msgspec.json.schema_components(SCHEMAS, ref_template=SCHEMA_REF)
+    for name, schema in schemas.items():
+        for field, described in schema.get("properties", {}).items():
+            if (text := text_of(name, field)) is not None:
+                described.setdefault("description", text)
     components = found.setdefault("components", {})
     components["schemas"] = schemas
     if needs_key:
@@ -164,6 +198,29 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
                 else:
                     operation["responses"]["401"] = _problem(401)
     return found
+
+
+def _proxied(path: str, summary: str) -> dict[str, Any]:
+    body = {"type": "object", "properties": {"model": {"type": "string", "description": text_of("", "model")}}}
+    content = {replies.JSON: {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
+    done = {"description": "The engine's answer", "content": content}
+    return {
+        "tags": ["OpenAI"],
+        "summary": summary,
+        "description": PROXIED_NOTE,
+        "operationId": path.strip("/").replace("/", "_"),
+        "requestBody": {"required": True, "content": {replies.JSON: {"schema": body}}},
+        "responses": {"200": done} | {str(status): _problem(status) for status in PROXIED_PROBLEMS},
+    }
+
+
+def _illustrate(operation: dict[str, Any], body: Any) -> None:
+    """Puts an example into the body and the path of an operation."""
+    if body is not None:
+        operation["requestBody"]["content"][replies.JSON]["example"] = body
+    for parameter in operation.get("parameters", ()):
+        if parameter["in"] == "path":
+            parameter["description"], parameter["example"] = PATH_PARTS[parameter["name"]]
 
 
 STYLE = (

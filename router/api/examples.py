@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One request for each operation, for the OpenAPI document. `tests/system/test_openapi_examples.py` sends them in this
+order to a router with the worker w0 of the model gemma; all are answered with success."""
+
+from __future__ import annotations
+
+from typing import Any
+
+MODEL, WORKER, SECOND_WORKER = "gemma", "w0", "w1"
+SELECTION, OWN_SELECTION = "chat-42", "chat-43"
+PROMPT = [2, 105, 2364, 107, 10979, 106, 107, 105, 4368, 107]
+
+# (method, path) -> the body; None: there is none.
+EXAMPLES: dict[tuple[str, str], Any] = {
+    ("GET", "/health"): None,
+    ("GET", "/ready"): None,
+    ("GET", "/version"): None,
+    ("GET", "/metrics"): None,
+    ("POST", "/register"): {
+        "worker_id": SECOND_WORKER,
+        "model": MODEL,
+        "url": "http://10.0.0.2:8000",
+        "endpoint": "tcp://10.0.0.2:5557",
+        "replay_endpoint": "tcp://10.0.0.2:5558",
+    },
+    ("POST", "/workers"): {
+        "worker_id": SECOND_WORKER,
+        "model": MODEL,
+        "url": "http://10.0.0.2:8000",
+        "endpoint": "tcp://10.0.0.2:5557",
+        "replay_endpoint": "tcp://10.0.0.2:5558",
+        "role": "both",
+    },
+    ("GET", "/workers"): None,
+    ("GET", "/workers/{worker_id}"): None,
+    ("PATCH", "/workers/{worker_id}"): {"state": "active"},
+    ("GET", "/v1/models"): None,
+    ("GET", "/v1/models/{model}"): None,
+    ("POST", "/query"): {"model": MODEL, "token_ids": PROMPT, "explain": True},
+    ("POST", "/query_by_hash"): {"model": MODEL, "block_hashes": ["9ae16a3b2f90404f"], "num_tokens": 17},
+    ("POST", "/select"): {"model": MODEL, "token_ids": PROMPT, "session_id": "alice-7", "explain": True},
+    ("POST", "/select_and_reserve"): {"model": MODEL, "token_ids": PROMPT, "selection_id": SELECTION},
+    ("POST", "/reservations"): {
+        "model": MODEL,
+        "worker_id": WORKER,
+        "dp_rank": 0,
+        "selection_id": OWN_SELECTION,
+        "isl_tokens": 2048,
+        "effective_prefill_tokens": 512,
+    },
+    ("GET", "/loads"): None,
+    ("POST", "/reservations/{selection_id}/prefill_complete"): None,
+    ("POST", "/reservations/{selection_id}/output_block"): None,
+    ("DELETE", "/reservations/{selection_id}"): None,
+    ("POST", "/v1/chat/completions"): {
+        "model": MODEL,
+        "max_tokens": 16,
+        "messages": [{"role": "user", "content": "What is a prefix cache?"}],
+    },
+    ("POST", "/v1/completions"): {"model": MODEL, "prompt": PROMPT, "max_tokens": 16},
+    ("POST", "/v1/responses"): {"model": MODEL, "input": "What is a prefix cache?", "max_output_tokens": 16},
+    ("POST", "/v1/embeddings"): {"model": MODEL, "input": "What is a prefix cache?"},
+    ("POST", "/tokenize"): {"model": MODEL, "prompt": "What is a prefix cache?"},
+    ("POST", "/detokenize"): {"model": MODEL, "tokens": PROMPT},
+    ("POST", "/unregister"): {"worker_id": SECOND_WORKER},
+    ("DELETE", "/workers/{worker_id}"): None,
+}
+# The parts of paths: what each names, and its example.
+PATH_PARTS = {
+    "worker_id": ("the worker's id", WORKER),
+    "selection_id": ("the reservation, by the id of its choice", SELECTION),
+    "model": ("a name that a request's model may have", MODEL),
+}

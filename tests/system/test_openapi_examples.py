@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every example of the OpenAPI document, sent to a router as it stands there: all succeed, and every answer fits its
+schema."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+# pytest's importlib mode leaves sys.path alone.
+from ports import free_port
+from router_process import RouterProcess
+from scripted_engine import ScriptedEngine, plain
+
+from kvrouter.router.api.examples import EXAMPLES, MODEL, PATH_PARTS, WORKER
+
+WAIT_S = 30.0
+# Addresses of the examples, where nobody is; those of the second worker here are those of closed ports.
+ADDRESSES = ("10.0.0.2:8000", "10.0.0.2:5557", "10.0.0.2:5558")
+
+
+def sent(port: int, method: str, path: str, body: Any) -> tuple[int, str, bytes]:
+    """Status, content type and body."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    try:
+        text = None if body is None else json.dumps(body)
+        connection.request(method, path, text, {"content-type": "application/json"})
+        answer = connection.getresponse()
+        return answer.status, answer.headers.get_content_type(), answer.read()
+    finally:
+        connection.close()
+
+
+def test_every_example_of_the_document_succeeds_and_fits_its_schema(tmp_path: Path) -> None:
+    closed = {address: f"127.0.0.1:{free_port()}" for address in ADDRESSES}
+    with ScriptedEngine(plain(b'{"id": "x"}')) as engine, RouterProcess(tmp_path) as router:
+        router.request("POST", "/register", {"worker_id": WORKER, "model": MODEL, "url": engine.url})
+        document = router.request("GET", "/openapi.json")
+        for (method, template), example in EXAMPLES.items():
+            operation = document["paths"][template][method.lower()]
+            text = json.dumps(example)
+            for address, here in closed.items():
+                text = text.replace(address, here)
+            path = template.format(**{name: value for name, (_, value) in PATH_PARTS.items()})
+            status, kind, answer = sent(router.port, method, path, json.loads(text))
+            assert status < 300 and str(status) in operation["responses"], (method, path, status, answer)
+            if kind == "application/json":
+                schema = operation["responses"][str(status)]["content"][kind]["schema"]
+                jsonschema.validate(json.loads(answer), {**schema, "components": document["components"]})
+            else:
+                assert (template, kind) == ("/metrics", "text/plain")
+        assert router.request("GET", "/workers") == {"workers": []}
