@@ -15,7 +15,7 @@ from rich.text import Text
 from kvrouter.router.cli.api_client import Client, ClientError
 from kvrouter.router.common.version import VERSION
 from kvrouter.router.diagnosis.clocks import SET_CLOCKS, clock_difference
-from kvrouter.router.diagnosis.finding import DiagnosisReport, Finding, Severity, found
+from kvrouter.router.diagnosis.finding import ROUTER, DiagnosisReport, Finding, Severity, argument, found
 
 INDENT = "      "
 # Narrower, words would stand one to a line.
@@ -50,7 +50,8 @@ def diagnose(client: Client, url: str, wall_clock: Callable[[], float]) -> Docto
             report = _report_of_other_version(client)
     except ClientError as error:
         findings.append(_unanswered(error, url))
-    findings += report.findings
+    address = argument(url.rstrip("/")) + "/"
+    findings += [msgspec.structs.replace(one, fix=one.fix.replace(ROUTER, address)) for one in report.findings]
     return DoctorReport(
         all(one.severity is Severity.NOTE for one in findings),
         url,
