@@ -43,11 +43,7 @@ def diagnose(client: Client, url: str, wall_clock: Callable[[], float]) -> Docto
     try:
         there = _version(client.call("GET", "/version"))
         findings += _of_client(there, client.date, wall_clock())
-        if not findings or findings[0].code != "KV003":
-            report = _report(client.call("GET", "/diagnosis"))
-        else:
-            # Another version may have another form of it, or none.
-            report = _report_of_other_version(client)
+        report = _report(client, of_other_version=there != VERSION)
     except ClientError as error:
         findings.append(_unanswered(error, url))
     address = argument(url.rstrip("/")) + "/"
@@ -70,20 +66,17 @@ def _version(answer: Any) -> str:
         raise ClientError("what listens there is no router: its /version has no version; check --url") from None
 
 
-def _report(answer: Any) -> DiagnosisReport:
+def _report(client: Client, *, of_other_version: bool) -> DiagnosisReport:
+    """What the router found; nothing where another version has another form of it, or none."""
     try:
-        return msgspec.convert(answer, DiagnosisReport)
+        return msgspec.convert(client.call("GET", "/diagnosis"), DiagnosisReport)
     except msgspec.ValidationError as error:
-        raise ClientError(f"its answer to /diagnosis is that of another version: {error}") from None
-
-
-def _report_of_other_version(client: Client) -> DiagnosisReport:
-    try:
-        return _report(client.call("GET", "/diagnosis"))
+        if not of_other_version:
+            raise ClientError(f"its answer to /diagnosis is no diagnosis: {error}; check --url") from None
     except ClientError as error:
-        if error.status in (None, HTTPStatus.NOT_FOUND):
-            return DiagnosisReport("", 0, 0, 0, [])
-        raise
+        if not of_other_version or error.status != HTTPStatus.NOT_FOUND:
+            raise
+    return DiagnosisReport("", 0, 0, 0, [])
 
 
 def _of_client(version: str, date: str | None, now_s: float) -> list[Finding]:

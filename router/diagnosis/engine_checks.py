@@ -25,8 +25,8 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
             "KV009",
             "fleet",
             snapshot.unready,
-            f'end a drain: curl -X PATCH {ROUTER}workers/ID -d \'{{"state": "active"}}\'; a model with workers of role prefill alone '
-            "needs one that decodes",
+            f'end a drain: curl -X PATCH {ROUTER}workers/ID -d \'{{"state": "active"}}\'; a model whose workers are all of role '
+            "prefill needs one that decodes",
         )
     for waiting in snapshot.unregistered:
         yield found(
