@@ -12,13 +12,10 @@ from fastapi import FastAPI
 from kvrouter.router.api import decision_reply as decided
 from kvrouter.router.api import requests as bodies
 from kvrouter.router.api import responses as replies
-<<<<<<< HEAD
-from kvrouter.router.diagnosis.finding import DiagnosisReport
-from kvrouter.router.watch.fleet_event import EventType
-=======
 from kvrouter.router.api.examples import EXAMPLES, PATH_PARTS
 from kvrouter.router.api.field_texts import text_of
->>>>>>> h_cli
+from kvrouter.router.diagnosis.finding import DiagnosisReport
+from kvrouter.router.watch.fleet_event import EventType
 from kvrouter.router.workers import registration_bodies
 
 EVENTS = "/events"
@@ -167,17 +164,12 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
                 **takes(body),
             }
         }
-<<<<<<< HEAD
     responses = EVENTS_OPERATION["responses"] | {str(status): _problem(status) for status in (400, 503)}
     found["paths"][EVENTS] = {"get": EVENTS_OPERATION | {"responses": responses}}
-    for operations in found["paths"].values():
-        for operation in operations.values():
-=======
     for path, summary in PROXIED_OPERATIONS.items():
         found["paths"][path] = {"post": _proxied(path, summary)}
     for path, operations in found["paths"].items():
         for method, operation in operations.items():
->>>>>>> h_cli
             # FastAPI's own answer to a wrong parameter, which ours (400) takes the place of.
             operation["responses"].pop("422", None)
             _illustrate(operation, EXAMPLES.get((method.upper(), path)))

@@ -117,7 +117,7 @@ class Diagnosis:
         return DiagnosisReport(VERSION, len(snapshot.workers), len(snapshot.routers), len(CODES), findings)
 
     async def _look(self) -> Snapshot:
-        (endpoints, ahead), servers = await asyncio.gather(self._probe(), self._servers_settings())
+        (endpoints, ahead), (servers, time_s) = await asyncio.gather(self._probe(), self._servers_settings())
         workers = await self._workers()
         core, store = self._core, self._core.contact
         streams = core.registry.streams.values()
@@ -125,7 +125,7 @@ class Diagnosis:
         return Snapshot(
             version=VERSION,
             token=core.peers.token,
-            time_s=self._wall_clock(),
+            time_s=time_s,
             workers=workers,
             unregistered=[
                 Unregistered(row.worker_id, row.dp_rank, row.source, row.reason) for row in self._sources.statuses()
@@ -172,12 +172,13 @@ class Diagnosis:
         )
         return answers | {url: EndpointAnswer(problem) for url, problem in closed.items()}, ahead
 
-    async def _servers_settings(self) -> dict[str, ServerSettings]:
+    async def _servers_settings(self) -> tuple[dict[str, ServerSettings], float]:
+        """And the time at which they answered."""
         try:
-            return await server_settings(self._servers)
+            return await server_settings(self._servers), self._wall_clock()
         except StoreError:
             # `contact` says so; a server that just came back is seen by the next look.
-            return {}
+            return {}, self._wall_clock()
 
     async def _workers(self) -> list[WorkerFacts]:
         found: list[WorkerFacts] = []

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.diagnosis.clocks import SET_CLOCKS, clock_difference
-from kvrouter.router.diagnosis.finding import Finding, argument, found
+from kvrouter.router.diagnosis.finding import ROUTER, Finding, argument, found
 from kvrouter.router.diagnosis.snapshot import Snapshot, WorkerFacts
 
 
@@ -17,7 +17,7 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
             "KV005",
             "fleet",
             "neither --worker, nor a file, nor Kubernetes, nor POST /register named one",
-            "kvrouter serve --worker w0=http://HOST:8000, or: curl ROUTER/register -d "
+            f"kvrouter serve --worker w0=http://HOST:8000, or: curl {ROUTER}register -d "
             '\'{"worker_id": "w0", "url": "http://HOST:8000"}\'',
         )
     if snapshot.unready and snapshot.workers and not any(one.is_down or one.breaker for one in snapshot.workers):
@@ -25,8 +25,8 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
             "KV009",
             "fleet",
             snapshot.unready,
-            'end a drain: curl -X PATCH ROUTER/workers/ID -d \'{"state": "active"}\'; a model with workers of role prefill alone '
-            "needs one that decodes",
+            f'end a drain: curl -X PATCH {ROUTER}workers/ID -d \'{{"state": "active"}}\'; a model whose workers are all of role '
+            "prefill needs one that decodes",
         )
     for waiting in snapshot.unregistered:
         yield found(
@@ -69,7 +69,7 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
             worker.name,
             worker.reason,
             f"start the engine; test it from the router's machine: curl -i {url}/health; if it moved: curl -X PATCH "
-            f'ROUTER/workers/{name} -d \'{{"url": "http://HOST:PORT"}}\'; if it is gone: curl -X DELETE ROUTER/workers/{name}',
+            f'{ROUTER}workers/{name} -d \'{{"url": "http://HOST:PORT"}}\'; if it is gone: curl -X DELETE {ROUTER}workers/{name}',
         )
     if worker.unserved:
         model = argument(worker.registration.worker.model)

@@ -14,6 +14,8 @@ import msgspec
 from kvrouter.router.common.escaping import printable
 
 PAGE = "docs/how-to/doctor.md"
+# Stands for the router's address in commands: who shows them knows by which it was reached.
+ROUTER = "ROUTER/"
 
 
 class Severity(StrEnum):
@@ -85,7 +87,7 @@ CODES: dict[str, tuple[Severity, str]] = {
 
 class Finding(msgspec.Struct, frozen=True):
     """subject: what it concerns, like a worker. problem: what is wrong, as CODES has it. evidence: what shows it, as a
-    sentence. fix: the command or the flag. page: the section that describes it."""
+    sentence. fix: the command or the flag, with ROUTER for the router's address. page: the section that describes it."""
 
     code: str
     severity: Severity

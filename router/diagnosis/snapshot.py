@@ -104,8 +104,8 @@ class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """token: names this process among `routers`. endpoints: what listens at each endpoint that workers are registered
     with. left_out: registered workers that are not followed here, and why. engine_clocks, by URL: seconds by which the
-    engine's clock is ahead of this process's. time_s: its clock, since 1970. tokens: model, URL and problem wherever
-    tokens of texts are not known to be the engine's. unready: why no request would be placed."""
+    engine's clock is ahead of this process's. time_s: its clock, since 1970, when Redis answered. tokens: model, URL
+    and problem wherever tokens of texts are not known to be the engine's. unready: why no request would be placed."""
 
     version: str = ""
     token: str = ""

@@ -209,14 +209,11 @@ def test_the_openapi_document_lists_every_endpoint_and_all_its_references_lead_s
         ("DELETE", "/workers/{worker_id}"),
         ("GET", "/v1/models"),
         ("GET", "/v1/models/{model}"),
-<<<<<<< HEAD
         ("GET", "/decisions"),
         ("GET", "/decisions/{name}"),
         ("GET", "/events"),
         ("GET", "/diagnosis"),
-=======
         *(("POST", path) for path in PATHS),
->>>>>>> h_cli
         ("GET", "/health"),
         ("GET", "/ready"),
         ("GET", "/metrics"),

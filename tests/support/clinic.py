@@ -15,7 +15,6 @@ from kvrouter.router.cli.doctor_report import DoctorReport, diagnose
 from kvrouter.router.diagnosis.finding import Finding
 
 TIMEOUT_S = 40.0
-# An error of the router's own port would be found as such.
 POLL_S = 0.05
 
 

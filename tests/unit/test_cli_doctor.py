@@ -18,7 +18,7 @@ from rich.text import Text
 from kvrouter.router.cli.commands import run
 from kvrouter.router.cli.doctor_report import DoctorReport, findings_text
 from kvrouter.router.common.version import VERSION
-from kvrouter.router.diagnosis.finding import DiagnosisReport, Finding, Severity, found
+from kvrouter.router.diagnosis.finding import ROUTER, DiagnosisReport, Finding, Severity, found
 
 # By itself, away from what a test's own clock says.
 LONG_AGO_S = 1_000_000_000.0
@@ -117,6 +117,15 @@ def test_clocks_that_differ_are_a_finding(stub: Any, capsys: pytest.CaptureFixtu
     url, handler = stub
     handler.dated_s = LONG_AGO_S
     assert doctor(capsys, url) == (1, ["KV004"])
+
+
+def test_commands_have_the_routers_address(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    url, handler = stub
+    fault = found("KV101", "worker w0", "refused", f"curl -X DELETE {ROUTER}workers/w0")
+    answer(handler, VERSION, DiagnosisReport(VERSION, 1, 1, 50, [fault]))
+    assert run(["doctor", "--url", f"{url}/", "--json"]) == 1
+    (finding,) = msgspec.json.decode(capsys.readouterr().out, type=DoctorReport).findings
+    assert finding.fix == f"curl -X DELETE {url}/workers/w0"
 
 
 def test_a_note_is_no_failure(stub: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ def test_an_engines_list_names_its_adapters_and_their_paths() -> None:
     answer = b"""{"object": "list", "data": [
         {"id": "base", "root": "/models/base", "parent": null, "max_model_len": 9},
         {"id": "style", "root": "/adapters/style", "parent": "base"}]}"""
-    assert served_in(answer) == ServedModels(("base",), {"style": "/adapters/style"})
+    assert served_in(answer) == ServedModels(("base",), {"style": "/adapters/style"}, "/models/base")
     assert served_in(b'{"data": []}') == ServedModels()
 
 
