@@ -48,6 +48,9 @@ EXAMPLES: dict[tuple[str, str], Any] = {
         "isl_tokens": 2048,
         "effective_prefill_tokens": 512,
     },
+    ("GET", "/decisions"): None,
+    ("GET", "/decisions/{name}"): None,
+    ("GET", "/diagnosis"): None,
     ("GET", "/loads"): None,
     ("POST", "/reservations/{selection_id}/prefill_complete"): None,
     ("POST", "/reservations/{selection_id}/output_block"): None,
@@ -70,4 +73,5 @@ PATH_PARTS = {
     "worker_id": ("the worker's id", WORKER),
     "selection_id": ("the reservation, by the id of its choice", SELECTION),
     "model": ("a name that a request's model may have", MODEL),
+    "name": ("the id of a choice, or the x-request-id of a proxied request", SELECTION),
 }

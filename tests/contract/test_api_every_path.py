@@ -253,6 +253,8 @@ def test_every_operation_has_an_example(core: TinyCore) -> None:
         for path, methods in document["paths"].items()
         for method, operation in methods.items()
     }
+    # A stream has no end.
+    del operations["GET", "/events"]
     assert operations.keys() == EXAMPLES.keys()
     for way, operation in operations.items():
         if "requestBody" in operation:
