@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvrouter.replay.traces import mooncake, openai, vllm_log
+from kvrouter.replay.traces import access_log, mooncake, openai, vllm_log
 from kvrouter.replay.traces.lines import Progress, at, numbered_lines
 from kvrouter.replay.traces.reader import Reader, ReadOptions
 from kvrouter.replay.traces.request import Request, Trace, TraceError
+from kvrouter.router.quality.access_log import PIECE_TOKENS as ACCESS_PIECE_TOKENS
 
 AUTO = "auto"
 # Lines of a log before its first request: a server's start is some hundred.
@@ -47,7 +48,12 @@ def _is_vllm_log(line: bytes, found: dict[str, Any] | None) -> bool:
     return found is None and (b"Received request " in line or b" details: prompt: " in line)
 
 
+def _is_access_log(line: bytes, found: dict[str, Any] | None) -> bool:
+    return access_log.is_access_line(found)
+
+
 FORMATS: dict[str, Format] = {
+    "access": Format(access_log.read_access_log, ACCESS_PIECE_TOKENS, _is_access_log),
     "mooncake": Format(mooncake.read_mooncake, mooncake.PIECE_TOKENS, _is_mooncake),
     "openai": Format(openai.read_openai, openai.PIECE_TOKENS, _is_openai),
     "vllm": Format(vllm_log.read_vllm_log, openai.PIECE_TOKENS, _is_vllm_log),
@@ -61,7 +67,7 @@ def recognised(path: Path) -> str:
         for name, form in FORMATS.items():
             if form.recognises(line, found):
                 return name
-        if line.startswith(b"{") and number == 1:
+        if found is not None and number == 1 and "logger" not in found:
             break
     raise TraceError(
         f"{path.name} is in none of the known formats ({', '.join(FORMATS)}); docs/how-to/replay.md has their fields, "

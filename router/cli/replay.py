@@ -13,7 +13,7 @@ def replay(
     trace: Annotated[
         Path, typer.Option(metavar="FILE", help="the traffic: a trace, bodies of requests, or a vLLM log")
     ],
-    format_: Annotated[str, typer.Option("--format", help="auto, mooncake, openai or vllm")] = "auto",
+    format_: Annotated[str, typer.Option("--format", help="auto, access, mooncake, openai or vllm")] = "auto",
     shape: Annotated[
         str, typer.Option(help="KV cache groups: llama, gemma3, gpt-oss, qwen3-next, llama4 or deepseek-v4")
     ] = "gemma3",

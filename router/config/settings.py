@@ -131,6 +131,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     log_format: Annotated[
         Literal["text", "json"], msgspec.Meta(extra={"metavar": "FORMAT"}, description="text or json")
     ] = "text"
+    # One line a request is much where nobody reads it.
+    access_log: Annotated[
+        Literal["off", "on"],
+        msgspec.Meta(
+            extra={"metavar": "off|on"}, description="off or on: one line in the log for each proxied request"
+        ),
+    ] = "off"
     # How long net changes are collected before a commit. 2 ms makes commits of 256 and more at 100 k blocks/s (0.8 M
     # transitions/s measured); over 10 ms the answers would lag visibly behind the engines.
     flush_interval_s: Annotated[

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.matcher import WorkerView
+from kvrouter.router.matching.question import Question
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
+from kvrouter.router.quality.access_log import pieces_of, write_line
 from kvrouter.router.quality.answer_tap import AnswerTap, Send
 from kvrouter.router.quality.concurrency import Concurrency, Flight
 from kvrouter.router.quality.prediction_judge import Doubt, PredictionJudge, PredictionOutcome, outcome_of
@@ -48,20 +50,23 @@ class Quality:
         clock: Callable[[], float],
         tracing: Tracing | None = None,
         decisions: DecisionLog | None = None,
+        *,
+        logs_access: bool = False,
     ) -> None:
-        """decisions: keeps what came of each; None: nobody asks."""
+        """decisions: keeps what came of each; None: nobody asks. logs_access: whether each has its line in the log."""
         self.measures = measures
         self.clock = clock
         self.tracing = tracing
         self.decisions = decisions
+        self.logs_access = logs_access
         self.flights = Concurrency()
         self._predictions: dict[WorkerKey, PredictionJudge] = {}
 
     def begin(self, path: str, headers: Headers, request_id: str = "") -> RequestWatch:
         """A request whose body is whole."""
         now = self.clock()
-        trace = None if self.tracing is None else self.tracing.request(path, headers, now)
-        return RequestWatch(self, now, trace, request_id, measured=path in INFERENCE_PATHS)
+        trace = None if self.tracing is None else self.tracing.request(path, headers, now, request_id)
+        return RequestWatch(self, now, trace, request_id, path)
 
     def of(self, worker: WorkerKey) -> PredictionJudge:
         found = self._predictions.get(worker)
@@ -103,9 +108,11 @@ class RequestWatch:
         "_began_s",
         "_flight",
         "_measured",
+        "_path",
         "_placement",
         "_predicted",
         "_quality",
+        "_question",
         "_request_id",
         "_status",
         "_streams",
@@ -115,13 +122,16 @@ class RequestWatch:
     )
 
     def __init__(
-        self, quality: Quality, began_s: float, trace: RequestTrace | None, request_id: str, *, measured: bool
+        self, quality: Quality, began_s: float, trace: RequestTrace | None, request_id: str, path: str
     ) -> None:
         self._quality = quality
         self._began_s = began_s
         self._request_id = request_id
         self._trace = trace
-        self._measured = measured
+        self._path = path
+        self._measured = path in INFERENCE_PATHS
+        # What the access log says of the prompt.
+        self._question: Question | None = None
         # Whether the hit of a choice is a prediction of what is reused.
         self._predicted = False
         self._placement: Placement | None = None
@@ -136,6 +146,8 @@ class RequestWatch:
         question = ask.question
         # Where only the beginning of a prompt is known, more may be reused than can be predicted.
         self._predicted = question.token_ids is not None and len(question.token_ids) == question.num_tokens
+        if self._quality.logs_access:
+            self._question = question
         if self._trace is not None:
             self._trace.asked(ask, self._quality.clock())
 
@@ -194,12 +206,30 @@ class RequestWatch:
         """outcome: as in `ProxyMetrics`."""
         self._land()
         self._end_decision(outcome)
+        if self._quality.logs_access:
+            self._write_line(outcome)
         if self._measured and self._tap is not None and self._placement is not None:
             self._count(outcome, self._tap, self._placement)
         if self._trace is not None:
             first_s = None if self._tap is None else self._tap.first_s
             told = None if self._tap is None else self.told()
             self._trace.ended(outcome, self._status, first_s, told, self._quality.clock())
+
+    def _write_line(self, outcome: str) -> None:
+        placement, question = self._placement, self._question
+        write_line(
+            request_id=self._request_id,
+            path=self._path,
+            model=None if question is None else question.model,
+            status=self._status,
+            outcome=outcome,
+            worker=None if placement is None else placement.worker,
+            selection_id=None if placement is None else placement.selection_id,
+            num_tokens=None if question is None or not self._measured else question.num_tokens,
+            pieces=pieces_of(question) if question is not None and self._measured else [],
+            report=None if self._tap is None else self.told(),
+            e2e_s=self._quality.clock() - self._began_s,
+        )
 
     def _end_decision(self, outcome: str) -> None:
         decisions, placement = self._quality.decisions, self._placement

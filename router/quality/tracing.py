@@ -146,9 +146,9 @@ class Tracing:
         self.tracer = self._provider.get_tracer("kvrouter.router", VERSION)
         self.propagator = TraceContextTextMapPropagator()
 
-    def request(self, path: str, headers: Headers, now: float) -> RequestTrace:
+    def request(self, path: str, headers: Headers, now: float, request_id: str = "") -> RequestTrace:
         """A request that came at `now`, under the client's span where it names one."""
-        return RequestTrace(self, path, headers, now)
+        return RequestTrace(self, path, headers, now, request_id)
 
     async def close(self) -> None:
         """Exports what is left, in the time that there is."""
@@ -165,13 +165,15 @@ class Tracing:
 class RequestTrace:
     """The spans of one request. Times are the proxy's clock's, in seconds."""
 
-    def __init__(self, tracing: Tracing, path: str, headers: Headers, now: float) -> None:
+    def __init__(self, tracing: Tracing, path: str, headers: Headers, now: float, request_id: str = "") -> None:
         self._tracing = tracing
         self._path = path
         # Spans have wall-clock times.
         self._offset_ns = time.time_ns() - int(now * NS)
         self._began_s = self._step_s = now
         attributes: Attributes = {"http.request.method": "POST", "http.route": path, "url.path": path}
+        if request_id:
+            attributes["kvrouter.request_id"] = request_id
         if path in OPERATIONS:
             attributes["gen_ai.operation.name"] = OPERATIONS[path]
         self._span = tracing.tracer.start_span(

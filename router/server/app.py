@@ -45,6 +45,7 @@ from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.admission import Admission
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.upstream.pool import KEEP_IDLE_S, Pool
+from kvrouter.router.quality.access_log import set_up_access_log
 from kvrouter.router.quality.request_watch import Quality
 from kvrouter.router.redis_client.embedded_valkey import EmbeddedStoreError
 from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
@@ -142,6 +143,7 @@ async def serve(
     """Runs a router until SIGTERM or SIGINT; one that is a part also until its supervisor is gone. origin: where config
     came from; local: the settings' tokenizers, by model. Raises SettingError and StartError before it serves."""
     set_up_logs(config.log_level, config.log_format, sys.stderr)
+    set_up_access_log(wanted=config.access_log == "on")
     allow_descriptors()
     with stopping_on_signals(config.shutdown_delay_s, part is not None) as stopping:
         if part is not None:
@@ -291,7 +293,7 @@ async def _start(
     )
     stack.push_async_callback(tokens.stop)
     tokens.start()
-    quality = Quality(metrics.quality, time.monotonic, tracing, decisions)
+    quality = Quality(metrics.quality, time.monotonic, tracing, decisions, logs_access=config.access_log == "on")
     core.registry.subscribe(view=quality.on_view)
     watch = Watch(feed, decisions)
     if siblings is not None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs as text or JSON lines on stderr: state changes, never single requests, never secrets.
+"""Logs as text or JSON lines on stderr: state changes, never secrets, and single requests only where the access log is
+on.
 
 Fields are given as `extra={...}`; they follow the message as `key=value`, or stand beside it in JSON.
 """

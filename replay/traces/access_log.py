@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The access log of this router (`--access-log on --log-format json`): its lines among those of the whole log.
+
+Exact: lengths and what prompts share are those of the requests. A line whose prompt's tokens were not known, or whose
+request was refused before, is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kvrouter.replay.traces.lines import Line, at, json_object, shown, whole_number
+from kvrouter.replay.traces.pieces import ID_BITS
+from kvrouter.replay.traces.reader import ReadOptions
+from kvrouter.replay.traces.request import Request, TraceError
+from kvrouter.router.quality.access_log import LOGGER, PIECE_TOKENS
+
+TOKENS_MAX = 1 << 24
+
+
+def is_access_line(found: dict[str, Any] | None) -> bool:
+    return found is not None and found.get("logger") == LOGGER
+
+
+def read_access_log(path: Path, lines: Iterator[Line], options: ReadOptions) -> Iterator[Request]:
+    """Raises TraceError."""
+    if options.piece_tokens != PIECE_TOKENS:
+        raise TraceError(f"{path.name}: an access log has pieces of {PIECE_TOKENS} tokens; leave --piece-tokens out")
+    for line in lines:
+        if not line[1].startswith(b"{"):
+            continue
+        found = json_object(path, line)
+        if not is_access_line(found):
+            continue
+        if not found.get("pieces"):
+            options.note("requests whose prompt's tokens the router did not know are left out")
+            continue
+        yield _request(path, line[0], found, options)
+
+
+def _request(path: Path, number: int, found: dict[str, Any], options: ReadOptions) -> Request:
+    prompt = whole_number(path, number, found, "num_tokens", least=1, most=TOKENS_MAX)
+    pieces = found["pieces"]
+    if not isinstance(pieces, list) or any(type(one) is not int or not 0 <= one < 1 << ID_BITS for one in pieces):
+        raise TraceError(at(path, number, f"pieces is {shown(pieces)}, not a list of ids below 2**{ID_BITS}"))
+    if len(pieces) != -(-prompt // PIECE_TOKENS):
+        raise TraceError(
+            at(path, number, f"{prompt} tokens have {-(-prompt // PIECE_TOKENS)} pieces, not {len(pieces)}")
+        )
+    if found.get("completion_tokens") is None:
+        options.note(f"answers of unknown length are taken to have {options.output_tokens} tokens (--output-tokens)")
+        output = options.output_tokens
+    else:
+        output = whole_number(path, number, found, "completion_tokens", least=0, most=TOKENS_MAX)
+    # The line is written at the end of its request.
+    return Request(_began_s(path, number, found), prompt, output, np.array(pieces, np.uint64))
+
+
+def _began_s(path: Path, number: int, found: dict[str, Any]) -> float:
+    try:
+        ended_s = datetime.fromisoformat(found["time"]).timestamp()
+        took_s = float(found["e2e_s"])
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise TraceError(
+            at(path, number, f"its time {shown(found.get('time'))} or e2e_s {shown(found.get('e2e_s'))} is none")
+        ) from None
+    if not 0 <= took_s <= ended_s:
+        raise TraceError(at(path, number, f"e2e_s is {shown(found['e2e_s'])}, not seconds from 0"))
+    return ended_s - took_s

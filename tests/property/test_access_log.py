@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Law: what the access log says of requests, `kvrouter replay` reads back: when they came, how long they are, and what
+their prompts share."""
+
+from __future__ import annotations
+
+import io
+import logging
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvrouter.replay.traces.formats import read_trace, recognised
+from kvrouter.replay.traces.pieces import pieces_of_tokens
+from kvrouter.replay.traces.request import TraceError
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.matching.question import Question
+from kvrouter.router.quality.access_log import LOGGER, PIECE_TOKENS, pieces_of, set_up_access_log, write_line
+from kvrouter.router.quality.reuse_report import ReuseReport
+from kvrouter.router.quality.usage_reader import Usage
+from kvrouter.router.telemetry.log_format import Formatter
+
+pytestmark = pytest.mark.property
+
+
+def logged(prompts: list[np.ndarray], folder: Path, *, known: bool = True) -> Path:
+    """The log of a router that got these prompts, with other lines between."""
+    stream, logger = io.StringIO(), logging.getLogger(LOGGER)
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(Formatter(as_json=True))
+    before = logger.handlers, logger.propagate
+    logger.handlers, logger.propagate = [handler], False
+    set_up_access_log(wanted=True)
+    try:
+        for number, tokens in enumerate(prompts):
+            question = Question("m", len(tokens), token_ids=tokens if known else None)
+            report = ReuseReport(16, 16, Usage(len(tokens), number, 16), 0.25, 0.5)
+            write_line(
+                request_id=f"r{number}\n", path="/v1/completions", model="m", status=200, outcome="ok",
+                worker=WorkerKey("m", "w0"), selection_id="s", num_tokens=len(tokens), pieces=pieces_of(question),
+                report=report, e2e_s=0.5,
+            )  # fmt: skip
+    finally:
+        set_up_access_log(wanted=False)
+        logger.handlers, logger.propagate = before
+    path = folder / "router.log"
+    lines = stream.getvalue().splitlines()
+    path.write_text("\n".join(["text before", '{"logger": "kvrouter.stream", "message": "x"}', *lines, ""]))
+    return path
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_replay_reads_what_was_logged(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    roots = [np.array([rng.randrange(50_000) for _ in range(2_000)]) for _ in range(3)]
+    prompts = []
+    for _ in range(20):
+        shared = rng.choice(roots)[: rng.choice([0, 1, PIECE_TOKENS, rng.randrange(2_000)])]
+        prompts.append(np.concatenate([shared, [rng.randrange(50_000) for _ in range(rng.randint(1, 900))]]))
+    path = logged(prompts, tmp_path)
+    assert recognised(path) == "access"
+    trace = read_trace(path, "auto")
+    # By their lengths: lines of one millisecond have no order.
+    found = {request.output_tokens: request for request in trace.requests}
+    assert len(found) == len(prompts) and trace.piece_tokens == PIECE_TOKENS and not trace.notes
+    exact = [pieces_of_tokens(tokens, PIECE_TOKENS) for tokens in prompts]
+    for one, tokens in enumerate(prompts):
+        assert found[one].prompt_tokens == len(tokens)
+        for other in range(one):
+            shares = min(len(exact[one]), len(exact[other]))
+            same = found[one].pieces[:shares] == found[other].pieces[:shares]
+            assert same.tolist() == (exact[one][:shares] == exact[other][:shares]).tolist()
+
+
+def test_what_is_not_known_is_left_out_and_said(tmp_path: Path) -> None:
+    path = logged([np.arange(10)], tmp_path, known=False)
+    with pytest.raises(TraceError, match="no requests"):
+        read_trace(path, "access")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "problem"),
+    [
+        ('"pieces":[', '"pieces":[-1,', "pieces is"),
+        ('"pieces":[', '"pieces":[1,', "has 1 pieces, not 2|have 1 pieces, not 2"),
+        ('"e2e_s":0.5', '"e2e_s":"x"', "e2e_s"),
+        ('"num_tokens":10', '"num_tokens":true', "num_tokens"),
+    ],
+)
+def test_a_line_that_nobody_wrote_is_refused_by_its_number(tmp_path: Path, old: str, new: str, problem: str) -> None:
+    path = logged([np.arange(10)], tmp_path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(TraceError, match=f"line 3: .*({problem})"):
+        read_trace(path, "access")
