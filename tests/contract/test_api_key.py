@@ -71,6 +71,9 @@ def test_no_path_but_health_is_open(path: str) -> None:
                 assert answer.status == 401, (method, given)
                 assert method == "HEAD" or answer.error["code"] == "invalid_api_key"
                 assert KEY not in str(answer)
+        if (method, path) == ("GET", "/events"):
+            # With the key it has no end.
+            continue
         right = call(app, method, called, b"{}", headers={"authorization": f"Bearer {KEY}"})
         assert right.status != 401, method
     assert not core.registered
