@@ -280,3 +280,21 @@ def test_a_log_without_prompts_says_how_to_get_them(tmp_path: Path) -> None:
 def test_a_time_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="line 1: '13-45 10:00:00' is no time"):
         read(lines(tmp_path / "log", TWO_LINES[2].replace("11-24", "13-45")))
+
+
+def test_a_models_own_tokenizer_reads_chats_by_their_template(tmp_path: Path) -> None:
+    from tiny_tokenizer import write_tokenizer
+
+    from kvrouter.replay.traces.local_tokens import tokenizer_of
+
+    tokenize = tokenizer_of(write_tokenizer(tmp_path / "model"))
+    first = [{"role": "user", "content": "How are you today? " * 20}]
+    turns = [*first, {"role": "assistant", "content": "Well."}, {"role": "user", "content": "Good."}]
+    path = lines(tmp_path / "t", *({"time": n, "messages": m, "max_tokens": 1} for n, m in enumerate((first, turns))))
+    trace = read(path, tokenize=tokenize)
+    a, b = trace.requests
+    assert a.prompt_tokens == len(tokenize("chat", {"messages": first}))
+    assert a.pieces[0] == b.pieces[0] and a.prompt_tokens < b.prompt_tokens
+    assert not any("estimated" in note for note in trace.notes)
+    with pytest.raises(ValueError):
+        tokenize("chat", {"messages": []})
