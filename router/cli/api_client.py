@@ -57,7 +57,7 @@ class Client:
     """A client of the router at `url`, as `router_url` gives it."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        self._url = url
+        self.url = url
         self._headers = {"content-type": "application/json"}
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
@@ -66,19 +66,19 @@ class Client:
         """The decoded answer. Raises ClientError."""
         data = None if body is None else msgspec.json.encode(body)
         try:
-            request = urllib.request.Request(self._url + path, data, self._headers, method=method)
+            request = urllib.request.Request(self.url + path, data, self._headers, method=method)
             with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
                 return msgspec.json.decode(answer.read())
         except urllib.error.HTTPError as error:
             raise ClientError(_message_of(error)) from None
         except msgspec.DecodeError:
-            raise ClientError(f"what listens on {self._url} is no router: its answer is no JSON; check --url") from None
+            raise ClientError(f"what listens on {self.url} is no router: its answer is no JSON; check --url") from None
         except urllib.error.URLError as error:
             reason = getattr(error.reason, "strerror", None) or error.reason
-            text = f"no router answers on {self._url} ({reason}); start `kvrouter serve`, or pass --url"
+            text = f"no router answers on {self.url} ({reason}); start `kvrouter serve`, or pass --url"
             raise ClientError(text) from None
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ClientError(f"what listens on {self._url} is no router ({error}); check --url") from None
+            raise ClientError(f"what listens on {self.url} is no router ({error}); check --url") from None
 
 
 def _message_of(error: urllib.error.HTTPError) -> str:
