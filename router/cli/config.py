@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from kvrouter.router.cli.output import print_json
-from kvrouter.router.config.settings import markdown, schema
+from kvrouter.router.config.description import markdown, schema
 
 
 def config_schema() -> None:

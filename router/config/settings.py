@@ -382,22 +382,6 @@ def variable_of(name: str) -> str:
     return ENV_PREFIX + name.upper()
 
 
-def schema() -> dict[str, Any]:
-    """The JSON schema of the settings file."""
-    (own,) = msgspec.json.schema_components([Config], ref_template="#/$defs/{name}")[1].values()
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **own, "title": "Settings of kvrouter"}
-
-
-def markdown() -> str:
-    """The table of docs/reference/settings.md."""
-    rows = ["| setting | flag, environment | default | what to write |", "|---|---|---|---|"]
-    for name, field in FIELDS.items():
-        default = "" if field.default in (None, ()) else f"`{field.default}`"
-        told = describe(name).replace("|", "\\|")
-        rows.append(f"| `{name}` | `{flag_of(name)} {metavar_of(name)}`, `{variable_of(name)}` | {default} | {told} |")
-    return "\n".join(rows) + "\n"
-
-
 def without_password(url: str) -> str:
     """The URL with its user part hidden, `redis://***@host`, and what follows `sentinel_password=`. Up to the last
     `@` and to the end: a password may hold any of `/@?#&` unescaped."""

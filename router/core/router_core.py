@@ -45,7 +45,7 @@ from kvrouter.router.streams.lease_rounds import LeaseRounds
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.watch.event_feed import EventFeed
-from kvrouter.router.watch.fleet_event import EventType
+from kvrouter.router.watch.fleet_event import UNREGISTERED, EventType
 from kvrouter.router.workers.allow_list import AllowList
 from kvrouter.router.workers.engine_lists import EngineLists
 from kvrouter.router.workers.model_names import ModelNames, ServedModel, parse_aliases
@@ -58,8 +58,6 @@ log = logging.getLogger(__name__)
 
 # What happened to workers is forgotten, and publishers are compared.
 TEND_INTERVAL_S = 1.0
-# In place of a state, of a worker that was dropped.
-UNREGISTERED = "unregistered"
 # Somebody may change how the store evicts while it runs.
 STORE_SETTINGS_S = 30.0
 
@@ -253,8 +251,7 @@ class Core:
 
     def is_draining(self, worker: WorkerKey) -> bool:
         """Whether an operator has it drained."""
-        stream = self.registry.streams.get(worker)
-        return stream is not None and stream.registration.draining
+        return self.registry.is_draining(worker)
 
     def models(self) -> list[str]:
         return self.registry.models()

@@ -120,6 +120,11 @@ class WorkerRegistry:
             self._prefill_workers = {name: frozenset(workers) for name, workers in found.items()}
         return self._prefill_workers.get(model, frozenset())
 
+    def is_draining(self, worker: WorkerKey) -> bool:
+        """Whether an operator has it drained."""
+        stream = self._streams.get(worker)
+        return stream is not None and stream.registration.draining
+
     def drains(self, worker: WorkerKey) -> bool:
         """Whether it takes no new requests."""
         stream = self._streams.get(worker)

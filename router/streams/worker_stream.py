@@ -221,9 +221,8 @@ class WorkerStream:
         shapes = record.peer.take_entry(entry)
         if entry.opened_epoch:
             record.events.begin_epoch(entry.epoch, record.peer.reason)
-        record.events.changed(
-            entry.epoch, record.shown.seq if entry.last_seq is None else entry.last_seq, entry.changes
-        )
+        seq = record.shown.seq if entry.last_seq is None else entry.last_seq
+        record.events.changed(entry.epoch, seq, entry.changes)
         if shapes and record.is_elsewhere:
             record.refresh()
 

@@ -30,6 +30,10 @@ class EventType(StrEnum):
     LOST = "lost"
 
 
+# In place of a state, of a worker that was dropped.
+UNREGISTERED = "unregistered"
+
+
 class FleetEvent(msgspec.Struct, frozen=True, omit_defaults=True):
     """Fields that an event does not have are left out. time_s: seconds since 1970. group_idx None: the one group of an
     engine that names none. seq: the worker's last batch that is part of the event. blocks: how many. count: how often
