@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from stub_router import SELECTED, StubRouter, unset_client_variables
 
-from kvrouter.router.cli import tail
 from kvrouter.router.cli.commands import run
 
 BASE = {"time_s": 1_795_493_999.29, "model": "m", "worker_id": "w0", "dp_rank": 1}
@@ -61,7 +61,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     # Where it would wait for the router to come back.
-    monkeypatch.setattr(tail.time, "sleep", interrupted)
+    monkeypatch.setattr(time, "sleep", interrupted)
 
 
 def stream(*events: dict[str, Any]) -> bytes:
