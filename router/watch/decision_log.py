@@ -7,6 +7,7 @@ nothing that the garbage collector looks at. Belongs to one loop.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
@@ -75,7 +76,9 @@ class DecisionLog:
     def record(self, selection_id: str, ask: PlacementRequest, choice: Choice) -> None:
         """A request was placed, or a worker chosen for one. choice: with its comparison."""
         if self._max_kept:
-            self._keep(selection_id, _encode(decision_of(selection_id, self._feed.now(), ask, choice)))
+            # Text that is no UTF-8 cannot be shown either.
+            with contextlib.suppress(UnicodeEncodeError):
+                self._keep(selection_id, _encode(decision_of(selection_id, self._feed.now(), ask, choice)))
         now = self._clock()
         if now < self._show_at_s:
             self._skipped += 1
@@ -83,7 +86,8 @@ class DecisionLog:
         self._show_at_s = now + 1 / SHOWN_PER_S
         event = self._event(selection_id, ask, choice)
         self._feed.publish(event)
-        self.send_notice(_encode(event))
+        with contextlib.suppress(UnicodeEncodeError):
+            self.send_notice(_encode(event))
         self._skipped = 0
 
     def take_notice(self, notice: bytes) -> None:

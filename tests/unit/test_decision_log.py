@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 from bare_services import bare_feed
 from msgspec import UnsetType
@@ -144,6 +145,12 @@ def test_nothing_is_kept_where_nothing_is_to_be() -> None:
     kept = Kept(max_kept=0)
     assert kept.log.find(kept.placing.reserve(ask()).selection_id) is None
     assert kept.shown, "the stream has them all the same"
+
+
+def test_text_that_is_no_utf_8_fails_no_choice() -> None:
+    kept = Kept(msgspec.structs.replace(hit("a"), reason="\ud800", state="suspect"))
+    assert kept.placing.reserve(ask()).worker.worker_id == "a"
+    assert kept.shown
 
 
 def test_a_request_that_is_refused_is_no_decision() -> None:

@@ -192,6 +192,21 @@ def test_a_client_that_does_not_read_is_cut_and_others_are_not() -> None:
     asyncio.run(main())
 
 
+def test_text_that_is_no_utf_8_is_shown_with_marks_and_takes_no_other_event_with_it() -> None:
+    async def main() -> None:
+        source, reader = feed(), Reader()
+        source.subscribe(ALL, reader, None)
+        source.of_worker(EventType.EPOCH, W0, epoch="a\ud800b")
+        store(source)
+        source._flush()
+        assert [one.get("epoch") for one in reader.events] == ["a?b", None]
+        source.subscribe(ALL, again := Reader(), "life-0")
+        assert again.events == reader.events
+        source.close()
+
+    asyncio.run(main())
+
+
 def test_there_is_room_for_so_many_clients_and_none_after_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(event_feed, "MAX_SUBSCRIBERS", 1)
 
