@@ -26,6 +26,7 @@ from kvrouter.router.cli.simulation import demo, sim
 from kvrouter.router.cli.tail import tail
 from kvrouter.router.cli.workers import workers
 from kvrouter.router.common.errors import RouterError, SettingError, StartError
+from kvrouter.router.common.escaping import masked
 from kvrouter.router.common.version import VERSION
 
 EXIT_FAILED = 1
@@ -98,7 +99,7 @@ def run(arguments: list[str] | None = None) -> int:
 
 def _fail(message: str, code: int) -> int:
     # A router's message may hold the name of a worker.
-    line = "".join(c if c.isprintable() else "?" for c in " ".join(message.split()))
+    line = masked(" ".join(message.split()))
     print(f"{NAME}: {line}", file=sys.stderr)
     return code
 

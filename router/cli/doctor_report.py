@@ -13,6 +13,7 @@ import msgspec
 from rich.text import Text
 
 from kvrouter.router.cli.api_client import Client, ClientError
+from kvrouter.router.common.escaping import masked
 from kvrouter.router.common.version import VERSION
 from kvrouter.router.diagnosis.clocks import SET_CLOCKS, clock_difference
 from kvrouter.router.diagnosis.finding import ROUTER, DiagnosisReport, Finding, Severity, argument, found
@@ -122,20 +123,16 @@ def findings_text(report: DoctorReport, width: int) -> Text:
     blocks = Text()
     for finding in report.findings:
         blocks.append(f"{finding.code} {finding.severity.value} ", COLOURS[finding.severity])
-        blocks.append(f"{_plain(finding.subject)}: {_plain(finding.problem)}\n", "bold")
+        blocks.append(f"{masked(finding.subject)}: {masked(finding.problem)}\n", "bold")
         for label, value in (("why", finding.evidence), ("fix", finding.fix), ("see", finding.page)):
             # Words stay whole, so that an address or a flag can be copied.
             lines = textwrap.wrap(
-                _plain(value), max(width, MIN_WIDTH) - len(INDENT), break_long_words=False, break_on_hyphens=False
+                masked(value), max(width, MIN_WIDTH) - len(INDENT), break_long_words=False, break_on_hyphens=False
             )
             blocks.append(f"  {label} ", LABEL)
             blocks.append(f"\n{INDENT}".join(lines) + "\n")
         blocks.append("\n")
     return blocks + _summary(report)
-
-
-def _plain(value: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in value)
 
 
 def _summary(report: DoctorReport) -> Text:

@@ -9,6 +9,8 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from kvrouter.router.common.escaping import masked
+
 UNKNOWN = "-"
 # Up to here all digits are shown.
 WHOLE_MAX = 10_000
@@ -21,7 +23,7 @@ def plain(value: Any) -> str:
     """A value as text: `-` for what is not known, no control characters."""
     if value is None or value == "":
         return UNKNOWN
-    return "".join(c if c.isprintable() else "?" for c in str(value))
+    return masked(str(value))
 
 
 def text(value: Any) -> str:

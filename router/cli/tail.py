@@ -13,7 +13,7 @@ import typer
 from kvrouter.router.cli.api_client import ClientError
 from kvrouter.router.cli.options import AsJson, Key, Url, router_at
 from kvrouter.router.cli.output import console, shaped
-from kvrouter.router.common.escaping import printable_json
+from kvrouter.router.common.escaping import masked, printable_json
 
 # rich is imported where it is used: that takes longer than to refuse a wrong flag.
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _line(data: str) -> Text:
     text = Text(f"{moment}.{thousandths:03d} ", style="dim")
     text.append(f"{kind:<9}", style=COLOURS.get(kind, ""))
     text.append(f"{_worker(event):<12} ", style="bold")
-    text.append(_plain(shaped(lambda: _about(event))))
+    text.append(masked(shaped(lambda: _about(event))))
     return text
 
 
@@ -93,7 +93,7 @@ def _worker(event: dict[str, Any]) -> str:
     if "worker_id" not in event:
         return ""
     rank = event.get("dp_rank") or 0
-    return _plain(f"{event['worker_id']}@{rank}" if rank else str(event["worker_id"]))
+    return masked(f"{event['worker_id']}@{rank}" if rank else str(event["worker_id"]))
 
 
 def _about(event: dict[str, Any]) -> str:
@@ -113,7 +113,3 @@ def _about(event: dict[str, Any]) -> str:
         return f"{event['epoch']}" + (f": {reason}" if reason else "")
     times = f"{event['count']} times: " if event.get("count", 1) > 1 else ""
     return f"{times}{reason}"
-
-
-def _plain(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvrouter.router.cli.api_client import ClientError
+from kvrouter.router.common.escaping import masked
 
 # rich is imported where it is used: that takes longer than to refuse a wrong flag.
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def _drawn(draw: Callable[[], RenderableType]) -> RenderableType:
     try:
         return _dated(draw())
     except ClientError as error:
-        return _dated(Text("".join(c if c.isprintable() else "?" for c in str(error)), style="red"))
+        return _dated(Text(masked(str(error)), style="red"))
 
 
 def _dated(shown: RenderableType) -> RenderableType:

@@ -13,6 +13,11 @@ def printable(text: str) -> str:
     return text if text.isprintable() else repr(text)
 
 
+def masked(text: str) -> str:
+    """`text` with a question mark for each character that is not printable: as long as before."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def printable_json(text: str) -> str:
     """The same JSON, with the ends of its lines kept: whatever else is not printable can only stand in strings."""
     if text.isprintable():

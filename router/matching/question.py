@@ -39,6 +39,11 @@ class Question(msgspec.Struct, frozen=True):
     dp_rank: int | None = None
     explain: bool = False
 
+    @property
+    def is_blind(self) -> bool:
+        """Whether nothing is known of the prompt but its length, so that hits say nothing."""
+        return self.token_ids is None and (self.block_hashes is None or not len(self.block_hashes))
+
 
 class GroupCover(msgspec.Struct, frozen=True):
     """How far one KV cache group alone would let the GPU hit reach, in tokens."""

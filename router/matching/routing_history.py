@@ -11,12 +11,9 @@ from collections import OrderedDict
 from typing import TypeAlias
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.kvcache.multimodal import named
+from kvrouter.router.matching.piece_names import piece_names
 from kvrouter.router.matching.question import Hit, Question
 
 # A few blocks of most engines: fewer pieces to remember, and a guess is not worth more precision.
@@ -73,16 +70,7 @@ class RoutingHistory:
 
 def pieces_of(question: Question) -> list[int]:
     """The names of a prompt's whole pieces; none where only its hashes are known."""
-    if question.token_ids is None:
-        return []
-    tokens: NDArray[np.int64] = np.ascontiguousarray(question.token_ids)
-    name = xxh3_64_intdigest(f"{question.lora_name or ''}\0{question.cache_salt or ''}".encode())
-    names = []
-    for start in range(0, len(tokens) - PIECE_TOKENS + 1, PIECE_TOKENS):
-        name = named(name, question.items, start, start + PIECE_TOKENS)
-        name = xxh3_64_intdigest(tokens[start : start + PIECE_TOKENS].tobytes(), seed=name)
-        names.append(name)
-    return names
+    return piece_names(question, PIECE_TOKENS)
 
 
 def approximate_hit(hit: Hit, tokens: int) -> Hit:

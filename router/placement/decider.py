@@ -135,7 +135,7 @@ class Decider:
             session=self._sessions.find(question.model, ask.session_id, now) if ask.session_id else None,
             policy=self._policy,
             turn=self._turns.get(question.model, 0),
-            blind=question.token_ids is None and (question.block_hashes is None or not len(question.block_hashes)),
+            blind=question.is_blind,
             now=now,
         )
 

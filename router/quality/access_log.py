@@ -10,12 +10,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-from xxhash import xxh3_64_intdigest
-
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.kvcache.multimodal import named
+from kvrouter.router.matching.piece_names import piece_names
 from kvrouter.router.matching.question import Question
 from kvrouter.router.quality.reuse_report import ReuseReport
 
@@ -40,14 +36,7 @@ def pieces_of(question: Question) -> list[int]:
     tokens are known. Below 2**52."""
     if question.token_ids is None or len(question.token_ids) != question.num_tokens:
         return []
-    tokens: NDArray[np.int64] = np.ascontiguousarray(question.token_ids)
-    name = xxh3_64_intdigest(f"{question.lora_name or ''}\0{question.cache_salt or ''}".encode())
-    pieces = []
-    for start in range(0, len(tokens), PIECE_TOKENS):
-        name = named(name, question.items, start, start + PIECE_TOKENS)
-        name = xxh3_64_intdigest(tokens[start : start + PIECE_TOKENS].tobytes(), seed=name)
-        pieces.append(name >> (64 - ID_BITS))
-    return pieces
+    return [name >> (64 - ID_BITS) for name in piece_names(question, PIECE_TOKENS, with_rest=True)]
 
 
 def write_line(

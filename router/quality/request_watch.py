@@ -239,17 +239,7 @@ class RequestWatch:
             e2e_s = self._quality.clock() - self._began_s
             ended = Outcome(outcome, None, None, None, None, None, e2e_s)
         else:
-            told = self.told()
-            usage = told.usage
-            ended = Outcome(
-                outcome,
-                told.predicted,
-                told.delivered,
-                None if usage is None else usage.prompt_tokens,
-                None if usage is None else usage.completion_tokens,
-                told.ttft_s,
-                told.e2e_s,
-            )
+            ended = Outcome(outcome, **self.told().fields())
         decisions.end(placement.selection_id, ended)
 
     def _land(self) -> None:

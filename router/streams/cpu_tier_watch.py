@@ -6,21 +6,14 @@ A cache that is full is no fault: it evicts. One that can evict nothing is: what
 
 from __future__ import annotations
 
-import re
-
 import msgspec
+
+from kvrouter.router.streams.offload_page import Rise, offload_lines, offload_values, whole_count
 
 USAGE = b"cpu_usage_perc"
 REFUSED = b"stores_refused_total"
 
-_LINE = re.compile(
-    rb"^vllm:kvrouter_offload_(" + b"|".join((USAGE, REFUSED)) + rb")(?:\{([^}\n]*)\})? +([-+0-9.eE]+)\r?$",
-    re.MULTILINE,
-)
-_ENGINE = re.compile(rb'(?:^|,) *engine="(\d{1,9})"')
-
-# Long enough that a person sees it who looks now and then.
-NAMED_S = 600.0
+_LINES = offload_lines(b"", USAGE, REFUSED)
 
 
 class CpuTier(msgspec.Struct, frozen=True):
@@ -33,17 +26,10 @@ class CpuTier(msgspec.Struct, frozen=True):
 
 def parse_cpu_tier(page: bytes, dp_rank: int) -> CpuTier | None:
     """Of the core with this rank; None where the page says nothing of a CPU tier. See `parse_engine_load`."""
-    found: dict[int | None, dict[bytes, float]] = {}
-    for name, labels, value in _LINE.findall(page):
-        engine = _ENGINE.search(labels)
-        try:
-            found.setdefault(int(engine[1]) if engine else None, {})[name] = float(value)
-        except ValueError:
-            return None
-    core = next(iter(found.values())) if len(found) == 1 else found.get(dp_rank)
+    core = offload_values(_LINES, page, dp_rank)
     if core is None:
         return None
-    refused = int(min(max(core.get(REFUSED, 0.0), 0.0), 1e12))
+    refused = whole_count(core.get(REFUSED, 0.0))
     return CpuTier(min(max(core.get(USAGE, 0.0), 0.0), 1.0), refused)
 
 
@@ -52,17 +38,15 @@ class CpuTierWatch:
 
     def __init__(self) -> None:
         self.tier = CpuTier()
-        self._rose_s = float("-inf")
+        self._rise = Rise()
 
     def observe(self, tier: CpuTier, now: float) -> None:
-        # Fewer: another life of the engine.
-        if tier.refused > (self.tier.refused if tier.refused >= self.tier.refused else 0):
-            self._rose_s = now
+        self._rise.observe(tier.refused, now)
         self.tier = tier
 
     def problem(self, now: float) -> str:
         """Empty while no store was refused of late."""
-        if now >= self._rose_s + NAMED_S:
+        if not self._rise.is_recent(now):
             return ""
         return (
             f"its CPU tier is full ({self.tier.usage:.0%} of its slots) and could free no slot for {self.tier.refused} stores "

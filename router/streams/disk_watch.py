@@ -5,21 +5,14 @@ Nothing damaged is ever loaded, so credit stays as it is: the disk is what needs
 
 from __future__ import annotations
 
-import re
-
 import msgspec
+
+from kvrouter.router.streams.offload_page import Rise, offload_lines, offload_values, whole_count
 
 CORRUPT = b"corrupt_total"
 OFF = b"off"
 
-_LINE = re.compile(
-    rb"^vllm:kvrouter_offload_disk_(" + b"|".join((CORRUPT, OFF)) + rb")(?:\{([^}\n]*)\})? +([-+0-9.eE]+)\r?$",
-    re.MULTILINE,
-)
-_ENGINE = re.compile(rb'(?:^|,) *engine="(\d{1,9})"')
-
-# Long enough that a person sees it who looks now and then; a disk that goes on is named all the time.
-NAMED_S = 600.0
+_LINES = offload_lines(b"disk_", CORRUPT, OFF)
 
 
 class DiskSigns(msgspec.Struct, frozen=True):
@@ -31,17 +24,10 @@ class DiskSigns(msgspec.Struct, frozen=True):
 
 def parse_disk(page: bytes, dp_rank: int) -> DiskSigns | None:
     """Of the core with this rank; None where the page says nothing of a disk. See `parse_engine_load`."""
-    found: dict[int | None, dict[bytes, float]] = {}
-    for name, labels, value in _LINE.findall(page):
-        engine = _ENGINE.search(labels)
-        try:
-            found.setdefault(int(engine[1]) if engine else None, {})[name] = float(value)
-        except ValueError:
-            return None
-    core = next(iter(found.values())) if len(found) == 1 else found.get(dp_rank)
+    core = offload_values(_LINES, page, dp_rank)
     if core is None:
         return None
-    return DiskSigns(int(min(max(core.get(CORRUPT, 0.0), 0.0), 1e12)), core.get(OFF, 0.0) > 0)
+    return DiskSigns(whole_count(core.get(CORRUPT, 0.0)), core.get(OFF, 0.0) > 0)
 
 
 class DiskWatch:
@@ -49,18 +35,16 @@ class DiskWatch:
 
     def __init__(self) -> None:
         self.signs = DiskSigns()
-        self._rose_s = float("-inf")
+        self._rise = Rise()
 
     def observe(self, signs: DiskSigns, now: float) -> None:
-        # Fewer: another life of the engine.
-        if signs.corrupt > (self.signs.corrupt if signs.corrupt >= self.signs.corrupt else 0):
-            self._rose_s = now
+        self._rise.observe(signs.corrupt, now)
         self.signs = signs
 
     def problem(self, now: float) -> str:
         """What is wrong with the disk; empty when nothing was of late."""
         problems = []
-        if now < self._rose_s + NAMED_S:
+        if self._rise.is_recent(now):
             problems.append(
                 f"its offload disk returned bad data: {self.signs.corrupt} records since the engine started, none of which was "
                 "loaded; the engine's log names the folder: check that disk"

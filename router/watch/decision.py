@@ -76,9 +76,7 @@ class Outcome(msgspec.Struct, frozen=True):
 def decision_of(selection_id: str, time_s: float, ask: PlacementRequest, choice: Choice) -> Decision:
     """choice: with its comparison."""
     question = ask.question
-    known_tokens = None if question.token_ids is None else len(question.token_ids)
-    if known_tokens is None and (question.block_hashes is None or not len(question.block_hashes)):
-        known_tokens = 0
+    known_tokens = 0 if question.is_blind else None if question.token_ids is None else len(question.token_ids)
     return Decision(
         selection_id,
         time_s,

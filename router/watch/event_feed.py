@@ -21,7 +21,6 @@ from kvrouter.router.watch.fleet_event import (
     FleetEvent,
     NumberedEvent,
     event_id,
-    of_worker,
     sse,
 )
 from kvrouter.router.watch.watch_metrics import WatchMetrics
@@ -92,7 +91,7 @@ class EventFeed:
 
     def of_worker(self, event_type: EventType, worker: WorkerKey, hashes: Hashes | None = None, **more: Any) -> None:
         """Publish an event about a worker. more: fields of FleetEvent."""
-        self.publish(of_worker(event_type, self._wall_clock(), worker, **more), hashes)
+        self.publish(FleetEvent(event_type, self._wall_clock(), *worker, **more), hashes)
 
     def subscribe(self, wanted: EventFilter, subscriber: Subscriber, last_id: str | None) -> None:
         """Sends what came after `last_id` and is still kept, then everything as it happens. Ended subscribers must

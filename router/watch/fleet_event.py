@@ -4,12 +4,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.ingest.net_changes import Hashes
 
 
@@ -114,8 +112,3 @@ def _json(event: FleetEvent) -> bytes:
 
 def event_id(life: str, number: int) -> bytes:
     return f"{life}-{number}".encode()
-
-
-def of_worker(event_type: EventType, time_s: float, worker: WorkerKey, **more: Any) -> FleetEvent:
-    """An event about a worker. more: its further fields."""
-    return FleetEvent(event_type, time_s, *worker, **more)

@@ -37,7 +37,8 @@ from kvrouter.router.kvcache.catalog import Catalog, Group, build_catalog
 from kvrouter.router.kvcache.scheme_verification import SchemeState
 from kvrouter.router.load.prompt_lengths import PromptLengths
 from kvrouter.router.quality.prediction_judge import Doubt, DoubtKind
-from kvrouter.router.streams.cpu_tier_watch import NAMED_S, CpuTier, CpuTierWatch, parse_cpu_tier
+from kvrouter.router.streams.cpu_tier_watch import CpuTier, CpuTierWatch, parse_cpu_tier
+from kvrouter.router.streams.offload_page import NAMED_S
 from kvrouter.router.workers.registration import CatalogSpec, Registration
 from kvrouter.router.workers.stream_state import StreamState
 
