@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# SPDX-License-Identifier: Apache-2.0
 """Each rule of the report cursor by itself; what they amount to together is test_report_cursor_model.py's subject."""
 
 from __future__ import annotations
@@ -199,6 +198,11 @@ class TestGap:
         items = cursor.take()
         assert kinds(items) == ["Loaded", "ReportBatch"]
         assert seqs(items) == [14]
+
+    def test_of_dropped_messages_those_that_the_snapshot_contains_are_not_missing(self) -> None:
+        cursor = in_order()
+        cursor.events(11, events(dropped=5), 10)
+        assert cursor.take() == [ReportGap(10, 11, 1, "seq 11 came next")]
 
     def test_dropped_messages_without_a_skipped_seq_are_no_gap(self) -> None:
         cursor = in_order()
