@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is wrong with the fleet, as this process sees it."""
+"""What is wrong with the fleet, and who follows whom, as this process sees it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from kvrouter.router.api.openapi import gives
 from kvrouter.router.api.workers import respond
 from kvrouter.router.common.version import VERSION
 from kvrouter.router.diagnosis.finding import DiagnosisReport
+from kvrouter.router.diagnosis.store_view import StoreReply
 
 
 class DiagnosisPort(Protocol):
     """`router.diagnosis.diagnosis.Diagnosis` satisfies it."""
 
     async def report(self) -> DiagnosisReport: ...
+
+    async def store(self) -> StoreReply: ...
 
 
 def diagnosis_routes(diagnosis: DiagnosisPort | None) -> APIRouter:
@@ -33,6 +36,17 @@ def diagnosis_routes(diagnosis: DiagnosisPort | None) -> APIRouter:
         """Findings of `kvrouter doctor` that the router itself can see, the gravest first; takes up to some seconds, as
         it connects to every endpoint of the workers."""
         found = DiagnosisReport(VERSION, 0, 0, 0, []) if diagnosis is None else await diagnosis.report()
+        return respond(request, found)
+
+    @router.get(
+        "/store",
+        summary="Redis, the routers on it, and who follows whom",
+        operation_id="store",
+        responses=gives(StoreReply),
+    )
+    async def store(request: Request) -> Response:
+        """As this process sees them. It asks Redis for its settings: up to some seconds."""
+        found = StoreReply(True, "", [], [], []) if diagnosis is None else await diagnosis.store()
         return respond(request, found)
 
     return router

@@ -15,6 +15,7 @@ from kvrouter.router.api import responses as replies
 from kvrouter.router.api.examples import EXAMPLES, PATH_PARTS
 from kvrouter.router.api.field_texts import text_of
 from kvrouter.router.diagnosis.finding import DiagnosisReport
+from kvrouter.router.diagnosis.store_view import StoreReply
 from kvrouter.router.watch.fleet_event import EventType
 from kvrouter.router.workers import registration_bodies
 
@@ -43,6 +44,7 @@ SCHEMAS = (
     replies.ReadyReply,
     replies.VersionReply,
     DiagnosisReport,
+    StoreReply,
     replies.ErrorReply,
     decided.DecisionReply,
     decided.DecisionsReply,

@@ -64,17 +64,17 @@ class QueryRoutes:
     def query(self, asked: HotRequest) -> QueryReply | bytes:
         body = self._query_reader.read(asked.data, asked.content_type, asked.start)
         tokens = token_array(body.token_ids, is_msgpack=is_msgpack(asked.content_type))
-        return self._ask(self.question(body, tokens, None, None), asked)
+        return self._ask(self.question(body, tokens, None, None, held=body.held), asked)
 
     def query_by_hash(self, asked: HotRequest) -> QueryReply | bytes:
         body = self._by_hash_reader.read(asked.data, asked.content_type, asked.start)
         hashes = hash_array(body.block_hashes, is_msgpack=is_msgpack(asked.content_type))
-        return self._ask(self.question(body, None, hashes, body.num_tokens), asked)
+        return self._ask(self.question(body, None, hashes, body.num_tokens, held=body.held), asked)
 
     def _ask(self, question: Question, asked: HotRequest) -> QueryReply | bytes:
         start = self._clock()
         # The usual question: of all workers, and only how much.
-        usual = question.worker_ids is None and not question.explain
+        usual = question.worker_ids is None and not (question.explain or question.held)
         table = self._core.hit_table(question) if usual else None
         if table is not None and asked.takes_json:
             template = self._template((question.model, question.token_ids is None), table)
@@ -84,7 +84,7 @@ class QueryRoutes:
                 return content
         hits = self._core.ask(question) if table is None else table.hits()
         self._observe(self._clock() - start)
-        return query_reply(hits, question.explain)
+        return query_reply(hits, question.explain, question.held)
 
     def _template(self, name: tuple[str, bool], table: HitTable) -> QueryTemplate | None:
         known = self._templates.get(name)
@@ -104,6 +104,7 @@ class QueryRoutes:
         workers: list[str | int] | None = None,
         exclude_workers: list[str | int] | None = None,
         dp_rank: int | None = None,
+        held: bool = False,
     ) -> Question:
         """The question of `body` about this prompt. workers: used if its own field is absent. Raises BadQuestion,
         UnknownModel."""
@@ -130,6 +131,7 @@ class QueryRoutes:
             exclude_worker_ids=worker_ids_of(exclude_workers) or frozenset(),
             dp_rank=dp_rank,
             explain=body.explain,
+            held=held,
         )
 
     def served(self, body: Any) -> ServedModel:

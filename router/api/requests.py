@@ -62,13 +62,17 @@ class _Asked(msgspec.Struct, kw_only=True):
     explain: bool = False
 
 
-class QueryBody(_Asked, kw_only=True):
+class _Query(_Asked, kw_only=True):
+    held: bool = False
+
+
+class QueryBody(_Query, kw_only=True):
     """`POST /query`"""
 
     token_ids: TokenIds
 
 
-class QueryByHashBody(_Asked, kw_only=True):
+class QueryByHashBody(_Query, kw_only=True):
     """`POST /query_by_hash`"""
 
     block_hashes: BlockHashes

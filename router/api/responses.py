@@ -13,6 +13,7 @@ from kvrouter.router.api.requests import (
     MSGPACK,
     MSGPACK_TYPES,
 )
+from kvrouter.router.matching.held_runs import HeldRuns
 from kvrouter.router.matching.question import GroupCover, Hit, HitLimit
 from kvrouter.router.placement.cost import Candidate, CostTerms
 from kvrouter.router.workers.role import HandoverWay
@@ -35,6 +36,7 @@ class InstanceReply(msgspec.Struct, kw_only=True):
     approximate: bool | msgspec.UnsetType = msgspec.UNSET
     groups: tuple[GroupCover, ...] | msgspec.UnsetType = msgspec.UNSET
     limited_by: HitLimit | msgspec.UnsetType | None = msgspec.UNSET
+    held: tuple[HeldRuns, ...] | msgspec.UnsetType = msgspec.UNSET
 
 
 class QueryReply(msgspec.Struct):
@@ -288,7 +290,7 @@ def _wants_msgpack(accept: str) -> bool:
     return willing["msgpack"] > 0 and willing["msgpack"] >= willing["json"]
 
 
-def query_reply(hits: Iterable[Hit], explain: bool) -> QueryReply:
+def query_reply(hits: Iterable[Hit], explain: bool, held: bool = False) -> QueryReply:
     """The ranks of one worker_id merged; the best is the one with the most by disk, then cpu, then gpu."""
     best: dict[str, Hit] = {}
     scores: dict[str, dict[str, int]] = {}
@@ -315,6 +317,7 @@ def query_reply(hits: Iterable[Hit], explain: bool) -> QueryReply:
             approximate=hit.approximate or msgspec.UNSET,
             groups=hit.groups if explain else msgspec.UNSET,
             limited_by=hit.limited_by if explain else msgspec.UNSET,
+            held=hit.held if held else msgspec.UNSET,
         )
         for name, hit in best.items()
     }

@@ -35,6 +35,7 @@ from kvrouter.router.diagnosis.snapshot import (
     WorkerFacts,
 )
 from kvrouter.router.diagnosis.store_checks import store_findings
+from kvrouter.router.diagnosis.store_view import StoreReply, store_reply
 from kvrouter.router.index.server_settings import ServerSettings, server_settings
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.admission import Admission
@@ -115,6 +116,18 @@ class Diagnosis:
             await asyncio.sleep(0)
         findings.sort(key=lambda one: (ORDER.index(one.severity), one.code, one.subject))
         return DiagnosisReport(VERSION, len(snapshot.workers), len(snapshot.routers), len(CODES), findings)
+
+    async def store(self) -> StoreReply:
+        servers, _ = await self._servers_settings()
+        core = self._core
+        return store_reply(
+            workers=list(core.registry.streams),
+            heartbeats=core.peers.heartbeats,
+            token=core.peers.token,
+            servers=servers,
+            problem=core.contact.problem or "",
+            is_private=self._config.redis is None,
+        )
 
     async def _look(self) -> Snapshot:
         (endpoints, ahead), (servers, time_s) = await asyncio.gather(self._probe(), self._servers_settings())

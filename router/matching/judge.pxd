@@ -26,6 +26,8 @@ cdef class Judge:
     )
     cpdef object judge(self, MirrorTable mirror, const uint64_t[::1] hashes, int64_t num_tokens)
 
+    cpdef object place_bits(self, int64_t worker, int64_t banks)
+
     cpdef int64_t spec_start(self, int64_t worker) noexcept
 
     cpdef int64_t cover(self, int64_t worker, int64_t spec, int64_t num_tokens) noexcept

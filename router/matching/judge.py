@@ -68,6 +68,11 @@ class Judge:
             found[w, FOUND_FULL] = covered
         return hits
 
+    def place_bits(self, worker: int, banks: int) -> NDArray[np.uint16]:
+        """Of the question judged last: the place bits of each hash at one worker, shape (banks, hashes)."""
+        rows = np.asarray(self.tables.rows)
+        return rows[self.bases[worker] : self.bases[worker] + banks].copy()
+
     def spec_start(self, worker: int) -> int:
         """Index of the worker's first spec group among all."""
         return int(self.tables.geos[worker, GEO_SPEC_START])

@@ -17,6 +17,7 @@ from kvrouter.router.kvcache.block_hash import HashScheme, HashSpace
 from kvrouter.router.kvcache.catalog import Catalog, GroupRule, SpecGroup
 from kvrouter.router.kvcache.hit_tables import GeometryBuilder
 from kvrouter.router.kvcache.prompt_hasher import SEGMENT_BLOCKS, PromptHasher, SegmentMemory
+from kvrouter.router.matching.held_runs import HeldRuns, held_runs
 from kvrouter.router.matching.judge import Judge
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import GroupCover, Hit, Limiter, Question
@@ -237,7 +238,8 @@ class Matcher:
             segment = hasher.extend()
             if not len(segment):
                 break
-            if plan.stops_early and not plan.judge.any_resident(self._mirror.table, segment):
+            # Who wants to see every block sees also those that nobody can reach.
+            if plan.stops_early and not question.held and not plan.judge.any_resident(self._mirror.table, segment):
                 break
         return hasher.hashes
 
@@ -249,7 +251,18 @@ class Matcher:
                 msgspec.structs.replace(hit, groups=tuple(_covers(plan, w, question.num_tokens)))
                 for w, hit in enumerate(hits)
             ]
+        if question.held:
+            hits = [msgspec.structs.replace(hit, held=self._held(plan, w, question)) for w, hit in enumerate(hits)]
         return hits
+
+    def _held(self, plan: HashPlan, w: int, question: Question) -> tuple[HeldRuns, ...]:
+        """Where the blocks of the question judged last lie at worker `w`."""
+        view = plan.views[w]
+        known = self._mirror.worker(view.worker)
+        if known is None:
+            return ()
+        bits = plan.judge.place_bits(w, len(known.slots))
+        return tuple(held_runs(view.catalog, known.places, bits, question.num_tokens))
 
 
 def _hits(plan: HashPlan, found: NDArray[np.int64]) -> list[Hit]:

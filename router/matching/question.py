@@ -14,6 +14,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.kvcache.catalog import GroupRule
 from kvrouter.router.kvcache.multimodal import Items
+from kvrouter.router.matching.held_runs import HeldRuns
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -38,6 +39,8 @@ class Question(msgspec.Struct, frozen=True):
     # Only this data-parallel rank of each worker.
     dp_rank: int | None = None
     explain: bool = False
+    # Whether the answer says where each block of the prompt lies.
+    held: bool = False
 
     @property
     def is_blind(self) -> bool:
@@ -103,6 +106,8 @@ class Hit(msgspec.Struct, frozen=True, array_like=True):
     # How far full attention's blocks on the GPU alone would reach: breaks ties, and is the hit of policy
     # full_attention_only.
     full_attention: int = 0
+    # Of a question that wants to know: where the prompt's blocks lie.
+    held: tuple[HeldRuns, ...] = ()
 
     @property
     def limited_by(self) -> HitLimit | None:

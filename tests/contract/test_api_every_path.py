@@ -213,6 +213,7 @@ def test_the_openapi_document_lists_every_endpoint_and_all_its_references_lead_s
         ("GET", "/decisions/{name}"),
         ("GET", "/events"),
         ("GET", "/diagnosis"),
+        ("GET", "/store"),
         *(("POST", path) for path in PATHS),
         ("GET", "/health"),
         ("GET", "/ready"),

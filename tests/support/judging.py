@@ -30,11 +30,12 @@ def judge(
     blocks_per_chunk: int | None = 1,
     hashed_tokens: int | None = None,
     catalog: Catalog | None = None,
+    held: bool = False,
 ) -> Hit:
     """The hit of one worker that holds the hash indices `resident[place]`.
 
     hashed_tokens: ask with the hashes of that many tokens only, as when hashing stopped early. catalog: in place of
-    `groups`."""
+    `groups`. held: ask where each block lies."""
     spec = spec or CatalogSpec(offload_connector=OFFLOADING)
     catalog = catalog or build_catalog(groups, "configured", spec, blocks_per_chunk)
     assert catalog.problem is None, catalog.problem
@@ -46,6 +47,6 @@ def judge(
     view = WorkerView(worker, None, StreamState.LIVE, True, "", "e", catalog, HashScheme.default(), {})
     covered = num_tokens if hashed_tokens is None else hashed_tokens
     hashes = np.array([1000 + i for i in range(covered // catalog.hash_block_size)], np.uint64)
-    question = Question("m", num_tokens, block_hashes=hashes, explain=True)
+    question = Question("m", num_tokens, block_hashes=hashes, explain=True, held=held)
     (hit,) = Matcher(mirror, SegmentMemory(0)).match(question, HashPlans.build(mirror, [view]))
     return hit

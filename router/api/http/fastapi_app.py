@@ -22,6 +22,7 @@ from kvrouter.router.api.http.http_api import HotHandler, HttpApi, headers_of, l
 from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.models import model_routes
 from kvrouter.router.api.openapi import EVENTS
+from kvrouter.router.api.page import page_routes
 from kvrouter.router.api.ports import CorePort, SourcesPort, TokensPort
 from kvrouter.router.api.query import QueryRoutes
 from kvrouter.router.api.reservations import end_here, load_routes
@@ -40,6 +41,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.common.version import PACKAGE, VERSION
 from kvrouter.router.config.settings import Config
+from kvrouter.router.page.page_files import FILES, INDEX, login_page, page_files
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.redis_client.errors import StoreError
@@ -143,6 +145,7 @@ def build_api(
     )
     asking = QueryRoutes(core, metrics, clock)
     selecting = SelectRoutes(core, placing, tokens, asking, metrics, clock)
+    pages = page_files()
     app.state.routes = []
     for router in (
         worker_routes(core, tokens, proxy, sources),
@@ -151,6 +154,7 @@ def build_api(
         watching,
         *([] if watch is None else [decision_routes(watch)]),
         diagnosis_routes(diagnosis),
+        page_routes(pages),
     ):
         app.include_router(router)
         app.state.routes += router.routes
@@ -161,4 +165,17 @@ def build_api(
         "/select_and_reserve": selecting.select_and_reserve,
     }
     streams = {} if watch is None else {EVENTS: EventStream(watch.feed).forward}
-    return HttpApi(hot, streams, partial(end_here, placing), app, config, metrics, proxy, tracing, clock, shutdown)
+    return HttpApi(
+        hot,
+        streams,
+        partial(end_here, placing),
+        app,
+        config,
+        metrics,
+        proxy,
+        tracing,
+        clock,
+        shutdown,
+        open_files=[f"{FILES}{name}" for name in pages],
+        login=login_page(pages[INDEX]),
+    )

@@ -32,6 +32,7 @@ from kvrouter.router.common.errors import (
 )
 from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.config.settings import Config
+from kvrouter.router.page.page_files import PAGE, PageFile
 from kvrouter.router.proxy.downstream import Client
 from kvrouter.router.proxy.proxy import Proxy
 from kvrouter.router.proxy.request_reader import PATHS
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 # Load balancers ask these, and have no key.
 OPEN_PATHS = frozenset({"/health", "/ready"})
+HTML = "text/html"
 
 # Each reservation comes back here twice, so these go past the application of the cold paths where nothing is waited for.
 RESERVATIONS = "/reservations/"
@@ -72,7 +74,8 @@ class HttpApi:
     end_here: of method and path below RESERVATIONS, the route if the request is done with that.
 
     cold: the ASGI application of all other paths. proxy: has its paths' requests to itself; without it there are none.
-    tracing: None where no traces are wanted. clock: seconds, for those."""
+    tracing: None where no traces are wanted. clock: seconds, for those. open_files: paths that take no key. login: what
+    a browser without the key gets at PAGE."""
 
     def __init__(
         self,
@@ -86,8 +89,13 @@ class HttpApi:
         tracing: Tracing | None,
         clock: Callable[[], float],
         shutdown: Shutdown,
+        *,
+        open_files: Iterable[str] = (),
+        login: PageFile | None = None,
     ) -> None:
         self.shutdown = shutdown
+        self._open_paths = OPEN_PATHS.union(open_files)
+        self._login = login
         self._hot = hot
         self._streams = streams
         self._end_here = end_here
@@ -117,7 +125,7 @@ class HttpApi:
 
     def refusal(self, request: HttpRequest) -> RouterError | None:
         """Why a request is refused before its body is read, None where it is not."""
-        if self._key is not None and request.path not in OPEN_PATHS and not self._has_key(request.authorization):
+        if self._key is not None and request.path not in self._open_paths and not self._has_key(request.authorization):
             return Unauthorized("this router wants its API key: send the header `Authorization: Bearer KEY`")
         if request.path in self._streams and request.method != "GET":
             return MethodNotAllowed(f"{request.path} takes GET, not {request.method}", allowed="GET")
@@ -269,6 +277,12 @@ class HttpApi:
 
     def refuse(self, request: HttpRequest | PlainHead, error: RouterError) -> Answer:
         """The answer to a request that gets no other; counted."""
+        if isinstance(error, Unauthorized) and request.path == PAGE and HTML in request.accept and self._login:
+            # A script of the page takes the key, and asks the API with it.
+            self._metrics.requests(PAGE, error.status).inc()
+            headers = [(name.encode(), value.encode()) for name, value in self._login.headers.items()]
+            length = (b"content-length", b"%d" % len(self._login.content))
+            return error.status, [*headers, length, *headers_of(error)], self._login.content
         known = request.path in self._hot or request.path in self._proxied_paths or request.path in self._streams
         return self.error_answer(error, request.path if known else OTHER_PATH, request.accept)
 

@@ -1,0 +1,120 @@
+// SPDX-License-Identifier: Apache-2.0
+// The stream of events: how much of it, how late, what was missing, and the last of them in words.
+
+import { Chart } from "./chart.js";
+import { el, pill, show, table, tiles } from "./dom.js";
+import { blocks, brief, clock, count, group, route, seconds } from "./words.js";
+
+const KEPT = 300;
+const BLOCKS = new Set(["stored", "removed"]);
+const TYPES = ["stored", "removed", "cleared", "epoch", "gap", "resync", "state", "decision", "lost"];
+
+export class EventLog {
+  constructor() {
+    this.connected = false;
+    this.last = [];
+    this.counts = new Map();
+    this.skipped = 0;
+    this.lost = "";
+    this.since = { events: 0, stored: 0, removed: 0 };
+    this.rate = new Chart("Blocks a second", "blocks/s", [["stored", "--held"], ["removed", "--part-queued"]]);
+    this.eventsRate = 0;
+    this.before_s = null;
+  }
+
+  add({ type, data }) {
+    this.counts.set(type, (this.counts.get(type) ?? 0) + 1);
+    this.since.events += 1;
+    if (BLOCKS.has(type)) this.since[type] += data.blocks;
+    if (data.skipped) this.skipped += data.skipped;
+    if (type === "lost") this.lost = data.reason;
+    this.last.unshift(data);
+    if (this.last.length > KEPT) this.last.length = KEPT;
+  }
+
+  tick(time_s) {
+    if (this.before_s !== null) {
+      const passed_s = time_s - this.before_s;
+      this.eventsRate = this.since.events / passed_s;
+      this.rate.add(time_s, [this.since.stored / passed_s, this.since.removed / passed_s]);
+    }
+    this.since = { events: 0, stored: 0, removed: 0 };
+    this.before_s = time_s;
+  }
+}
+
+function words(event) {
+  switch (event.type) {
+    case "stored":
+    case "removed": return `${blocks(event.blocks)} ${event.type}, ${group(event.group_idx)} ${event.medium}, batch ${event.seq}`;
+    case "state": return `is ${event.state.replaceAll("_", " ")}${event.reason ? `: ${event.reason}` : ""}`;
+    case "epoch": return `a new epoch: ${event.reason ?? ""}`;
+    case "decision": return `${count(event.num_tokens)} tokens, ${event.reason}`;
+    default: return `${event.count > 1 ? `${count(event.count)} times: ` : ""}${event.reason ?? ""}`;
+  }
+}
+
+let shown = new Set(TYPES);
+let paused = null;
+
+function update({ state }) {
+  const { log, workers } = state;
+  const gaps = workers.reduce((sum, one) => sum + one.gaps, 0);
+  const resyncs = workers.reduce((sum, one) => sum + one.recovery.replays + one.recovery.snapshots + one.recovery.relearned, 0);
+  const lags = workers.map((one) => one.lag_ms).filter((lag) => lag !== null);
+  show(document.getElementById("events-now"),
+    log.lost ? el("p", { class: "notice warning", text: `Some events were missed: ${log.lost}` }) : null,
+    tiles([
+      ["Events", brief(log.eventsRate), "a second"], ["Largest lag", lags.length ? seconds(Math.max(...lags) / 1000) : "–"],
+      ["Gaps", count(gaps)], ["Recoveries", count(resyncs)],
+      ["Blocks unaccounted for", count(workers.reduce((sum, one) => sum + one.recovery.ghost_blocks + one.recovery.lost_blocks, 0))],
+    ]));
+  const troubled = [...workers].sort((a, b) => b.gaps - a.gaps || (b.lag_ms ?? 0) - (a.lag_ms ?? 0)).slice(0, 100);
+  show(document.getElementById("events-workers"), table({
+    caption: "Streams, those with the most gaps first",
+    columns: [{ name: "Worker" }, ...["Lag", "Last event", "Batch", "Gaps", "Missed", "Replays", "Snapshots", "Learned again"].map((name) => ({ name, number: true }))],
+    keys: troubled.map((one) => `${one.model}/${route(one)}`),
+    rows: troubled.map((one) => [route(one), one.lag_ms === null ? "–" : seconds(one.lag_ms / 1000),
+      one.last_event_age_s === null ? "–" : `${seconds(one.last_event_age_s)} ago`, count(one.seq), count(one.gaps),
+      count(one.recovery.missed_batches), count(one.recovery.replays), count(one.recovery.snapshots), count(one.recovery.relearned)]),
+    empty: "No worker is registered.",
+  }));
+  show(document.getElementById("events-counts"), [...log.counts].sort().map(([type, number]) => [pill(`${type} ${count(number)}`, ""), " "]));
+  const rows = (paused ?? log.last).filter((event) => shown.has(event.type)).slice(0, 100);
+  show(document.getElementById("events-log"), table({
+    caption: paused ? "The last 100, held" : "The last 100, the newest first",
+    columns: [{ name: "Time" }, { name: "Event" }, { name: "Worker" }, { name: "What" }],
+    rows: rows.map((event) => [clock(event.time_s), event.type, event.worker_id === undefined ? "–" : route(event), words(event)]),
+    empty: log.connected ? "Nothing happens: an idle engine sends no events." : "Not connected.",
+  }));
+}
+
+export const eventsView = {
+  id: "events",
+  title: "Events",
+  mount(root, app) {
+    const { rate } = app.state.log;
+    root.append(el("h2", { text: "Events" }), el("div", { id: "events-now" }),
+      el("section", { class: "panel" }, el("h3", { text: rate.title }), rate.node),
+      el("section", { class: "panel" }, el("h3", { text: "Streams" }), el("div", { id: "events-workers" })),
+      el("section", { class: "panel" }, el("h3", { text: "Log" }),
+        el("fieldset", { on: { change: (event) => {
+          if (event.target.checked) shown.add(event.target.value);
+          else shown.delete(event.target.value);
+          app.changed();
+        } } }, el("legend", { class: "small quiet", text: "Show" }), TYPES.map((type) =>
+          el("label", {}, el("input", { type: "checkbox", value: type, checked: shown.has(type) }), ` ${type}`))),
+        el("p", {}, el("button", { type: "button", class: "second", text: paused ? "Go on" : "Hold", on: { click: (event) => {
+          paused = paused ? null : [...app.state.log.last];
+          event.target.textContent = paused ? "Go on" : "Hold";
+          app.changed();
+        } } })),
+        el("p", { id: "events-counts", class: "small" }), el("div", { id: "events-log", class: "log" })));
+    rate.mount();
+    this.chart = rate;
+  },
+  unmount() {
+    this.chart.unmount();
+  },
+  update,
+};

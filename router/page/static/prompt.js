@@ -1,0 +1,151 @@
+// SPDX-License-Identifier: Apache-2.0
+// Where the blocks of one prompt lie: block by block, group by group, worker by worker.
+
+import { post } from "./api.js";
+import { costs, legend } from "./bars.js";
+import { el, pill, show } from "./dom.js";
+import { blocks, count, group, percent, tone } from "./words.js";
+
+const EXAMPLES = { text: "Once upon a time", chat: '[{"role": "user", "content": "Hello"}]', tokens: "2, 105, 2364, 107" };
+
+let answer = null;
+let problem = "";
+let busy = false;
+
+function tokens(text) {
+  const found = text.split(/[\s,[\]]+/).filter(Boolean).map(Number);
+  if (!found.length || !found.every((id) => Number.isInteger(id) && id >= 0)) {
+    throw new Error("tokens are whole numbers from 0 on, with commas or spaces between");
+  }
+  return found;
+}
+
+function chat(text) {
+  let messages;
+  try {
+    messages = JSON.parse(text);
+  } catch (error) {
+    throw new Error(`the chat is no JSON: ${error.message}; write a list of {"role", "content"}`);
+  }
+  // A whole body of /v1/chat/completions is as good.
+  const body = Array.isArray(messages) ? { messages } : messages;
+  if (!Array.isArray(body.messages)) throw new Error('the chat has no list "messages"');
+  return body;
+}
+
+async function ask(app, form) {
+  const { model, kind, text, lora_name, cache_salt } = Object.fromEntries(new FormData(form));
+  busy = true;
+  app.changed();
+  try {
+    const more = {};
+    if (lora_name) more.lora_name = lora_name;
+    if (cache_salt) more.cache_salt = cache_salt;
+    let token_ids;
+    if (kind === "tokens") {
+      token_ids = tokens(text);
+    } else {
+      // The engine's own tokens, as its answer to the prompt would begin with.
+      const body = kind === "text" ? { prompt: text } : chat(text);
+      token_ids = (await post("/tokenize", { ...body, model: lora_name || model }, app.signal)).tokens;
+    }
+    const [query, choice] = await Promise.all([
+      post("/query", { model, token_ids, explain: true, held: true, ...more }, app.signal),
+      post("/select", { model, token_ids, explain: true, ...more }, app.signal).catch((error) => ({ problem: error.message })),
+    ]);
+    answer = { token_ids, query, choice };
+    problem = "";
+  } catch (error) {
+    if (error.status === 401) app.failed(error);
+    answer = null;
+    problem = error.message;
+  }
+  busy = false;
+  app.changed();
+}
+
+/** One place of a worker as a strip along the prompt. alone: tokens up to which its group alone would allow the hit. */
+function lane(one, kind, length, alone) {
+  const covered = one.runs.reduce((sum, [first, end]) => sum + end - first, 0);
+  const name = `${group(one.group_idx)} ${one.medium}${one.owner ? ` (${one.owner})` : ""}`;
+  const said = one.runs.length ? one.runs.slice(0, 20).map(([first, end]) => `${first} to ${end}`).join(", ") : "none";
+  return [
+    el("span", { title: kind, text: `${name} ${kind}` }),
+    el("div", {
+      class: `strip ${one.medium.toLowerCase()}`, role: "img", "data-place": `${group(one.group_idx)}:${one.medium}`,
+      "data-runs": JSON.stringify(one.runs), "aria-label": `${name}: tokens held of ${length}: ${said}`, title: `tokens ${said}`,
+    }, one.runs.map(([first, end]) =>
+      el("i", { vars: { "--first": `${(100 * first) / length}%`, "--part": `${(100 * (end - first)) / length}%` } })),
+    alone === undefined ? null : at(alone, length)),
+    el("span", { class: "number", text: `${blocks(Math.ceil(covered / one.block_size))} of ${one.block_size}${alone === undefined ? "" : `, alone ${count(alone)} tokens`}` }),
+  ];
+}
+
+const at = (hit, length) => el("b", { vars: { "--first": `calc(${(100 * hit) / length}% - 3px)` } });
+
+function worker(name, instance, length, state) {
+  const known = state.workers.find((one) => one.worker_id === name);
+  const kinds = new Map((known?.catalog?.groups ?? []).map((one) => [one.group_idx, one.kind.replaceAll("_", " ")]));
+  const alone = new Map((instance.groups ?? []).map((one) => [one.group_idx, one.covered]));
+  const held = instance.held ?? [];
+  return el("section", { class: "panel", "data-key": name, "data-worker": name, "aria-label": `Worker ${name}` },
+    el("h3", {}, name, " ", pill(instance.state.replaceAll("_", " "), tone(instance.state))),
+    el("p", {}, `Reuses ${count(instance.longest_matched)} of ${count(length)} tokens (${percent(instance.longest_matched, length)}): `,
+      `GPU ${count(instance.gpu)}, with CPU ${count(instance.cpu)}, with disk ${count(instance.disk)}.`),
+    instance.limited_by ? el("p", { class: "quiet" }, `Limited by ${group(instance.limited_by.group_idx)} ${instance.limited_by.kind.replaceAll("_", " ")}: ${instance.limited_by.why}.`) : null,
+    instance.reason ? el("p", { class: "quiet", text: instance.reason }) : null,
+    !held.some((one) => one.runs.length) ? el("p", { class: "quiet", text: "Holds no block of it." }) : el("div", { class: "lanes" },
+      el("strong", { text: "reused" }),
+      el("div", { class: "strip", role: "img", "aria-label": `reused: ${instance.longest_matched} of ${length} tokens`, "data-reused": instance.longest_matched },
+        el("i", { vars: { "--first": "0%", "--part": `${(100 * instance.longest_matched) / length}%` } })),
+      el("span", { class: "number", text: `${count(instance.longest_matched)} tokens` }),
+      held.map((one) => lane(one, kinds.get(one.group_idx) ?? "", length, one.medium === "GPU" ? alone.get(one.group_idx) : undefined))));
+}
+
+function update({ state }) {
+  const models = [...new Set(state.workers.map((one) => one.model))].sort();
+  show(document.getElementById("prompt-models"), models.map((name) => el("option", { value: name, text: name })));
+  show(document.getElementById("prompt-problem"), problem ? el("p", { class: "notice", text: problem }) : null,
+    busy ? el("p", { text: "Asking…" }) : null);
+  const pane = document.getElementById("prompt-answer");
+  if (!answer) {
+    show(pane);
+    return;
+  }
+  const { query, choice, token_ids } = answer;
+  const length = token_ids.length;
+  const names = Object.keys(query.instances).sort((a, b) =>
+    query.instances[b].longest_matched - query.instances[a].longest_matched || a.localeCompare(b));
+  show(pane,
+    el("section", { class: "panel", "aria-label": "Choice" },
+      el("h3", { text: choice.problem ? "No worker would get it" : `It would go to ${choice.worker_id}` }),
+      el("p", { text: choice.problem ?? choice.reason }), choice.candidates ? [legend(), costs(choice.candidates, choice.dp_rank ? `${choice.worker_id}@${choice.dp_rank}` : choice.worker_id)] : null),
+    el("p", { class: "quiet", text: `${count(length)} tokens. A strip is the prompt from its first token to its last; coloured is what a group holds on a medium, and a mark shows how far that group alone would let the hit reach. A group with a window needs only the end of it.` }),
+    names.map((name) => worker(name, query.instances[name], length, state)));
+}
+
+export const prompt = {
+  id: "prompt",
+  title: "Prompt",
+  mount(root, app) {
+    const form = el("form", { class: "panel", on: {
+      submit: (event) => {
+        event.preventDefault();
+        ask(app, event.target);
+      },
+      change: (event) => {
+        if (event.target.name === "kind") form.elements.text.placeholder = EXAMPLES[event.target.value];
+      },
+    } },
+    el("div", { class: "fields" },
+      el("label", {}, el("span", { text: "Model" }), el("select", { name: "model", id: "prompt-models" })),
+      el("label", {}, el("span", { text: "LoRA adapter (optional)" }), el("input", { name: "lora_name", autocomplete: "off" })),
+      el("label", {}, el("span", { text: "Cache salt (optional)" }), el("input", { name: "cache_salt", autocomplete: "off" }))),
+    el("fieldset", {}, el("legend", { class: "small quiet", text: "The prompt is" }), [["text", "text"], ["chat", "chat messages, in JSON"], ["tokens", "token ids"]].map(([value, text], i) =>
+      el("label", {}, el("input", { type: "radio", name: "kind", value, checked: i === 0 }), ` ${text}`))),
+    el("label", {}, el("span", { text: "Prompt" }), el("textarea", { name: "text", required: true, spellcheck: "false", placeholder: EXAMPLES.text })),
+    el("button", { type: "submit", text: "Where does it lie?" }), el("span", { class: "quiet small", text: " Nothing is sent to be answered, and nothing is reserved." }));
+    root.append(el("h2", { text: "Prompt" }), form, el("div", { id: "prompt-problem", role: "alert" }), el("div", { id: "prompt-answer", "aria-live": "polite" }));
+  },
+  update,
+};

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: Apache-2.0
+// Numbers and names as people read them.
+
+const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const some = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
+const tenths = new Intl.NumberFormat("en", { maximumFractionDigits: 1 });
+const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
+
+export const count = (value) => (value === null || value === undefined ? "–" : whole.format(value));
+export const brief = (value) => (value === null || value === undefined ? "–" : short.format(value));
+/** Nearly all is never shown as all, nor next to nothing as nothing. */
+export function percent(part, all) {
+  if (!all) return "–";
+  const found = (100 * part) / all;
+  if (found > 0 && found < 0.1) return "< 0.1 %";
+  if (found > 99.9 && found < 100) return "> 99.9 %";
+  return `${tenths.format(found)} %`;
+}
+
+export const blocks = (number) => `${count(number)} ${number === 1 ? "block" : "blocks"}`;
+
+export function seconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value < 1) return `${some.format(value * 1000)} ms`;
+  if (value < 120) return `${some.format(value)} s`;
+  if (value < 7200) return `${whole.format(value / 60)} min`;
+  return `${some.format(value / 3600)} h`;
+}
+
+export function bytes(value) {
+  if (value === null || value === undefined) return "–";
+  const power = Math.min(4, Math.floor(Math.log2(Math.max(1, value)) / 10));
+  return `${some.format(value / 1024 ** power)} ${["B", "KiB", "MiB", "GiB", "TiB"][power]}`;
+}
+
+export const clock = (time_s) => new Date(time_s * 1000).toLocaleTimeString("en-GB");
+export const route = (one) => (one.dp_rank ? `${one.worker_id}@${one.dp_rank}` : one.worker_id);
+export const group = (idx) => (idx === null || idx === undefined ? "g-" : `g${idx}`);
+
+const TONES = { live: "good", down: "bad", unhashable: "bad", mismatched: "bad" };
+export const tone = (state) => TONES[state] ?? "warn";

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's page in Debian's Chromium, and all that it said and requested meanwhile."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from playwright.sync_api import Browser, Page, sync_playwright
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+TIMEOUT_MS = 30_000
+
+
+@contextmanager
+def browser() -> Iterator[Browser]:
+    """Skips where there is none: .ci/run installs it."""
+    path = next(filter(None, map(shutil.which, NAMES)), None)
+    if path is None:
+        pytest.skip("no Chromium: apt-get install chromium")
+    with sync_playwright() as playwright:
+        # Containers run tests as root, and have little shared memory.
+        flags = ["--no-sandbox", "--disable-dev-shm-usage"]
+        started = playwright.chromium.launch(executable_path=path, args=flags)
+        try:
+            yield started
+        finally:
+            started.close()
+
+
+class BrowserPage:
+    """One tab. Ends with an error where the console had one, or another host was asked."""
+
+    def __init__(self, browser: Browser, port: int, **options: Any) -> None:
+        """options: of the context, such as `viewport` and `color_scheme`."""
+        self._context = browser.new_context(**options)
+        self.page: Page = self._context.new_page()
+        self.page.set_default_timeout(TIMEOUT_MS)
+        self.address = f"http://127.0.0.1:{port}/"
+        self.problems: list[str] = []
+        self.hosts: set[str] = set()
+        self.page.on("console", lambda line: self._console(line.type, line.text))
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).netloc))
+
+    def _console(self, kind: str, text: str) -> None:
+        if kind in ("error", "warning"):
+            self.problems.append(text)
+
+    def open(self, view: str) -> Page:
+        """Shows a view and waits until it is the one shown."""
+        if self.page.url == "about:blank":
+            self.page.goto(f"{self.address}#{view}")
+        else:
+            self.page.click(f"nav a[href='#{view}']")
+        self.page.wait_for_selector(f"nav a[href='#{view}'][aria-current]")
+        return self.page
+
+    def close(self) -> None:
+        self._context.close()
+        assert not self.problems, self.problems
+        assert self.hosts == {urlsplit(self.address).netloc}

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who follows whom, from heartbeats: routers with workers that this process does not know, and workers without one."""
+
+from __future__ import annotations
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.diagnosis.store_view import FollowedWorker, store_reply
+from kvrouter.router.fleet.heartbeat import Heartbeat
+from kvrouter.router.index.keys import worker_tag
+from kvrouter.router.index.server_settings import ServerSettings
+
+A, B, C = (WorkerKey("m", "a"), WorkerKey("m", "b", 1), WorkerKey("n/{x}", "c"))
+
+
+def beat(holds: dict[WorkerKey, int], late: list[WorkerKey], refuses: int = 0) -> Heartbeat:
+    tags = {worker_tag(worker): number for worker, number in holds.items()}
+    return Heartbeat(1, 1, tags, [worker_tag(one) for one in late], {str(i): "why" for i in range(refuses)}, "0.1.0")
+
+
+def test_each_worker_is_shown_with_the_router_whose_lease_it_is() -> None:
+    unknown = WorkerKey("m", "gone")
+    reply = store_reply(
+        workers=[A, B, C],
+        heartbeats={"second": beat({B: 3, unknown: 4}, [B], refuses=2), "first": beat({}, [])},
+        token="first",
+        servers={"10.0.0.1:6379": ServerSettings(policy="noeviction", used_bytes=5, limit_bytes=10)},
+        problem="",
+        is_private=False,
+    )
+    first, second = reply.routers
+    assert (first.token, first.is_this, first.follows) == ("first", True, [])
+    assert (second.token, second.is_this, second.refuses) == ("second", False, 2)
+    assert second.follows == [FollowedWorker("b", 1, "m", True)]
+    assert reply.unfollowed == [FollowedWorker("a", 0, "m", False), FollowedWorker("c", 0, "n/{x}", False)]
+    assert [(one.address, one.policy, one.used_bytes) for one in reply.servers] == [("10.0.0.1:6379", "noeviction", 5)]
