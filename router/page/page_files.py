@@ -19,7 +19,7 @@ MEDIA_TYPES = {
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
 }
-# Only what this router sends is loaded, run and asked, nobody may frame it, and no script is written into the page.
+# Only what this router sends is loaded and run, requests go to it alone, nobody may frame it, and no script is written into the page.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -31,7 +31,7 @@ class PageFile(NamedTuple):
     headers: dict[str, str]
 
 
-# Tells the page's script that the API wants a key.
+# Says to the page's script that the API wants a key.
 KEY_WANTED = b'<meta name="key" content="wanted">\n'
 
 

@@ -73,7 +73,9 @@ def test_the_files_name_each_other_and_nothing_else() -> None:
     assert re.search(r"\son\w+=|style=", html) is None
     named = set(re.findall(r'(?:href|src)="/page/([^"]+)"', html))
     for name, text in own.items():
-        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", text), (
+            name
+        )
         # A name space is no address.
         assert not re.search(r"(?:https?:)?//[a-z0-9-]+\.[a-z]", text.replace("http://www.w3.org/2000/svg", "")), name
         named |= set(re.findall(r'from "\./([^"]+)"', text))

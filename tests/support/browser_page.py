@@ -33,7 +33,7 @@ def browser() -> Iterator[Browser]:
 
 
 class BrowserPage:
-    """One tab. Ends with an error where the console had one, or another host was asked."""
+    """One tab. Ends with an error where the console had one, or another host was contacted."""
 
     def __init__(self, browser: Browser, port: int, **options: Any) -> None:
         """options: of the context, such as `viewport` and `color_scheme`."""

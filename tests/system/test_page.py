@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of a whole router in front of simulated replicas, in a real browser.
 
-KVROUTER_PAGE_IMAGES=docs/images writes a picture of every view there, light, dark and as on a phone."""
+PAGE_IMAGES=docs/images writes a picture of every view there, light, dark and as on a phone."""
 
 from __future__ import annotations
 
@@ -61,7 +61,12 @@ class Traffic:
         with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)) as connection:
             while not self._ended.is_set():
                 number, count = self._rng.randrange(CONVERSATIONS), count + 1
-                body = {"model": MODEL, "prompt": conversation(number, lengths[number]), "max_tokens": 8, "stream": True}
+                body = {
+                    "model": MODEL,
+                    "prompt": conversation(number, lengths[number]),
+                    "max_tokens": 8,
+                    "stream": True,
+                }
                 body["stream_options"] = {"include_usage": True}
                 headers = {"content-type": "application/json", "x-request-id": f"chat-{self._seed}-{count}"}
                 connection.request("POST", "/v1/completions", json.dumps(body), headers)
@@ -124,7 +129,9 @@ def ask_tokens(page: Page, ids: list[int]) -> None:
 def test_every_view_fits_its_window_and_axe_finds_nothing(
     chromium: Browser, router: RouterProcess, width: int, scheme: str
 ) -> None:
-    with closing(BrowserPage(chromium, router.port, viewport={"width": width, "height": 900}, color_scheme=scheme)) as tab:
+    with closing(
+        BrowserPage(chromium, router.port, viewport={"width": width, "height": 900}, color_scheme=scheme)
+    ) as tab:
         for view in VIEWS:
             page = tab.open(view)
             shown(page, view)
@@ -164,7 +171,9 @@ def test_the_fleet_shows_what_the_api_says(tab: BrowserPage, router: RouterProce
     for row in router.request("GET", "/workers")["workers"]:
         text = page.inner_text(f"tr[data-key='{MODEL}/{row['worker_id']}']")
         assert row["url"] in text and "live" in text
-        assert all(f"g{group['group_idx']} {group['kind'].replace('_', ' ')}" in text for group in row["catalog"]["groups"])
+        assert all(
+            f"g{group['group_idx']} {group['kind'].replace('_', ' ')}" in text for group in row["catalog"]["groups"]
+        )
     router.request("PATCH", "/workers/w2", {"state": "draining"})
     try:
         expect(page.locator(f"tr[data-key='{MODEL}/w2']")).to_contain_text("draining", timeout=30_000)
@@ -271,7 +280,10 @@ def test_a_page_that_nobody_sees_asks_for_nothing(tab: BrowserPage) -> None:
     page = tab.open("fleet")
     page.wait_for_selector(READY["fleet"])
     asked: list[str] = []
-    hide = "visible => {{ Object.defineProperty(document, 'hidden', {{value: {0}, configurable: true}}); document.dispatchEvent(new Event('visibilitychange')) }}"
+    hide = (
+        "Object.defineProperty(document, 'hidden', {{value: {0}, configurable: true}});"
+        "document.dispatchEvent(new Event('visibilitychange'))"
+    )
     page.evaluate(hide.format("true"))
     # What was under way ends.
     page.wait_for_timeout(500)
@@ -317,14 +329,18 @@ def test_names_of_workers_are_text_and_never_markup(chromium: Browser, tmp_path:
             assert name in tab.open("prompt").inner_text("#prompt-models")
 
 
-@pytest.mark.skipif("KVROUTER_PAGE_IMAGES" not in os.environ, reason="pictures are made on demand")
-@pytest.mark.parametrize(("name", "width", "scheme"), [("light", 1280, "light"), ("dark", 1280, "dark"), ("phone", 360, "light")])
+@pytest.mark.skipif("PAGE_IMAGES" not in os.environ, reason="pictures are made on demand")
+@pytest.mark.parametrize(
+    ("name", "width", "scheme"), [("light", 1280, "light"), ("dark", 1280, "dark"), ("phone", 360, "light")]
+)
 def test_pictures(chromium: Browser, router: RouterProcess, name: str, width: int, scheme: str) -> None:
     from PIL import Image
 
-    folder = Path(os.environ["KVROUTER_PAGE_IMAGES"])
+    folder = Path(os.environ["PAGE_IMAGES"])
     folder.mkdir(exist_ok=True)
-    with closing(BrowserPage(chromium, router.port, viewport={"width": width, "height": 800}, color_scheme=scheme)) as tab:
+    with closing(
+        BrowserPage(chromium, router.port, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    ) as tab:
         for view in VIEWS:
             page = tab.open(view)
             shown(page, view)
@@ -332,6 +348,7 @@ def test_pictures(chromium: Browser, router: RouterProcess, name: str, width: in
                 page.wait_for_timeout(20_000)
             page.evaluate("scrollTo(0, 0)")
             path = folder / f"page-{view}-{name}.png"
-            page.screenshot(path=path)
+            page.screenshot(path=path, full_page=view == "prompt" and name != "phone")
             # As small as it can be without looking different.
-            Image.open(path).convert("RGB").quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+            few = Image.open(path).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+            few.save(path, optimize=True)

@@ -53,6 +53,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "quality": "Predicted and delivered reuse.",
         "proxy": "An OpenAI request to an engine, and its answer back.",
         "diagnosis": "What is wrong with a fleet, by what this shows, and what mends it.",
+        "page": "The page for people: files that a browser loads.",
         "api": "The HTTP API, one module a resource.",
         "discovery": "Sources of workers besides registration.",
         "server": "Wiring, start, signals and processes.",

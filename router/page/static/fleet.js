@@ -41,7 +41,7 @@ function state(worker) {
 function load(one) {
   if (!one) return el("span", { class: "quiet", text: "–" });
   const cell = el("div", { class: "small" },
-    el("div", { text: `${count(one.active_requests)} requests, ${brief(one.potential_prefill_tokens)} tokens queued` }));
+    el("div", { text: `${count(one.active_requests)} ${one.active_requests === 1 ? "request" : "requests"}, ${brief(one.potential_prefill_tokens)} tokens queued` }));
   if (one.saturated) cell.append(pill("saturated", "warn"));
   if (one.engine) cell.append(meter(one.engine.kv_usage, "KV cache in use"));
   return cell;
