@@ -11,7 +11,7 @@ STRICT := --config-settings editable_mode=strict
 .PHONY: help demo test test-all test-engine fuzz chaos takeover soak lint format bench bench-peers audit lock clean
 
 help:
-	@echo "make demo         install into .venv and watch the router predict what three replicas reuse"
+	@echo "make demo         install into .venv and watch the router predict what four replicas reuse"
 	@echo "make test         install and run the tests of every part, in minutes"
 	@echo "make test-all     the rest: whole routers, faults, fuzzing, containers, the demo, all examples of the properties"
 	@echo "make test-engine  the same claims against a real vLLM (its CPU build, 3 GB, cached)"

@@ -17,12 +17,13 @@ import typer
 # refuse a wrong flag.
 from kvrouter.router.cli.api_client import ClientError
 from kvrouter.router.cli.config import config_markdown, config_schema
+from kvrouter.router.cli.demo import demo
 from kvrouter.router.cli.doctor import doctor
 from kvrouter.router.cli.drain import drain, undrain
 from kvrouter.router.cli.explain import explain
 from kvrouter.router.cli.replay import replay
 from kvrouter.router.cli.serve import serve
-from kvrouter.router.cli.simulation import demo, sim
+from kvrouter.router.cli.sim import sim
 from kvrouter.router.cli.tail import tail
 from kvrouter.router.cli.workers import workers
 from kvrouter.router.common.errors import RouterError, SettingError, StartError

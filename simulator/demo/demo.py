@@ -2,13 +2,14 @@
 """`kvrouter demo`: a real router in front of simulated replicas, and every prediction checked against what was reused.
 
 It starts `kvrouter serve` and a few replicas whose GPU pools are far too small, sends conversations through the router,
-and compares for every prompt and every replica what the router predicts with what the engine does. It cleans up
-whatever way it ends.
+and compares for every prompt and every replica what the router predicts with what the engine does. Then traffic may go
+on, for who wants to look around. It cleans up whatever way it ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 import signal
@@ -16,8 +17,9 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,9 +35,11 @@ from kvrouter.simulator.demo.trace import (
     full_attention_choice,
     full_attention_hit,
     make_prompts,
+    roomy,
     working_set_blocks,
 )
 from kvrouter.simulator.demo.view import View
+from kvrouter.simulator.engine.timing import INSTANT, Timing
 from kvrouter.simulator.http.server import ReplicaServer, ServerThread
 
 # One prompt in this many goes round robin before the router takes over, as traffic without one does: so prefixes
@@ -44,6 +48,39 @@ WARMUP_SHARE = 4
 
 # Exit codes that shells expect of a program ended by SIGINT and SIGTERM.
 INTERRUPTED, TERMINATED = 130, 143
+
+# While it stays: some requests a second, as many as a person can watch.
+STAY_PAUSE_S = 0.15
+STAY_REPORT_S = 10.0
+STAY_PROMPTS = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """prompts: of a trace, in place of those that `seed` makes; name: the trace's. policy: the router's. stays: traffic
+    goes on until Ctrl-C. clock: seconds, monotonic. command: how a router is started on a port with a data folder."""
+
+    replicas: int = 4
+    shape: str = "gemma3"
+    requests: int = 48
+    seed: int = 7
+    policy: str = "kv"
+    prompts: Sequence[Prompt] = ()
+    name: str = ""
+    json_output: bool = False
+    stays: bool = False
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+    command: Callable[[int, Path], list[str]] | None = field(default=None)
+
+    @property
+    def problem(self) -> str | None:
+        """Why it cannot run, None if it can."""
+        if self.shape not in SCENES or self.replicas < 1 or self.requests < 1:
+            return f"shapes are {', '.join(SCENES)}; take 1 or more replicas and requests"
+        if self.stays and self.json_output:
+            return "--json ends with the result, and --stay does not end: leave one of them out"
+        return None
 
 
 class Demo:
@@ -114,6 +151,15 @@ class Demo:
         reused: int = usage["prompt_tokens_details"]["cached_tokens"]
         return reused
 
+    @property
+    def url(self) -> str:
+        """Of the router."""
+        return self._router.url
+
+    def proxied(self, prompt: Prompt) -> int:
+        """Send a prompt through the router, as any client would; the tokens reused."""
+        return self._complete(self._router.url, list(prompt.tokens), prompt.max_tokens)
+
     def _wait(self) -> None:
         self._router.wait_until_shown(self._ids, [server.publisher.next_seq - 1 for server in self._fleet])
 
@@ -148,26 +194,14 @@ def _orderly_end() -> Iterator[Callable[[], None]]:
             signal.signal(number, handler)
 
 
-def run_demo(
-    *,
-    replicas: int = 3,
-    shape: str = "gemma3",
-    requests: int = 48,
-    seed: int = 7,
-    json_output: bool = False,
-    clock: Callable[[], float] = time.monotonic,
-    command: Callable[[int, Path], list[str]] = serve_command,
-) -> int:
-    """Run it to its end. Returns the exit code: 0 when every prediction was right, 1 when one was wrong or it failed.
-
-    clock: seconds, monotonic. command: how a router is started on a port with a data folder.
-    """
-    if shape not in SCENES or replicas < 1 or requests < 1:
-        print(f"kvrouter demo: shapes are {', '.join(SCENES)}; take 1 or more replicas and requests", file=sys.stderr)
+def run_demo(options: DemoOptions) -> int:
+    """Run it to its end. Returns the exit code: 0 when every prediction was right, 1 when one was wrong or it failed."""
+    if options.problem is not None:
+        print(f"kvrouter demo: {options.problem}", file=sys.stderr)
         return 2
     try:
         with _orderly_end() as hold_signals:
-            return _run(shape, replicas, requests, seed, json_output, clock, command, hold_signals)
+            return _run(options, hold_signals)
     except DemoFailed as error:
         print(f"kvrouter demo: {error}", file=sys.stderr)
         return 1
@@ -176,28 +210,22 @@ def run_demo(
         return INTERRUPTED
 
 
-def _run(
-    shape: str,
-    replicas: int,
-    requests: int,
-    seed: int,
-    json_output: bool,
-    clock: Callable[[], float],
-    command: Callable[[int, Path], list[str]],
-    hold_signals: Callable[[], None],
-) -> int:
-    scene = SCENES[shape]
-    prompts = make_prompts(random.Random(seed), requests)
-    warmup = requests // WARMUP_SHARE
-    view = View(replicas, quiet=json_output)
-    view.opening(shape, scene, replicas, requests, warmup, working_set_blocks(scene, prompts))
+def _run(options: DemoOptions, hold_signals: Callable[[], None]) -> int:
+    scene, replicas, clock = SCENES[options.shape], options.replicas, options.clock
+    prompts = options.prompts or make_prompts(random.Random(options.seed), options.requests)
+    working_set = working_set_blocks(scene, prompts)
+    if options.prompts:
+        scene = roomy(scene, prompts, working_set)
+    warmup = len(prompts) // WARMUP_SHARE
+    view = View(replicas, max(len(prompt.tokens) for prompt in prompts), quiet=options.json_output)
+    view.opening(options.shape, scene, replicas, len(prompts), warmup, working_set, options.policy, options.name)
     started = clock()
     rows: list[Row] = []
     summary = Summary()
     rivals = Rivals(scene, replicas, warmup)
     with contextlib.ExitStack() as stack:
         try:
-            demo = _start(stack, shape, scene, replicas, warmup, command)
+            demo = _start(stack, options, scene, warmup)
             view.header(clock() - started)
             for number, prompt in enumerate(prompts):
                 row = demo.serve(number, prompt)
@@ -205,38 +233,60 @@ def _run(
                 rows.append(row)
                 summary.add(row)
                 view.row(row)
+            summary.round_robin_reused_tokens = rivals.round_robin_reused
+            summary.full_attention_reused_tokens = rivals.full_attention_reused
+            summary.seconds = round(clock() - started, 2)
+            if options.json_output:
+                shown = [asdict(row) for row in rows]
+                result = {"shape": options.shape, "seed": options.seed, "rows": shown, "summary": asdict(summary)}
+                print(json.dumps(result))
+            else:
+                view.closing(options.shape, rows, summary)
+            if options.stays:
+                _stay(demo, options, view)
         finally:
             hold_signals()
-    summary.round_robin_reused_tokens = rivals.round_robin_reused
-    summary.full_attention_reused_tokens = rivals.full_attention_reused
-    summary.seconds = round(clock() - started, 2)
-    if json_output:
-        shown = [asdict(row) for row in rows]
-        print(json.dumps({"shape": shape, "seed": seed, "rows": shown, "summary": asdict(summary)}))
-    else:
-        view.closing(shape, rows, summary)
     return 0 if summary.exact_prompts == summary.prompts else 1
 
 
-def _start(
-    stack: contextlib.ExitStack,
-    shape: str,
-    scene: DemoScene,
-    replicas: int,
-    warmup: int,
-    command: Callable[[int, Path], list[str]],
-) -> Demo:
+def _stay(demo: Demo, options: DemoOptions, view: View) -> None:
+    """Requests through the router until Ctrl-C, which is how this ends."""
+    view.staying(demo.url)
+    sent = prompt_tokens = reused_tokens = 0
+    reported_s = options.clock()
+    with contextlib.suppress(KeyboardInterrupt):
+        for turn in itertools.count(1):
+            rng = random.Random(options.seed + turn)
+            for prompt in options.prompts or make_prompts(rng, STAY_PROMPTS):
+                sent += 1
+                prompt_tokens += len(prompt.tokens)
+                reused_tokens += demo.proxied(prompt)
+                if options.clock() >= reported_s + STAY_REPORT_S:
+                    reported_s = options.clock()
+                    view.still(sent, reused_tokens, prompt_tokens)
+                options.sleep(STAY_PAUSE_S)
+    view.stayed(sent)
+
+
+def _start(stack: contextlib.ExitStack, options: DemoOptions, scene: DemoScene, warmup: int) -> Demo:
     """Router and replicas, started and registered; whatever was started is stopped when `stack` ends."""
     http = Http()
     folder = tempfile.TemporaryDirectory(prefix="kvrouter-demo-", ignore_cleanup_errors=True)
+    command = options.command or partial(serve_command, policy=options.policy)
     router = RouterProcess(Path(stack.enter_context(folder)), http=http, command=command)
     stack.callback(router.stop)
     router.start()
     context = stack.enter_context(zmq.Context[zmq.Socket[bytes]]())
     fleet: list[ReplicaServer] = []
-    for _ in range(replicas):
+    for _ in range(options.replicas):
         server = ReplicaServer(
-            scene.geometry, scene.num_blocks, context=context, model=f"sim-{shape}", chunk_tokens=scene.chunk_tokens
+            scene.geometry,
+            scene.num_blocks,
+            context=context,
+            model=f"sim-{options.shape}",
+            chunk_tokens=scene.chunk_tokens,
+            # Who stays looks at load and latency too.
+            timing=Timing() if options.stays else INSTANT,
         )
         stack.callback(server.release)
         fleet.append(server)

@@ -50,10 +50,10 @@ class Http:
             raise DemoFailed(f"{url} did not answer: {error}") from None
 
 
-def serve_command(port: int, data_dir: Path) -> list[str]:
+def serve_command(port: int, data_dir: Path, policy: str = "kv") -> list[str]:
     """How the router is started: its own embedded database under `data_dir`, loopback only."""
     command = [sys.executable, "-m", "kvrouter.router.cli", "serve", "--host", "127.0.0.1", "--port", str(port)]
-    return [*command, "--data-dir", str(data_dir), "--log-level", "warning"]
+    return [*command, "--data-dir", str(data_dir), "--log-level", "warning", "--policy", policy]
 
 
 def free_port() -> int:

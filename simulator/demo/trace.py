@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrouter.simulator.cache.hit import group_hashes
 from kvrouter.simulator.cache.pool import Key
@@ -51,6 +51,12 @@ SCENES = {
 ACTIVE_CONVERSATIONS = 6
 LONGEST_TEXT_TOKENS = 560
 
+# Of a trace, whose prompts may be long: a pool holds this many times what the longest one may need, or this fraction of
+# what all fill.
+LONGEST_SHARE = 1.2
+POOL_SHARE = 6
+TRACE_CHUNK_TOKENS = 2_048
+
 
 def make_prompts(rng: random.Random, count: int) -> list[Prompt]:
     """`count` turns of interleaved conversations that share three system prompts; four turns each on average.
@@ -81,6 +87,15 @@ def make_prompts(rng: random.Random, count: int) -> list[Prompt]:
         if rng.random() < 0.25 or len(text) > LONGEST_TEXT_TOKENS:
             active.remove(conversation)
     return prompts
+
+
+def roomy(scene: DemoScene, prompts: Sequence[Prompt], working_set: int) -> DemoScene:
+    """The scene for prompts of any length: pools of some share of what they fill, in which the longest one fits."""
+    longest = max(len(prompt.tokens) + prompt.max_tokens for prompt in prompts)
+    # What a request may need at most: all of it in every group.
+    needed = sum(-(-longest // group.block_size) for group in scene.geometry.groups)
+    blocks = max(scene.num_blocks, int(needed * LONGEST_SHARE), working_set // POOL_SHARE)
+    return replace(scene, num_blocks=blocks, chunk_tokens=TRACE_CHUNK_TOKENS)
 
 
 def full_attention_hit(replica: Replica, tokens: Sequence[int]) -> int:

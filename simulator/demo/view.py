@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,12 @@ if TYPE_CHECKING:
     from kvrouter.simulator.demo.summary import Row, Summary
     from kvrouter.simulator.demo.trace import DemoScene
 
+# Terminals that nobody made wider; a row fits.
+WIDTH = 80
 # `480 g0`: a hit and the group that kept it from being longer.
 CELL = 8
+# Of more replicas, or of longer prompts, groups do not fit, and some columns.
+MANY_REPLICAS, LONG_PROMPT_TOKENS = 4, 1_000
 KINDS = {"full_attention": "full attention", "sliding_window": "sliding window", "mamba": "Mamba"}
 
 
@@ -32,74 +37,102 @@ def _runs(groups: Sequence[GroupShape]) -> Iterator[tuple[int, int, GroupShape]]
 class View:
     """Prints to standard output; nothing when `quiet`."""
 
-    def __init__(self, replicas: int, *, quiet: bool, console: Console | None = None) -> None:
+    def __init__(self, replicas: int, longest: int, *, quiet: bool, console: Console | None = None) -> None:
+        """longest: tokens of the longest prompt."""
         self._console = console or Console(quiet=quiet, highlight=False, soft_wrap=True)
         self._replicas = replicas
+        self._is_narrow = replicas > MANY_REPLICAS or longest >= LONG_PROMPT_TOKENS
+        self._cell = len(str(longest)) + 1 if self._is_narrow else CELL
+
+    def _say(self, text: str, style: str = "") -> None:
+        """A paragraph, as wide as the table."""
+        indent = len(text) - len(text.lstrip())
+        self._console.print(Text(textwrap.fill(text, WIDTH, subsequent_indent=" " * (indent + 2)), style=style))
 
     def opening(
-        self, shape: str, scene: DemoScene, replicas: int, requests: int, warmup: int, working_set: int
+        self,
+        shape: str,
+        scene: DemoScene,
+        replicas: int,
+        requests: int,
+        warmup: int,
+        working_set: int,
+        policy: str,
+        name: str,
     ) -> None:
-        """What is about to be started."""
+        """What is about to be started. name: of the trace that the prompts come from, empty where they are made."""
         groups = scene.geometry.groups
         layout = ", ".join(
             f"g{first}{f'-g{last}' if last > first else ''} {KINDS[shape.kind]}"
             + (f" of {shape.sliding_window} tokens" if shape.sliding_window else "")
             for first, last, shape in _runs(groups)
         )
-        say = self._console.print
-        say(Text(f"kvrouter demo: {requests} prompts, {replicas} replicas of a {shape}-like model", style="bold"))
-        say(f"  KV cache groups: {layout}; blocks of {groups[0].block_size} tokens")
-        say(f"  GPU pool: {scene.num_blocks} blocks a replica; all prompts together fill {working_set}, so it evicts")
-        say(f"  The first {warmup} prompts go round robin, as before a router came; then kvrouter chooses.")
-        say("  Starting the router (embedded Valkey, data in a temporary folder) ...")
+        source = f" of {name}" if name else ""
+        self._say(f"kvrouter demo: {requests} prompts{source}, {replicas} replicas of a {shape}-like model", "bold")
+        self._say(f"  KV cache groups: {layout}; blocks of {groups[0].block_size} tokens")
+        self._say(
+            f"  GPU pool: {scene.num_blocks} blocks a replica; all prompts together fill {working_set}, so it evicts"
+        )
+        by = "" if policy == "kv" else f" by policy {policy}"
+        self._say(f"  The first {warmup} prompts go round robin, as before a router came; then kvrouter chooses{by}.")
+        self._say("  Starting the router (embedded Valkey, data in a temporary folder) ...")
 
     def header(self, start_s: float) -> None:
         """The table's head, with what its columns mean."""
-        say = self._console.print
-        say(f"  Up after {start_s:.1f} s. Columns: the tokens that kvrouter predicts each replica to reuse, and the")
-        say("  group that limits it; where the prompt goes; tokens predicted and really reused; ok: right for ALL")
-        say("  replicas; full attention only: where a router that sees nothing else goes, and the hit it expects.\n")
-        workers = "".join(f"{f'w{i}':<{CELL}}" for i in range(self._replicas))
-        say(
-            Text(f"{'#':>3} {'talk':>6} {'prompt':>6}  {workers}{'to':<6}{'predicted':>9} {'reused':>6} {'ok':<3} ")
-            + Text("full attention only"),
-            style="bold",
+        limit = "" if self._is_narrow else ", and the group that limits it"
+        there = "reused" if self._is_narrow else "predicted and reused"
+        columns = (
+            f"  Up after {start_s:.1f} s. Columns: the tokens that kvrouter predicts each replica to reuse{limit}; where "
+            f"the prompt goes (rr: round robin); tokens {there} there; ok: right for ALL replicas"
         )
+        if not self._is_narrow:
+            columns += (
+                "; FA: where a router that sees full attention only goes, and the hit it expects (~: less is reused; "
+                "!: and another replica would reuse more)"
+            )
+        self._say(f"{columns}.")
+        self._console.print()
+        workers = "".join(f"{f'w{i}':<{self._cell}}" for i in range(self._replicas))
+        talk, promised, rival = ("", "", "") if self._is_narrow else (f"{'talk':>5} ", f"{'pred.':>6} ", " FA")
+        head = f"{'#':>3} {talk}{'prompt':>6}  {workers}{'to':<6}{promised}{'reused':>6} ok{rival}"
+        self._console.print(Text(head, style="bold"))
 
     def row(self, row: Row) -> None:
         """One prompt."""
-        line = Text(f"{row.number:>3} {f'{row.conversation}.{row.turn}':>6} {row.prompt_tokens:>6}  ")
+        talk = "" if self._is_narrow else f"{f'{row.conversation}.{row.turn}':>5} "
+        line = Text(f"{row.number:>3} {talk}{row.prompt_tokens:>6}  ")
         for i, hit in enumerate(row.predicted):
-            limit = row.limited_by[i]
+            limit = None if self._is_narrow else row.limited_by[i]
             cell = f"{hit}" + (f" {limit.split()[0]}" if limit else "")
-            line.append(f"{cell:<{CELL}}", style="bold cyan" if i == row.chosen else "")
+            line.append(f"{cell:<{self._cell}}", style="bold cyan" if i == row.chosen else "")
         by = f"w{row.chosen}" if row.by == "kvrouter" else f"w{row.chosen} rr"
-        line.append(f"{by:<6}{row.promised:>9} {row.reused:>6} ")
+        promised = "" if self._is_narrow else f"{row.promised:>6} "
+        line.append(f"{by:<6}{promised}{row.reused:>6} ")
         line.append(self._mark(row.exact), style="green" if row.exact else "bold red")
-        i = row.full_attention_choice
-        line.append(f"w{i} {row.full_attention[i]}")
-        if row.full_attention_wrong:
-            line.append(f", reuses {row.real[i]}: wrong replica, {max(row.real)} elsewhere", style="red")
-        elif row.full_attention_overpromised:
-            line.append(f", reuses {row.real[i]}", style="yellow")
+        if not self._is_narrow:
+            i = row.full_attention_choice
+            line.append(f"w{i} {row.full_attention[i]}")
+            if row.full_attention_wrong:
+                line.append("!", style="bold red")
+            elif row.full_attention_overpromised:
+                line.append("~", style="yellow")
+        line.rstrip()
         self._console.print(line)
 
     def _mark(self, good: bool) -> str:
         if self._console.encoding.startswith("utf"):
-            return "✓   " if good else "✗   "
-        return "yes " if good else "NO  "
+            return "✓  " if good else "✗  "
+        return "y  " if good else "N  "
 
     def closing(self, shape: str, rows: list[Row], summary: Summary) -> None:
         """What it came to, and what to run next."""
-        say = self._console.print
+        say = self._say
         good = summary.exact_prompts == summary.prompts
-        say("")
+        self._console.print()
         say(
-            Text(
-                f"kvrouter: {summary.exact_prompts} of {summary.prompts} prompts predicted exactly, on every replica "
-                f"({summary.exact_checked} of {summary.checked} predictions, {summary.nonzero_checked} of them hits)",
-                style="bold green" if good else "bold red",
-            )
+            f"kvrouter: {summary.exact_prompts} of {summary.prompts} prompts predicted exactly, on every replica "
+            f"({summary.exact_checked} of {summary.checked} predictions, {summary.nonzero_checked} of them hits)",
+            "bold green" if good else "bold red",
         )
         if not good:
             say(f"  wrong: prompts {', '.join(map(str, summary.wrong_numbers))}")
@@ -123,7 +156,27 @@ class View:
         )
         saved = summary.reused_tokens - summary.round_robin_reused_tokens
         say(f"  That is {saved} tokens of prefill saved over round robin. Took {summary.seconds:.1f} s.")
-        say("\nNext:")
-        say("  kvrouter serve --worker w0=http://HOST:8000,events=tcp://HOST:5557,model=NAME    your own vLLM")
-        say(f"  kvrouter sim --shape {shape}    one simulated replica to play with")
-        say("  kvrouter demo --shape qwen3-next    the same with Mamba; also gpt-oss, llama")
+        self._console.print("\nNext:", style="bold")
+        for command, what in (
+            ("kvrouter serve --worker w0=http://HOST:8000", "your own vLLM, from 0.31 on"),
+            ("kvrouter demo --stay", "the same, to look at in a browser"),
+            (f"kvrouter sim --shape {shape}", "one simulated replica to play with"),
+            ("kvrouter demo --shape qwen3-next", "with Mamba; also gpt-oss, llama"),
+        ):
+            self._console.print(f"  {command:<43} {what}")
+
+    def staying(self, url: str) -> None:
+        """Where to look while traffic goes on."""
+        self._console.print()
+        self._console.print(Text(f"The fleet in a browser: {url}/", style="bold cyan"))
+        self._say("Traffic goes on through the router until Ctrl-C.")
+        for command in ("workers", "tail", "explain --request ID", "doctor"):
+            self._console.print(f"  kvrouter {command} --url {url}")
+
+    def still(self, sent: int, reused_tokens: int, prompt_tokens: int) -> None:
+        """That it goes on."""
+        self._say(f"  {sent} requests, {reused_tokens} of {prompt_tokens} prompt tokens reused")
+
+    def stayed(self, sent: int) -> None:
+        """The end of it."""
+        self._console.print(f"\nStopped after {sent} more requests.")

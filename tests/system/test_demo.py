@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -12,8 +13,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from fleet import until
 
-from kvrouter.simulator.demo.demo import run_demo
+from kvrouter.router.cli.demo import prompts_of
+from kvrouter.simulator.demo.demo import WARMUP_SHARE, DemoOptions, run_demo
 from kvrouter.simulator.demo.router import DemoFailed, Http, RouterProcess
 from kvrouter.simulator.demo.trace import SCENES
 
@@ -83,7 +86,7 @@ def test_wrong_predictions_end_with_1_and_leave_nothing(
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    assert run_demo(replicas=2, requests=12, json_output=True, command=ignorant) == 1
+    assert run_demo(DemoOptions(replicas=2, requests=12, json_output=True, command=ignorant)) == 1
     said = json.loads(capsys.readouterr().out)
     assert said["summary"]["prompts"] == 12
     assert 0 < said["summary"]["exact_prompts"] < 12
@@ -96,9 +99,10 @@ def test_wrong_predictions_end_with_1_and_leave_nothing(
 def test_a_signal_ends_it_and_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path) -> None:
     script = tmp_path / "demo.py"
     script.write_text(
-        "import sys\nfrom kvrouter.simulator.demo.demo import run_demo\n"
+        "import sys\nfrom kvrouter.simulator.demo.demo import DemoOptions, run_demo\n"
         f"IGNORANT = {IGNORANT!r}\n"
-        "sys.exit(run_demo(requests=2_000, command=lambda port, data: [sys.executable, '-c', IGNORANT, str(port)]))\n"
+        "command = lambda port, data: [sys.executable, '-c', IGNORANT, str(port)]\n"
+        "sys.exit(run_demo(DemoOptions(requests=2_000, command=command)))\n"
     )
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -118,8 +122,50 @@ def test_a_signal_ends_it_and_leaves_nothing(number: signal.Signals, code: int, 
 
 @pytest.mark.parametrize("shape", SCENES)
 def test_the_real_router_predicts_every_prompt_exactly(shape: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_demo(shape=shape, requests=24, json_output=True) == 0
+    assert run_demo(DemoOptions(shape=shape, replicas=3, requests=24, json_output=True)) == 0
     summary = json.loads(capsys.readouterr().out)["summary"]
     assert summary["exact_prompts"] == summary["prompts"] == 24
     assert summary["exact_checked"] == summary["checked"] == 72
     assert summary["nonzero_checked"] > 0
+
+
+def test_a_trace_is_predicted_exactly_under_another_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": n, "input_length": 1_300, "output_length": 900, "hash_ids": [n % 3, 10 + n % 6, 20 + n]}
+        for n in range(12)
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = prompts_of(trace, 100)
+    assert [len(prompt.tokens) for prompt in prompts] == [1_300] * 12
+    assert prompts[0].tokens[:512] == prompts[3].tokens[:512] and prompts[0].tokens[512:] != prompts[3].tokens[512:]
+    assert prompts[0].tokens[:1_024] == prompts[6].tokens[:1_024]
+    options = DemoOptions(replicas=2, prompts=prompts, policy="round_robin", json_output=True)
+    assert run_demo(options) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["summary"]["checked"] == said["summary"]["exact_checked"] == 24
+    chosen = [row["chosen"] for row in said["rows"]][len(prompts) // WARMUP_SHARE :]
+    assert all(one != following for one, following in itertools.pairwise(chosen))
+
+
+def test_it_stays_until_ctrl_c_and_leaves_nothing(tmp_path: Path) -> None:
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    command = [sys.executable, "-m", "kvrouter.router.cli", "demo", "--stay", "--requests", "8", "--replicas", "2"]
+    environment = {**os.environ, "TMPDIR": str(scratch)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout is not None
+        line = next(line for line in process.stdout if line.startswith("The fleet in a browser: "))
+        url = line.split()[-1].rstrip("/")
+        http = Http()
+        until(lambda: len(http.call(f"{url}/decisions")["decisions"]) > 20, "traffic goes on")
+        outcomes = [one["outcome"] for one in http.call(f"{url}/decisions?limit=10")["decisions"]]
+        assert any(one and one["outcome"] == "ok" and one["delivered_tokens"] is not None for one in outcomes)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 0 and "Stopped after" in out and not err
+    assert list(scratch.iterdir()) == []
+    with pytest.raises(DemoFailed):
+        http.call(f"{url}/health")

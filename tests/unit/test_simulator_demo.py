@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from kvrouter.simulator.demo.demo import run_demo
+from kvrouter.simulator.demo.demo import DemoOptions, run_demo
 from kvrouter.simulator.demo.summary import Row, Summary
 from kvrouter.simulator.demo.trace import (
     SCENES,
@@ -108,31 +108,66 @@ def test_the_summary_counts() -> None:
 
 def test_the_view_is_plain_off_a_terminal() -> None:
     out = io.StringIO()
-    view = View(2, quiet=False, console=Console(file=out, highlight=False, soft_wrap=True))
-    view.opening("gemma3", SCENES["gemma3"], 2, 48, 12, 1200)
-    view.header(1.0)
-    view.row(ROW)
-    view.row(replace(ROW, predicted=[16, 320]))
-    summary = Summary()
-    summary.add(ROW)
-    view.closing("gemma3", [ROW], summary)
+    shown(View(2, 600, quiet=False, console=Console(file=out, highlight=False, soft_wrap=True)), ROW)
     text = out.getvalue()
     assert "\x1b" not in text
-    assert "w0 480, reuses 0: wrong replica, 320 elsewhere" in text
+    assert "w0 480!" in text
     assert text.count("✓") == text.count("✗") == 1
-    assert "1 of 1 prompts predicted exactly" in text
-    assert "it takes w0 for 480 tokens, which reuses 0, because of g0 sliding_window; w1 reuses 320" in text
+    flat = " ".join(text.split())
+    assert "1 of 1 prompts predicted exactly" in flat
+    assert "it takes w0 for 480 tokens, which reuses 0, because of g0 sliding_window; w1 reuses 320" in flat
+    assert "http://127.0.0.1:1234/" in text and "7 more requests" in text
+
+
+def shown(view: View, row: Row) -> None:
+    """All that a view may say."""
+    replicas = len(row.predicted)
+    view.opening("gemma3", SCENES["gemma3"], replicas, 500, 12, 1200, "least_load", "a_trace_of_some_length.jsonl")
+    view.header(1.0)
+    view.row(row)
+    view.row(replace(row, predicted=[16, *row.predicted[1:]]))
+    summary = Summary()
+    summary.add(row)
+    view.closing("gemma3", [row], summary)
+    view.staying("http://127.0.0.1:1234")
+    view.still(123_456, 12_345_678, 123_456_789)
+    view.stayed(7)
+
+
+@pytest.mark.parametrize("replicas", [2, 4, 8])
+@pytest.mark.parametrize("longest", [999, 9_999, 99_999])
+def test_the_view_fits_80_columns(replicas: int, longest: int) -> None:
+    out = io.StringIO()
+    hits = [longest - 16] * replicas
+    row = replace(
+        ROW,
+        number=500,
+        conversation=999,
+        prompt_tokens=longest,
+        predicted=hits,
+        real=[0] * (replicas - 1) + [longest - 16],
+        limited_by=["g10 sliding_window"] * replicas,
+        full_attention=hits,
+        chosen=replicas - 1,
+        by="round robin",
+        promised=longest - 16,
+        reused=longest - 16,
+    )
+    shown(View(replicas, longest, quiet=False, console=Console(file=out, highlight=False, soft_wrap=True)), row)
+    assert max(map(len, out.getvalue().splitlines())) <= 80
 
 
 def test_the_view_can_do_without_utf8() -> None:
     raw = io.BytesIO()
     out = io.TextIOWrapper(raw, encoding="ascii")
-    View(2, quiet=False, console=Console(file=out, highlight=False, soft_wrap=True)).row(ROW)
+    View(2, 600, quiet=False, console=Console(file=out, highlight=False, soft_wrap=True)).row(ROW)
     out.flush()
-    assert b" yes " in raw.getvalue()
+    assert b" y  " in raw.getvalue()
 
 
 def test_senseless_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_demo(shape="bert") == 2
-    assert run_demo(replicas=0) == 2
+    assert run_demo(DemoOptions(shape="bert")) == 2
+    assert run_demo(DemoOptions(replicas=0)) == 2
     assert "gemma3" in capsys.readouterr().err
+    assert run_demo(DemoOptions(stays=True, json_output=True)) == 2
+    assert "--stay" in capsys.readouterr().err
