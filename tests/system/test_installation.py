@@ -36,5 +36,7 @@ def test_a_wheel_has_every_source_and_what_could_be_compiled(tmp_path: Path, com
     names = set(zipfile.ZipFile(wheel).namelist())
     typed = {path.relative_to(ROOT).with_suffix("") for path in ROOT.glob("router/**/*.p[xy][dx]")}
     assert typed and all(f"kvrouter/{name}.py" in names for name in typed)
+    page = {path.name for path in (ROOT / "router/page/static").iterdir()}
+    assert page and {f"kvrouter/router/page/static/{name}" for name in page} <= names
     compiled = {name.partition(".")[0] for name in names if name.endswith(".so")}
     assert compiled == ({f"kvrouter/{name}" for name in typed} if compiler is None else set())
