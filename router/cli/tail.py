@@ -102,7 +102,7 @@ def _about(event: dict[str, Any]) -> str:
         group = "-" if event["group_idx"] is None else event["group_idx"]
         owner = f" {event['owner']}" if "owner" in event else ""
         seq = f", seq {event['seq']}" if "seq" in event else ""
-        return f"{event['blocks']} blocks, group {group} on {event['medium']}{owner}{seq}"
+        return f"{event['blocks']} block{'s' if event['blocks'] != 1 else ''}, group {group} on {event['medium']}{owner}{seq}"
     if kind == "state":
         credit = "" if event["credited"] else ", no credit"
         return f"{event['state']}{credit}" + (f": {reason}" if reason else "")

@@ -25,7 +25,7 @@ MODEL = "sim-gemma3"
 VIEWS = ("fleet", "reuse", "decisions", "prompt", "events", "store")
 # What a view shows when it has its data.
 READY = {
-    "fleet": "#fleet-now tbody tr >> nth=2",
+    "fleet": "#fleet-workers tbody tr >> nth=2",
     "reuse": "#reuse-workers tbody tr",
     "decisions": "#decisions-list tbody tr",
     "prompt": "#prompt-models option",
@@ -324,9 +324,24 @@ def test_names_of_workers_are_text_and_never_markup(chromium: Browser, tmp_path:
         router.request("POST", "/register", {"worker_id": name, "model": name, "url": "http://127.0.0.1:9"})
         with closing(BrowserPage(chromium, router.port)) as tab:
             page = tab.open("fleet")
-            page.wait_for_selector("#fleet-now tbody tr")
-            assert name in page.inner_text("#fleet-now") and page.locator("main img").count() == 0
+            page.wait_for_selector("#fleet-workers tbody tr")
+            assert name in page.inner_text("#fleet-workers") and page.locator("main img").count() == 0
             assert name in tab.open("prompt").inner_text("#prompt-models")
+
+
+def test_a_large_fleet_is_shown_in_part_and_can_be_searched(chromium: Browser, tmp_path: Path) -> None:
+    with RouterProcess(tmp_path, ["--max-workers", "300"]) as router:
+        for number in range(250):
+            body = {"worker_id": f"worker-{number}", "model": "m", "url": f"http://127.0.0.1:{number + 1}"}
+            router.request("POST", "/register", body)
+        with closing(BrowserPage(chromium, router.port)) as tab:
+            page = tab.open("fleet")
+            page.wait_for_selector("text=50 more match")
+            assert page.locator("#fleet-workers > div > table > tbody > tr").count() == 200
+            page.fill("input[type=search]", "worker-24")
+            expect(page.locator("#fleet-workers > div > table > tbody > tr")).to_have_count(11)
+            page.fill("input[type=search]", "nothing like it")
+            page.wait_for_selector("text=No worker matches.")
 
 
 @pytest.mark.skipif("PAGE_IMAGES" not in os.environ, reason="pictures are made on demand")

@@ -5,6 +5,10 @@ import { el, meter, pill, show, table, tiles } from "./dom.js";
 import { brief, count, group, percent, route, seconds, tone } from "./words.js";
 
 const MEDIA = ["GPU", "CPU", "STORAGE"];
+// More rows than anybody reads, and than a browser changes in a blink.
+const MOST_ROWS = 200;
+
+let wanted = "";
 
 /** {"g0:GPU": 12} of a worker as a small table: a row for each group, a column for each medium. */
 function residency(worker) {
@@ -61,6 +65,10 @@ function update({ state: known }) {
     model.loads.map((one) => [`${model.model_name}/${route(one)}`, one])));
   const blocks = workers.reduce((sum, one) => sum + Object.values(one.residency).reduce((a, b) => a + b, 0), 0);
   const requests = [...rankLoads.values()].reduce((sum, one) => sum + one.active_requests, 0);
+  const text = wanted.toLowerCase();
+  const found = workers.filter((one) => !text ||
+    [route(one), one.model, one.url ?? "", one.state, one.draining ? "draining" : ""].some((part) => part.toLowerCase().includes(text)));
+  const rows = found.slice(0, MOST_ROWS);
   show(document.getElementById("fleet-now"),
     ...(health?.reasons ?? []).map((reason) => el("p", { class: "notice", text: reason })),
     ...(health?.warnings ?? []).map((reason) => el("p", { class: "notice warning", text: reason })),
@@ -69,27 +77,36 @@ function update({ state: known }) {
       ["Blocks held", brief(blocks)],
       ["Requests in flight", count(requests)],
       ["Prompts waiting", count(loads.reduce((sum, one) => sum + one.pending_count, 0))],
-    ]),
-    el("div", { class: "panel" }, table({
+    ]));
+  show(document.getElementById("fleet-workers"),
+    table({
       caption: "Workers: blocks by group and medium, state, load, reuse",
       cards: true,
       columns: [{ name: "Worker" }, { name: "State" }, { name: "Blocks held" }, { name: "Load" }, { name: "Reuse" }, { name: "Lag" }],
-      keys: workers.map((one) => `${one.model}/${route(one)}`),
-      rows: workers.map((one) => [
+      keys: rows.map((one) => `${one.model}/${route(one)}`),
+      rows: rows.map((one) => [
         el("div", {}, el("strong", { text: route(one) }), el("div", { class: "small quiet", text: one.model }),
           el("div", { class: "small quiet", text: one.url ?? "no address" })),
         state(one), residency(one), load(rankLoads.get(`${one.model}/${route(one)}`)), reused(one),
         one.lag_ms === null ? "–" : seconds(one.lag_ms / 1000),
       ]),
-      empty: "No worker is registered: POST /register, or start with --worker.",
-    })));
+      empty: wanted ? "No worker matches." : "No worker is registered: POST /register, or start with --worker.",
+    }),
+    found.length > rows.length ? el("p", { class: "quiet", text: `${count(found.length - rows.length)} more match: write more of what you look for.` }) : null);
 }
 
 export const fleet = {
   id: "fleet",
   title: "Fleet",
-  mount(root) {
-    root.append(el("h2", { text: "Fleet" }), el("div", { id: "fleet-now" }));
+  mount(root, app) {
+    root.append(el("h2", { text: "Fleet" }), el("div", { id: "fleet-now" }),
+      el("section", { class: "panel", "aria-label": "Workers" },
+        el("label", {}, el("span", { text: "Only workers with this in id, model, address or state" }),
+          el("input", { type: "search", value: wanted, autocomplete: "off", on: { input: (event) => {
+            wanted = event.target.value.trim();
+            app.changed();
+          } } })),
+        el("div", { id: "fleet-workers" })));
   },
   update,
 };
