@@ -19,7 +19,7 @@ EVENTS: tuple[tuple[dict[str, Any], str], ...] = (
     ({"type": "stored", "group_idx": 0, "medium": "GPU", "blocks": 24, "seq": 17}, "24 blocks, group 0 on GPU, seq 17"),
     (
         {"type": "removed", "group_idx": None, "medium": "STORAGE", "owner": "o", "blocks": 1},
-        "1 blocks, group - on STORAGE o",
+        "1 block, group - on STORAGE o",
     ),
     ({"type": "epoch", "epoch": "e1", "reason": "restarted"}, "e1: restarted"),
     ({"type": "gap", "count": 2, "reason": "batches 1 to 2"}, "2 times: batches 1 to 2"),
