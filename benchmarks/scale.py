@@ -170,8 +170,7 @@ def by_prompt_ids(quick: bool) -> Iterator[Point]:
         fleet.plans = msgspec.structs.replace(
             fleet.plans,
             by_scheme={
-                space: msgspec.structs.replace(plan, stops_early=False)
-                for space, plan in fleet.plans.by_scheme.items()
+                space: msgspec.structs.replace(plan, stops_early=False) for space, plan in fleet.plans.by_scheme.items()
             },
         )
         prompts = [rng.integers(0, 200_000, tokens) for _ in range(8)]
@@ -273,7 +272,7 @@ def draw(points: list[Point], path: Path) -> None:
     from matplotlib.figure import Figure
 
     names = [name for name in SWEEPS if any(one.sweep == name for one in points)]
-    figure = Figure(figsize=(12, 3 * math.ceil(len(names) / 3)), dpi=90, layout="constrained")
+    figure = Figure(figsize=(12, 3 * math.ceil(len(names) / 3)), dpi=80, layout="constrained")
     for place, name in enumerate(names, 1):
         axes = figure.add_subplot(math.ceil(len(names) / 3), 3, place)
         own = [one for one in points if one.sweep == name]
