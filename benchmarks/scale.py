@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +124,7 @@ class Fleet:
         """Other prompts of the index, each once in a round."""
         rng = np.random.default_rng(2)
         questions = [self.question(self.others[i]) for i in rng.permutation(len(self.others))[:MOST_CALLS]]
-        return timed(sweep, x, lambda turn: self.ask(questions[turn % len(questions)]))
+        return timed(sweep, x, partial(ask_in_turn, self, questions))
 
 
 def timed(sweep: str, x: int, call: Callable[[int], Any]) -> Point:
@@ -175,7 +176,11 @@ def by_prompt_ids(quick: bool) -> Iterator[Point]:
         )
         prompts = [rng.integers(0, 200_000, tokens) for _ in range(8)]
         questions = [Question(MODEL, tokens, token_ids=prompt) for prompt in prompts]
-        yield timed("prompt ids", tokens, lambda turn, fleet=fleet, questions=questions: fleet.ask(questions[turn % 8]))
+        yield timed("prompt ids", tokens, partial(ask_in_turn, fleet, questions))
+
+
+def ask_in_turn(fleet: Fleet, questions: list[Question], turn: int) -> int:
+    return fleet.ask(questions[turn % len(questions)])
 
 
 def by_groups(quick: bool) -> Iterator[Point]:
