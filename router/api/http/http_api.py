@@ -35,7 +35,7 @@ from kvrouter.router.config.settings import Config
 from kvrouter.router.page.page_files import PAGE, PageFile
 from kvrouter.router.proxy.downstream import Client
 from kvrouter.router.proxy.proxy import Proxy
-from kvrouter.router.proxy.request_reader import PATHS
+from kvrouter.router.tokens.proxied_paths import PATHS
 
 if TYPE_CHECKING:
     from kvrouter.router.quality.tracing import RequestTrace, Tracing
