@@ -227,7 +227,9 @@ def _message(fields: dict[str, msgspec.Raw]) -> TokenRequest:
     thinking = _decoded(fields.get("thinking", msgspec.Raw(NULL)), "thinking")
     if isinstance(thinking, dict) and thinking.get("type") == "disabled":
         # From 0.31 on vLLM tries out once which effort its template takes for that, and its render does not use it.
-        raise TokensUnknown("unsupported", "thinking that is disabled: only the engine knows what its template makes of it")
+        raise TokensUnknown(
+            "unsupported", "thinking that is disabled: only the engine knows what its template makes of it"
+        )
     return asked
 
 

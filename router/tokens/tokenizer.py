@@ -308,7 +308,9 @@ class TextTokenizer:
     ) -> FoundTokens:
         """Raises Absent and Unknown."""
         if token_path(verdict, request) == "render":
-            answer = await self._client.post(url, RENDER_PATHS[request.kind], render_body(request, model), authorization)
+            answer = await self._client.post(
+                url, RENDER_PATHS[request.kind], render_body(request, model), authorization
+            )
             ids, items = await self._parsed(answer, lambda: rendered(request.kind, answer))
             return FoundTokens(ids, "render", items)
         answer = await self._client.post(
