@@ -9,6 +9,13 @@ from typing import Any
 MODEL, WORKER, SECOND_WORKER = "gemma", "w0", "w1"
 SELECTION, OWN_SELECTION = "chat-42", "chat-43"
 PROMPT = [2, 105, 2364, 107, 10979, 106, 107, 105, 4368, 107]
+RERANK = {
+    "model": MODEL,
+    "query": "prefix cache",
+    "documents": ["Blocks that are reused", "A kind of pasta"],
+    "top_n": 1,
+}
+SCORE = {"model": MODEL, "text_1": "prefix cache", "text_2": ["Blocks that are reused", "A kind of pasta"]}
 
 # (method, path) -> the body; None: there is none.
 EXAMPLES: dict[tuple[str, str], Any] = {
@@ -64,6 +71,18 @@ EXAMPLES: dict[tuple[str, str], Any] = {
     ("POST", "/v1/completions"): {"model": MODEL, "prompt": PROMPT, "max_tokens": 16},
     ("POST", "/v1/responses"): {"model": MODEL, "input": "What is a prefix cache?", "max_output_tokens": 16},
     ("POST", "/v1/embeddings"): {"model": MODEL, "input": "What is a prefix cache?"},
+    ("POST", "/v1/messages"): {
+        "model": MODEL,
+        "max_tokens": 16,
+        "system": "You are brief.",
+        "messages": [{"role": "user", "content": "What is a prefix cache?"}],
+    },
+    ("POST", "/v1/messages/count_tokens"): {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "What is a prefix cache?"}],
+    },
+    **{("POST", path): RERANK for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
+    **{("POST", path): SCORE for path in ("/v1/score", "/score")},
     ("POST", "/tokenize"): {"model": MODEL, "prompt": "What is a prefix cache?"},
     ("POST", "/detokenize"): {"model": MODEL, "tokens": PROMPT},
     ("POST", "/unregister"): {"worker_id": SECOND_WORKER},

@@ -96,6 +96,13 @@ PROXIED_OPERATIONS = {
     "/v1/completions": "A completion, by the engine that has the least left to compute",
     "/v1/responses": "A response, by the engine that has the least left to compute",
     "/v1/embeddings": "Embeddings, by an engine",
+    "/v1/messages": "A message of Anthropic's API, by the engine that has the least left to compute",
+    "/v1/messages/count_tokens": "How many tokens a message has, by an engine",
+    "/v1/rerank": "Documents in the order of their relevance, by the engine with the least load",
+    "/v2/rerank": "The same, where Cohere's second API has it",
+    "/rerank": "The same, where vLLM has it",
+    "/v1/score": "Scores of pairs of texts, by the engine with the least load",
+    "/score": "The same, where vLLM has it",
     "/tokenize": "The tokens of a text, by an engine",
     "/detokenize": "The text of tokens, by an engine",
 }

@@ -106,6 +106,14 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             description=f"a list of where workers may be: {FORM}; without it, anywhere",
         ),
     ] = ()
+    cors_origins: Annotated[
+        tuple[Annotated[str, msgspec.Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/?#@\s,*]+)$(?!\n)")], ...],
+        msgspec.Meta(
+            extra={"metavar": "ORIGIN", "flag": "--cors-origin"},
+            description="a list of origins like https://app.example whose scripts may read answers in a browser, or * "
+            "for all; without it, none",
+        ),
+    ] = ()
     processes: Annotated[
         int,
         msgspec.Meta(

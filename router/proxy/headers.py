@@ -33,6 +33,9 @@ PREFILLER = b"x-prefiller-host-port"
 PREFILLER_URL = b"x-prefiller-url"
 
 _OURS = b"x-kvrouter-"
+# Which scripts may read an answer of the router is its own setting (`router/api/http/cors.py`), whatever the engine
+# allows.
+_CORS = b"access-control-"
 
 CONNECTION_HEADERS = frozenset(
     {
@@ -114,7 +117,7 @@ def request_head(
 def answer_headers(given: Headers, added: Headers, request_id: bytes) -> Headers:
     """The engine's headers for the client, and ours; the request's id where the engine does not give one."""
     dropped = _connection_headers(given, _ANSWER_HEADERS)
-    kept = [(name, value) for name, value in given if name not in dropped and not name.startswith(_OURS)]
+    kept = [(name, value) for name, value in given if name not in dropped and not name.startswith((_OURS, _CORS))]
     if not any(name == REQUEST_ID for name, _ in kept):
         kept.append((REQUEST_ID, request_id))
     return kept + added

@@ -20,14 +20,8 @@ from kvrouter.router.quality.request_watch import RequestWatch
 from kvrouter.router.tokens.client_body import ClientBody, read_client_body
 from kvrouter.router.tokens.forward_ids import forwarded_body
 from kvrouter.router.tokens.prompt_tokens import Prompt, estimated_tokens
+from kvrouter.router.tokens.proxied_paths import WITHOUT_PROMPT
 from kvrouter.router.workers.model_names import ServedModel
-
-# What is passed on, all by POST.
-PATHS = frozenset(
-    {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings", "/tokenize", "/detokenize"}
-)
-# These are answered by the engine's HTTP process alone: nothing is computed on the GPU, and no prompt is placed.
-WITHOUT_PROMPT = frozenset({"/tokenize", "/detokenize"})
 
 
 class Tokens(Protocol):

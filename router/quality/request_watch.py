@@ -21,6 +21,7 @@ from kvrouter.router.quality.concurrency import Concurrency, Flight
 from kvrouter.router.quality.prediction_judge import Doubt, PredictionJudge, PredictionOutcome, outcome_of
 from kvrouter.router.quality.quality_metrics import QualityMetrics, WorkerQualityMetrics
 from kvrouter.router.quality.reuse_report import ReuseReport
+from kvrouter.router.tokens.proxied_paths import INFERENCE_PATHS
 from kvrouter.router.watch.decision import Outcome
 from kvrouter.router.watch.decision_log import DecisionLog
 from kvrouter.router.workers.worker_status import ReuseStatus
@@ -33,8 +34,6 @@ Headers = list[tuple[bytes, bytes]]
 
 OK = "ok"
 CLIENT_GONE = "client_gone"
-# Paths on which a model answers; the engine's HTTP process alone answers the others.
-INFERENCE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"})
 # The shortest answer that has a time between its tokens.
 TOKENS_MIN = 2
 

@@ -54,6 +54,7 @@ OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/responses": "chat",
     "/v1/embeddings": "embeddings",
+    "/v1/messages": "chat",
 }
 
 Attributes = dict[str, Any]

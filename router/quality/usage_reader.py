@@ -21,9 +21,10 @@ EVENT = b"\ndata:"
 MAX_USAGE_BYTES = 4_096
 # Of the last objects under such a key. The tools of a Responses answer come before its usage, and nothing after it.
 MAX_CANDIDATES = 4
-# Enough to know a cut key, a cut line and the last event, `data: [DONE]` with its line ends.
+# Enough to know a cut key, a cut line and the end of the last event with its line ends: `data: [DONE]` of OpenAI's
+# streams, `data: {"type":"message_stop"}` of Anthropic's.
 TAIL_BYTES = 16
-DONE = b"[DONE]"
+DONE = (b"[DONE]", b'message_stop"}')
 # More tokens than a prompt can have: not a real count.
 MAX_TOKENS = 2**40
 
@@ -109,14 +110,20 @@ def _usage(value: bytes) -> Usage | None:
         told, _ = _decoder.raw_decode(text, text.index("{"))
     except (ValueError, RecursionError):
         return None
-    # Of the Responses API, input and output.
+    # Of the Responses API and Anthropic's, input and output.
     prompt_tokens = _tokens(told.get("prompt_tokens", told.get("input_tokens")))
     if prompt_tokens is None:
         return None
+    completion_tokens = _tokens(told.get("completion_tokens", told.get("output_tokens")))
+    read_tokens = _tokens(told.get("cache_read_input_tokens"))
+    if read_tokens is not None:
+        # Anthropic's input is what was neither read from the cache nor counted as written to it.
+        created_tokens = _tokens(told.get("cache_creation_input_tokens")) or 0
+        return Usage(prompt_tokens + read_tokens + created_tokens, completion_tokens, read_tokens)
     details = told.get("prompt_tokens_details", told.get("input_tokens_details"))
     return Usage(
         prompt_tokens,
-        _tokens(told.get("completion_tokens", told.get("output_tokens"))),
+        completion_tokens,
         _tokens(details.get("cached_tokens")) if isinstance(details, dict) else None,
     )
 

@@ -18,6 +18,7 @@ CHAT_PATH = "/v1/chat/completions"
 TEXT_PATH = "/v1/completions"
 RESPONSES_PATH = "/v1/responses"
 EMBEDDINGS_PATH = "/v1/embeddings"
+MESSAGES_PATH = "/v1/messages"
 
 # By path, the field that may be an array of token ids.
 ID_FIELDS = {TEXT_PATH: (b"prompt",), EMBEDDINGS_PATH: (b"input",)}

@@ -17,12 +17,20 @@ from numpy.typing import NDArray
 
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.json_arrays import token_array
-from kvrouter.router.tokens.client_body import CHAT_PATH, EMBEDDINGS_PATH, RESPONSES_PATH, TEXT_PATH, ClientBody
+from kvrouter.router.tokens import message_blocks
+from kvrouter.router.tokens.client_body import (
+    CHAT_PATH,
+    EMBEDDINGS_PATH,
+    MESSAGES_PATH,
+    RESPONSES_PATH,
+    TEXT_PATH,
+    ClientBody,
+)
 from kvrouter.router.tokens.prompt_tokens import TokensUnknown
 
-Kind = Literal["chat", "text", "responses"]
+Kind = Literal["chat", "text", "responses", "messages"]
 # The features by which a way to tokens is judged: each has a probe of its own (`probes.py`).
-Feature = Literal["chat", "tools", "continued", "text"]
+Feature = Literal["chat", "tools", "continued", "text", "messages", "message tools", "inline system"]
 
 # Fields of requests, vLLM's and OpenAI's and this router's, that no engine turns into tokens of the prompt.
 # Source: vLLM 0.32.0 entrypoints/openai/{chat_completion,completion}/protocol.py, renderers/online_renderer.py.
@@ -49,6 +57,9 @@ WITHOUT_TOKENS = frozenset(
         *("token_ids", "block_hashes", "num_tokens"),
     )
 )
+# All that decides the tokens of a message of Anthropic's API. Source: vLLM 0.32.0 entrypoints/anthropic/serving.py.
+MESSAGE_FIELDS = ("messages", "system", "tools", "tool_choice", "output_config", "chat_template_kwargs")
+
 # These matter where a prompt is cut to fit beside the answer.
 OUTPUT_LIMITS = ("max_tokens", "max_completion_tokens")
 TRUNCATION = "truncate_prompt_tokens"
@@ -108,9 +119,10 @@ class TokenRequest:
     @cached_property
     def media_at(self) -> int | None:
         """The index of the first message that has more than text, None when none has."""
-        if self.kind != "chat":
+        if self.kind not in ("chat", "messages"):
             return None
-        return next((index for index, message in enumerate(self.messages) if _has_media(message)), None)
+        has_media = _has_media if self.kind == "chat" else message_blocks.has_media
+        return next((index for index, message in enumerate(self.messages) if has_media(message)), None)
 
     @property
     def text_bytes(self) -> int:
@@ -123,6 +135,8 @@ class TokenRequest:
 
     @cached_property
     def features(self) -> tuple[Feature, ...]:
+        if self.kind == "messages":
+            return self._message_features()
         if self.kind != "chat":
             return ("text",)
         found: list[Feature] = ["chat"]
@@ -132,6 +146,14 @@ class TokenRequest:
             found.append("continued")
         return tuple(found)
 
+    def _message_features(self) -> tuple[Feature, ...]:
+        found: list[Feature] = ["messages"]
+        if self.has("tools") or any(map(message_blocks.uses_tools, self.messages)):
+            found.append("message tools")
+        if any(map(message_blocks.is_inline_system, self.messages)):
+            found.append("inline system")
+        return tuple(found)
+
     def with_fields(self, **changes: Any) -> TokenRequest:
         """The same with some fields replaced, or left out where the new value is None."""
         fields = {name: value for name, value in self.fields.items() if name not in changes}
@@ -139,6 +161,14 @@ class TokenRequest:
             name: msgspec.Raw(msgspec.json.encode(value)) for name, value in changes.items() if value is not None
         }
         return TokenRequest(self.kind, fields)
+
+
+def cuts_cleanly(request: TokenRequest, at: int) -> bool:
+    """Whether a prompt up to message `at` begins as the whole does. In Anthropic's API a later system message may come
+    to the front, and a message with results of tools becomes several."""
+    return request.kind != "messages" or not (
+        "inline system" in request.features or message_blocks.uses_tools(request.messages[at])
+    )
 
 
 def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64]:
@@ -157,6 +187,8 @@ def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64]:
         return _chat(kept, fields)
     if path == TEXT_PATH:
         return _text(kept, truncated, body.ids)
+    if path == MESSAGES_PATH:
+        return _message(fields)
     if path == RESPONSES_PATH:
         if bytes(fields.get("previous_response_id", NULL)) != NULL:
             raise TokensUnknown(
@@ -183,6 +215,21 @@ def _chat(kept: dict[str, msgspec.Raw], fields: dict[str, msgspec.Raw]) -> Token
     asked = TokenRequest("chat", kept)
     if not asked.messages:
         raise BadQuestion("messages is empty: a chat completion needs one at least")
+    return asked
+
+
+def _message(fields: dict[str, msgspec.Raw]) -> TokenRequest:
+    if b"prompt_token_ids" in bytes(fields.get("kv_transfer_params", NULL)):
+        raise TokensUnknown("unsupported", "kv_transfer_params.prompt_token_ids of a message are the engine's to read")
+    asked = TokenRequest("messages", {name: fields[name] for name in MESSAGE_FIELDS if name in fields})
+    if not asked.messages:
+        raise BadQuestion("messages is empty: send one at least")
+    thinking = _decoded(fields.get("thinking", msgspec.Raw(NULL)), "thinking")
+    if isinstance(thinking, dict) and thinking.get("type") == "disabled":
+        # From 0.31 on vLLM tries out once which effort its template takes for that, and its render does not use it.
+        raise TokensUnknown(
+            "unsupported", "thinking that is disabled: only the engine knows what its template makes of it"
+        )
     return asked
 
 

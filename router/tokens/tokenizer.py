@@ -35,7 +35,7 @@ from kvrouter.router.tokens.engine.wire import (
 from kvrouter.router.tokens.prompt_cache import Key, PromptMemory
 from kvrouter.router.tokens.prompt_tokens import FoundTokens, Prompt, TokensUnknown, estimated_tokens
 from kvrouter.router.tokens.token_metrics import TokenMetrics
-from kvrouter.router.tokens.token_request import TokenRequest, read
+from kvrouter.router.tokens.token_request import TokenRequest, cuts_cleanly, read
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +202,8 @@ class TextTokenizer:
     async def _before_media(self, model: str, request: TokenRequest, at: int, authorization: str | None) -> Prompt:
         """What comes before the first message with more than text: that which two chats have in common that differ in
         it alone."""
+        if not cuts_cleanly(request, at):
+            raise TokensUnknown("media", "its messages have more than text, and what comes before is not known alone")
         before = request.messages[:at]
         role = request.messages[at].get("role") or "user"
         both = []
@@ -289,7 +291,7 @@ class TextTokenizer:
         problem = None
         for url in able[:ENGINES_TRIED]:
             try:
-                return await self._ask(url, verdicts[url], request, authorization)
+                return await self._ask(model, url, verdicts[url], request, authorization)
             except Absent:
                 # It had the endpoint when it was judged.
                 self._engines.doubt(model, url)
@@ -301,10 +303,14 @@ class TextTokenizer:
         assert problem is not None
         raise problem
 
-    async def _ask(self, url: str, verdict: Verdict, request: TokenRequest, authorization: str | None) -> FoundTokens:
+    async def _ask(
+        self, model: str, url: str, verdict: Verdict, request: TokenRequest, authorization: str | None
+    ) -> FoundTokens:
         """Raises Absent and Unknown."""
         if token_path(verdict, request) == "render":
-            answer = await self._client.post(url, RENDER_PATHS[request.kind], render_body(request), authorization)
+            answer = await self._client.post(
+                url, RENDER_PATHS[request.kind], render_body(request, model), authorization
+            )
             ids, items = await self._parsed(answer, lambda: rendered(request.kind, answer))
             return FoundTokens(ids, "render", items)
         answer = await self._client.post(

@@ -7,8 +7,9 @@ refuses with the error shape that vLLM uses.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -31,23 +32,20 @@ from kvrouter.simulator.http.bodies import (
 )
 from kvrouter.simulator.http.event_stream import EventStream
 from kvrouter.simulator.http.faults import Faults
+from kvrouter.simulator.http.messages import CountBody, MessageAnswer, MessagesBody, chat_of, message_error
 from kvrouter.simulator.http.metrics_page import metrics_page
-from kvrouter.simulator.http.replies import DONE, Answer, Finish, error, usage
+from kvrouter.simulator.http.promptless_api import PromptlessApi
+from kvrouter.simulator.http.refusals import Refused, Unreadable
+from kvrouter.simulator.http.replies import Answer, Finish, error, json_response, usage
 
 # A prompt of a whole context as token ids in JSON is a megabyte; vLLM itself sets no bound.
 MAX_BODY_BYTES = 64 * 2**20
 
 VERSION = "0.32.0+kvrouter-sim"
 
-Body = TypeVar("Body", CompletionBody, ChatBody, TokenizeBody, DetokenizeBody, Faults)
+MESSAGES = "/v1/messages"
 
-
-class Refused(Exception):
-    """A request that is answered with an error."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class EngineLife:
@@ -79,10 +77,10 @@ class Api:
         event_sources: whether /kv_event_sources exists."""
         self.life = life
         self.down = False
-        self._model = model
+        self.model = model
         self._host, self._port = address
         self._events, self._replay = streams
-        self._clock = clock
+        self.clock = clock
         self._restart = restart
         self._dp_rank = dp_rank
         self._event_sources = event_sources
@@ -96,6 +94,9 @@ class Api:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._guard])
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post(MESSAGES, self._messages)
+        app.router.add_post(f"{MESSAGES}/count_tokens", self._count_tokens)
+        PromptlessApi(self).route(app)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
@@ -119,35 +120,85 @@ class Api:
         try:
             return await handler(request)
         except Refused as refusal:
-            return _json(error(refusal.status, str(refusal)), refusal.status)
+            said = error(refusal.status, str(refusal))
+            if request.path.startswith(MESSAGES) and not isinstance(refusal, Unreadable):
+                said = message_error(said["error"]["type"], str(refusal))
+            return json_response(said, refusal.status)
         except web.HTTPRequestEntityTooLarge:
-            return _json(error(413, f"the body is larger than {MAX_BODY_BYTES} bytes"), 413)
+            return json_response(error(413, f"the body is larger than {MAX_BODY_BYTES} bytes"), 413)
 
-    async def _read(self, request: web.Request, kind: type[Body]) -> Body:
+    async def read(self, request: web.Request, kind: type[Body]) -> Body:
+        """The body. Raises Refused."""
         try:
             body = msgspec.json.decode(await request.read(), type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as problem:
-            raise Refused(400, str(problem)) from None
-        model = getattr(body, "model", None)
-        if model not in (None, self._model):
-            raise Refused(404, f"The model `{model}` does not exist; this replica serves `{self._model}`.")
+            raise Unreadable(400, str(problem)) from None
+        self.check_model(getattr(body, "model", None))
         return body
 
+    def check_model(self, model: object) -> None:
+        """Raises Refused where it is not this one."""
+        if model not in (None, self.model):
+            raise Refused(404, f"The model `{model}` does not exist; this replica serves `{self.model}`.")
+
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = await self._read(request, CompletionBody)
+        body = await self.read(request, CompletionBody)
         try:
             prompt = prompt_of(body)
         except ValueError as problem:
             raise Refused(400, str(problem)) from None
         ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-        return await self._generate(request, body, ids, body.max_tokens or DEFAULT_MAX_TOKENS, "length", chat=False)
+        answer = self._answer(request, body, chat=False)
+        return await self._generate(request, body, ids, body.max_tokens or DEFAULT_MAX_TOKENS, "length", answer)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await self._read(request, ChatBody)
+        body = await self.read(request, ChatBody)
         ids = _chat_ids(body.messages, body.tools, body.add_generation_prompt, body.continue_final_message)
         max_tokens = body.max_completion_tokens or body.max_tokens
         finish: Finish = "length" if max_tokens else "stop"
-        return await self._generate(request, body, ids, max_tokens or DEFAULT_ANSWER_TOKENS, finish, chat=True)
+        answer = self._answer(request, body, chat=True)
+        return await self._generate(request, body, ids, max_tokens or DEFAULT_ANSWER_TOKENS, finish, answer)
+
+    async def _messages(self, request: web.Request) -> web.StreamResponse:
+        body = await self.read(request, MessagesBody)
+        answer = MessageAnswer(request_id=self.request_id(request), model=self.model)
+        return await self._generate(request, body, _message_ids(body), body.max_tokens, "length", answer)
+
+    async def _count_tokens(self, request: web.Request) -> web.Response:
+        count = len(_message_ids(await self.read(request, CountBody)))
+        return json_response({"input_tokens": count, "context_management": {"original_input_tokens": count}})
+
+    def request_id(self, request: web.Request) -> str:
+        """The client's, or a number."""
+        return request.headers.get("x-request-id") or str(next(self._numbers))
+
+    def _answer(self, request: web.Request, body: GenerationBody, *, chat: bool) -> Answer:
+        return Answer(
+            request_id=self.request_id(request),
+            model=self.model,
+            created=int(self.clock()),
+            chat=chat,
+            with_token_ids=bool(body.return_token_ids),
+        )
+
+    def fail_once(self) -> None:
+        """Raises Refused while it was set to fail."""
+        if self._fail:
+            self._fail -= 1
+            raise Refused(self._fail_status, "this replica was set to fail")
+
+    @contextlib.contextmanager
+    def failures(self, request: web.Request) -> Iterator[None]:
+        """What the engine refuses, and its end, as the client sees them."""
+        try:
+            yield
+        except RequestRefused as refusal:
+            raise Refused(400, str(refusal)) from None
+        except EngineStopped as problem:
+            # As when the engine's process dies: the client sees its connection end, and no status.
+            if request.transport is not None:
+                request.transport.abort()
+            raise ConnectionResetError(str(problem)) from None
 
     async def _generate(
         self,
@@ -156,22 +207,12 @@ class Api:
         ids: Sequence[int],
         max_tokens: int,
         finish: Finish,
-        *,
-        chat: bool,
+        answer: Answer | MessageAnswer,
     ) -> web.StreamResponse:
-        if self._fail:
-            self._fail -= 1
-            raise Refused(self._fail_status, "this replica was set to fail")
+        self.fail_once()
         engine = self.life.engine
-        answer = Answer(
-            request_id=request.headers.get("x-request-id") or str(next(self._numbers)),
-            model=self._model,
-            created=int(self._clock()),
-            chat=chat,
-            with_token_ids=bool(body.return_token_ids),
-        )
         text = engine.replica.text(ids, body.cache_salt)
-        try:
+        with self.failures(request):
             async with engine.generate(text, max_tokens, handover.part(body.kv_transfer_params)) as (job, tokens):
                 if body.stream:
                     return await self._stream(request, body, answer, job, tokens, finish)
@@ -181,19 +222,12 @@ class Api:
                     job, engine_id=f"{self._host}:{self._port}", request_id=answer.id, host=self._host, port=self._port
                 )
                 return web.Response(body=answer.whole(sampled, finish, counted, left), content_type="application/json")
-        except RequestRefused as refusal:
-            raise Refused(400, str(refusal)) from None
-        except EngineStopped as problem:
-            # As when the engine's process dies: the client sees its connection end, and no status.
-            if request.transport is not None:
-                request.transport.abort()
-            raise ConnectionResetError(str(problem)) from None
 
     async def _stream(
         self,
         request: web.Request,
         body: GenerationBody,
-        answer: Answer,
+        answer: Answer | MessageAnswer,
         job: Job,
         tokens: AsyncIterator[int],
         finish: Finish,
@@ -203,24 +237,23 @@ class Api:
         number = 0
         async for token in tokens:
             number += 1
+            cached = handover.cached_tokens(job, body.kv_transfer_params)
+            counted = usage(job.prompt_tokens, number, cached)
             if number == 1:
                 # Only now: until the first token an error can still be an error status.
                 await response.prepare(request)
-                opening = answer.opening()
+                opening = answer.opening(counted)
                 if opening is not None:
                     await response.write(opening)
-            cached = handover.cached_tokens(job, body.kv_transfer_params)
-            counted = usage(job.prompt_tokens, number, cached)
             running = counted if options is not None and options.continuous_usage_stats else None
             await response.write(answer.piece(token, finish if number == job.max_tokens else None, running))
-        if options is not None and options.include_usage:
-            await response.write(answer.usage(counted))
-        await response.write(DONE)
+        with_usage = options is not None and bool(options.include_usage)
+        await response.write(answer.closing(finish, counted, with_usage=with_usage))
         await response.write_eof()
         return response
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        body = await self._read(request, TokenizeBody)
+        body = await self.read(request, TokenizeBody)
         if body.messages is not None:
             ids = _chat_ids(body.messages, body.tools, body.add_generation_prompt, body.continue_final_message)
         elif body.prompt is not None:
@@ -229,26 +262,26 @@ class Api:
             raise Refused(400, "there is nothing to tokenize; send `prompt` or `messages`")
         limit = self.life.engine.replica.max_text_tokens
         strings = tokenizer.token_strings(ids) if body.return_token_strs else None
-        return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
+        return json_response({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": strings})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        body = await self._read(request, DetokenizeBody)
-        return _json({"prompt": tokenizer.decode(body.tokens)})
+        body = await self.read(request, DetokenizeBody)
+        return json_response({"prompt": tokenizer.decode(body.tokens)})
 
     async def _reset_prefix_cache(self, _: web.Request) -> web.Response:
-        return _json({"success": self.life.engine.replica.reset_prefix_cache()})
+        return json_response({"success": self.life.engine.replica.reset_prefix_cache()})
 
     async def _models(self, _: web.Request) -> web.Response:
         card = {
-            "id": self._model,
+            "id": self.model,
             "object": "model",
             "created": int(self.life.started_s),
             "owned_by": "kvrouter-simulator",
-            "root": self._model,
+            "root": self.model,
             "parent": None,
             "max_model_len": self.life.engine.replica.max_text_tokens,
         }
-        return _json({"object": "list", "data": [card]})
+        return json_response({"object": "list", "data": [card]})
 
     async def _kv_event_sources(self, _: web.Request) -> web.Response:
         # vLLM 0.32.0 config/kv_events.py, with its defaults; one entry for each data-parallel rank.
@@ -262,22 +295,22 @@ class Api:
             "max_queue_size": 100_000,
             "topic": "",
         }
-        return _json({str(self._dp_rank): config})
+        return json_response({str(self._dp_rank): config})
 
     async def _health(self, _: web.Request) -> web.Response:
         return web.Response(status=503 if self._unhealthy else 200)
 
     async def _version(self, _: web.Request) -> web.Response:
-        return _json({"version": VERSION})
+        return json_response({"version": VERSION})
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        page = metrics_page(self.life.engine, self._model, self.life.started_s, self._dp_rank)
+        page = metrics_page(self.life.engine, self.model, self.life.started_s, self._dp_rank)
         return web.Response(body=page, content_type="text/plain", charset="utf-8")
 
     async def _set_faults(self, request: web.Request) -> web.Response:
-        faults = await self._read(request, Faults)
+        faults = await self.read(request, Faults)
         await self.apply(faults)
-        return _json(faults)
+        return json_response(faults)
 
     async def apply(self, faults: Faults) -> None:
         """Let go wrong what shall go wrong."""
@@ -313,5 +346,6 @@ def _chat_ids(messages: Any, tools: Any, add_generation_prompt: bool, continue_f
     return tokenizer.encode(text)
 
 
-def _json(body: object, status: int = 200) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
+def _message_ids(body: CountBody | MessagesBody) -> list[int]:
+    messages, tools = chat_of(body)
+    return _chat_ids(messages, tools, add_generation_prompt=True, continue_final_message=False)

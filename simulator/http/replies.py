@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
+from aiohttp import web
 
 from kvrouter.simulator.cache import tokenizer
 
@@ -27,7 +28,7 @@ class Answer:
         self._whole = kind
         self._piece = "chat.completion.chunk" if chat else kind
 
-    def opening(self) -> bytes | None:
+    def opening(self, usage: dict[str, Any]) -> bytes | None:
         """The chunk before the first token: a chat's says who speaks."""
         if not self._chat:
             return None
@@ -46,13 +47,9 @@ class Answer:
             choice["token_ids"] = [token]
         return self._event({"choices": [choice]} if usage is None else {"choices": [choice], "usage": usage})
 
-    def usage(self, usage: dict[str, Any]) -> bytes:
-        """The chunk behind the last token."""
-        return self._event({"choices": [], "usage": usage})
-
-    def failure(self, body: dict[str, Any]) -> bytes:
-        """An error in a stream that has begun."""
-        return b"data: " + msgspec.json.encode(body) + b"\n\n"
+    def closing(self, finish: Finish, usage: dict[str, Any], *, with_usage: bool) -> bytes:
+        """The chunks behind the last token."""
+        return self._event({"choices": [], "usage": usage}) + DONE if with_usage else DONE
 
     def whole(
         self, tokens: Sequence[int], finish: Finish, usage: dict[str, Any], transfer: dict[str, Any] | None
@@ -84,6 +81,11 @@ def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dic
 
 
 _KINDS = {400: "BadRequestError", 404: "NotFoundError"}
+
+
+def json_response(body: object, status: int = 200) -> web.Response:
+    """A whole answer."""
+    return web.Response(body=msgspec.json.encode(body), status=status, content_type="application/json")
 
 
 def error(status: int, message: str) -> dict[str, Any]:

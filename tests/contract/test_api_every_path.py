@@ -15,7 +15,7 @@ import pytest
 from api_support import TinyCore, ask_app, build, call, exchange, hit
 
 from kvrouter.router.api.examples import EXAMPLES
-from kvrouter.router.proxy.request_reader import PATHS
+from kvrouter.router.tokens.proxied_paths import PATHS
 
 QUERY = {"model": "m", "token_ids": [1]}
 KEY = "s3cret-key"

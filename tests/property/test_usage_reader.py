@@ -25,6 +25,11 @@ texts = st.lists(
 def usages(draw: st.DrawFn) -> tuple[dict[str, Any], Usage]:
     """As an engine writes one, and what it says."""
     prompt, completion, cached = draw(counts), draw(st.none() | counts), draw(st.none() | counts)
+    if cached is not None and draw(st.booleans()):
+        # Anthropic's: what is read from the cache, and written to it, is counted apart.
+        written = draw(st.none() | counts)
+        messages = {"input_tokens": prompt, "cache_creation_input_tokens": written, "cache_read_input_tokens": cached}
+        return messages | {"output_tokens": completion}, Usage(prompt + cached + (written or 0), completion, cached)
     responses = draw(st.booleans())
     names = ("input_tokens", "output_tokens") if responses else ("prompt_tokens", "completion_tokens")
     body: dict[str, Any] = {names[0]: prompt, "total_tokens": prompt, names[1]: completion}

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvrouter.router.proxy.request_reader import PATHS
 from kvrouter.router.proxy.upstream.failure import MAX_ARRIVALS, MAX_ATTEMPTS, Attempts, AttemptsSpent, Failure, Kind
+from kvrouter.router.tokens.proxied_paths import PATHS
 
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 NOT_ARRIVED = (Kind.REFUSED, Kind.CONNECT_TIMEOUT)

@@ -21,9 +21,9 @@ from kvrouter.router.api.http import fastapi_app
 from kvrouter.router.api.openapi import EVENTS, HOT_OPERATIONS, SCHEMAS
 from kvrouter.router.cli.commands import app as cli
 from kvrouter.router.common import errors
-from kvrouter.router.proxy.request_reader import PATHS
 from kvrouter.router.server.router_metrics import RouterMetrics
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
+from kvrouter.router.tokens.proxied_paths import PATHS
 from kvrouter.simulator.command import app as simulator
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Scope
 
+from kvrouter.router.api.http.cors import CorsPolicy
 from kvrouter.router.api.http.plain_head import PlainHead
 from kvrouter.router.api.http.request import HttpRequest
 from kvrouter.router.api.http_metrics import HttpMetrics
@@ -35,7 +36,7 @@ from kvrouter.router.config.settings import Config
 from kvrouter.router.page.page_files import PAGE, PageFile
 from kvrouter.router.proxy.downstream import Client
 from kvrouter.router.proxy.proxy import Proxy
-from kvrouter.router.proxy.request_reader import PATHS
+from kvrouter.router.tokens.proxied_paths import PATHS
 
 if TYPE_CHECKING:
     from kvrouter.router.quality.tracing import RequestTrace, Tracing
@@ -96,6 +97,7 @@ class HttpApi:
         self.shutdown = shutdown
         self._open_paths = OPEN_PATHS.union(open_files)
         self._login = login
+        self.cors = CorsPolicy(config.cors_origins)
         self._hot = hot
         self._streams = streams
         self._end_here = end_here
@@ -119,12 +121,16 @@ class HttpApi:
 
     def forwarder(self, request: HttpRequest) -> Forwarder | None:
         """Who answers it piece by piece; None: its answer is whole at once."""
+        if self.cors.allows_preflight(request.method, request.headers):
+            return None
         if self.proxy is not None and request.path in self._proxied_paths:
             return self.proxy.forward
         return self._streams.get(request.path)
 
     def refusal(self, request: HttpRequest) -> RouterError | None:
         """Why a request is refused before its body is read, None where it is not."""
+        if self.cors.allows_preflight(request.method, request.headers):
+            return None
         if self._key is not None and request.path not in self._open_paths and not self._has_key(request.authorization):
             return Unauthorized("this router wants its API key: send the header `Authorization: Bearer KEY`")
         if request.path in self._streams and request.method != "GET":
@@ -149,6 +155,9 @@ class HttpApi:
         """The answer to a whole request that is neither refused nor proxied, errors included; counted. A coroutine
         where the handler has to wait for something."""
         path = request.path
+        if self.cors.allows_preflight(request.method, request.headers):
+            self._metrics.requests(OTHER_PATH, 204).inc()
+            return 204, self.cors.preflight_headers(request.headers), b""
         handler = self._hot.get(path)
         if handler is None:
             return self._respond_ended(request) if path.startswith(RESERVATIONS) else self._respond_cold(request)

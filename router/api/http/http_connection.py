@@ -189,6 +189,7 @@ class HttpConnection(asyncio.Protocol):
     def write_answer(self, request: HttpRequest, answer: Answer) -> None:
         """Sends a whole answer and ends the request."""
         status, headers, content = answer
+        headers = [*headers, *self._api.cors.answer_headers(request.headers)]
         if (b"connection", b"close") in headers:
             request.keep_alive = False
         self._write_answer(status, headers, b"" if request.method == "HEAD" else content, request.keep_alive)
@@ -299,7 +300,10 @@ class HttpConnection(asyncio.Protocol):
         queue = self._queue
         # While a head comes, an answer under way is the one before; while a body comes, it is this one's.
         if len(queue) == self._parser.in_body and not (queue and queue[0].answer_begun):
-            self._write_answer(*self._api.error_answer(error), keep_alive=False)
+            status, headers, content = self._api.error_answer(error)
+            if self._incoming is not None:
+                headers = [*headers, *self._api.cors.answer_headers(self._incoming.headers)]
+            self._write_answer(status, headers, content, keep_alive=False)
         self._transport.close()
 
     # Time and flow.

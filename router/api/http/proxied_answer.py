@@ -107,6 +107,7 @@ class ProxiedAnswer:
         self.has_begun = True
         self._api.count_answer(self.path, head.status)
         parts = [b"HTTP/1.1 %d " % head.status, head.reason or _phrase(head.status), b"\r\n"]
+        headers = [*headers, *self._api.cors.answer_headers(self.headers)]
         # The engine's own Date, where it has one.
         has_date = any(name == b"date" for name, _ in headers)
         for name, value in headers if has_date else (*headers, *self._connection.date_headers):

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from kvrouter.router.tokens.proxied_paths import REPEATABLE_PATHS
+
 # The first and two more: with a third of a fleet gone at once, one request in thirty meets three of the gone.
 MAX_ATTEMPTS = 3
 # Failed engines that may have started it, including those that were to find its tokens or compute its prompt.
@@ -17,9 +19,6 @@ MAX_ARRIVALS = 2
 
 # What a gateway in front of an engine answers when the engine is gone, and vLLM itself while it scales.
 GONE_STATUSES = frozenset({502, 503, 504})
-
-# To send one of these again changes nothing but who computes it.
-REPEATABLE_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize"})
 
 
 class Kind(StrEnum):

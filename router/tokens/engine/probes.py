@@ -67,6 +67,63 @@ PROBES: dict[Feature, TokenRequest] = {
     "continued": _asked("chat", _CONTINUED),
     "text": _asked("text", _TEXT),
 }
+_SYSTEM = [{"type": "text", "text": "You are brief. "}, {"type": "text", "text": "Größe: 日本."}]
+_MESSAGES: dict[str, Any] = {
+    "system": _SYSTEM,
+    "messages": [
+        USER,
+        {"role": "assistant", "content": [{"type": "text", "text": "Paris – 105 km². "}]},
+        {"role": "user", "content": [{"type": "text", "text": " And of Japan? "}, {"type": "text", "text": "日本🙂"}]},
+    ],
+}
+_MESSAGE_TOOLS: dict[str, Any] = {
+    "messages": [
+        USER,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I should look it up.", "signature": "s"},
+                {"type": "text", "text": "One moment."},
+                {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Córdoba", "days": 2}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "call_1",
+                    "content": [{"type": "text", "text": '{"celsius": 21}'}, {"type": "text", "text": "sunny"}],
+                },
+            ],
+        },
+    ],
+    "tools": [
+        {
+            "name": "weather",
+            "description": "The weather in a city",
+            "input_schema": {"properties": {"city": {"type": "string"}}, "required": ["city"]},
+        }
+    ],
+    # As for chats.
+    "tool_choice": {"type": "none"},
+}
+_INLINE_SYSTEM: dict[str, Any] = {
+    "system": "You are brief.",
+    "messages": [
+        USER,
+        {"role": "assistant", "content": "Paris"},
+        {"role": "system", "content": [{"type": "text", "text": "Mind the date."}]},
+        {"role": "user", "content": "日本?"},
+    ],
+}
+
+# Messages of Anthropic's API, which engines turn into chats.
+MESSAGE_PROBES: dict[Feature, TokenRequest] = {
+    "messages": _asked("messages", _MESSAGES),
+    "message tools": _asked("messages", _MESSAGE_TOOLS),
+    "inline system": _asked("messages", _INLINE_SYSTEM),
+}
 # Where a template takes no system message, or not several parts.
 PLAIN_CHAT = _asked(
     "chat", {"messages": [USER, {"role": "assistant", "content": "Paris"}, {"role": "user", "content": "日本?"}]}

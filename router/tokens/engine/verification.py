@@ -18,13 +18,24 @@ from numpy.typing import NDArray
 
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.tokens.engine.client import Absent, EngineClient
-from kvrouter.router.tokens.engine.probes import PLAIN_CHAT, PROBES, Truth, agrees, difference, running
+from kvrouter.router.tokens.engine.probes import (
+    MESSAGE_PROBES,
+    PLAIN_CHAT,
+    PROBES,
+    Truth,
+    agrees,
+    difference,
+    running,
+)
 from kvrouter.router.tokens.engine.wire import (
+    COUNT_PATH,
     HOW_TO_RENDER,
     REAL_PATHS,
     RENDER_PATHS,
     TOKENIZE_PATH,
     RenderQuirks,
+    count_body,
+    counted_tokens,
     real_ids,
     render_body,
     rendered,
@@ -38,7 +49,9 @@ from kvrouter.router.tokens.token_request import Feature, TokenRequest
 EQUAL = ""
 
 # Quirks that can matter with /tokenize, which handles a template's content parts itself.
-TOKENIZE_HABITS = (RenderQuirks(), RenderQuirks(keeps_unused_tools=False))
+TOKENIZE_HABITS = tuple(
+    RenderQuirks(keeps_unused_tools=keeps, merges_system=merges) for merges in (False, True) for keeps in (True, False)
+)
 
 Make = Callable[[TokenRequest, RenderQuirks], NDArray[np.int64]]
 
@@ -59,10 +72,12 @@ class LocalMaker(Protocol):
 
 
 class Verdict(msgspec.Struct, frozen=True, eq=False):
-    """What is known of one engine. renders: it has a render endpoint. tokenizes, local: for each feature EQUAL where
+    """What is known of one engine. renders, renders_messages: it has a render endpoint, for messages of Anthropic's API
+    too. tokenizes, local: for each feature EQUAL where
     that way makes what the engine makes, else why not. truths: what the engine made of the probes."""
 
     renders: bool
+    renders_messages: bool = False
     tokenizes: dict[Feature, str] = {}
     tokenize_habits: RenderQuirks = RenderQuirks()
     local: dict[Feature, str] = {}
@@ -83,15 +98,20 @@ class Verifier:
         truths: dict[Feature, Truth] = {}
         renders = True
         for feature, probe in PROBES.items():
-            renders, truth = await self._truth(url, probe, renders)
+            renders, truth = await self._truth(model, url, probe, renders)
             if feature == "chat" and isinstance(truth, str):
                 probes[feature] = PLAIN_CHAT
-                renders, truth = await self._truth(url, PLAIN_CHAT, renders)
+                renders, truth = await self._truth(model, url, PLAIN_CHAT, renders)
             truths[feature] = truth
+        renders_messages = renders
+        for feature, probe in MESSAGE_PROBES.items():
+            renders_messages, truths[feature] = await self._message_truth(model, url, probe, renders_messages)
+        probes |= MESSAGE_PROBES
         tokenizes: dict[Feature, str] = {}
         tokenize_habits = RenderQuirks()
-        if not renders:
-            tokenizes, tokenize_habits = await self._tokenizes(url, probes, truths)
+        if not renders_messages:
+            unrendered = MESSAGE_PROBES if renders else probes
+            tokenizes, tokenize_habits = await self._tokenizes(url, unrendered, truths)
         local: dict[Feature, str] = {}
         local_habits = RenderQuirks()
         maker = self._local.get(model)
@@ -99,14 +119,14 @@ class Verifier:
             local, local_habits = best(
                 [(compared(maker.ids, habits, probes, truths), habits) for habits in maker.likely_habits()]
             )
-        return Verdict(renders, tokenizes, tokenize_habits, local, local_habits, truths)
+        return Verdict(renders, renders_messages, tokenizes, tokenize_habits, local, local_habits, truths)
 
-    async def _truth(self, url: str, probe: TokenRequest, renders: bool) -> tuple[bool, Truth]:
+    async def _truth(self, model: str, url: str, probe: TokenRequest, renders: bool) -> tuple[bool, Truth]:
         """Whether the engine renders, and what it makes of the probe."""
         try:
             if renders:
                 try:
-                    answer = await self._client.post(url, RENDER_PATHS[probe.kind], render_body(probe))
+                    answer = await self._client.post(url, RENDER_PATHS[probe.kind], render_body(probe, model))
                     return True, rendered(probe.kind, answer)[0]
                 except Absent:
                     renders = False
@@ -118,6 +138,22 @@ class Verifier:
                 raise
             return renders, unknown.problem
 
+    async def _message_truth(self, model: str, url: str, probe: TokenRequest, renders: bool) -> tuple[bool, Truth]:
+        """As `_truth`; the length alone where it is not rendered. Many engines have no messages: whatever else is wrong
+        with these must not keep chats from being verified."""
+        try:
+            if renders:
+                try:
+                    answer = await self._client.post(url, RENDER_PATHS[probe.kind], render_body(probe, model))
+                    return True, rendered(probe.kind, answer)[0]
+                except Absent:
+                    renders = False
+            return renders, counted_tokens(await self._client.post(url, COUNT_PATH, count_body(probe, model)))
+        except Absent as absent:
+            return renders, str(absent)
+        except TokensUnknown as unknown:
+            return renders, unknown.problem
+
     async def _tokenizes(
         self, url: str, probes: dict[Feature, TokenRequest], truths: dict[Feature, Truth]
     ) -> tuple[dict[Feature, str], RenderQuirks]:
@@ -127,11 +163,13 @@ class Verifier:
             for feature, probe in probes.items():
                 judged[feature] = await self._tokenized(url, probe, truths[feature], habits)
             found.append((judged, habits))
-            if all(why == EQUAL for why in judged.values()):
+            if all(why == EQUAL or isinstance(truths[feature], str) for feature, why in judged.items()):
                 break
         return best(found)
 
     async def _tokenized(self, url: str, probe: TokenRequest, truth: Truth, habits: RenderQuirks) -> str:
+        if isinstance(truth, str) and probe.kind == "messages":
+            return difference(truth, np.empty(0, np.int64))
         try:
             ids = tokenized_ids(await self._client.post(url, TOKENIZE_PATH, tokenize_body(probe, habits)))
         except Absent:

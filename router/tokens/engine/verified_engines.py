@@ -36,6 +36,9 @@ PROBE_NAMES: dict[Feature, str] = {
     "tools": "chat with tools",
     "continued": "chat that is to be continued",
     "text": "text",
+    "messages": "message of Anthropic's API",
+    "message tools": "message with tools",
+    "inline system": "message with a system message among others",
 }
 
 
@@ -229,7 +232,7 @@ class VerifiedEngines:
 
 def token_path(verdict: Verdict, asked: TokenRequest) -> Source | None:
     """How this engine can be queried."""
-    if verdict.renders:
+    if verdict.renders_messages if asked.kind == "messages" else verdict.renders:
         return "render"
     if all(verdict.tokenizes.get(feature) == EQUAL for feature in asked.features) and _tokenizable(asked):
         return "tokenize"

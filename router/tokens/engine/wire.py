@@ -2,7 +2,7 @@
 """Requests to engines for tokens, and their answers. Pure.
 
 Source: vLLM 0.32.0 entrypoints/scale_out/render, entrypoints/serve/tokenize, renderers/online_renderer.py. A model's
-name is never sent: vLLM takes none for its own, whatever it serves it as.
+name is sent with messages alone, which must have one: vLLM takes none for its own, whatever it serves it as.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.json_arrays import token_array
 from kvrouter.router.kvcache.multimodal import Items, MultimodalItem, in_order
-from kvrouter.router.tokens.client_body import CHAT_PATH, RESPONSES_PATH, TEXT_PATH
+from kvrouter.router.tokens.anthropic_messages import as_chat
+from kvrouter.router.tokens.client_body import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH, TEXT_PATH
 from kvrouter.router.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.tokens.token_request import TRUNCATION, Kind, TokenRequest
 
@@ -25,7 +26,9 @@ RENDER_PATHS: dict[Kind, str] = {
     "chat": f"{CHAT_PATH}/render",
     "text": f"{TEXT_PATH}/render",
     "responses": f"{RESPONSES_PATH}/render",
+    "messages": f"{MESSAGES_PATH}/render",
 }
+COUNT_PATH = f"{MESSAGES_PATH}/count_tokens"
 TOKENIZE_PATH = "/tokenize"
 # The engine itself, for what it makes of a probe.
 REAL_PATHS: dict[Kind, str] = {"chat": CHAT_PATH, "text": TEXT_PATH}
@@ -46,20 +49,29 @@ class RenderQuirks(msgspec.Struct, frozen=True):
 
     keeps_unused_tools: tools are written into the prompt also with tool_choice "none"; False where vLLM was started
     with --exclude-tools-when-tool-choice-none. content_parts: the template is given a message's content as parts, not
-    as one text.
+    as one text. merges_system: system messages of Anthropic's API that are not the first are put in front.
     """
 
     keeps_unused_tools: bool = True
     content_parts: bool = False
+    merges_system: bool = False
 
 
-def render_body(asked: TokenRequest) -> bytes:
+def render_body(asked: TokenRequest, model: str) -> bytes:
     """mm_payload: of images and the like, only where they are and their hashes."""
-    return msgspec.json.encode(asked.fields | {"mm_payload": "none"})
+    added = {"model": model, "max_tokens": 1} if asked.kind == "messages" else {}
+    return msgspec.json.encode(asked.fields | added | {"mm_payload": "none"})
+
+
+def count_body(asked: TokenRequest, model: str) -> bytes:
+    """Asks for the length of a message."""
+    return msgspec.json.encode(asked.fields | {"model": model})
 
 
 def tokenize_body(asked: TokenRequest, habits: RenderQuirks) -> bytes:
     """Raises Unknown where /tokenize cannot say what the real endpoint would make of it."""
+    if asked.kind == "messages":
+        asked = as_chat(asked, merges_system=habits.merges_system)
     for name in ONLY_RENDERED:
         if asked.has(name):
             raise TokensUnknown(
@@ -140,6 +152,10 @@ class _Tokenized(msgspec.Struct):
     tokens: msgspec.Raw
 
 
+class _Count(msgspec.Struct):
+    input_tokens: int
+
+
 class _Message(msgspec.Struct):
     message: str = ""
 
@@ -168,6 +184,7 @@ class _Real(msgspec.Struct):
 _rendered = msgspec.json.Decoder(_Rendered)
 _rendered_texts = msgspec.json.Decoder(list[_Rendered])
 _tokenized = msgspec.json.Decoder(_Tokenized)
+_count = msgspec.json.Decoder(_Count)
 _refusal = msgspec.json.Decoder(_Refusal)
 _real = msgspec.json.Decoder(_Real)
 
@@ -227,6 +244,14 @@ def real_ids(answer: bytes) -> NDArray[np.int64] | int:
     if found.usage is not None and found.usage.prompt_tokens > 0:
         return found.usage.prompt_tokens
     raise TokensUnknown("unreachable", "its answer to a probe has neither prompt_token_ids nor usage.prompt_tokens")
+
+
+def counted_tokens(answer: bytes) -> int:
+    """How many tokens a message has. Raises Unknown."""
+    try:
+        return _count.decode(answer).input_tokens
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise TokensUnknown("unreachable", f"its {COUNT_PATH} answers without a count: {error}") from None
 
 
 def refusal_of(answer: bytes) -> str:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Tokenizer
 
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.tokens.anthropic_messages import as_chat
 from kvrouter.router.tokens.engine.wire import RenderQuirks, template_arguments
 from kvrouter.router.tokens.local.chat_messages import conversation, tools
 from kvrouter.router.tokens.local.chat_template import OWN_ARGUMENTS, ChatTemplate
@@ -67,6 +68,8 @@ class LocalTokenizer:
         for name in LEFT_TO_THE_ENGINE:
             if asked.has(name):
                 raise TokensUnknown("unsupported", f"{name} is not read by the tokenizer here; the engine reads it")
+        if asked.kind == "messages":
+            asked = as_chat(asked, merges_system=habits.merges_system)
         special = asked.value("add_special_tokens")
         if asked.kind == "text":
             text = asked.value("prompt")
@@ -108,7 +111,8 @@ class LocalTokenizer:
         default = self._templates.get("default")
         loops = default is not None and LOOPS_OVER_CONTENT.search(default.text) is not None
         return tuple(
-            RenderQuirks(keeps_unused_tools=keeps, content_parts=parts)
+            RenderQuirks(keeps_unused_tools=keeps, content_parts=parts, merges_system=merges)
+            for merges in (False, True)
             for keeps in (True, False)
             for parts in ((True, False) if loops else (False, True))
         )

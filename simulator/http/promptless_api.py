@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The paths of which a router does not know the prompts: scores, rerank and audio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from kvrouter.simulator.cache import tokenizer
+from kvrouter.simulator.engine.realtime import Engine
+from kvrouter.simulator.http.refusals import Refused
+from kvrouter.simulator.http.replies import json_response
+from kvrouter.simulator.http.scores import RerankBody, ScoreBody, pairs, rerank_reply, score_reply
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+class _Life(Protocol):
+    @property
+    def engine(self) -> Engine: ...
+
+
+class ReplicaApi(Protocol):
+    """What of `api.Api` is needed here."""
+
+    model: str
+    clock: Callable[[], float]
+
+    @property
+    def life(self) -> _Life: ...
+
+    async def read(self, request: web.Request, kind: type[Body]) -> Body: ...
+
+    def check_model(self, model: object) -> None: ...
+
+    def request_id(self, request: web.Request) -> str: ...
+
+    def fail_once(self) -> None: ...
+
+    def failures(self, request: web.Request) -> AbstractContextManager[None]: ...
+
+
+class PromptlessApi:
+    """These paths of one replica."""
+
+    def __init__(self, api: ReplicaApi) -> None:
+        self._api = api
+
+    def route(self, app: web.Application) -> None:
+        """Adds the routes."""
+        for path in ("/score", "/v1/score"):
+            app.router.add_post(path, self._score)
+        for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+            app.router.add_post(path, self._rerank)
+
+    async def _score(self, request: web.Request) -> web.Response:
+        api = self._api
+        body = await api.read(request, ScoreBody)
+        try:
+            scored = pairs(body.text_1, body.text_2)
+        except ValueError as problem:
+            raise Refused(400, str(problem)) from None
+        tokens = await self._compute_pairs(request, scored)
+        return json_response(score_reply(api.request_id(request), api.model, int(api.clock()), scored, tokens))
+
+    async def _rerank(self, request: web.Request) -> web.Response:
+        api = self._api
+        body = await api.read(request, RerankBody)
+        tokens = await self._compute_pairs(request, [(body.query, text) for text in body.documents])
+        return json_response(rerank_reply(api.request_id(request), api.model, body, tokens))
+
+    async def _compute_pairs(self, request: web.Request, scored: list[tuple[str, str]]) -> int:
+        """Has each pair computed; the tokens of all."""
+        self._api.fail_once()
+        tokens = 0
+        for one, other in scored:
+            ids = tokenizer.encode(f"{one}\n{other}")
+            await self._computed(request, ids, 1)
+            tokens += len(ids)
+        return tokens
+
+    async def _computed(self, request: web.Request, ids: list[int], max_tokens: int) -> list[int]:
+        """The sampled tokens."""
+        engine = self._api.life.engine
+        with self._api.failures(request):
+            async with engine.generate(engine.replica.text(ids, None), max_tokens) as (_, tokens):
+                return [token async for token in tokens]
+        raise AssertionError("not reached")

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores and rerank as vLLM 0.32.0 serves them. Each pair of texts is a prompt of its own; how well two texts fit is the
+share of words that they have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class ScoreBody(msgspec.Struct, kw_only=True):
+    """/score: one text, or as many as the others."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    model: str | None = None
+
+
+class RerankBody(msgspec.Struct, kw_only=True):
+    """/rerank."""
+
+    query: str
+    documents: list[str]
+    top_n: int = 0
+    model: str | None = None
+
+
+def pairs(one: str | list[str], other: str | list[str]) -> list[tuple[str, str]]:
+    """The pairs that are scored. Raises ValueError where they do not go together."""
+    ones, others = [one] if isinstance(one, str) else one, [other] if isinstance(other, str) else other
+    if len(ones) == 1:
+        ones = ones * len(others)
+    if len(ones) != len(others) or not ones:
+        raise ValueError("text_1 has as many texts as text_2, or one")
+    return list(zip(ones, others, strict=True))
+
+
+def score(one: str, other: str) -> float:
+    """Between 0 and 1."""
+    ones, others = set(one.split()), set(other.split())
+    return len(ones & others) / max(1, len(ones | others))
+
+
+def score_reply(
+    request_id: str, model: str, created: int, scored: list[tuple[str, str]], tokens: int
+) -> dict[str, Any]:
+    """tokens: of all prompts."""
+    data = [{"index": n, "object": "score", "score": score(*pair)} for n, pair in enumerate(scored)]
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens, "completion_tokens": 0, "prompt_tokens_details": None}
+    head = {"id": f"score-{request_id}", "object": "list", "created": created, "model": model}
+    return {**head, "data": data, "usage": usage}
+
+
+def rerank_reply(request_id: str, model: str, body: RerankBody, tokens: int) -> dict[str, Any]:
+    """The best first."""
+    found = [(score(body.query, text), n, text) for n, text in enumerate(body.documents)]
+    results = [
+        {"index": n, "document": {"text": text, "multi_modal": None}, "relevance_score": how_well}
+        for how_well, n, text in sorted(found, key=lambda one: -one[0])
+    ]
+    return {
+        "id": f"rerank-{request_id}",
+        "model": model,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+        "results": results[: body.top_n or None],
+    }

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A message of Anthropic's API becomes the chat that vLLM makes of it: its own conversion beside ours."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("vllm")
+
+from anthropic_bodies import message
+from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+
+from kvrouter.router.tokens.anthropic_messages import as_chat
+from kvrouter.router.tokens.client_body import MESSAGES_PATH, read_client_body
+from kvrouter.router.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.tokens.token_request import TokenRequest, read
+
+pytestmark = pytest.mark.engine
+
+BODIES = 3_000
+
+
+def asked(body: dict[str, Any]) -> TokenRequest:
+    found = read(MESSAGES_PATH, read_client_body(MESSAGES_PATH, msgspec.json.encode({"model": "m"} | body)))
+    assert isinstance(found, TokenRequest)
+    return found
+
+
+def engines_chat(body: dict[str, Any], *, merges_system: bool) -> dict[str, Any]:
+    """What of vLLM's chat decides its tokens."""
+    request = AnthropicMessagesRequest(**json.loads(json.dumps({"model": "m"} | body)))
+    chat = AnthropicServingMessages.to_chat_completion_request(request, merge_inline_system=merges_system)
+    found: dict[str, Any] = {"messages": [dict(one) for one in chat.messages]}
+    if chat.tools is not None:
+        found["tools"] = [one.model_dump() for one in chat.tools]
+    if chat.tool_choice == "none" and body.get("tool_choice"):
+        found["tool_choice"] = "none"
+    if chat.chat_template_kwargs is not None:
+        found["chat_template_kwargs"] = chat.chat_template_kwargs
+    assert chat.reasoning_effort is None and chat.documents is None
+    return found
+
+
+@pytest.mark.parametrize("merges_system", [False, True])
+def test_the_chat_is_the_engines(merges_system: bool, seed: int) -> None:
+    rng = random.Random(seed + merges_system)
+    compared = left = 0
+    for _ in range(BODIES):
+        body = message(rng)
+        try:
+            chat = as_chat(asked(body), merges_system=merges_system)
+        except TokensUnknown:
+            left += 1
+            continue
+        ours = {name: chat.value(name) for name in chat.fields}
+        assert ours == engines_chat(body, merges_system=merges_system), (seed, body)
+        compared += 1
+    assert compared >= BODIES * 0.9, left
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"output_config": {"effort": "high"}},
+        {"tools": [{"name": "a", "input_schema": {}, "strict": True}]},
+        {"tools": []},
+        {"system": [{"type": "text", "text": "x-anthropic-billing-header: 1"}]},
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "1"}]}]},
+        {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "x", "input": {}}]}]},
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {
+                    "role": "system",
+                    "content": [{"type": "tool_removal", "tool": {"type": "tool_reference", "name": "x"}}],
+                },
+            ],
+            "tools": [{"name": "x", "input_schema": {}}],
+        },
+    ],
+)
+def test_what_versions_read_differently_is_left_to_the_engine(body: dict[str, Any]) -> None:
+    whole = {"max_tokens": 4, "messages": [{"role": "user", "content": "a"}]} | body
+    engines_chat({name: value for name, value in whole.items() if name != "output_config"}, merges_system=False)
+    with pytest.raises(TokensUnknown):
+        as_chat(asked(whole), merges_system=False)
