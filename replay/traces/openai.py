@@ -13,7 +13,6 @@ where lines have `usage` a note says how far off."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,9 @@ from kvrouter.replay.traces.mooncake import TOKENS_MAX
 from kvrouter.replay.traces.pieces import pieces_of_text, pieces_of_tokens
 from kvrouter.replay.traces.reader import ReadOptions
 from kvrouter.replay.traces.request import Request, TraceError
+from kvrouter.router.common.timestamps import TIME_FIELDS, seconds_of, time_in
 
 PIECE_TOKENS = 16
-TIMES = ("timestamp", "time", "created_at", "created")
-# A number above these is in the unit before: seconds reach the first in the year 5138.
-MILLISECONDS_FROM = 1e11
-MICROSECONDS_FROM = 1e14
-NANOSECONDS_FROM = 1e17
-NUMBERS_MAX = 1e20
 # Under this many bytes of difference an estimate is not worth a word.
 OFF_SHARE = 0.1
 
@@ -137,20 +131,14 @@ def _token_ids(path: Path, number: int, prompt: list[Any]) -> np.ndarray[tuple[i
 
 
 def _time_s(path: Path, number: int, found: Mapping[str, Any], body: Mapping[str, Any]) -> float:
-    value = next((where[name] for where in (found, body) for name in TIMES if where.get(name) is not None), None)
-    if isinstance(value, str):
-        try:
-            moment = datetime.fromisoformat(value)
-        except ValueError:
+    value = time_in(found, body)
+    try:
+        # Only differences count, so that a zone that is missing does not matter.
+        return seconds_of(value)
+    except ValueError:
+        if isinstance(value, str):
             raise TraceError(at(path, number, f"its time {shown(value)} is neither a number nor ISO 8601")) from None
-        # One without a zone is taken for UTC: only differences count.
-        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= NUMBERS_MAX:
-        raise TraceError(at(path, number, f"its time ({', '.join(TIMES)}) is {shown(value)}"))
-    for least, unit in ((NANOSECONDS_FROM, 1e9), (MICROSECONDS_FROM, 1e6), (MILLISECONDS_FROM, 1e3)):
-        if value >= least:
-            return value / unit
-    return float(value)
+        raise TraceError(at(path, number, f"its time ({', '.join(TIME_FIELDS)}) is {shown(value)}")) from None
 
 
 def _usage(found: Mapping[str, Any]) -> Mapping[str, Any]:

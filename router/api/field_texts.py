@@ -46,6 +46,7 @@ FIELD_TEXTS = {
     "dropped": "ranks that were dropped",
     "e2e_s": "seconds from the whole request to the end of its answer",
     "eagle": "whether the group belongs to an EAGLE drafter",
+    "dry_run": "whether the prompt is not sent there: later choices do not count on it, and it cannot be claimed",
     "earlier": "selections of the request's attempts before, which failed",
     "effective_prefill_tokens": "tokens of the prompt that are to be computed",
     "endpoint": "the engine's HTTP address; null for a worker without one",

@@ -116,6 +116,7 @@ class SelectBody(_Asked, kw_only=True):
     expected_output_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
     session_context: SessionBody | None = None
     pinned_worker: PinnedBody | None = None
+    dry_run: bool = False
 
 
 class ReservationBody(SelectBody, kw_only=True):

@@ -229,7 +229,7 @@ def _ask(body: Any, question: Question) -> PlacementRequest:
     pin = None if pinned is None else Pin(str(pinned.worker_id), pinned.dp_rank)
     context = body.session_context
     session_id = body.session_id if context is None else context.session_id
-    return PlacementRequest(question, session_id, max_tokens, pin, body.selection_id)
+    return PlacementRequest(question, session_id, max_tokens, pin, body.selection_id, dry_run=body.dry_run)
 
 
 def _length(body: Any) -> int | None:

@@ -66,7 +66,7 @@ def explain(
         body = read_chat(messages)
     else:
         body["prompt"] = prompt
-    body |= {"model": model, "explain": True}
+    body |= {"model": model, "explain": True, "dry_run": True}
     if lora_name:
         body["lora_name"] = lora_name
     if cache_salt:

@@ -17,7 +17,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     """One request. question: a prompt whose tokens are not known has no block hashes and an estimated length;
     max_tokens: the most that is generated, None: not known; pinned: this worker and no other, as `Pin` or by its name
     (`w0`, `w0@1`); selection_id: the client's own; may_hand_over: whether another worker may compute the prompt for the
-    one that decodes it."""
+    one that decodes it; dry_run: it is not sent where it is placed, so later choices must not count on it."""
 
     question: Question
     session_id: str | None = None
@@ -25,6 +25,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     pinned: Pin | str | None = None
     selection_id: str | None = None
     may_hand_over: bool = True
+    dry_run: bool = False
 
 
 class PlacementOwner(Protocol):

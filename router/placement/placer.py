@@ -134,14 +134,17 @@ class Placer:
     def choose(self, ask: PlacementRequest, selection_id: str | None = None) -> Choice:
         """The worker for this prompt; nothing is reserved. Raises UnknownModel, UnknownWorker, NoWorker.
 
-        selection_id: under which it can be claimed later.
+        selection_id: under which it can be claimed later, unless it is a dry run.
 
         If all are saturated, the cheapest is chosen, and its reason says so."""
         now = self._clock()
         choice, names = self._decide(ask, now)
-        self._decider.record_choice(ask, choice, names, now, SELECTED_TTL_S)
         if selection_id is not None:
             self._record(selection_id, ask, choice)
+        if ask.dry_run:
+            return choice
+        self._decider.record_choice(ask, choice, names, now, SELECTED_TTL_S)
+        if selection_id is not None:
             kept = choice.alone()
             model, num_tokens, until_s = ask.question.model, ask.question.num_tokens, now + SELECTION_TTL_S
             self._selections.keep(selection_id, Selected(model, kept, names, num_tokens, ask.max_tokens, until_s))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -110,6 +111,11 @@ def _usage(value: bytes) -> Usage | None:
         told, _ = _decoder.raw_decode(text, text.index("{"))
     except (ValueError, RecursionError):
         return None
+    return usage_of(told)
+
+
+def usage_of(told: Mapping[str, Any]) -> Usage | None:
+    """A decoded usage, None where it has no prompt tokens."""
     # Of the Responses API and Anthropic's, input and output.
     prompt_tokens = _tokens(told.get("prompt_tokens", told.get("input_tokens")))
     if prompt_tokens is None:

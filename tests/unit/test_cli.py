@@ -102,7 +102,13 @@ def test_explain_shows_every_candidate_and_the_reason(
     stub.answers["/select"] = (200, json.dumps(SELECTED).encode())
     monkeypatch.setattr("sys.stdin", io.StringIO("[1, 2,\n3]"))
     assert run(["explain", "--url", stub.url, "--model", "m", "--tokens", "-", "--lora-name", "a"]) == 0
-    assert json.loads(stub.received[0][2]) == {"model": "m", "explain": True, "token_ids": [1, 2, 3], "lora_name": "a"}
+    assert json.loads(stub.received[0][2]) == {
+        "model": "m",
+        "explain": True,
+        "dry_run": True,
+        "token_ids": [1, 2, 3],
+        "lora_name": "a",
+    }
     lines = capsys.readouterr().out.splitlines()
     assert re.match(r">\s+w0\s+1\s+2\s+2\s+1\s+0\s+1\s+live\s+group 1 \(mamba\): no state", lines[1])
     assert re.match(r"\s+w1\s+1\s+2\s+0\s+3\s+0\s+3\s+live", lines[2])
@@ -127,7 +133,11 @@ def test_explain_takes_a_chat_and_names_the_source_of_its_tokens(
     (tmp_path / "c").write_text(json.dumps(chat | {"model": "theirs"} if whole else chat["messages"]))
     assert run(["explain", "--url", stub.url, "-m", "m", "--messages", str(tmp_path / "c")]) == 0
     sent = json.loads(stub.received[0][2])
-    assert sent == (chat if whole else {"messages": chat["messages"]}) | {"model": "m", "explain": True}
+    assert sent == (chat if whole else {"messages": chat["messages"]}) | {
+        "model": "m",
+        "explain": True,
+        "dry_run": True,
+    }
     assert capsys.readouterr().out.startswith("3 tokens (source: render)\n")
 
 

@@ -57,6 +57,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "api": "The HTTP API, one module a resource.",
         "discovery": "Sources of workers besides registration.",
         "server": "Wiring, start, signals and processes.",
+        "shadow": "What the choices of another router leave unused, by this router's index.",
         "cli": "The `kvrouter` command.",
     },
     "engine_patch": {

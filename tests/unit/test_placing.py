@@ -44,6 +44,19 @@ def test_load_counts_from_the_choice_to_the_first_token_and_to_the_end() -> None
     assert stage.fleet.went == [WorkerKey("m", "a")]
 
 
+def test_a_dry_run_is_recorded_and_nothing_counts_on_it() -> None:
+    recorded = []
+    stage = Stage(hit("a"), hit("b"), hit("c"), hit("d"), record=lambda name, ask, choice: recorded.append(name))
+    for _ in range(8):
+        choice = stage.placing.choose(ask(dry_run=True), "dry")
+        assert {one.pending for one in choice.candidates} <= {0}
+    assert recorded == ["dry"] * 8 and stage.fleet.went == []
+    with pytest.raises(UnknownSelection):
+        stage.placing.claim("dry", "m")
+    stage.placing.choose(ask(), "sent")
+    assert len(stage.fleet.went) == 1
+
+
 def test_prompts_spread_as_load_gathers() -> None:
     stage = Stage(hit("a"), hit("b"), hit("c"))
     placed = [name_of(stage.placing.reserve(ask(seed))) for seed in range(9)]

@@ -51,7 +51,7 @@ async function ask(app, form) {
     }
     const [query, choice] = await Promise.all([
       post("/query", { model, token_ids, explain: true, held: true, ...more }, app.signal),
-      post("/select", { model, token_ids, explain: true, ...more }, app.signal).catch((error) => ({ problem: error.message })),
+      post("/select", { model, token_ids, explain: true, dry_run: true, ...more }, app.signal).catch((error) => ({ problem: error.message })),
     ]);
     answer = { token_ids, query, choice };
     problem = "";
