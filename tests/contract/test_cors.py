@@ -27,7 +27,7 @@ PREFLIGHT = {"access-control-request-method": "POST", "access-control-request-he
 Sent = tuple[int, dict[str, str]]
 
 
-def sent(router: ProxyServer, method: str, path: str, body: bytes | None = None, **headers: str) -> Sent:
+def sent(router: ProxyServer, method: str, path: str, body: bytes | None = None, /, **headers: str) -> Sent:
     connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=WAIT_S)
     try:
         connection.request(method, path, body, {name.replace("_", "-"): value for name, value in headers.items()})
