@@ -19,7 +19,8 @@ MEDIA_TYPES = {
     "svg": "image/svg+xml",
     "txt": "text/plain; charset=utf-8",
 }
-# Only what this router sends is loaded and run, requests go to it alone, nobody may frame it, and no script is written into the page.
+# Only what this router sends is loaded and run, requests go to it alone, nobody may frame it, and no script is written
+# into the page.
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -32,7 +32,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 class Verdict(msgspec.Struct, frozen=True):
     """worker: that got it, and its `reused` tokens; None: not known. reported: these are the engine's. predicted: by the
     index, None where it does not count. best: a worker that held `there` tokens, the most. ours: what this router's
-    choice would have reused, None where it was asked too late for that. is_whole: the index predicted that all but its
+    choice would have reused, None where it was queried too late for that. is_whole: the index predicted that all but its
     last block is reused."""
 
     num_tokens: int
