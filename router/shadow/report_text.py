@@ -34,7 +34,7 @@ def counters_line(report: Report) -> str:
     if report.unplaced.requests:
         parts.append(f"{report.unplaced.there_tokens:,} there, worker unknown")
     if ours.requests:
-        parts.append(f"ours {ours.ours_tokens:,} of {ours.there_tokens:,}")
+        parts.append(f"ours {ours.ours_tokens:,}")
     return ", ".join(parts)
 
 
@@ -61,7 +61,7 @@ def _judged(report: Report) -> Iterator[str]:
         yield f"where it is not: {unplaced.requests:,} requests, {unplaced.prompt_tokens:,} prompt tokens"
         yield _line("were there", unplaced.there_tokens, unplaced.prompt_tokens)
     if ours.requests:
-        yield f"this router's own choice is known of {ours.requests:,} requests"
+        yield f"what this router would have reused: {ours.requests:,} requests"
         yield _line("ours", ours.ours_tokens, ours.there_tokens, "of what was there")
         if ours.placed_requests and ours.placed_requests < ours.requests:
             what = f"{ours.placed_requests:,} of them, where your router reused {ours.reused_tokens:,}"
@@ -75,9 +75,9 @@ def _judged(report: Report) -> Iterator[str]:
     predicted = placed.requests - placed.reported_requests
     if report.whole_requests > WHOLE_SHARE * predicted:
         yield from wrap(
-            f"note: {report.whole_requests:,} of {predicted:,} predictions say that the whole prompt was there where it went. If "
-            "the log is written after requests were served, the index holds these requests themselves: log cached_tokens, log "
-            "sooner, or mirror the requests (--listen)",
+            f"note: by the index, the whole prompt was there where it went in {report.whole_requests:,} of {predicted:,} requests. "
+            "It may be these requests themselves, if engines were done before the index was queried: then less was reused than "
+            "this says. Log the engines' cached_tokens",
             COLUMNS,
         )
 

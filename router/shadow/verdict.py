@@ -32,7 +32,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 class Verdict(msgspec.Struct, frozen=True):
     """worker: that got it, and its `reused` tokens; None: not known. reported: these are the engine's. predicted: by the
     index, None where it does not count. best: a worker that held `there` tokens, the most. ours: what this router's
-    choice would have reused, None where the question came too late for that. is_whole: the index predicted that all but its
+    choice would have reused, None where it was queried too late for that. is_whole: the index predicted that all but its
     last block is reused."""
 
     num_tokens: int
@@ -84,6 +84,9 @@ def judge(snapshot: Snapshot, outcome: Outcome, fleet: FleetNames) -> Verdict:
         held.pop(rank, None)
     held[worker] = cached
     ours = worker if snapshot.ours in ranks else snapshot.ours
+    # Where the index had it whole and the engine did not, the engine was faster than the question.
+    if predicted is not None and predicted > cached and _is_whole(snapshot, predicted):
+        snapshot = msgspec.structs.replace(snapshot, is_before=False)
     return _verdict(snapshot, held, worker, predicted if snapshot.is_before else None, ours, is_reported=True)
 
 
@@ -102,9 +105,13 @@ def _verdict(
         there,
         worker if reused == there else most,
         held.get(ours, 0) if snapshot.is_before else None,
-        is_whole=not is_reported and reused is not None and snapshot.num_tokens - reused <= snapshot.block_tokens,
+        is_whole=not is_reported and reused is not None and _is_whole(snapshot, reused),
         held=held,
     )
+
+
+def _is_whole(snapshot: Snapshot, tokens: int) -> bool:
+    return snapshot.num_tokens - tokens <= snapshot.block_tokens
 
 
 def _is_proven(candidate: Mapping[str, Any]) -> bool:

@@ -63,7 +63,7 @@ class ShadowProcess:
         return int(line.partition("http://")[2].partition(";")[0].rpartition(":")[2])
 
     def wait_seen(self, requests: int, *, waiting: int = 0) -> None:
-        """Until this number of requests was judged or not, and `waiting` wait for their outcome."""
+        """Until this number of requests was judged or not, and that number waits for their outcome."""
 
         def seen() -> bool:
             found = self.counters
