@@ -81,6 +81,9 @@ EXAMPLES: dict[tuple[str, str], Any] = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "What is a prefix cache?"}],
     },
+    # A form with a recording, of which JSON has no example.
+    ("POST", "/v1/audio/transcriptions"): None,
+    ("POST", "/v1/audio/translations"): None,
     **{("POST", path): RERANK for path in ("/v1/rerank", "/v2/rerank", "/rerank")},
     **{("POST", path): SCORE for path in ("/v1/score", "/score")},
     ("POST", "/tokenize"): {"model": MODEL, "prompt": "What is a prefix cache?"},

@@ -16,6 +16,7 @@ from kvrouter.router.api.examples import EXAMPLES, PATH_PARTS
 from kvrouter.router.api.field_texts import text_of
 from kvrouter.router.diagnosis.finding import DiagnosisReport
 from kvrouter.router.diagnosis.store_view import StoreReply
+from kvrouter.router.tokens.proxied_paths import AUDIO
 from kvrouter.router.watch.fleet_event import EventType
 from kvrouter.router.workers import registration_bodies
 
@@ -98,6 +99,8 @@ PROXIED_OPERATIONS = {
     "/v1/embeddings": "Embeddings, by an engine",
     "/v1/messages": "A message of Anthropic's API, by the engine that has the least left to compute",
     "/v1/messages/count_tokens": "How many tokens a message has, by an engine",
+    "/v1/audio/transcriptions": "The text of a recording, by the engine with the least load",
+    "/v1/audio/translations": "The text of a recording in English, by the engine with the least load",
     "/v1/rerank": "Documents in the order of their relevance, by the engine with the least load",
     "/v2/rerank": "The same, where Cohere's second API has it",
     "/rerank": "The same, where vLLM has it",
@@ -202,7 +205,12 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
 
 
 def _proxied(path: str, summary: str) -> dict[str, Any]:
-    body = {"type": "object", "properties": {"model": {"type": "string", "description": text_of("", "model")}}}
+    model = {"type": "string", "description": text_of("", "model")}
+    body: dict[str, Any] = {"type": "object", "properties": {"model": model}}
+    kind = replies.JSON
+    if path in AUDIO:
+        kind = "multipart/form-data"
+        body["properties"]["file"] = {"type": "string", "format": "binary", "description": "the recording"}
     content = {replies.JSON: {"schema": {"type": "object"}}, "text/event-stream": {"schema": {"type": "string"}}}
     done = {"description": "The engine's answer", "content": content}
     return {
@@ -210,7 +218,7 @@ def _proxied(path: str, summary: str) -> dict[str, Any]:
         "summary": summary,
         "description": PROXIED_NOTE,
         "operationId": path.strip("/").replace("/", "_"),
-        "requestBody": {"required": True, "content": {replies.JSON: {"schema": body}}},
+        "requestBody": {"required": True, "content": {kind: {"schema": body}}},
         "responses": {"200": done} | {str(status): _problem(status) for status in PROXIED_PROBLEMS},
     }
 

@@ -5,7 +5,7 @@ the answer."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 import kvrouter.router.proxy.headers as h
@@ -14,14 +14,18 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.matching.question import Question
 from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.proxy.downstream import Client
+from kvrouter.router.proxy.form_body import read_form_model
 from kvrouter.router.proxy.openai_body import OpenAIBody, openai_body, renamed
 from kvrouter.router.proxy.upstream.failure import Attempts
 from kvrouter.router.quality.request_watch import RequestWatch
 from kvrouter.router.tokens.client_body import ClientBody, read_client_body
 from kvrouter.router.tokens.forward_ids import forwarded_body
 from kvrouter.router.tokens.prompt_tokens import Prompt, estimated_tokens
-from kvrouter.router.tokens.proxied_paths import WITHOUT_PROMPT
+from kvrouter.router.tokens.proxied_paths import AUDIO, WITHOUT_PROMPT
 from kvrouter.router.workers.model_names import ServedModel
+
+# Whisper makes 50 tokens of a second, of which a WAV file has 32 kB and an MP3 file 8 to 16 kB; for load alone.
+AUDIO_BYTES_PER_TOKEN = 512
 
 
 class Tokens(Protocol):
@@ -61,20 +65,28 @@ class RequestReader:
     async def read(self, request: Request) -> PlacementRequest:
         """What is to be placed; `request.body` is settled by it. Raises BadQuestion, UnknownModel."""
         client = request.client
+        if client.path in AUDIO:
+            return self._read_form(request)
         read = read_client_body(client.path, client.body)
         body = openai_body(read)
-        name = self._name_of(body)
+        name = self._name_of(body.model)
         served = self._resolve(name)
         if name not in (served.model, served.lora_name) and body.model is not None:
             # The engine does not know this router's other names.
             request.body = renamed(client.body, served.lora_name or served.model)
-        session = h.header(client.headers, h.SESSION_ID)
-        return PlacementRequest(
-            await self._question(request, read, body, served),
-            session_id=None if session is None else session.decode("latin-1"),
-            max_tokens=body.limit_tokens,
-            pinned=None if request.pin is None else unquote(request.pin.decode("latin-1")),
-        )
+        return _placement_request(request, await self._question(request, read, body, served), body.limit_tokens)
+
+    def _read_form(self, request: Request) -> PlacementRequest:
+        """An audio's."""
+        client = request.client
+        form = read_form_model(h.header(client.headers, b"content-type"), client.body)
+        name = self._name_of(form.name)
+        served = self._resolve(name)
+        if name not in (served.model, served.lora_name) and form.name is not None:
+            request.body = form.renamed(client.body, served.lora_name or served.model)
+        prompt = Prompt(max(1, len(client.body) // AUDIO_BYTES_PER_TOKEN), None, "none")
+        question = prompt.question(served.model, lora_name=served.lora_name, worker_ids=served.worker_ids)
+        return _placement_request(request, question, None)
 
     async def _question(self, request: Request, read: ClientBody, body: OpenAIBody, served: ServedModel) -> Question:
         client = request.client
@@ -98,12 +110,22 @@ class RequestReader:
             served.model, cache_salt=body.salt, lora_name=served.lora_name, worker_ids=served.worker_ids
         )
 
-    def _name_of(self, body: OpenAIBody) -> str:
-        if isinstance(body.model, str) and body.model:
-            return body.model
+    def _name_of(self, model: Any) -> str:
+        if isinstance(model, str) and model:
+            return model
         models = self._models()
-        if body.model is None and len(models) == 1:
+        if model is None and len(models) == 1:
             # As in vLLM.
             return models[0]
         known = ", ".join(map(printable, models)) or "none yet"
         raise BadQuestion(f"model must name one of the registered models: {known}", code="invalid_model")
+
+
+def _placement_request(request: Request, question: Question, max_tokens: int | None) -> PlacementRequest:
+    session = h.header(request.client.headers, h.SESSION_ID)
+    return PlacementRequest(
+        question,
+        session_id=None if session is None else session.decode("latin-1"),
+        max_tokens=max_tokens,
+        pinned=None if request.pin is None else unquote(request.pin.decode("latin-1")),
+    )

@@ -20,8 +20,11 @@ WITHOUT_PROMPT = frozenset({"/tokenize", "/detokenize", "/v1/messages/count_toke
 # By load: each pair of texts is a prompt of its own, which a template of the engine makes, so none of them decides.
 PAIRS = frozenset({"/v1/rerank", "/v2/rerank", "/rerank", "/v1/score", "/score"})
 
-PATHS = WITH_PROMPT | WITHOUT_PROMPT | PAIRS
+# By load too. Their bodies are forms.
+AUDIO = frozenset({"/v1/audio/transcriptions", "/v1/audio/translations"})
+
+PATHS = WITH_PROMPT | WITHOUT_PROMPT | PAIRS | AUDIO
 # A model computes the answer.
-INFERENCE_PATHS = WITH_PROMPT | PAIRS
+INFERENCE_PATHS = WITH_PROMPT | PAIRS | AUDIO
 # To send one of these again changes nothing but who computes it. A response may be stored by its engine.
 REPEATABLE_PATHS = PATHS - {RESPONSES_PATH}

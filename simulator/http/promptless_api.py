@@ -12,6 +12,7 @@ from aiohttp import web
 
 from kvrouter.simulator.cache import tokenizer
 from kvrouter.simulator.engine.realtime import Engine
+from kvrouter.simulator.http import audio
 from kvrouter.simulator.http.refusals import Refused
 from kvrouter.simulator.http.replies import json_response
 from kvrouter.simulator.http.scores import RerankBody, ScoreBody, pairs, rerank_reply, score_reply
@@ -56,6 +57,8 @@ class PromptlessApi:
             app.router.add_post(path, self._score)
         for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
             app.router.add_post(path, self._rerank)
+        for path in ("/v1/audio/transcriptions", "/v1/audio/translations"):
+            app.router.add_post(path, self._audio)
 
     async def _score(self, request: web.Request) -> web.Response:
         api = self._api
@@ -72,6 +75,31 @@ class PromptlessApi:
         body = await api.read(request, RerankBody)
         tokens = await self._compute_pairs(request, [(body.query, text) for text in body.documents])
         return json_response(rerank_reply(api.request_id(request), api.model, body, tokens))
+
+    async def _audio(self, request: web.Request) -> web.StreamResponse:
+        api = self._api
+        try:
+            form = await request.post()
+        except ValueError as problem:
+            raise Refused(400, str(problem)) from None
+        api.check_model(form.get("model"))
+        file = form.get("file")
+        if not isinstance(file, web.FileField):
+            raise Refused(400, "the form has no file")
+        api.fail_once()
+        sound = file.file.read()
+        tokens = await self._computed(request, list(sound[:: audio.BYTES_PER_TOKEN]) or [0], audio.ANSWER_TOKENS)
+        text = tokenizer.decode(tokens)
+        if str(form.get("stream", "")).lower() in ("true", "1"):
+            response = web.StreamResponse(headers={"content-type": "text/event-stream; charset=utf-8"})
+            await response.prepare(request)
+            await response.write(audio.stream(api.request_id(request), api.model, int(api.clock()), tokens))
+            await response.write_eof()
+            return response
+        if form.get("response_format") == "text":
+            return web.json_response(text)
+        translates = request.path.endswith("translations")
+        return json_response({"text": text} if translates else audio.reply(text, len(sound)))
 
     async def _compute_pairs(self, request: web.Request, scored: list[tuple[str, str]]) -> int:
         """Has each pair computed; the tokens of all."""
