@@ -37,6 +37,8 @@ def client(router: RouterProcess) -> Iterator[Any]:
         yield made
 
 
+# OpenAI's client calls its translations deprecated; vLLM serves them.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("model", [MODEL, ALIAS])
 def test_a_transcription_and_a_translation(client: Any, router: RouterProcess, model: str) -> None:
     pin = {"x-kvrouter-worker": "w1", "x-request-id": f"audio-{model}"}

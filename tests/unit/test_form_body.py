@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +21,7 @@ def part(name: str, value: bytes, more: str = "") -> bytes:
 
 FILE = part("file", b"\x00\r\n--b\r\n\r\nname=model", '; filename="a.wav"\r\nContent-Type: audio/wav')
 END = b"--b0--\r\n"
+ODD_TYPES = [TYPE, b"multipart/form-data; boundary=\xff", b";", b'multipart/form-data; boundary="']
 
 
 @given(
@@ -76,16 +79,11 @@ def test_a_wrong_form_is_refused(body: bytes) -> None:
         read_form_model(TYPE, body)
 
 
-@given(
-    st.binary(max_size=300),
-    st.sampled_from([TYPE, b"multipart/form-data; boundary=\xff", b";", b'multipart/form-data; boundary="']),
-)
+@given(st.binary(max_size=300), st.sampled_from(ODD_TYPES))
 def test_any_bytes_are_read_or_refused(body: bytes, kind: bytes) -> None:
     for raw in (body, part("model", body) + END, b"--b0\r\n" + body, b"--b0" + body):
-        try:
+        with contextlib.suppress(BadQuestion):
             read_form_model(kind, raw)
-        except BadQuestion:
-            pass
 
 
 def test_a_long_boundary_is_refused() -> None:
