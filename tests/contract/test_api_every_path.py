@@ -260,6 +260,10 @@ def test_every_operation_has_an_example(core: TinyCore) -> None:
     for way, operation in operations.items():
         if "requestBody" in operation:
             content = operation["requestBody"]["content"]
+            if "multipart/form-data" in content:
+                # A recording has no example in JSON.
+                assert EXAMPLES[way] is None
+                continue
             assert content["application/json"]["example"] == EXAMPLES[way]
             assert "example" not in content.get("application/msgpack", {})
         else:

@@ -104,20 +104,20 @@ def test_other_origins_are_not_named(
 def test_without_the_setting_no_answer_has_a_cors_header(
     silent: ProxyServer, method: str, path: str, body: bytes | None, status: int
 ) -> None:
-    got, headers = sent(silent, method, path, body, origin=APP, **PREFLIGHT)
+    got, headers = sent(silent, method, path, body, origin=APP, **PREFLIGHT)  # type: ignore[arg-type]
     assert (got, cors_of(headers)) == (status, {})
 
 
 def test_without_the_setting_a_preflight_is_a_wrong_method(silent: ProxyServer) -> None:
     for path in (CHAT, "/query", "/workers"):
-        status, headers = sent(silent, "OPTIONS", path, origin=APP, **PREFLIGHT)
+        status, headers = sent(silent, "OPTIONS", path, origin=APP, **PREFLIGHT)  # type: ignore[arg-type]
         assert (status, cors_of(headers)) == (405, {})
 
 
 @pytest.mark.parametrize("path", [*sorted(PATHS), "/query", "/workers", "/health", "/events", "/", "/nowhere"])
 def test_a_preflight_needs_no_key(path: str) -> None:
     with fleet(OK, cors_origins=(APP,), api_key="secret") as (router, engine):
-        status, headers = sent(router, "OPTIONS", path, origin=APP, **PREFLIGHT)
+        status, headers = sent(router, "OPTIONS", path, origin=APP, **PREFLIGHT)  # type: ignore[arg-type]
         assert status == 204
         assert headers["access-control-allow-origin"] == APP
         assert headers["access-control-allow-headers"] == PREFLIGHT["access-control-request-headers"]
@@ -128,7 +128,7 @@ def test_a_preflight_needs_no_key(path: str) -> None:
             status, headers = sent(router, "POST", path, RAW, origin=APP)
             assert (status, headers["access-control-allow-origin"]) == (401, APP)
         # Another origin's question is no preflight for us, and has no key.
-        status, headers = sent(router, "OPTIONS", path, origin=OTHER, **PREFLIGHT)
+        status, headers = sent(router, "OPTIONS", path, origin=OTHER, **PREFLIGHT)  # type: ignore[arg-type]
         assert status != 204 and cors_of(headers) == {"vary": "Origin"}
         assert not engine.asked
 

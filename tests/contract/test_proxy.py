@@ -14,7 +14,7 @@ import pytest
 from proxy_support import CHAT, COMPLETIONS, fleet, proxying, raw_request, worker
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain, stream
 
-from kvrouter.router.tokens.proxied_paths import PATHS
+from kvrouter.router.tokens.proxied_paths import AUDIO, PATHS
 
 BODY = {"model": "m", "messages": [{"role": "user", "content": "hällo"}]}
 TOKENS = {"model": "m", "prompt": list(range(1, 100)), "max_tokens": 4}
@@ -307,3 +307,25 @@ def test_the_first_token_and_the_end_of_an_answer_are_reported() -> None:
         # Its first byte comes with its last token.
         router.post(CHAT, BODY)
         assert [placed.told for placed in router.placing.placed] == [["first token", "done"], ["done"]]
+
+
+@pytest.mark.parametrize("path", sorted(AUDIO))
+@pytest.mark.parametrize("name", ["m", "other name"])
+def test_a_form_passes_unchanged_but_for_a_name_of_the_routers(path: str, name: str) -> None:
+    kind = "multipart/form-data; boundary=b0"
+    parts = (
+        b'--b0\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\n\x00\r\n--b\xff\r\n'
+        b'--b0\r\ncontent-disposition: form-data; name="model"\r\n\r\n%b\r\n--b0--\r\nepilogue'
+    )
+    with (
+        ScriptedEngine(plain(b'{"text": ""}')) as engine,
+        proxying(worker("w0", engine.url), worker("w9", engine.url, "another")) as router,
+    ):
+        status, headers, _ = router.post(path, parts % name.encode(), {"content-type": kind})
+        assert status == 200 and "x-kvrouter-predicted-hit" not in headers
+        (asked,) = engine.asked
+        assert asked.body == parts % b"m"
+        assert (asked.all("content-type"), asked.all("content-length")) == ([kind], [str(len(asked.body))])
+        assert router.post(path, parts % b"nobody", {"content-type": kind})[0] == 404
+        # Several models are there, and a form that names none cannot be placed.
+        assert router.post(path, parts.replace(b"model", b"other") % b"m", {"content-type": kind})[0] == 400

@@ -48,7 +48,9 @@ def test_a_body_is_found_wherever_it_stands(line: dict[str, Any]) -> None:
 
 def test_worker_usage_id_and_age_are_read() -> None:
     usage = {"prompt_tokens": 3, "prompt_tokens_details": {"cached_tokens": 2}}
-    found = read({"body": BODY, "upstream_addr": "10.0.0.1:8000", "time": WALL_S - 1.5, "usage": usage, "request_id": 7})
+    found = read(
+        {"body": BODY, "upstream_addr": "10.0.0.1:8000", "time": WALL_S - 1.5, "usage": usage, "request_id": 7}
+    )
     assert found.outcome == Outcome("10.0.0.1:8000", 2, 3)
     assert (found.request_id, found.seen_s, found.is_served) == ("7", NOW_S - 1.5, True)
     assert read_outcome(json.dumps({"x_request_id": "a", "worker": "w0", "response": {"usage": usage}}).encode()) == (
