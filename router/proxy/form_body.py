@@ -28,7 +28,7 @@ class FormModel(NamedTuple):
     end: int = 0
 
     def renamed(self, body: bytes, model: str) -> bytes:
-        """The body for another model; all else keeps its bytes. Only for a form that names one."""
+        """The body for another model; all else keeps its bytes. Only where the name is not empty."""
         return b"".join((memoryview(body)[: self.start], model.encode(), memoryview(body)[self.end :]))
 
 

@@ -146,6 +146,8 @@ def test_a_star_allows_all_and_varies_by_nothing() -> None:
 
 def test_the_plain_way_is_not_taken_with_an_origin_and_says_the_same(listed: ProxyServer) -> None:
     plainly: dict[str, Any] = sent(listed, "POST", "/query", QUERY)[1]
+    # A request that comes in two pieces takes the other way, which says what it would depend on.
+    plainly.pop("vary", None)
     assert cors_of(plainly) == {}
     named = sent(listed, "POST", "/query", QUERY, origin=APP)[1]
     assert named.pop("access-control-allow-origin") == APP
