@@ -34,6 +34,7 @@ ALLOWED = {
         "_begin_judging",
     ): "one judgement; its failure is logged and it is begun again by `look`",
     ("tokens/tokenizer.py", "_ask_once"): "one request; its callers await it",
+    ("shadow/shadow_run.py", "run"): "a command: what ends one of them ends it, with the error",
 }
 STARTERS = {"create_task", "ensure_future", "run_coroutine_threadsafe"}
 
