@@ -140,6 +140,17 @@ def test_every_view_fits_its_window_and_axe_finds_nothing(
             assert not found, (view, [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found])
 
 
+def most_held(router: RouterProcess) -> list[int]:
+    """The conversation of which the workers hold the most, so that there is something to see."""
+
+    def held_tokens(ids: list[int]) -> int:
+        body = {"model": MODEL, "token_ids": ids, "held": True}
+        instances = router.request("POST", "/query", body)["instances"].values()
+        return sum(end - first for one in instances for place in one["held"] for first, end in place["runs"])
+
+    return max((conversation(number, 7 * PIECE_TOKENS) for number in range(CONVERSATIONS)), key=held_tokens)
+
+
 def changes(read: Callable[[], Any], what: str) -> None:
     before = read()
     until(lambda: read() != before, f"{what} does not change")
@@ -359,11 +370,15 @@ def test_pictures(chromium: Browser, router: RouterProcess, name: str, width: in
         for view in VIEWS:
             page = tab.open(view)
             shown(page, view)
+            if view == "prompt":
+                ask_tokens(page, most_held(router))
+                page.wait_for_selector("[data-place]")
             if view in ("reuse", "events"):
                 page.wait_for_timeout(20_000)
             page.evaluate("scrollTo(0, 0)")
             path = folder / f"page-{view}-{name}.png"
             page.screenshot(path=path, full_page=view == "prompt" and name != "phone")
             # As small as it can be without looking different.
-            few = Image.open(path).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+            with Image.open(path) as picture:
+                few = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
             few.save(path, optimize=True)
