@@ -192,14 +192,13 @@ def by_connections(quick: bool) -> Iterator[Point]:
     """Idle connections beside one that asks a whole router; and what the one says that is too many."""
     sys.path.insert(0, str(HERE.parent / "tests" / "support"))
     from replica_process import MODEL as SERVED
-    from replica_process import replicas
+    from replica_process import replicas, worker_flags
     from router_process import RouterProcess
 
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvr-scale-", dir="/tmp"))
-        (replica,) = stack.enter_context(replicas(1))
-        worker = f"w0={replica['url']},events={replica['events']},replay={replica['replay']},model={SERVED}"
-        router = stack.enter_context(RouterProcess(Path(folder), ["--worker", worker]))
+        found = stack.enter_context(replicas(1))
+        router = stack.enter_context(RouterProcess(Path(folder), worker_flags(found)))
         asking = HttpClient(router.port)
         stack.callback(asking.close)
         body = {"model": SERVED, "block_hashes": list(range(1, BLOCKS + 1))}

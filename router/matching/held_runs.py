@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -29,14 +29,12 @@ class HeldRuns(msgspec.Struct, frozen=True):
 
 
 def held_runs(
-    catalog: Catalog, places: Mapping[Place, int], rows: NDArray[np.uint16], num_tokens: int
+    catalog: Catalog, places: dict[Place, int], rows: NDArray[np.uint16], num_tokens: int
 ) -> Iterable[HeldRuns]:
     """places: of one worker, with the index of its bit; rows: its place bits of each hash, shape (banks, hashes)."""
     groups = {group.group_idx: group for group in catalog.groups}
-    for place, index in sorted(places.items(), key=lambda item: item[0].text):
-        bit = bank_mask({place: index}, place)
-        if bit.bank >= rows.shape[0]:
-            continue
+    for place in sorted(places, key=lambda place: place.text):
+        bit = bank_mask(places, place)
         hashes = np.flatnonzero(rows[bit.bank] & bit.mask)
         group = groups.get(place.group_idx)
         block_size = catalog.hash_block_size if group is None else group.block_size

@@ -22,6 +22,8 @@ from kvrouter.router.common.ids import WorkerKey
 MODEL = "m"
 TIMEOUT_S = 40.0
 POLL_S = 0.01
+# Nothing new within this is nothing more.
+SETTLE_S = 0.03
 # Batches of one engine of `churn.py`: most of its prompts are held somewhere by then.
 BUSY_SEQ = 100
 
@@ -60,6 +62,11 @@ def rows(router: RouterProcess) -> dict[str, dict[str, Any]]:
     return {row["worker_id"]: row for row in router.request("GET", "/workers")["workers"]}
 
 
+def wait_live(router: RouterProcess) -> None:
+    """Until each worker has said what it holds."""
+    until(lambda: all(row["state"] == "live" for row in rows(router).values()), "the workers are live")
+
+
 def held(router: RouterProcess) -> float:
     """Workers that the router follows."""
     return router.metric("kvrouter_leases_held")
@@ -73,6 +80,14 @@ def wait_shared(routers: Iterable[RouterProcess], workers: int) -> None:
         return sum(counts) == workers and max(counts) - min(counts) <= 1
 
     until(even, "the workers are not spread evenly")
+
+
+def settle(router: RouterProcess) -> None:
+    """Until the router has seen all that the engines published."""
+    before: object = None
+    while (seen := {name: row["seq"] for name, row in rows(router).items()}) != before:
+        before = seen
+        time.sleep(SETTLE_S)
 
 
 def wait_seqs(router: RouterProcess, seqs: dict[str, int]) -> None:

@@ -7,7 +7,7 @@ import http.client
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -53,8 +53,7 @@ class ReplicaProcess:
 
     def spec(self, worker_id: str) -> str:
         """As `--worker` takes it."""
-        at = self.endpoints
-        return f"{worker_id}={at['url']},events={at['events']},replay={at['replay']},model={at['model']}"
+        return worker_spec(worker_id, self.endpoints)
 
     def kill(self) -> None:
         """kill -9: its connections are reset, nothing is said."""
@@ -73,6 +72,17 @@ class ReplicaProcess:
             assert answer.status == 200, said
         finally:
             connection.close()
+
+
+def worker_spec(worker_id: str, endpoints: Mapping[str, Any]) -> str:
+    """As `--worker` takes it."""
+    at = endpoints
+    return f"{worker_id}={at['url']},events={at['events']},replay={at['replay']},model={at['model']}"
+
+
+def worker_flags(found: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The flags of a router in front of these replicas, which are w0, w1 and so on there."""
+    return [part for n, at in enumerate(found) for part in ("--worker", worker_spec(f"w{n}", at))]
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-from replica_process import MODEL, STOP_S, replicas
+from replica_process import MODEL, STOP_S, replicas, worker_flags
 from router_process import RouterProcess
 
 SOUND = bytes(range(256)) * 400
@@ -21,10 +21,7 @@ ALIAS = "whisper"
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
     with replicas(2, "--shape", "gemma3", "--blocks", "2000", "--instant") as found:
-        flags = ["--model-alias", f"{ALIAS}={MODEL}"]
-        for number, endpoints in enumerate(found):
-            spec = f"w{number}={endpoints['url']},events={endpoints['events']},replay={endpoints['replay']}"
-            flags += ["--worker", f"{spec},model={MODEL}"]
+        flags = ["--model-alias", f"{ALIAS}={MODEL}", *worker_flags(found)]
         with RouterProcess(tmp_path_factory.mktemp("router"), flags) as started:
             yield started
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 from event_reader import EventReader
-from fleet import until
-from replica_process import MODEL, replicas
+from fleet import until, wait_live
+from replica_process import MODEL, replicas, worker_flags
 from router_process import RouterError, RouterProcess
 
 PROMPT = list(range(1, 401))
@@ -21,17 +21,11 @@ pytestmark = pytest.mark.smoke
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
     with replicas(2, "--shape", "gemma3", "--blocks", "600") as found:
-        flags = ["--decisions-kept", "50"]
-        for number, endpoints in enumerate(found):
-            spec = f"w{number}={endpoints['url']},events={endpoints['events']},replay={endpoints['replay']}"
-            flags += ["--worker", f"{spec},model={MODEL}"]
+        flags = ["--decisions-kept", "50", *worker_flags(found)]
         with RouterProcess(tmp_path_factory.mktemp("router"), flags) as started:
             for number in range(2):
                 complete(started, [number + 1_000] * 100, {"x-kvrouter-worker": f"w{number}"})
-            until(
-                lambda: all(row["state"] == "live" for row in started.request("GET", "/workers")["workers"]),
-                "the workers are live",
-            )
+            wait_live(started)
             yield started
 
 

@@ -4,7 +4,6 @@ what is predicted is what the replica says it read from its cache. Scores and re
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +12,8 @@ import httpx
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-from fleet import until
-from replica_process import MODEL, STOP_S, replicas
+from fleet import rows, settle, until, wait_live
+from replica_process import MODEL, STOP_S, replicas, worker_flags
 from router_process import RouterProcess
 
 # Some blocks of the shape.
@@ -24,34 +23,19 @@ TOOL = {"name": "weather", "description": "The weather in a city", "input_schema
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
-    with replicas(2, "--shape", "gemma3", "--blocks", "2000", "--instant") as found:
-        flags = []
-        for number, endpoints in enumerate(found):
-            spec = f"w{number}={endpoints['url']},events={endpoints['events']},replay={endpoints['replay']}"
-            flags += ["--worker", f"{spec},model={MODEL}"]
-        with RouterProcess(tmp_path_factory.mktemp("router"), flags) as started:
-            with client_of(started) as client:
-                for number in range(2):
-                    ask(client, f"hello {number}", extra_headers={"x-kvrouter-worker": f"w{number}"})
-            until(lambda: all(row["state"] == "live" for row in rows(started)), "the workers are live")
-            yield started
+    with (
+        replicas(2, "--shape", "gemma3", "--blocks", "2000", "--instant") as found,
+        RouterProcess(tmp_path_factory.mktemp("router"), worker_flags(found)) as started,
+    ):
+        with client_of(started) as client:
+            for number in range(2):
+                ask(client, f"hello {number}", extra_headers={"x-kvrouter-worker": f"w{number}"})
+        wait_live(started)
+        yield started
 
 
 def client_of(router: RouterProcess) -> Any:
     return anthropic.Anthropic(base_url=f"http://127.0.0.1:{router.port}", api_key="x", max_retries=0, timeout=STOP_S)
-
-
-def rows(router: RouterProcess) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = router.request("GET", "/workers")["workers"]
-    return found
-
-
-def settle(router: RouterProcess) -> None:
-    """Until the router has seen all that the replicas published."""
-    before: object = None
-    while (seen := [row["seq"] for row in rows(router)]) != before:
-        before = seen
-        time.sleep(0.03)
 
 
 def ask(client: Any, content: Any, **more: Any) -> Any:
@@ -102,7 +86,7 @@ def test_a_stream_has_the_clients_events_and_its_usage_is_read(router: RouterPro
 
 
 def delivered(router: RouterProcess) -> int:
-    return sum(row["reuse"]["delivered_tokens"] for row in rows(router) if row["reuse"])
+    return sum(row["reuse"]["delivered_tokens"] for row in rows(router).values() if row["reuse"])
 
 
 def test_errors_have_the_shape_that_the_client_reads(router: RouterProcess) -> None:

@@ -17,6 +17,7 @@ from fleet import until
 from monitoring_files import alert_rules, dashboard_queries
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from replica_process import worker_flags
 from router_process import RouterProcess
 
 from kvrouter.router.common.version import VERSION
@@ -46,11 +47,7 @@ def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
         replicas = [ReplicaServer(make_geometry("gemma3"), 512, context=context, model=MODEL) for _ in range(2)]
         thread = ServerThread(replicas)
         thread.start()
-        specs = [
-            f"w{number}={at['url']},events={at['events']},replay={at['replay']},model={MODEL}"
-            for number, at in enumerate(replica.endpoints for replica in replicas)
-        ]
-        flags = [part for spec in specs for part in ("--worker", spec)]
+        flags = worker_flags(replica.endpoints for replica in replicas)
         with RouterProcess(tmp_path_factory.mktemp("router"), flags) as process:
             numbers = itertools.count()
 

@@ -5,6 +5,8 @@ PAGE_IMAGES=docs/images writes a picture of every view there, light, dark and as
 
 from __future__ import annotations
 
+import http.client
+import json
 import os
 import random
 import threading
@@ -18,7 +20,7 @@ from axe_playwright_python.sync_playwright import Axe
 from browser_page import BrowserPage, browser
 from fleet import until
 from playwright.sync_api import Browser, Page, expect
-from replica_process import ReplicaProcess
+from replica_process import ReplicaProcess, worker_flags
 from router_process import RouterProcess
 
 MODEL = "sim-gemma3"
@@ -53,9 +55,6 @@ class Traffic:
         self._thread.start()
 
     def _run(self) -> None:
-        import http.client
-        import json
-
         lengths = dict.fromkeys(range(CONVERSATIONS), PIECE_TOKENS)
         count = 0
         with closing(http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)) as connection:
@@ -83,11 +82,9 @@ class Traffic:
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RouterProcess]:
     folder = tmp_path_factory.mktemp("page")
     with ExitStack() as stack:
-        flags = []
-        for number in range(3):
-            arguments = ["--shape", "gemma3", "--blocks", "420", "--cpu-chunks", "300"]
-            replica = stack.enter_context(ReplicaProcess(folder / f"w{number}", arguments))
-            flags += ["--worker", replica.spec(f"w{number}")]
+        arguments = ["--shape", "gemma3", "--blocks", "420", "--cpu-chunks", "300"]
+        made = [stack.enter_context(ReplicaProcess(folder / f"w{number}", arguments)) for number in range(3)]
+        flags = worker_flags(replica.endpoints for replica in made)
         started = stack.enter_context(RouterProcess(folder / "router", flags))
         for seed in range(2):
             stack.callback(Traffic(started, seed).close)

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -19,8 +18,8 @@ import pytest
 
 # pytest's importlib mode leaves sys.path alone.
 from collector import Collector
-from fleet import until
-from replica_process import MODEL, STOP_S, replicas
+from fleet import rows, settle, until, wait_live
+from replica_process import MODEL, STOP_S, replicas, worker_flags
 from router_process import RouterProcess
 
 REQUESTS = 40
@@ -37,10 +36,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture
 def router(tmp_path: Path, collector: Collector) -> Iterator[RouterProcess]:
     with replicas(2, "--shape", "gemma3", "--blocks", "600") as found:
-        flags = ["--otlp-endpoint", collector.url]
-        for number, endpoints in enumerate(found):
-            spec = f"w{number}={endpoints['url']},events={endpoints['events']},replay={endpoints['replay']}"
-            flags += ["--worker", f"{spec},model={MODEL}"]
+        flags = ["--otlp-endpoint", collector.url, *worker_flags(found)]
         environment = {"OTEL_BSP_SCHEDULE_DELAY": "20", "OTEL_SERVICE_NAME": "front door"}
         with RouterProcess(tmp_path, flags, environment) as started:
             # Whoever has no block yet has said nothing.
@@ -48,25 +44,12 @@ def router(tmp_path: Path, collector: Collector) -> Iterator[RouterProcess]:
                 for number in range(2):
                     only = {"x-kvrouter-worker": f"w{number}"}
                     client.completions.create(model=MODEL, prompt=[number + 1] * 100, max_tokens=1, extra_headers=only)
-            until(lambda: all(row["state"] == "live" for row in rows(started)), "the workers are live")
+            wait_live(started)
             yield started
 
 
 def client_of(router: RouterProcess) -> Any:
     return openai.OpenAI(base_url=f"http://127.0.0.1:{router.port}/v1", api_key="x", max_retries=0, timeout=STOP_S)
-
-
-def rows(router: RouterProcess) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = router.request("GET", "/workers")["workers"]
-    return found
-
-
-def settle(router: RouterProcess) -> None:
-    """Until the router has seen all that the replicas published."""
-    before: object = None
-    while (seen := [row["seq"] for row in rows(router)]) != before:
-        before = seen
-        time.sleep(0.03)
 
 
 def counted(router: RouterProcess, name: str, **labels: str) -> float:
@@ -138,7 +121,7 @@ def test_events_of_another_engine_are_found_out_by_what_it_delivers(tmp_path: Pa
                 assert int(answer.headers["x-kvrouter-predicted-hit"]) >= 288
                 assert answer.parse().usage.prompt_tokens_details.cached_tokens == 0
             until(lambda: router.request("GET", "/health")["status"] == "degraded", "it is found out")
-            shown = {row["worker_id"]: row["predictions"] for row in rows(router)}
+            shown = {name: row["predictions"] for name, row in rows(router).items()}
             assert shown["w1"].startswith("predictions do not come true: less was reused than predicted in ")
             assert "worker w1: " + shown["w1"] in router.request("GET", "/health")["reasons"]
             assert counted(router, "over_credit_tokens_total", worker="w1") >= 8 * 288

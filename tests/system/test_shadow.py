@@ -13,8 +13,8 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
-from fleet import until
-from replica_process import MODEL, replicas
+from fleet import until, wait_live
+from replica_process import MODEL, replicas, worker_flags
 from router_process import RouterProcess
 from shadow_process import ShadowProcess
 
@@ -49,21 +49,17 @@ class Site(NamedTuple):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with replicas(2, "--shape", "gemma3", "--blocks", "3000") as found:
-        flags = []
-        for number, at in enumerate(found):
-            flags += ["--worker", f"w{number}={at['url']},events={at['events']},replay={at['replay']},model={MODEL}"]
-        with RouterProcess(tmp_path_factory.mktemp("router"), flags) as router:
-            started = Site(router, [at["url"] for at in found])
-            until(lambda: all(row["seq"] is None for row in router.request("GET", "/workers")["workers"]), "connected")
-            # Whoever has no block yet has said nothing.
-            for number in range(2):
-                post(started.urls[number], COMPLETIONS, body_of([number + 1] * 100))
-            until(
-                lambda: all(row["state"] == "live" for row in router.request("GET", "/workers")["workers"]),
-                "the workers are live",
-            )
-            yield started
+    with (
+        replicas(2, "--shape", "gemma3", "--blocks", "3000") as found,
+        RouterProcess(tmp_path_factory.mktemp("router"), worker_flags(found)) as router,
+    ):
+        started = Site(router, [at["url"] for at in found])
+        until(lambda: all(row["seq"] is None for row in router.request("GET", "/workers")["workers"]), "connected")
+        # Whoever has no block yet has said nothing.
+        for number in range(2):
+            post(started.urls[number], COMPLETIONS, body_of([number + 1] * 100))
+        wait_live(router)
+        yield started
 
 
 def post(url: str, path: str, body: Any, headers: dict[str, str] | None = None) -> Any:

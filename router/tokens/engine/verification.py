@@ -105,7 +105,7 @@ class Verifier:
             truths[feature] = truth
         renders_messages = renders
         for feature, probe in MESSAGE_PROBES.items():
-            renders_messages, truths[feature] = await self._message_truth(model, url, probe, renders_messages)
+            renders_messages, truths[feature] = await self._truth(model, url, probe, renders_messages)
         probes |= MESSAGE_PROBES
         tokenizes: dict[Feature, str] = {}
         tokenize_habits = RenderQuirks()
@@ -122,7 +122,7 @@ class Verifier:
         return Verdict(renders, renders_messages, tokenizes, tokenize_habits, local, local_habits, truths)
 
     async def _truth(self, model: str, url: str, probe: TokenRequest, renders: bool) -> tuple[bool, Truth]:
-        """Whether the engine renders, and what it makes of the probe."""
+        """Whether the engine renders, and what it makes of the probe; of a message that is not rendered, the length."""
         try:
             if renders:
                 try:
@@ -130,28 +130,15 @@ class Verifier:
                     return True, rendered(probe.kind, answer)[0]
                 except Absent:
                     renders = False
+            if probe.kind == "messages":
+                return renders, counted_tokens(await self._client.post(url, COUNT_PATH, count_body(probe, model)))
             return renders, real_ids(await self._client.post(url, REAL_PATHS[probe.kind], running(probe)))
         except Absent as absent:
             return renders, str(absent)
         except TokensUnknown as unknown:
-            if unknown.reason != "refused":
+            # Many engines have no messages: whatever is wrong with these must not keep chats from being verified.
+            if unknown.reason != "refused" and probe.kind != "messages":
                 raise
-            return renders, unknown.problem
-
-    async def _message_truth(self, model: str, url: str, probe: TokenRequest, renders: bool) -> tuple[bool, Truth]:
-        """As `_truth`; the length alone where it is not rendered. Many engines have no messages: whatever else is wrong
-        with these must not keep chats from being verified."""
-        try:
-            if renders:
-                try:
-                    answer = await self._client.post(url, RENDER_PATHS[probe.kind], render_body(probe, model))
-                    return True, rendered(probe.kind, answer)[0]
-                except Absent:
-                    renders = False
-            return renders, counted_tokens(await self._client.post(url, COUNT_PATH, count_body(probe, model)))
-        except Absent as absent:
-            return renders, str(absent)
-        except TokensUnknown as unknown:
             return renders, unknown.problem
 
     async def _tokenizes(
