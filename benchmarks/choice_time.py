@@ -65,6 +65,9 @@ class Fleet:
         self.question = Question("m", NUM_TOKENS, block_hashes=self.hashes)
         self.found = self.matcher.match(self.question, self.plans)
 
+    async def hash_ahead(self, question: Question) -> None:
+        pass
+
     def hits(self, question: Question) -> Sequence[Hit]:
         return self.found
 

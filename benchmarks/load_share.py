@@ -60,6 +60,9 @@ class Fleet:
         self.keys = [WorkerKey("m", f"w{number}") for number in range(WORKERS)]
         self._hits = [Hit(key, 0, 0, 0, "live") for key in self.keys]
 
+    async def hash_ahead(self, question: Question) -> None:
+        pass
+
     def hits(self, question: Question) -> Sequence[Hit]:
         return self._hits
 

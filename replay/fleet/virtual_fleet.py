@@ -107,6 +107,9 @@ class VirtualFleet:
             self._plans = (self._mirror.version, HashPlans.build(self._mirror, self._views()))
         return self._plans[1]
 
+    async def hash_ahead(self, question: Question) -> None:
+        pass
+
     def hits(self, question: Question) -> Sequence[Hit]:
         return self._matcher.match(question, self._current_plans())
 

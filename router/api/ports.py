@@ -57,6 +57,10 @@ class CorePort(Protocol):
         `ask` to answer."""
         ...
 
+    async def hash_ahead(self, question: Question) -> None:
+        """Before `ask` or `hit_table`: hashes a long prompt in turns, so that others are answered meanwhile. Raises
+        UnknownModel."""
+
     def models(self) -> Sequence[str]: ...
 
     def resolve(self, name: str) -> ServedModel:

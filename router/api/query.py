@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hot endpoints that query the index: `/query`, `/query_by_hash`. From the raw body to the reply, synchronous, no
-I/O.
+"""The hot endpoints that query the index: `/query`, `/query_by_hash`. From the raw body to the reply, no I/O,
+and synchronous but for long bodies.
 
 They run outside FastAPI, whose parameters and pydantic cost three times as much as everything else.
 """
 
 from __future__ import annotations
 
+import asyncio
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,9 @@ PLACEHOLDERS = re.compile(rb"(?<=:)(8[0-9]{18})(?=[,}])")
 # Of each worker: longest_matched, gpu, cpu, disk, and twice that of its rank.
 NUMBERS_OF_WORKER = 6
 
+# A body, its tokens or its hashes, and what it says of the prompt's length.
+_Read = tuple[Any, NDArray[np.int64] | None, NDArray[np.uint64] | None, int | None]
+
 
 class QueryRoutes:
     """Turns bodies into questions to the core and its answers into replies.
@@ -61,15 +65,33 @@ class QueryRoutes:
         # By model and whether hashes are given, with the plan that it was made of.
         self._templates: dict[tuple[str, bool], tuple[HashPlan, QueryTemplate | None]] = {}
 
-    def query(self, asked: HotRequest) -> QueryReply | bytes:
-        body = self._query_reader.read(asked.data, asked.content_type, asked.start)
-        tokens = token_array(body.token_ids, is_msgpack=is_msgpack(asked.content_type))
-        return self._ask(self.question(body, tokens, None, None, held=body.held), asked)
+    def query(self, asked: HotRequest) -> QueryReply | bytes | Coroutine[Any, Any, QueryReply | bytes]:
+        if asked.is_long:
+            return self._answer_long(asked, self._read_tokens)
+        return self._ask(self._question(self._read_tokens(asked)), asked)
 
-    def query_by_hash(self, asked: HotRequest) -> QueryReply | bytes:
+    def query_by_hash(self, asked: HotRequest) -> QueryReply | bytes | Coroutine[Any, Any, QueryReply | bytes]:
+        if asked.is_long:
+            return self._answer_long(asked, self._read_hashes)
+        return self._ask(self._question(self._read_hashes(asked)), asked)
+
+    async def _answer_long(self, asked: HotRequest, read: Callable[[HotRequest], _Read]) -> QueryReply | bytes:
+        question = self._question(await asyncio.to_thread(read, asked))
+        await self._core.hash_ahead(question)
+        return self._ask(question, asked)
+
+    def _read_tokens(self, asked: HotRequest) -> _Read:
+        """Runs in any thread."""
+        body = self._query_reader.read(asked.data, asked.content_type, asked.start)
+        return body, token_array(body.token_ids, is_msgpack=is_msgpack(asked.content_type)), None, None
+
+    def _read_hashes(self, asked: HotRequest) -> _Read:
+        """Runs in any thread."""
         body = self._by_hash_reader.read(asked.data, asked.content_type, asked.start)
-        hashes = hash_array(body.block_hashes, is_msgpack=is_msgpack(asked.content_type))
-        return self._ask(self.question(body, None, hashes, body.num_tokens, held=body.held), asked)
+        return body, None, hash_array(body.block_hashes, is_msgpack=is_msgpack(asked.content_type)), body.num_tokens
+
+    def _question(self, read: _Read) -> Question:
+        return self.question(*read, held=read[0].held)
 
     def _ask(self, question: Question, asked: HotRequest) -> QueryReply | bytes:
         start = self._clock()

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.common.json_arrays import LONG_BODY_BYTES
 from kvrouter.router.common.json_numbers import split_integers
 
 MSGPACK = "application/msgpack"
@@ -159,6 +160,11 @@ class HotRequest(msgspec.Struct, frozen=True):
     start: int
     content_type: str
     takes_json: bool
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is read by a thread, so that others are answered meanwhile."""
+        return len(self.data) - self.start >= LONG_BODY_BYTES
 
 
 def is_msgpack(content_type: str) -> bool:

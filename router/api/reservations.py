@@ -67,7 +67,7 @@ def load_routes(core: CorePort, placing: Placer, selecting: SelectRoutes) -> API
         responses=gives(ReservedReply, 400, 404, 409, 413, 503, status=201),
     )
     async def reserve(request: Request) -> Response:
-        placement = selecting.reserve_at(await request.body(), request.headers.get("content-type", ""))
+        placement = await selecting.reserve_at(await request.body(), request.headers.get("content-type", ""))
         worker = placement.worker
         worker_id = core.given_id(worker)
         reply = ReservedReply(

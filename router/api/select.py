@@ -2,16 +2,19 @@
 """The hot endpoints that choose a worker: `/select`, `/select_and_reserve`; and `/reservations`, for a client that has
 chosen one.
 
-Synchronous, without I/O, outside FastAPI like those of `query.py`; only texts wait until their tokens are found.
+Without I/O, outside FastAPI like those of `query.py`, and synchronous but for long bodies, and for texts, which wait
+until their tokens are found.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from kvrouter.router.api.dynamo_shapes import ROUTING_GROUP, check_group
 from kvrouter.router.api.http_metrics import HttpMetrics
@@ -41,6 +44,9 @@ from kvrouter.router.workers.registration_bodies import (
 from kvrouter.router.workers.role import HandoverWay
 
 USUAL_BLOCK_TOKENS = 16
+
+# A body with its tokens or its hashes, where they are what is asked about.
+_Read = tuple[Any, NDArray[np.int64] | None, NDArray[np.uint64] | None]
 
 
 class SelectRoutes:
@@ -73,14 +79,20 @@ class SelectRoutes:
     def select_and_reserve(self, asked: HotRequest) -> SelectReply | Coroutine[Any, Any, SelectReply]:
         return self._select(asked, self._reserve)
 
-    def reserve_at(self, raw: bytes, content_type: str) -> Placement:
+    async def reserve_at(self, raw: bytes, content_type: str) -> Placement:
         """`POST /reservations`: where the client has chosen the worker."""
-        body = self._reservation_reader.read(raw, content_type)
+        asked = HotRequest(raw, 0, content_type, takes_json=True)
+        body, tokens, hashes = (
+            await asyncio.to_thread(_read, self._reservation_reader, asked)
+            if asked.is_long
+            else _read(self._reservation_reader, asked)
+        )
         if body.worker_id is None:
             return self._claim(body)
         length = _length(body)
-        if is_given(body.token_ids) or is_given(body.block_hashes):
-            question = self._known(body, is_msgpack(content_type))
+        if tokens is not None or hashes is not None:
+            question = self._known(body, tokens, hashes)
+            await self._core.hash_ahead(question)
         elif length is not None:
             question = self._asking.question(body, None, np.empty(0, np.uint64), length)
         else:
@@ -102,23 +114,23 @@ class SelectRoutes:
     def _select(
         self, asked: HotRequest, decide: Callable[[PlacementRequest], SelectReply]
     ) -> SelectReply | Coroutine[Any, Any, SelectReply]:
-        body = self._select_reader.read(asked.data, asked.content_type, asked.start)
-        packed = is_msgpack(asked.content_type)
-        has_text = is_given(body.prompt) or is_given(body.messages)
-        given = is_given(body.token_ids) + is_given(body.block_hashes) + has_text
-        if given != 1:
-            raise BadQuestion("give exactly one of token_ids, block_hashes, prompt and messages: the prompt to place")
-        if has_text:
-            return self._select_text(body, asked.data[asked.start :], packed, decide)
-        return decide(_ask(body, self._known(body, packed)))
+        if asked.is_long:
+            return self._select_long(asked, decide)
+        body, tokens, hashes = _read_prompt(self._select_reader, asked)
+        if tokens is None and hashes is None:
+            return self._select_text(body, asked, decide)
+        return decide(_ask(body, self._known(body, tokens, hashes)))
 
-    def _known(self, body: Any, packed: bool) -> Question:
+    async def _select_long(self, asked: HotRequest, decide: Callable[[PlacementRequest], SelectReply]) -> SelectReply:
+        body, tokens, hashes = await asyncio.to_thread(_read_prompt, self._select_reader, asked)
+        if tokens is None and hashes is None:
+            return await self._select_text(body, asked, decide)
+        question = self._known(body, tokens, hashes)
+        await self._core.hash_ahead(question)
+        return decide(_ask(body, question))
+
+    def _known(self, body: Any, tokens: NDArray[np.int64] | None, hashes: NDArray[np.uint64] | None) -> Question:
         """The question of a prompt whose tokens or hashes are in the body."""
-        tokens = hashes = None
-        if is_given(body.token_ids):
-            tokens = token_array(body.token_ids, is_msgpack=packed)
-        else:
-            hashes = hash_array(body.block_hashes, is_msgpack=packed)
         return self._asking.question(
             body,
             tokens,
@@ -130,7 +142,7 @@ class SelectRoutes:
         )
 
     async def _select_text(
-        self, body: Any, raw: bytes, packed: bool, decide: Callable[[PlacementRequest], SelectReply]
+        self, body: Any, asked: HotRequest, decide: Callable[[PlacementRequest], SelectReply]
     ) -> SelectReply:
         if self._tokens is None:
             raise BadQuestion(
@@ -139,7 +151,8 @@ class SelectRoutes:
                 code="tokens_required",
             )
         served = self._asking.served(body)
-        if packed:
+        raw = asked.data[asked.start :]
+        if is_msgpack(asked.content_type):
             try:
                 raw = msgspec.json.encode(msgspec.msgpack.decode(raw))
             except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
@@ -157,6 +170,7 @@ class SelectRoutes:
             dp_rank=body.dp_rank,
             explain=body.explain,
         )
+        await self._core.hash_ahead(question)
         reply = decide(_ask(body, question))
         known = 0 if prompt.token_ids is None else len(prompt.token_ids)
         reply.tokens = TokensReply(prompt.source, prompt.num_tokens, known, prompt.problem)
@@ -216,6 +230,29 @@ class SelectRoutes:
             if question.explain
             else msgspec.UNSET,
         )
+
+
+def _read(reader: BodyReader, asked: HotRequest) -> _Read:
+    """Pure: runs in any thread. Raises BadQuestion."""
+    return _numbers(reader.read(asked.data, asked.content_type, asked.start), asked)
+
+
+def _numbers(body: Any, asked: HotRequest) -> _Read:
+    packed = is_msgpack(asked.content_type)
+    if is_given(body.token_ids):
+        return body, token_array(body.token_ids, is_msgpack=packed), None
+    if is_given(body.block_hashes):
+        return body, None, hash_array(body.block_hashes, is_msgpack=packed)
+    return body, None, None
+
+
+def _read_prompt(reader: BodyReader, asked: HotRequest) -> _Read:
+    """The same where there must be one prompt, as text unless its tokens or hashes are there."""
+    body = reader.read(asked.data, asked.content_type, asked.start)
+    has_text = is_given(body.prompt) or is_given(body.messages)
+    if is_given(body.token_ids) + is_given(body.block_hashes) + has_text != 1:
+        raise BadQuestion("give exactly one of token_ids, block_hashes, prompt and messages: the prompt to place")
+    return _numbers(body, asked)
 
 
 def decode_blocks(decode_tokens: int, block_size: int) -> int:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every worker's hit for a question: from the mirror, and for workers without usable events from what was sent there.
 
-Synchronous, no I/O.
+No I/O, and synchronous but for long prompts.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
@@ -19,6 +20,9 @@ from kvrouter.router.matching.matcher import HashPlans, HitTable, Matcher, Worke
 from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.matching.routing_history import RoutingHistory, approximate_hit, pieces_of
+
+# Of hashing one long prompt, before others have their turn: as much as ingest takes at once (`commit_loop.py`).
+TURN_S = 0.002
 
 
 class HitFinder:
@@ -72,6 +76,19 @@ class HitFinder:
             raise UnknownModel(f"no worker is registered for model {model!r}; registered models: {known}")
         listed = self._adapters()
         return [_with_adapters(view, listed.get(view.url or "", {})) for view in views]
+
+    async def hash_ahead(self, question: Question) -> None:
+        """Hashes a long prompt in turns, for the hits that are wanted next; others are answered between them. Raises
+        UnknownModel."""
+        if not question.is_long:
+            return
+        until_s = self._clock() + TURN_S
+        for _ in self._matcher.hash_steps(question, self.plans(question.model)):
+            if self._clock() >= until_s:
+                await asyncio.sleep(0)
+                until_s = self._clock() + TURN_S
+        # The match is a turn of its own.
+        await asyncio.sleep(0)
 
     def hits(self, question: Question) -> list[Hit]:
         """One hit for each worker of the model, in no particular order. Raises UnknownModel."""

@@ -298,6 +298,10 @@ class Core:
         """All hits as numbers, for a question that leaves no worker out; None where it takes `ask` to answer."""
         return self.finder.hit_table(question)
 
+    async def hash_ahead(self, question: Question) -> None:
+        """Hashes a long prompt in turns, for the question that follows. Raises UnknownModel."""
+        await self.finder.hash_ahead(question)
+
     def statuses(self, worker_id: str | None = None) -> Iterator[WorkerStatus]:
         unread, now = self._contact.unread_problem, self._clock()
         for worker, stream in sorted(self.registry.streams.items()):

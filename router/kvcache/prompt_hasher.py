@@ -127,10 +127,8 @@ class PromptHasher:
             raise ValueError(f"segment_blocks must be at least 1, got {segment_blocks}")
         self._space = space
         self._tokens, bits = measure_token_ids(token_ids)
-        # Ids below 2**32, that is all real ones, are kept at half the width: less memory, less to compare at a look-up.
-        narrow = bits < 2**32
-        self._raw = (self._tokens.astype(np.uint32) if narrow else self._tokens).tobytes()
-        self._id_bytes = 4 if narrow else 8
+        # Ids below 2**32, that is all real ones, are remembered at half the width: less memory, less to compare.
+        self._kept_as = np.dtype(np.uint32 if bits < 2**32 else np.int64)
         self._memory = memory
         self._segment_blocks = segment_blocks
         self._items = items
@@ -153,7 +151,7 @@ class PromptHasher:
         if first == last:
             return np.empty(0, np.uint64)
         start, end = first * self._space.block_size, last * self._space.block_size
-        raw = self._raw[start * self._id_bytes : end * self._id_bytes]
+        raw = self._tokens[start:end].astype(self._kept_as).tobytes()
         items = within(self._items, start, end) if self._items else ()
         found = self._memory.get(self._space, self._parent, last - first, raw, items)
         if found is None:

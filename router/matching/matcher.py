@@ -6,7 +6,7 @@ Reads the mirror and the workers' views; writes nothing. Hits are in tokens, cum
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -192,6 +192,18 @@ class Matcher:
             hits += self._match_space(question, plan, scheme, block_size)
         return hits
 
+    def hash_steps(self, question: Question, plans: HashPlans) -> Iterator[None]:
+        """Hashes the prompt, a segment a step, for a `match` of the same question. What changes in the mirror meanwhile
+        is no matter: a match hashes on from here, until no worker can reach further."""
+        for (scheme, block_size), plan in plans.by_scheme.items():
+            for lora in _adapters_of(question, plan):
+                space = HashSpace(scheme, block_size, lora, question.cache_salt)
+                hasher = question.hashers.get(space)
+                if hasher is None:
+                    hasher = question.hashers[space] = self._hasher(question, plan, space)
+                while self._reaches(question, plan, hasher.extend()):
+                    yield
+
     def table(self, question: Question, plans: HashPlans) -> HitTable | None:
         """The same hits, without an explanation. None where they take more than one plan or hang on more than hashes."""
         if question.block_hashes is not None:
@@ -232,16 +244,21 @@ class Matcher:
 
     def _hashes(self, question: Question, plan: HashPlan, space: HashSpace) -> NDArray[np.uint64]:
         """Hash the prompt segment by segment, until no worker can reach further."""
-        assert question.token_ids is not None
-        hasher = PromptHasher(space, question.token_ids, self._memory, plan.segment_blocks, question.items)
-        while True:
-            segment = hasher.extend()
-            if not len(segment):
-                break
-            # Who wants to see every block sees also those that nobody can reach.
-            if plan.stops_early and not question.held and not plan.judge.any_resident(self._mirror.table, segment):
-                break
+        hasher = question.hashers.get(space) or self._hasher(question, plan, space)
+        while self._reaches(question, plan, hasher.extend()):
+            pass
         return hasher.hashes
+
+    def _hasher(self, question: Question, plan: HashPlan, space: HashSpace) -> PromptHasher:
+        assert question.token_ids is not None
+        return PromptHasher(space, question.token_ids, self._memory, plan.segment_blocks, question.items)
+
+    def _reaches(self, question: Question, plan: HashPlan, segment: NDArray[np.uint64]) -> bool:
+        """Whether a worker can reach beyond this segment of the prompt; an empty one is behind its end."""
+        if not len(segment):
+            return False
+        # Who wants to see every block sees also those that nobody can reach.
+        return not plan.stops_early or question.held or plan.judge.any_resident(self._mirror.table, segment)
 
     def _judge(self, plan: HashPlan, hashes: NDArray[np.uint64], question: Question) -> list[Hit]:
         found = self._find(plan, hashes, question)
@@ -263,6 +280,14 @@ class Matcher:
             return ()
         bits = plan.judge.place_bits(w, len(known.slots))
         return tuple(held_runs(view.catalog, known.places, bits, question.num_tokens))
+
+
+def _adapters_of(question: Question, plan: HashPlan) -> Iterable[tuple[str, str] | None]:
+    """Name and path of the question's adapter, as they are part of its hashes at the plan's workers."""
+    name = question.lora_name
+    if name is None:
+        return (None,)
+    return {(name, path) for view in plan.views if (path := view.lora_paths.get(name)) is not None}
 
 
 def _hits(plan: HashPlan, found: NDArray[np.int64]) -> list[Hit]:

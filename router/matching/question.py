@@ -12,9 +12,14 @@ from numpy.typing import NDArray
 from kvrouter.router.common.errors import UnknownWorker
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.kvcache.block_hash import HashSpace
 from kvrouter.router.kvcache.catalog import GroupRule
 from kvrouter.router.kvcache.multimodal import Items
+from kvrouter.router.kvcache.prompt_hasher import PromptHasher
 from kvrouter.router.matching.held_runs import HeldRuns
+
+# Hashing takes 20 ns a token: half as long as what else one question may hold the loop for.
+LONG_PROMPT_TOKENS = 65_536
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -41,6 +46,13 @@ class Question(msgspec.Struct, frozen=True):
     explain: bool = False
     # Whether the answer says where each block of the prompt lies.
     held: bool = False
+    # As far as the prompt was hashed before it is matched (`Matcher.hash_steps`).
+    hashers: dict[HashSpace, PromptHasher] = {}
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its tokens are hashed in turns, so that others are answered meanwhile."""
+        return self.token_ids is not None and len(self.token_ids) >= LONG_PROMPT_TOKENS
 
     @property
     def is_blind(self) -> bool:

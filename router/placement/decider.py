@@ -41,6 +41,9 @@ class HitSource(Protocol):
         """One hit for each worker of the model. Raises UnknownModel."""
         ...
 
+    async def hash_ahead(self, question: Question) -> None:
+        """Before `hits`: hashes a long prompt in turns. Raises UnknownModel."""
+
     def url(self, worker: WorkerKey) -> str | None: ...
 
     def sent(self, question: Question, worker: WorkerKey) -> None:

@@ -4,6 +4,7 @@ the answer."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol
 from urllib.parse import unquote
@@ -11,6 +12,7 @@ from urllib.parse import unquote
 import kvrouter.router.proxy.headers as h
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.escaping import printable
+from kvrouter.router.common.json_arrays import LONG_BODY_BYTES
 from kvrouter.router.matching.question import Question
 from kvrouter.router.placement.placement_request import PlacementRequest
 from kvrouter.router.proxy.downstream import Client
@@ -67,7 +69,10 @@ class RequestReader:
         client = request.client
         if client.path in AUDIO:
             return self._read_form(request)
-        read = read_client_body(client.path, client.body)
+        if len(client.body) < LONG_BODY_BYTES:
+            read = read_client_body(client.path, client.body)
+        else:
+            read = await asyncio.to_thread(read_client_body, client.path, client.body)
         body = openai_body(read)
         name = self._name_of(body.model)
         served = self._resolve(name)

@@ -117,6 +117,9 @@ class TinyCore:
         self.asked.append(question)
         return self.hits_known
 
+    async def hash_ahead(self, question: Question) -> None:
+        pass
+
     def hits(self, question: Question) -> list[Hit]:
         return self.ask(question)
 

@@ -13,6 +13,7 @@ import pytest
 from api_support import TinyCore, TinyTokens, build, call, hit
 
 from kvrouter.router.api.http.request import HttpRequest
+from kvrouter.router.common.json_arrays import LONG_BODY_BYTES
 
 
 @pytest.fixture
@@ -389,3 +390,61 @@ def test_workers_and_health_say_how_tokens_are_found(core: TinyCore) -> None:
     rows = call(app, "GET", "/workers").json()["workers"]
     assert [row["tokens"]["way"] for row in rows] == ["render", "none"]
     assert call(app, "GET", "/health").json() == {"status": "degraded", "reasons": ["tokens differ"]}
+
+
+LONG_IDS = [70_000] * 150_000
+LONG_HASHES = [2**63 + n for n in range(40_000)]
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/query", {"token_ids": LONG_IDS}),
+        ("/query_by_hash", {"block_hashes": LONG_HASHES}),
+        ("/query_by_hash", {"block_hashes": [hex(one) for one in LONG_HASHES]}),
+        ("/select", {"token_ids": LONG_IDS}),
+        ("/select", {"block_hashes": LONG_HASHES}),
+        ("/select", {"prompt": "long " * 60_000}),
+        ("/select_and_reserve", {"token_ids": LONG_IDS}),
+        ("/reservations", {"token_ids": LONG_IDS, "worker_id": "w0"}),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_long_body_is_asked_about_like_a_short_one(
+    core: TinyCore, path: str, prompt: dict[str, Any], packed: bool
+) -> None:
+    content_type = "application/msgpack" if packed else "application/json"
+    encode = msgspec.msgpack.encode if packed else msgspec.json.encode
+    short = {name: some if name == "worker_id" else some[:20] for name, some in prompt.items()}
+    for given in (short, prompt):
+        body = encode({"model": "m", **given})
+        assert (len(body) >= LONG_BODY_BYTES) == (given is prompt)
+        headers = {"content-type": content_type}
+        answer = call(build(core, tokens=TinyTokens())[0], "POST", path, body, headers=headers)
+        assert answer.status in (200, 201), answer.json()
+    few, many = core.asked
+    if "token_ids" in prompt:
+        assert few.token_ids is not None and few.token_ids.tolist() == LONG_IDS[:20]
+        assert many.token_ids is not None and many.token_ids.tolist() == LONG_IDS
+    elif "block_hashes" in prompt:
+        assert few.block_hashes is not None and few.block_hashes.tolist() == LONG_HASHES[:20]
+        assert many.block_hashes is not None and many.block_hashes.tolist() == LONG_HASHES
+
+
+@pytest.mark.parametrize("path", ["/query", "/query_by_hash", "/select", "/select_and_reserve", "/reservations"])
+def test_a_long_body_that_is_wrong_is_refused_in_the_same_words(core: TinyCore, path: str) -> None:
+    field = "block_hashes" if path == "/query_by_hash" else "token_ids"
+    api = build(core)[0]
+    for wrong in ("[1, 2.5]", "[1, null]", "[1, 99999999999999999999]", "[1, 2"):
+        short, long = (
+            call(
+                api,
+                "POST",
+                path,
+                f'{{"model": "m", "worker_id": "w0", "{field}": {wrong}}}{" " * spaces}'.encode(),
+                headers={"content-type": "application/json"},
+            )
+            for spaces in (0, LONG_BODY_BYTES)
+        )
+        assert (short.status, short.body) == (long.status, long.body)
+        assert short.status == 400

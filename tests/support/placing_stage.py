@@ -34,6 +34,9 @@ class Fleet:
         self.known = list(hits)
         self.went: list[WorkerKey] = []
 
+    async def hash_ahead(self, question: Question) -> None:
+        pass
+
     def hits(self, question: Question) -> Sequence[Hit]:
         return self.known
 
