@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -65,34 +65,31 @@ def measure(folder: Path, num_tokens: int, seconds: float) -> list[list[str]]:
     ]
     write_frames(folder / "frames.bin", frames)
     rows = []
-    with Publisher.run(folder / "frames.bin", WORKERS) as publisher:
-        with Ours.run(folder) as ours:
-            ours.register(publisher.endpoints)
-            publisher.wait()
-            publisher.send(len(frames))
-            client = HttpClient(ours.port)
-            ids = tokens.tolist()
-            new = rng.integers(0, VOCABULARY, num_tokens // 2).tolist()
-            asked, small = (
-                {
-                    name: client.request("POST", "/query", {"model": MODEL, "token_ids": some})
-                    for name, some in ((HELD, ids), (HALF, ids[: num_tokens // 2] + new))
-                },
-                client.request("POST", "/query", {"model": MODEL, "token_ids": ids[:SMALL_TOKENS]}),
-            )
-            while not _held(client, asked[HELD], len(tokens)):
-                time.sleep(0.1)
-            rows.append(row("small, alone", times(ours.port, small, _for(seconds))))
-            for name, request in asked.items():
-                progress(f"long questions: {name}")
-                going = _for(seconds)
-                found: list[list[float]] = []
-                beside = threading.Thread(target=lambda r=request, g=going: found.append(times(ours.port, r, g)))
-                beside.start()
+    with Publisher.run(folder / "frames.bin", WORKERS) as publisher, Ours.run(folder) as ours:
+        ours.register(publisher.endpoints)
+        publisher.wait()
+        publisher.send(len(frames))
+        client = HttpClient(ours.port)
+        ids = tokens.tolist()
+        new = rng.integers(0, VOCABULARY, num_tokens // 2).tolist()
+        asked, small = (
+            {
+                name: client.request("POST", "/query", {"model": MODEL, "token_ids": some})
+                for name, some in ((HELD, ids), (HALF, ids[: num_tokens // 2] + new))
+            },
+            client.request("POST", "/query", {"model": MODEL, "token_ids": ids[:SMALL_TOKENS]}),
+        )
+        while not _held(client, asked[HELD], len(tokens)):
+            time.sleep(0.1)
+        rows.append(row("small, alone", times(ours.port, small, _for(seconds))))
+        for name, request in asked.items():
+            progress(f"long questions: {name}")
+            going = _for(seconds)
+            with ThreadPoolExecutor(1) as beside:
+                found = beside.submit(times, ours.port, request, going)
                 rows.append(row(f"small, beside {name}", times(ours.port, small, going)))
-                beside.join()
-                rows.append(row(name, found[0]))
-            client.close()
+                rows.append(row(name, found.result()))
+        client.close()
     return rows
 
 

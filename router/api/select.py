@@ -45,7 +45,7 @@ from kvrouter.router.workers.role import HandoverWay
 
 USUAL_BLOCK_TOKENS = 16
 
-# A body with its tokens or its hashes, where they are what is asked about.
+# A body, with its tokens or its hashes where these are the prompt.
 _Read = tuple[Any, NDArray[np.int64] | None, NDArray[np.uint64] | None]
 
 
