@@ -9,25 +9,20 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.metadata
 import logging
 import os
-import secrets
 import sys
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvrouter.engine_patch.hooks.event_tap import EventTap, Reports
+from kvrouter.engine_patch.hooks.event_tap import EventTap
 from kvrouter.engine_patch.hooks.publisher import ATTRIBUTE, ORIGINAL, constructor, watch
-from kvrouter.engine_patch.setup.curve_key import read_secret
-from kvrouter.engine_patch.setup.endpoints import choose
+from kvrouter.engine_patch.reporter.reporter_start import Reports, start_reporter
 from kvrouter.engine_patch.setup.features import Features, admit, misfit
-from kvrouter.engine_patch.setup.settings import PatchSettings, from_environment
+from kvrouter.engine_patch.setup.settings import from_environment
 
 # Below vLLM's own logger, which has its handler and its format.
 LOGGER = "vllm.kvrouter"
-DISTRIBUTION = "hybrid-kv-router"
 KV_EVENTS = "vllm.distributed.kv_events"
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 ENGINE_CORE = "vllm.v1.engine.core"
@@ -146,53 +141,3 @@ def watch_none_hash(core: Any, tap: EventTap) -> None:
         return result
 
     core.init_none_hash = init_none_hash
-
-
-def start_reporter(settings: PatchSettings, publisher: Any, features: Features, configured: str) -> Reports | None:
-    """The listening reporter of one publisher; None, with one warning, when it cannot listen."""
-    zmq = importlib.import_module("zmq")
-    reporting = importlib.import_module("kvrouter.engine_patch.reporter.reporter")
-    places = choose(
-        configured or publisher._endpoint,
-        bound_endpoint(publisher, zmq),
-        publisher._dp_rank,
-        settings.requests,
-        settings.reports,
-    )
-    if isinstance(places, str):
-        features["reports"].off(places)
-        return None
-    try:
-        curve_secret = None if settings.curve_key is None else read_secret(settings.curve_key)
-    except ValueError as error:
-        features["reports"].off(f"{error}. Nothing is reported without encryption in its place")
-        return None
-    try:
-        reporter: Reports = reporting.Reporter(
-            requests=places.requests,
-            reports=places.reports,
-            settings=settings.reporter(),
-            context=zmq.Context.instance(),
-            wall_clock=time.time,
-            clock=time.monotonic,
-            new_epoch=lambda: secrets.token_hex(8),
-            dp_rank=publisher._dp_rank,
-            patch_version=importlib.metadata.version(DISTRIBUTION),
-            features=features.states,
-            curve_secret=curve_secret,
-        )
-    except zmq.ZMQError as error:
-        features["reports"].off(
-            f"cannot listen on {places.requests}: {error}; set KVROUTER_PATCH_REQUESTS to a free address"
-        )
-        return None
-    return reporter
-
-
-def bound_endpoint(publisher: Any, zmq: Any) -> str:
-    """The publisher's endpoint with its actual port. Before 0.31 vLLM did not resolve "tcp://*:0"."""
-    endpoint = str(publisher._endpoint)
-    if endpoint.startswith("tcp://") and endpoint.endswith(":0"):
-        host, port = endpoint.rpartition(":")[0], publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-        return f"{host}:{port}"
-    return endpoint

@@ -74,7 +74,7 @@ def read_catalog(scheduler: Any, lora_paths: Mapping[str, str], vllm_version: st
         connector=None if connector is None else connector_name(connector),
         connectors=[] if connector is None else connector_names(connector),
         offload_partial_hits=suffix_partial_hits(connector),
-        vllm_version=vllm_version,
+        engine_version=vllm_version,
     )
 
 

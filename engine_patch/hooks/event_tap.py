@@ -6,29 +6,19 @@ The engine's thread only collects; everything is translated in the reporter's th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from kvrouter.engine_patch.hooks import positions, resets
 from kvrouter.engine_patch.hooks.declared_catalog import offload_groups, read_catalog
 from kvrouter.engine_patch.hooks.offload_events import Handed, Offload, offloading_schedulers, simple_managers
+from kvrouter.engine_patch.reporter.reporter_start import Reports
 from kvrouter.engine_patch.reporter.translate import Notes, medium_name, translate, translate_offloaded
 from kvrouter.engine_patch.setup.features import Features, misfit
-from kvrouter.events.patch.messages import DeclaredCatalog, ReportCleared, ReportEvent
+from kvrouter.events.patch.messages import ReportCleared, ReportEvent
 
 # Adapters a catalog names, those last used: more than an engine keeps loaded (`max_cpu_loras`), and some 100 KB.
 MAX_LORAS = 1_024
-
-
-class Reports(Protocol):
-    """The part of a Reporter that the hooks use."""
-
-    def publish(self, make: Callable[[], Iterable[ReportEvent]], batch_seq: int | None) -> None: ...
-
-    def declare(self, catalog: DeclaredCatalog) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class EventTap:

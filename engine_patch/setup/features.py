@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 # Below, vLLM turns the hybrid KV cache manager off whenever KV events are on (config/vllm.py), so there are no groups
@@ -38,10 +38,11 @@ FEATURES = {
 
 
 class Feature:
-    """One patched place."""
+    """One patched place. effect: what is missing while it is off."""
 
-    def __init__(self, name: str, log: logging.Logger) -> None:
+    def __init__(self, name: str, effect: str, log: logging.Logger) -> None:
         self.name = name
+        self._effect = effect
         self.on = True
         self.state = ON
         self._log = log
@@ -50,7 +51,7 @@ class Feature:
         """Turn it off for good; the first reason is logged and kept."""
         if self.on:
             self.on, self.state = False, reason
-            self._log.warning("kvrouter: %s is off: %s. Effect: %s.", self.name, reason, FEATURES[self.name])
+            self._log.warning("kvrouter: %s is off: %s. Effect: %s.", self.name, reason, self._effect)
 
     def failed(self) -> None:
         """Turn it off in an `except` block: our code failed at this place."""
@@ -59,7 +60,7 @@ class Feature:
             self._log.warning(
                 "kvrouter: %s failed and is off from now on; the engine goes on. Effect: %s.",
                 self.name,
-                FEATURES[self.name],
+                self._effect,
                 exc_info=True,
             )
 
@@ -78,11 +79,11 @@ class Feature:
 
 
 class Features:
-    """All features of one engine core, by name."""
+    """All features of one engine core, by name. effects: of each, what is missing while it is off."""
 
-    def __init__(self, log: logging.Logger) -> None:
+    def __init__(self, log: logging.Logger, effects: Mapping[str, str] = FEATURES) -> None:
         self.log = log
-        self._features = {name: Feature(name, log) for name in FEATURES}
+        self._features = {name: Feature(name, effect, log) for name, effect in effects.items()}
 
     def __getitem__(self, name: str) -> Feature:
         return self._features[name]

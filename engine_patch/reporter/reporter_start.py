@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starts the reporter beside an engine's own publisher of KV events, where its settings say."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+from kvrouter.engine_patch.setup.curve_key import read_secret
+from kvrouter.engine_patch.setup.endpoints import choose
+from kvrouter.engine_patch.setup.features import Features
+from kvrouter.engine_patch.setup.settings import PatchSettings
+from kvrouter.events.patch.messages import DeclaredCatalog, ReportEvent
+
+DISTRIBUTION = "hybrid-kv-router"
+
+
+class Reports(Protocol):
+    """The part of a Reporter that the hooks use."""
+
+    def publish(self, make: Callable[[], Iterable[ReportEvent]], batch_seq: int | None) -> None: ...
+
+    def declare(self, catalog: DeclaredCatalog) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def start_reporter(settings: PatchSettings, publisher: Any, features: Features, configured: str) -> Reports | None:
+    """The listening reporter of one publisher; None, with one warning, when it cannot listen."""
+    zmq = importlib.import_module("zmq")
+    reporting = importlib.import_module("kvrouter.engine_patch.reporter.reporter")
+    places = choose(
+        configured or publisher._endpoint,
+        bound_endpoint(publisher, zmq),
+        publisher._dp_rank,
+        settings.requests,
+        settings.reports,
+    )
+    if isinstance(places, str):
+        features["reports"].off(places)
+        return None
+    try:
+        curve_secret = None if settings.curve_key is None else read_secret(settings.curve_key)
+    except ValueError as error:
+        features["reports"].off(f"{error}. Nothing is reported without encryption in its place")
+        return None
+    try:
+        reporter: Reports = reporting.Reporter(
+            requests=places.requests,
+            reports=places.reports,
+            settings=settings.reporter(),
+            context=zmq.Context.instance(),
+            wall_clock=time.time,
+            clock=time.monotonic,
+            new_epoch=lambda: secrets.token_hex(8),
+            dp_rank=publisher._dp_rank,
+            patch_version=importlib.metadata.version(DISTRIBUTION),
+            features=features.states,
+            curve_secret=curve_secret,
+        )
+    except zmq.ZMQError as error:
+        features["reports"].off(
+            f"cannot listen on {places.requests}: {error}; set KVROUTER_PATCH_REQUESTS to a free address"
+        )
+        return None
+    return reporter
+
+
+def bound_endpoint(publisher: Any, zmq: Any) -> str:
+    """The publisher's endpoint with its actual port. Before 0.31 vLLM did not resolve "tcp://*:0"."""
+    endpoint = str(publisher._endpoint)
+    if endpoint.startswith("tcp://") and endpoint.endswith(":0"):
+        host, port = endpoint.rpartition(":")[0], publisher._pub.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+        return f"{host}:{port}"
+    return endpoint

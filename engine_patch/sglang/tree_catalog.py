@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The declared catalog of an SGLang scheduler: its cache's components as groups, in the protocol's terms.
+
+A hit of SGLang's needs the whole window before its end, vLLM's one token less: `whole_windows`.
+Source: SGLang 0.5.23 srt/mem_cache/unified_cache/components/swa.py, mamba.py, unified_radix_cache.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from array import array
+from typing import Any
+
+from kvrouter.engine_patch.sglang.tree_residency import TreeGroup
+from kvrouter.events.patch.messages import DeclaredCatalog, DeclaredGroup, HashExample
+
+# Groups in the order of their numbers: SGLang's component, its kind, whether it is a state at the end of a node.
+COMPONENTS = (("FULL", "full_attention", False), ("SWA", "sliding_window", False), ("MAMBA", "mamba", True))
+
+# SGLang's host tier, in place of a KV connector.
+HICACHE = "HiCache"
+
+ALGO, BIGRAM_ALGO = "sglang", "sglang_bigram"
+
+
+class UnknownTree(Exception):
+    """A cache whose hits these groups do not explain."""
+
+
+def read_groups(cache: Any) -> list[TreeGroup]:
+    """The components of a cache. Raises UnknownTree."""
+    core = cache.tree_core
+    found = {component.name: component for component in core.component_types}
+    known = {name for name, _, _ in COMPONENTS}
+    if unknown := sorted(found.keys() - known):
+        raise UnknownTree(f"the cache has components that are not known: {', '.join(unknown)}")
+    groups = []
+    for group_idx, (name, kind, ends) in enumerate(COMPONENTS):
+        if name not in found:
+            continue
+        window = None
+        if name == "SWA":
+            driver = core.components_by_type[found[name]]
+            if not getattr(driver, "gates_prefix_match", True):
+                # Its windows are a request's own, so no hit hangs on them.
+                continue
+            window = int(driver.sliding_window_size)
+        groups.append(TreeGroup(group_idx, int(found[name]), kind, window, ends))
+    return groups
+
+
+def read_catalog(cache: Any, groups: list[TreeGroup], dp_rank: int, version: str, model: str | None) -> DeclaredCatalog:
+    core = cache.tree_core
+    page = int(core.page_size)
+    bigrams = bool(core.is_eagle)
+    tokens = list(range(page + bigrams))
+    return DeclaredCatalog(
+        groups=[
+            DeclaredGroup(
+                group_idx=group.group_idx,
+                kind=group.kind,
+                block_size=page,
+                sliding_window=group.window,
+                spec_class=number,
+            )
+            for number, group in enumerate(groups)
+        ],
+        hash_block_size=page,
+        scheduler_block_size=page,
+        align=page,
+        partial_hits=False,
+        whole_windows=True,
+        connector=HICACHE if core.enable_hicache else None,
+        hash_algo=BIGRAM_ALGO if bigrams else ALGO,
+        # Chains have no beginning of their own.
+        none_hash="",
+        hash_example=HashExample(tokens, first_page_hash(tokens, page, bigrams)),
+        model_name=model,
+        dp_rank=dp_rank,
+        engine="sglang",
+        engine_version=version,
+    )
+
+
+def first_page_hash(tokens: list[int], page: int, bigrams: bool) -> int:
+    """As the engine hashes it."""
+    keys = importlib.import_module("sglang.srt.mem_cache.radix_cache")
+    utils = importlib.import_module("sglang.srt.mem_cache.utils")
+    key = keys.RadixKey(array("q", tokens), is_bigram=bigrams)
+    return int(utils.get_hash_str(key, None, page_size=page)[0][:16], 16)
+
+
+def digests_of(core: Any) -> Any:
+    """Of a node's pages, as the events of the same cache hash them, and their namespace."""
+    recorder = core.kv_events
+
+    def digests(node: Any) -> tuple[list[str], bytes | None]:
+        return list(recorder._node_event_hash_values(node)), recorder._namespace_seed(node)
+
+    return digests
+
+
+def is_python_core(core: Any) -> bool:
+    return hasattr(core, "_node_arena") and hasattr(core, "_register_node")

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Joins one SGLang scheduler's radix cache with its reporter. Everything here runs in the scheduler's thread."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from kvrouter.engine_patch.reporter.reporter_start import Reports
+from kvrouter.engine_patch.setup.features import Features
+from kvrouter.engine_patch.sglang.tree_catalog import (
+    UnknownTree,
+    digests_of,
+    is_python_core,
+    read_catalog,
+    read_groups,
+)
+from kvrouter.engine_patch.sglang.tree_residency import HOST, TreeResidency, reports_of, watch_tree, watch_values
+from kvrouter.events.patch.messages import ReportCleared
+from kvrouter.events.vllm.messages import GPU
+
+BASE = "sglang.srt.mem_cache.unified_cache.components.base"
+
+# name -> what is missing while it is off, for the warning.
+FEATURES = {
+    "reports": "nothing is published for routers beyond SGLang's own events",
+    "components": "routers follow SGLang's own events, which say nothing of windows and Mamba states: hybrid models earn "
+    "no credit",
+}
+
+
+class TreeTap:
+    """Reports what `cache` holds after each step. close: when the engine's own publisher ends."""
+
+    def __init__(self, cache: Any, reporter: Reports, features: Features) -> None:
+        self._reporter = reporter
+        self._feature = features["components"]
+        self._page_tokens = 0
+        self._declare: Callable[[], None] = lambda: None
+        self._has_host = False
+        self._residency: TreeResidency | None = None
+        self._cache = cache
+
+    def attach(self, dp_rank: int, version: str, model: str | None) -> bool:
+        """Whether the cache is followed; else why not is logged."""
+        self._feature.install(self._misfit, lambda: self._watch(dp_rank, version, model))
+        if not self._feature.on:
+            self.close()
+        return self._feature.on
+
+    def _misfit(self) -> str | None:
+        core = getattr(self._cache, "tree_core", None)
+        if core is None:
+            return f"{type(self._cache).__name__} is no UnifiedRadixCache"
+        if not is_python_core(core):
+            return (
+                f"{type(core).__name__} does not tell what it frees; start the engine with "
+                "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python"
+            )
+        try:
+            read_groups(self._cache)
+        except UnknownTree as error:
+            return str(error)
+        return None
+
+    def _watch(self, dp_rank: int, version: str, model: str | None) -> None:
+        core = self._cache.tree_core
+        groups = read_groups(self._cache)
+        self._page_tokens = int(core.page_size)
+        watch_values(importlib.import_module(BASE).ComponentData)
+        self._residency = TreeResidency(groups, digests_of(core))
+        watch_tree(core, self._residency, self._cleared, self._failed)
+
+        def declare() -> None:
+            self._has_host = core.enable_hicache
+            self._reporter.declare(read_catalog(self._cache, groups, dp_rank, version, model))
+
+        self._declare = declare
+        declare()
+
+    def step(self) -> None:
+        """The scheduler has published what happened in a step of its own."""
+        if self._residency is None or not self._feature.on:
+            return
+        try:
+            if self._cache.tree_core.enable_hicache != self._has_host:
+                self._declare()
+            changes = self._residency.take()
+            if changes is not None:
+                self._reporter.publish(partial(reports_of, changes, self._page_tokens), None)
+        except Exception:
+            self._failed()
+
+    def _cleared(self) -> None:
+        if self._feature.on:
+            cleared = [ReportCleared(medium, "the radix cache was reset") for medium in (GPU, HOST)]
+            self._reporter.publish(lambda: cleared, None)
+
+    def _failed(self) -> None:
+        self._feature.failed()
+        # Its heartbeats would go on vouching for what is no longer kept up.
+        self.close()
+
+    def close(self) -> None:
+        self._reporter.close()
