@@ -102,4 +102,15 @@ static uint8_t *put_block_cbor(uint8_t *p, const uint8_t *parent, size_t parent_
         p = put_cbor(p, 0, (uint64_t)ids[i]);
     return put_bytes(p, ending, ending_bytes);
 }
+
+/* The ids of one page of SGLang's, each below 2**32, or each id and the one after it. */
+static uint8_t *put_page(uint8_t *p, const int64_t *ids, size_t count, int bigrams) {
+    for (size_t i = 0; i < count; i++) {
+        for (size_t j = i; j <= i + (bigrams != 0); j++) {
+            for (int byte = 0; byte < 4; byte++)
+                *p++ = (uint8_t)((uint64_t)ids[j] >> 8 * byte);
+        }
+    }
+    return p;
+}
 #endif

@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 
 from kvrouter.router.kvcache.chain_hash import hash_blocks
 from kvrouter.router.kvcache.multimodal import Items
+from kvrouter.router.kvcache.page_hash import LOOKAHEAD_TOKENS, page_chain
 
+# vLLM's; those of SGLang are in `page_hash.py`.
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
 # vLLM's NONE_HASH seed when PYTHONHASHSEED is unset and the algorithm is cryptographic (since 0.29.0; random before).
@@ -91,13 +93,16 @@ class HashScheme(msgspec.Struct, frozen=True, cache_hash=True):
     none_hash: bytes
 
     def __post_init__(self) -> None:
-        expected = _algorithm(self.algo).digest_bytes
+        # SGLang's first page has no parent.
+        expected = 0 if self.algo in LOOKAHEAD_TOKENS else _algorithm(self.algo).digest_bytes
         if len(self.none_hash) != expected:
             raise ValueError(f"none_hash of {self.algo} has {expected} bytes, got {len(self.none_hash)}")
 
     @property
     def label(self) -> str:
         """For people: `sha256`, or `sha256/1a2b3c4d` (first bytes of none_hash) when the seed is not vLLM's default."""
+        if self.algo in LOOKAHEAD_TOKENS:
+            return self.algo
         algorithm = _algorithm(self.algo)
         if not algorithm.secret_seed and self == HashScheme.from_seed(self.algo, DEFAULT_SEED):
             return self.algo
@@ -129,6 +134,12 @@ class HashScheme(msgspec.Struct, frozen=True, cache_hash=True):
                 "set PYTHONHASHSEED there and none_hash_seed here, or declare none_hash"
             )
         return cls.from_seed(algo, DEFAULT_SEED)
+
+
+    @property
+    def lookahead_tokens(self) -> int:
+        """Tokens after a block that its hash covers too."""
+        return LOOKAHEAD_TOKENS.get(self.algo, 0)
 
 
 class HashSpace(msgspec.Struct, frozen=True, cache_hash=True):
@@ -230,7 +241,11 @@ def hash_chain(
     """`reduce_hash` of the successive full blocks of `token_ids` (already checked), the first one after `parent`, and
     the full digest of the last (of the parent if there is none).
 
-    extra_keys: one for each block, in their order; the last one is that of all further blocks too."""
+    extra_keys: one for each block, in their order; the last one is that of all further blocks too. A scheme with a
+    lookahead needs its tokens after the last block."""
+    if scheme.algo in LOOKAHEAD_TOKENS:
+        named = {str(key[0]): str(key[-1]) for key in extra_keys[0] or ()}
+        return page_chain(scheme.algo, parent, token_ids, block_size, named.get("cache_salt"), named.get("lora"))
     algorithm = _algorithm(scheme.algo)
     serialize, digest = algorithm.serialize, algorithm.digest
     tail = parent or scheme.none_hash

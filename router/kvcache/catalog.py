@@ -18,6 +18,7 @@ from enum import Enum
 import msgspec
 
 from kvrouter.router.kvcache.offload_connectors import OffloadTier, TierEvidence
+from kvrouter.router.kvcache.page_hash import LOOKAHEAD_TOKENS
 from kvrouter.router.workers.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, GroupSpec
 
 
@@ -89,6 +90,10 @@ class Catalog(msgspec.Struct, frozen=True):
     # Blocks of a group that the offload tier stores and loads as one; None: not known yet.
     blocks_per_chunk: int | None
     offload: OffloadTier
+    # Tokens resident before a boundary of a sliding window: the window's, where it must be whole, else one less.
+    whole_windows: bool = False
+    # Tokens after a block that its hash covers too; no hit reaches into the last of them.
+    lookahead_tokens: int = 0
 
     @property
     def align(self) -> int:
@@ -209,7 +214,18 @@ def build_catalog(
     if max(g.block_size for g in cacheable) * (chunk or 1) > MAX_TOKENS:
         problem = f"its offload tier was announced with chunks of {chunk} blocks, more than {MAX_TOKENS} tokens"
     partial = _partial_hits(ordered, hash_block_size) if spec.partial_hits is None else spec.partial_hits
-    return Catalog(ordered, source, problem, hash_block_size, scheduler_block_size, partial, chunk, offload)
+    return Catalog(
+        ordered,
+        source,
+        problem,
+        hash_block_size,
+        scheduler_block_size,
+        partial,
+        chunk,
+        offload,
+        spec.whole_windows,
+        LOOKAHEAD_TOKENS.get(spec.hash_algo or "", 0),
+    )
 
 
 def group_of(spec: GroupSpec) -> Group:

@@ -4,7 +4,7 @@ from libc.stdint cimport int64_t, uint64_t
 
 from kvrouter.router.kvcache.rule_tables cimport RuleTables
 
-cdef int64_t GEO_ALIGN, GEO_HASH_BLOCK, GEO_SIMPLE, GEO_SPEC_END, GEO_SPEC_START, GEO_UNITARY
+cdef int64_t GEO_ALIGN, GEO_HASH_BLOCK, GEO_SIMPLE, GEO_SPEC_END, GEO_SPEC_START, GEO_UNCACHED, GEO_UNITARY
 cdef int64_t MEMBER_BANK, MEMBER_MASK
 cdef int64_t RULE_CHUNKED_LOCAL, RULE_FULL, RULE_MAMBA, RULE_SLIDING_WINDOW
 cdef int64_t SPEC_BLOCK, SPEC_CHUNK, SPEC_EAGLE, SPEC_MEMBER_END, SPEC_MEMBER_START, SPEC_RULE, SPEC_WINDOW
@@ -12,7 +12,7 @@ cdef int64_t _STRETCH
 cdef uint64_t _FLAG
 
 @cython.locals(m=int64_t)
-cdef bint resident(RuleTables tables, int64_t row, int64_t index, int64_t start, int64_t end) noexcept nogil
+cpdef bint resident(RuleTables tables, int64_t row, int64_t index, int64_t start, int64_t end) noexcept nogil
 
 @cython.locals(run=int64_t, m=int64_t, line=int64_t, mask=int64_t, block=int64_t, common=int64_t, i=int64_t)
 cdef int64_t run_from_zero(

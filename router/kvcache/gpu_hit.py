@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's hit rule as pure functions: how many tokens of a prompt a worker reuses, given which blocks are resident.
+"""The hit rule as pure functions: how many tokens of a prompt a worker reuses, given which blocks are resident.
 
 Each spec group is a floor function; the hit is their greatest common fixpoint below num_tokens - 1. What the CPU and
 disk tiers add on top is in `offload_hit.py`. No I/O, no names: residency comes as rows of place bits
@@ -7,7 +7,11 @@ disk tiers add on top is in `offload_hit.py`. No I/O, no names: residency comes 
 looked up by the hash at its last hash boundary. shift: hashes before the prompt's part that is judged, as vLLM looks a
 suffix up in a tier's own block pool.
 
-Source: vLLM 0.32.0 v1/core/kv_cache_coordinator.py:796, v1/core/single_type_kv_cache_manager.py:733 :956 :1269 :1454.
+SGLang's rule is the same fixpoint with other tables: whole windows, and with EAGLE one token less to match in place of
+a block to drop.
+
+Source: vLLM 0.32.0 v1/core/kv_cache_coordinator.py:796, v1/core/single_type_kv_cache_manager.py:733 :956 :1269 :1454;
+SGLang 0.5.23 srt/mem_cache/unified_cache/unified_tree_core.py:905, components/swa.py:357, components/mamba.py:151.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from kvrouter.router.kvcache.hit_tables import (
     GEO_SIMPLE,
     GEO_SPEC_END,
     GEO_SPEC_START,
+    GEO_UNCACHED,
     GEO_UNITARY,
     MEMBER_BANK,
     MEMBER_MASK,
@@ -242,7 +247,7 @@ def coordinator_hit(
     last to shrink it (-1: none). Source: kv_cache_coordinator.py:796 (hybrid), :497 (one group)."""
     hash_block = tables.geos[w, GEO_HASH_BLOCK]
     num_hashes = num_tokens // hash_block
-    hit = num_tokens - 1
+    hit = max(0, num_tokens - tables.geos[w, GEO_UNCACHED])
     best = hit - hit % align
     limiter = -1
     if tables.geos[w, GEO_UNITARY] != 0:
@@ -295,7 +300,7 @@ def single_group_hit(tables: RuleTables, row: int, w: int, num_tokens: int, s: i
     """How far spec group `s` alone would let the hit reach. Source: kv_cache_coordinator.py:917."""
     hash_block = tables.geos[w, GEO_HASH_BLOCK]
     num_hashes = num_tokens // hash_block
-    length = num_tokens - 1
+    length = max(0, num_tokens - tables.geos[w, GEO_UNCACHED])
     drop = tables.specs[s, SPEC_EAGLE] != 0
     align = tables.geos[w, GEO_ALIGN]
     if tables.geos[w, GEO_UNITARY] != 0:

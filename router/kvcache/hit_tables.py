@@ -40,8 +40,11 @@ RULE_MAMBA = GroupRule.MAMBA.value
     GEO_STORAGE_START,
     GEO_STORAGE_END,
     GEO_SUFFIX_ALIGN,
+    GEO_UNCACHED,
+    GEO_JOINT_START,
+    GEO_JOINT_END,
     GEO_COLUMNS,
-) = range(19)
+) = range(22)
 
 SPEC_RULE, SPEC_BLOCK, SPEC_WINDOW, SPEC_CHUNK, SPEC_EAGLE, SPEC_MEMBER_START, SPEC_MEMBER_END, SPEC_COLUMNS = range(8)
 
@@ -79,6 +82,14 @@ def bank_mask(places: dict[Place, int], place: Place) -> BankMask:
     return BankMask(0, 0) if index is None else BankMask(index // BANK_BITS, 1 << (index % BANK_BITS))
 
 
+def either_mask(places: dict[Place, int], one: Place, other: Place) -> BankMask:
+    """The bits of two places, any of which will do. Only the first, where they are in two banks: less credit."""
+    first, second = bank_mask(places, one), bank_mask(places, other)
+    if first.mask == 0:
+        return second
+    return BankMask(first.bank, first.mask | second.mask) if first.bank == second.bank else first
+
+
 def _cdiv(numerator: int, denominator: int) -> int:
     return -(-numerator // denominator)
 
@@ -110,17 +121,20 @@ class GeometryBuilder:
         geo[GEO_HASH_BLOCK] = catalog.hash_block_size
         geo[GEO_ALIGN] = catalog.align
         geo[GEO_SCHEDULER_BLOCK] = catalog.scheduler_block_size
+        geo[GEO_UNCACHED] = 1 + catalog.lookahead_tokens
         spec_groups = catalog.spec_groups()
         geo[GEO_UNITARY] = int(len(catalog.groups) == 1)
         geo[GEO_SIMPLE] = int(len(spec_groups) == 2 and spec_groups[0].rule is GroupRule.FULL)
-        geo[GEO_SPEC_START], geo[GEO_SPEC_END] = self._add_specs(spec_groups, places, GPU)
+        geo[GEO_SPEC_START], geo[GEO_SPEC_END] = self._add_specs(catalog, spec_groups, places, GPU)
         earning = catalog.offload.earning(places)
         if catalog.offload.rule is TierRule.CHUNKS and earning:
             self._add_chunks(geo, catalog, places)
+        elif catalog.offload.rule is TierRule.JOINT and earning:
+            geo[GEO_JOINT_START], geo[GEO_JOINT_END] = self._add_specs(catalog, spec_groups, places, CPU, GPU)
         elif (CPU, None) in earning:
-            geo[GEO_CPU_START], geo[GEO_CPU_END] = self._add_specs(spec_groups, places, CPU)
+            geo[GEO_CPU_START], geo[GEO_CPU_END] = self._add_specs(catalog, spec_groups, places, CPU)
         elif (STORAGE, None) in earning:
-            geo[GEO_STORAGE_START], geo[GEO_STORAGE_END] = self._add_specs(spec_groups, places, STORAGE)
+            geo[GEO_STORAGE_START], geo[GEO_STORAGE_END] = self._add_specs(catalog, spec_groups, places, STORAGE)
         geo[GEO_SUFFIX_ALIGN] = catalog.suffix_align
         self._geos.append(geo)
         return len(self._geos) - 1
@@ -129,20 +143,32 @@ class GeometryBuilder:
         """Add a worker whose catalog and places are those of an earlier one."""
         self._geos.append(self._geos[index])
 
-    def _add_specs(self, spec_groups: tuple[SpecGroup, ...], places: dict[Place, int], medium: str) -> tuple[int, int]:
-        """The spec groups as they are held on one medium; their range."""
+    def _add_specs(
+        self,
+        catalog: Catalog,
+        spec_groups: tuple[SpecGroup, ...],
+        places: dict[Place, int],
+        medium: str,
+        beside: str | None = None,
+    ) -> tuple[int, int]:
+        """The spec groups as they are held on one medium, or on one of two; their range."""
         first = len(self._specs)
         for spec_group in spec_groups:
             start = len(self._members)
             for group in spec_group.members:
-                held = bank_mask(places, Place(group.group_idx, medium))
+                place = Place(group.group_idx, medium)
+                held = (
+                    bank_mask(places, place)
+                    if beside is None
+                    else either_mask(places, Place(group.group_idx, beside), place)
+                )
                 self._members.append([held.bank, held.mask])
             one = spec_group.first
             self._specs.append(
                 [
                     spec_group.rule.value,
                     one.block_size,
-                    one.sliding_window or 0,
+                    (one.sliding_window or 0) + int(catalog.whole_windows),
                     one.attention_chunk_size or 0,
                     int(spec_group.eagle),
                     start,

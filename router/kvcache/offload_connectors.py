@@ -19,6 +19,8 @@ from kvrouter.router.common.ids import CPU, STORAGE, Place
 
 OFFLOADING = "OffloadingConnector"
 SIMPLE_CPU = "SimpleCPUOffloadConnector"
+# SGLang's host tier; no connector of vLLM's.
+HICACHE = "HiCache"
 
 # Owner of this project's disk tier (engine_patch/offload), the one tier of an OffloadingConnector on disk whose
 # removals are published.
@@ -39,6 +41,8 @@ class TierRule(Enum):
     CHUNKS = OFFLOADING
     # vLLM's own coordinator over the part of the prompt behind the local hit.
     SUFFIX = SIMPLE_CPU
+    # A block counts on either of GPU and CPU.
+    JOINT = HICACHE
 
 
 RULES = {rule.value: rule for rule in TierRule}
@@ -60,6 +64,8 @@ class OffloadTier(msgspec.Struct, frozen=True):
         tiers = {(place.medium, place.ownership) for place in places if place.medium in (CPU, STORAGE)}
         if self.rule is TierRule.CHUNKS:
             return frozenset(tiers & {(CPU, None), (STORAGE, DISK_OWNER)})
+        if self.rule is TierRule.JOINT:
+            return frozenset(tiers & {(CPU, None)})
         own = tiers & {(CPU, None), (STORAGE, None)}
         # A SimpleCPUOffloadConnector keeps its blocks on one medium; a second one is another connector's.
         return frozenset(own if self.rule is TierRule.SUFFIX and len(own) == 1 else ())

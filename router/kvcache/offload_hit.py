@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tiers beside the GPU add to its hit, as pure functions: one rule for each connector of vLLM.
+"""What the tiers beside the GPU add to its hit, as pure functions: one rule for each connector of vLLM,
+and one for SGLang's HiCache.
 
 OffloadingConnector looks whole chunks up, group by group, in an order of its own. SimpleCPUOffloadConnector keeps a
 block pool like the GPU's, and has vLLM's coordinator judge the part of the prompt behind the local hit. Which rule
@@ -12,7 +13,7 @@ v1/simple_kv_offload/manager.py:338, v1/core/sched/scheduler.py:975.
 
 from __future__ import annotations
 
-from kvrouter.router.kvcache.gpu_hit import coordinator_hit
+from kvrouter.router.kvcache.gpu_hit import coordinator_hit, resident
 from kvrouter.router.kvcache.hit_tables import (
     EXT_CHUNK,
     EXT_CPU_BANK,
@@ -31,16 +32,30 @@ from kvrouter.router.kvcache.hit_tables import (
     GEO_EXT_START,
     GEO_EXT_TAIL_BLOCK,
     GEO_EXT_UNPROVEN,
+    GEO_ALIGN,
     GEO_HASH_BLOCK,
+    GEO_JOINT_END,
+    GEO_JOINT_START,
     GEO_SCHEDULER_BLOCK,
+    GEO_SPEC_START,
     GEO_STORAGE_END,
     GEO_STORAGE_START,
     GEO_SUFFIX_ALIGN,
     RULE_CHUNKED_LOCAL,
+    RULE_FULL,
+    RULE_SLIDING_WINDOW,
+    SPEC_BLOCK,
     SPEC_CHUNK,
+    SPEC_MEMBER_END,
+    SPEC_MEMBER_START,
     SPEC_RULE,
+    SPEC_WINDOW,
 )
 from kvrouter.router.kvcache.rule_tables import RuleTables
+
+# SGLang loads nothing back for fewer tokens of full attention, unless a window or a state is loaded too.
+# Source: SGLang 0.5.23 srt/mem_cache/unified_radix_cache.py:576 :1879.
+LOAD_BACK_TOKENS = 10
 
 # Named, because a literal would be shifted in 32 bits where this is compiled.
 _FLAG = 1
@@ -211,6 +226,39 @@ def suffix_hit(tables: RuleTables, row: int, w: int, first: int, last: int, num_
     return found
 
 
+def loads_back(tables: RuleTables, row: int, w: int, hit: int) -> bool:
+    """Whether SGLang's HiCache loads what the GPU lacks of the first `hit` tokens, all of which it holds somewhere."""
+    first = tables.geos[w, GEO_SPEC_START]
+    count = tables.geos[w, GEO_JOINT_END] - tables.geos[w, GEO_JOINT_START]
+    missing = 0
+    for s in range(first, first + count):
+        block = tables.specs[s, SPEC_BLOCK]
+        scale = block // tables.geos[w, GEO_HASH_BLOCK]
+        start, end = tables.specs[s, SPEC_MEMBER_START], tables.specs[s, SPEC_MEMBER_END]
+        last = hit // block
+        begin = last - 1
+        if tables.specs[s, SPEC_RULE] == RULE_FULL:
+            begin = 0
+        elif tables.specs[s, SPEC_RULE] == RULE_SLIDING_WINDOW:
+            begin = last - (tables.specs[s, SPEC_WINDOW] - 1 + block - 1) // block
+        for i in range(max(begin, 0), last):
+            if resident(tables, row, (i + 1) * scale - 1, start, end):
+                continue
+            if tables.specs[s, SPEC_RULE] != RULE_FULL:
+                return True
+            missing += block
+            if missing >= LOAD_BACK_TOKENS:
+                return True
+    return False
+
+
+def joint_hit(tables: RuleTables, row: int, w: int, num_tokens: int, gpu: int) -> int:
+    """Tokens that SGLang reuses with its host tier: what is on either of both counts, if it is loaded at all."""
+    first, last = tables.geos[w, GEO_JOINT_START], tables.geos[w, GEO_JOINT_END]
+    hit, _ = coordinator_hit(tables, row, 0, w, first, last, tables.geos[w, GEO_ALIGN], num_tokens)
+    return hit if hit > gpu and loads_back(tables, row, w, hit) else gpu
+
+
 def tier_hit(
     tables: RuleTables,
     row: int,
@@ -224,6 +272,8 @@ def tier_hit(
     The tiers are looked up behind the last whole scheduler block. A sub-block tail of the GPU hit is given up only for
     a longer hit.
     """
+    if tables.geos[w, GEO_JOINT_START] < tables.geos[w, GEO_JOINT_END]:
+        return joint_hit(tables, row, w, num_tokens, gpu)
     tail = gpu % tables.geos[w, GEO_SCHEDULER_BLOCK]
     local = gpu - tail
     found = 0

@@ -132,7 +132,8 @@ class PromptHasher:
         self._memory = memory
         self._segment_blocks = segment_blocks
         self._items = items
-        self.total_blocks = len(self._tokens) // space.block_size
+        self._lookahead = space.scheme.lookahead_tokens
+        self.total_blocks = max(0, len(self._tokens) - self._lookahead) // space.block_size
         self._hashes = np.empty(self.total_blocks, np.uint64)
         self._done = 0
         self._parent: bytes | None = None
@@ -150,7 +151,7 @@ class PromptHasher:
         last = min(first + self._segment_blocks, self.total_blocks)
         if first == last:
             return np.empty(0, np.uint64)
-        start, end = first * self._space.block_size, last * self._space.block_size
+        start, end = first * self._space.block_size, last * self._space.block_size + self._lookahead
         raw = self._tokens[start:end].astype(self._kept_as).tobytes()
         items = within(self._items, start, end) if self._items else ()
         found = self._memory.get(self._space, self._parent, last - first, raw, items)
@@ -173,6 +174,7 @@ class PromptHasher:
             keys = [extra_keys_for(space, first + i, within(items, at, at + size)) for i, at in enumerate(starts)]
         else:
             keys = [extra_keys_for(space, first), extra_keys_for(space, first + 1)]
-        hashes, digest = hash_chain(space.scheme, self._parent, self._tokens[first * size : last * size], size, keys)
+        ids = self._tokens[first * size : last * size + self._lookahead]
+        hashes, digest = hash_chain(space.scheme, self._parent, ids, size, keys)
         hashes.setflags(write=False)
         return hashes, digest

@@ -47,6 +47,8 @@ class CatalogSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     offload_connector: str | None = None
     # Whether hits of a SimpleCPUOffloadConnector may end wherever those of the GPU may; not so in its lazy mode.
     offload_partial_hits: bool | None = None
+    # Whether as many tokens as the window has must be resident before a boundary, as in SGLang; vLLM: one less.
+    whole_windows: bool = False
     lora_paths: dict[str, str] = {}
 
 
