@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 from kvrouter.engine_patch.sglang.tree_residency import TreeGroup
@@ -90,12 +91,14 @@ def first_page_hash(tokens: list[int], page: int, bigrams: bool) -> int:
     return int(utils.get_hash_str(key, None, page_size=page)[0][:16], 16)
 
 
-def digests_of(core: Any) -> Any:
-    """Of a node's pages, as the events of the same cache hash them, and their namespace."""
+def digests_of(core: Any) -> Callable[[Any], tuple[list[str], bytes | None]]:
+    """Of a node's pages, as the events of the same cache hash them, and their namespace: that of an adapter in SGLang's
+    default format, whether the engine knows its name or not."""
     recorder = core.kv_events
+    seed_of = importlib.import_module("sglang.srt.disaggregation.kv_events").kv_event_namespace_seed
 
     def digests(node: Any) -> tuple[list[str], bytes | None]:
-        return list(recorder._node_event_hash_values(node)), recorder._namespace_seed(node)
+        return list(recorder._node_event_hash_values(node)), seed_of(extra_key=node.key.extra_key, cache_salt=None)
 
     return digests
 

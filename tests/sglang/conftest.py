@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the tests that hold the router against a real SGLang. Without SGLang these tests are skipped."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+import unittest
+from pathlib import Path
+
+import pytest
+
+# SGLang reads these when it is imported. The Python core of its radix cache: the other one does not tell what it frees.
+os.environ.update(SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND="python", OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
+# pytest's importlib mode leaves sys.path alone; the helpers of this folder are imported by their plain names.
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
+
+if importlib.util.find_spec("sglang") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    # What SGLang's own kit of cache fixtures imports beside them drags in all its benchmarks.
+    kit = types.ModuleType("sglang.test.test_utils")
+    kit.CustomTestCase = unittest.TestCase  # type: ignore[attr-defined]
+    sys.modules[kit.__name__] = kit
+
+
+@pytest.fixture
+def seed() -> int:
+    return int(os.environ.get("KVROUTER_TEST_SEED", "20261"))

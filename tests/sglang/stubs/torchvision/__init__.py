@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stands for torchvision, which has no build for this torch: SGLang's configurations import it, no text model uses
+it."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from typing import Any
+
+
+class Unused(types.ModuleType):
+    """Has every name and takes every call."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Unused(f"{self.__name__}.{name}")
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        return self
+
+
+def _module(name: str) -> Unused:
+    module = Unused(f"torchvision.{name}")
+    module.__path__ = []
+    module.__spec__ = importlib.machinery.ModuleSpec(module.__name__, None)
+    sys.modules[module.__name__] = module
+    return module
+
+
+io, transforms = _module("io"), _module("transforms")
+transforms.functional = _module("transforms.functional")
+transforms.v2 = _module("transforms.v2")
+transforms.v2.functional = _module("transforms.v2.functional")
+
+__version__ = "0.0"

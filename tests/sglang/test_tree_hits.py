@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claim: from the patch's reports the router predicts what SGLang's radix cache reuses, token for token, for every
+layout of components, while everything is evicted all the time."""
+
+from __future__ import annotations
+
+import logging
+import os
+from random import Random
+
+import pytest
+from tree_layouts import LAYOUTS, TreeLayout
+from tree_oracle import TreeOracle
+from tree_predictor import TreePredictor
+
+from kvrouter.engine_patch.setup.features import Features
+from kvrouter.engine_patch.sglang.tree_tap import FEATURES, TreeTap
+
+# Questions of each layout; 700 make over 20,000 in all.
+PROBES = int(os.environ.get("KVROUTER_TEST_SGLANG_PROBES", "150"))
+STEPS_PER_PROBE = 2
+LEAST_NON_ZERO = 0.3
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_every_hit_is_predicted(layout: TreeLayout, seed: int, record_property: pytest.FixtureRequest) -> None:
+    rng = Random(f"{layout.name} {seed}")
+    oracle = TreeOracle(layout, rng)
+    predictor = TreePredictor()
+    oracle.tap = TreeTap(oracle.cache, predictor, Features(logging.getLogger("test"), FEATURES))
+    assert oracle.tap.attach(0, "test", "m")
+    non_zero, wrong = 0, []
+    for _ in range(40):
+        oracle.step()
+    for _ in range(PROBES):
+        for _ in range(STEPS_PER_PROBE):
+            oracle.step()
+        prompt = oracle.prompt()
+        predicted = predictor.hit(*prompt).gpu
+        reused = oracle.reused(prompt)
+        oracle.end_step()
+        non_zero += reused > 0
+        if predicted != reused:
+            wrong.append((len(prompt.tokens), predicted, reused))
+    assert not wrong, f"{len(wrong)} of {PROBES} wrong: {wrong[:8]}"
+    assert non_zero >= LEAST_NON_ZERO * PROBES, f"only {non_zero} of {PROBES} reuse anything: nothing is shown"
+    assert predictor.removed and not predictor.closed

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layouts of SGLang's radix cache: components, pages, and windows below, at and off a page's edge."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class TreeLayout(NamedTuple):
+    """window: of SWA, in tokens. eagle: keys are pairs of tokens. salts, loras: namespaces of the prompts."""
+
+    name: str
+    components: tuple[str, ...]
+    page: int
+    window: int | None = None
+    eagle: bool = False
+    salts: tuple[str | None, ...] = (None,)
+    loras: tuple[str | None, ...] = (None,)
+
+
+FULL, SWA, MAMBA = ("FULL",), ("FULL", "SWA"), ("FULL", "MAMBA")
+ALL = ("FULL", "SWA", "MAMBA")
+SALTS, LORAS = (None, "a", "salt é"), (None, "adapter-" + "0" * 32, "other-" + "1" * 32)
+
+LAYOUTS = [
+    *(TreeLayout(f"full-{page}", FULL, page) for page in (1, 16, 64)),
+    *(TreeLayout(f"swa-1-{window}", SWA, 1, window) for window in (1, 4, 9)),
+    *(TreeLayout(f"swa-16-{window}", SWA, 16, window) for window in (8, 16, 17, 40)),
+    *(TreeLayout(f"swa-64-{window}", SWA, 64, window) for window in (32, 64, 100)),
+    *(TreeLayout(f"mamba-{page}", MAMBA, page) for page in (1, 16, 64)),
+    *(TreeLayout(f"all-1-{window}", ALL, 1, window) for window in (4, 9)),
+    *(TreeLayout(f"all-16-{window}", ALL, 16, window) for window in (8, 24)),
+    TreeLayout("all-64-100", ALL, 64, 100),
+    *(TreeLayout(f"eagle-full-{page}", FULL, page, eagle=True) for page in (1, 16)),
+    *(TreeLayout(f"eagle-swa-{page}-{w}", SWA, page, w, eagle=True) for page, w in ((1, 4), (16, 20))),
+    TreeLayout("salt-full-16", FULL, 16, salts=SALTS),
+    TreeLayout("salt-swa-1", SWA, 1, 5, salts=SALTS),
+    TreeLayout("salt-mamba-16", MAMBA, 16, salts=SALTS),
+    TreeLayout("lora-full-16", FULL, 16, loras=LORAS),
+    TreeLayout("lora-all-1", ALL, 1, 4, loras=LORAS),
+    TreeLayout("lora-salt-full-1", FULL, 1, salts=SALTS, loras=LORAS),
+]

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's own radix cache under a made-up workload: prompts that share beginnings, and evictions of every component
+all the time. Its allocators, pools and cache are SGLang's, built by SGLang's own kit of fixtures; what is asked is what
+its scheduler asks (`match_prefix`, one token less than the prompt)."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Any, NamedTuple
+
+import sglang.test.kits.unified_radix_cache.fixtures as kit
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
+from sglang.test.kits.unified_radix_cache.config import CacheConfig
+from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
+from tree_layouts import TreeLayout
+
+from kvrouter.engine_patch.sglang.tree_tap import TreeTap
+
+# There is no accelerator to ask for.
+kit.get_device = lambda: "cpu"
+
+VOCABULARY = 30_000
+# Prompts, in pages at most; and what the cache holds, in pages (of prompts of few tokens a page, more).
+PAGES, KV_PAGES = 16, 60
+STATES = 24
+
+
+class TreePrompt(NamedTuple):
+    tokens: list[int]
+    salt: str | None
+    lora: str | None
+
+
+class TreeOracle:
+    """One cache and its workload. tap: follows the cache; None: nobody does."""
+
+    def __init__(self, layout: TreeLayout, rng: Random) -> None:
+        self.layout, self._rng = layout, rng
+        self._unit = max(layout.page, 4)
+        size = KV_PAGES * self._unit
+        more: dict[str, Any] = {}
+        if layout.window is not None:
+            more["sliding_window_size"] = layout.window
+        if "MAMBA" in layout.components:
+            more |= {"mamba_cache_size": STATES, "enable_mamba_extra_buffer": layout.page > 1}
+        self._config = CacheConfig(
+            page_size=layout.page,
+            components=tuple(ComponentType[name] for name in layout.components),
+            num_layers=2,
+            full_attention_layer_ids=(0,),
+            head_num=1,
+            head_dim=8,
+            kv_size=size,
+            max_context_len=size,
+            is_eagle=layout.eagle,
+            **more,
+        )
+        self.cache, self._allocator, self._pool = kit.build_fixture(self._config, enable_kv_cache_events=True)
+        self._fixtures = UnifiedRadixCacheFixtures()
+        self._fixtures.cfg = self._config
+        self._known: list[TreePrompt] = []
+        self.tap: TreeTap | None = None
+
+    @property
+    def is_bigram(self) -> bool:
+        """Mamba turns it off."""
+        return bool(self.cache.tree_core.is_eagle)
+
+    def key(self, prompt: TreePrompt, limit: int | None = None) -> Any:
+        return RadixKey(
+            array("q", prompt.tokens[:limit]),
+            prompt.lora,
+            is_bigram=self.is_bigram,
+            cache_salt=prompt.salt,
+        )
+
+    def prompt(self) -> TreePrompt:
+        """Often the beginning of a former one, and on from there."""
+        rng = self._rng
+        longest = PAGES * self._unit
+        beginning: list[int] = []
+        salt, lora = rng.choice(self.layout.salts), rng.choice(self.layout.loras)
+        if self._known and rng.random() < 0.9:
+            former = rng.choice(self._known[-8:])
+            # Cut where it is likely to matter: at its end, at pages, around them, anywhere.
+            at = len(former.tokens) if rng.random() < 0.5 else rng.randrange(len(former.tokens) + 1)
+            if rng.random() < 0.4:
+                at = at // self.layout.page * self.layout.page + rng.choice((0, 0, 1, -1))
+            beginning = former.tokens[: max(0, at)]
+            if rng.random() < 0.9:
+                salt, lora = former.salt, former.lora
+        room = max(1, longest - len(beginning))
+        own = [rng.randrange(1, VOCABULARY) for _ in range(rng.randrange(room) // 2 + (not beginning))]
+        return TreePrompt((beginning + own)[:longest], salt, lora)
+
+    def step(self) -> None:
+        """One insertion or eviction, then the end of a scheduler's step."""
+        rng = self._rng
+        if rng.random() < 0.25:
+            self._evict(*(rng.randrange(2 * self._unit) * (rng.random() < 0.5) for _ in range(2)), rng.randrange(2))
+        else:
+            self._insert(self.prompt())
+        if rng.random() < 0.004:
+            self.cache.reset()
+            self._allocator.clear()
+            if "MAMBA" in self.layout.components:
+                self._pool.mamba_allocator.clear()
+        self.end_step()
+
+    def end_step(self) -> None:
+        self.cache.take_events()
+        if self.tap is not None:
+            self.tap.step()
+
+    def _insert(self, prompt: TreePrompt) -> None:
+        key = self.key(prompt).page_aligned(self.layout.page)
+        if not len(key):
+            return
+        value = self._allocated(len(key))
+        params = InsertParams(key=key, value=value)
+        if "MAMBA" in self.layout.components:
+            params.mamba_value = self._state()
+        result = self.cache.insert(params)
+        if params.mamba_value is not None and result.mamba_exist:
+            self._pool.mamba_allocator.free(params.mamba_value)
+        self._known.append(prompt)
+
+    def _allocated(self, count: int) -> Any:
+        """Slots of the pools, for which the cache gives up others."""
+        return self._until(lambda: self._fixtures._alloc(self._allocator, count), count, count, 0)
+
+    def _state(self) -> Any:
+        return self._until(lambda: self._pool.mamba_allocator.alloc(1), 0, 0, 1)
+
+    def _until(self, allocate: Callable[[], Any], tokens: int, window_tokens: int, states: int) -> Any:
+        for _ in range(20):
+            found = allocate()
+            if found is not None:
+                return found
+            self._evict(tokens, window_tokens, states)
+        raise AssertionError("the cache gives nothing up")
+
+    def _evict(self, tokens: int, window_tokens: int, states: int) -> None:
+        has = self.layout.components
+        self.cache.evict(
+            EvictParams(
+                num_tokens=tokens,
+                swa_num_tokens=window_tokens if "SWA" in has else 0,
+                mamba_num=states if "MAMBA" in has else 0,
+            )
+        )
+
+    def reused(self, prompt: TreePrompt) -> int:
+        """Tokens that a request with this prompt would not compute."""
+        match = self.cache.match_prefix(MatchPrefixParams(key=self.key(prompt, len(prompt.tokens) - 1)))
+        return int(match.device_prefix_len)
+
+    def probes(self, count: int) -> Iterable[TreePrompt]:
+        for _ in range(count):
+            yield self.prompt()

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's own prediction from the patch's reports: its catalog, mirror, hashes and hit rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from kvrouter.events.patch.messages import (
+    DeclaredCatalog,
+    ReportCleared,
+    ReportEvent,
+    ReportRemoved,
+    unpack_hashes,
+)
+from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.ingest.declared_catalog import declared_spec
+from kvrouter.router.kvcache.block_hash import HashScheme
+from kvrouter.router.kvcache.catalog import build_catalog, group_of
+from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.matching.mirror import Mirror
+from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.workers.registration import CatalogSpec
+from kvrouter.router.workers.stream_state import StreamState
+
+WORKER = WorkerKey("m", "w")
+
+
+class TreePredictor:
+    """Takes what a reporter takes (`Reports`), at once."""
+
+    def __init__(self) -> None:
+        self.catalog: DeclaredCatalog | None = None
+        # Of each place, the hashes that are held, and how many changes there were.
+        self.held: dict[Place, set[int]] = {}
+        self.stored = self.removed = self.clears = 0
+        self.closed = False
+
+    def publish(self, make: Callable[[], Iterable[ReportEvent]], batch_seq: int | None) -> None:
+        for event in make():
+            if isinstance(event, ReportCleared):
+                self.clears += 1
+                for place in [place for place in self.held if place.medium == event.medium]:
+                    del self.held[place]
+                continue
+            assert event.group_idx is not None
+            held = self.held.setdefault(Place(event.group_idx, event.medium), set())
+            hashes = set(unpack_hashes(event.hashes).tolist())
+            if isinstance(event, ReportRemoved):
+                assert hashes <= held, "what goes was there"
+                held -= hashes
+                self.removed += len(hashes)
+            else:
+                assert not hashes & held, "what comes was not there"
+                held |= hashes
+                self.stored += len(hashes)
+
+    def declare(self, catalog: DeclaredCatalog) -> None:
+        self.catalog = catalog
+
+    def close(self) -> None:
+        self.closed = True
+
+    def hit(self, tokens: list[int], salt: str | None, lora: str | None) -> Hit:
+        assert self.catalog is not None
+        spec = declared_spec(self.catalog, CatalogSpec())
+        catalog = build_catalog(map(group_of, spec.groups), "declared", spec)
+        mirror = Mirror(1 << 24)
+        mirror.begin_epoch(WORKER, "e")
+        for place, hashes in self.held.items():
+            if hashes:
+                mirror.add(WORKER, place, np.fromiter(hashes, np.uint64, len(hashes)))
+        scheme = HashScheme.from_bytes(self.catalog.hash_algo or "", b"")
+        paths = {} if lora is None else {lora: lora}
+        view = WorkerView(WORKER, None, StreamState.LIVE, True, "", "e", catalog, scheme, paths)
+        question = Question(
+            "m", len(tokens), token_ids=np.array(tokens, np.int64), lora_name=lora, cache_salt=salt
+        )
+        (hit,) = Matcher(mirror, SegmentMemory(0)).match(question, HashPlans.build(mirror, [view]))
+        return hit
