@@ -5,7 +5,7 @@ from __future__ import annotations
 
 ENGINE_NAMES = ("vllm", "sglang")
 
-# Of a worker that names none and whose engine was not asked, or did not say.
+# Of a worker that names none and whose engine does not show it.
 DEFAULT_ENGINE = "vllm"
 
 
