@@ -42,7 +42,12 @@ def stored(algo: str, salt: str | None) -> BlockStored:
     hashes, _ = page_chain(algo, None, ids if lookahead else ids[:-1], PAGE_TOKENS, salt, None)
     signed = int(hashes.astype(np.int64)[0])
     tokens = [(i, i + 1) for i in range(PAGE_TOKENS)] if lookahead else list(range(PAGE_TOKENS))
-    event = {"type": "BlockStored", "block_hashes": [signed], "parent_block_hash": None, "token_ids": tokens}
+    event: dict[str, object] = {
+        "type": "BlockStored",
+        "block_hashes": [signed],
+        "parent_block_hash": None,
+        "token_ids": tokens,
+    }
     event |= {"block_size": PAGE_TOKENS, "lora_id": None, "medium": "GPU", "cache_salt": salt}
     payload = msgspec.msgpack.encode([1.0, [event], 0])
     (found,) = BatchDecoder().decode(payload, with_tokens=True).events
@@ -91,7 +96,7 @@ def test_stock_events_earn_nothing_unless_full_attention_alone_is_stated() -> No
 @pytest.mark.parametrize("seed", [None, "0"])
 def test_no_stated_algorithm_breaks_any_engine(engine: str | None, algo: str | None, seed: str | None) -> None:
     worker = Registration(WorkerKey("m", "w"), engine=engine, catalog=CatalogSpec(hash_algo=algo))
-    assert WorkerProfile(worker, seed).identity.scheme
+    assert WorkerProfile(worker, seed).identity.scheme.algo
 
 
 def test_an_engine_is_named_by_spec_and_body() -> None:
@@ -106,7 +111,9 @@ def test_an_engine_is_named_by_spec_and_body() -> None:
 
 
 def test_server_info_names_a_stream_a_rank() -> None:
-    info = {"kv_events": {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "dp_size": 2}}
+    info: dict[str, dict[str, object]] = {
+        "kv_events": {"publisher": "zmq", "endpoint_host": "*", "endpoint_port_base": 5557, "dp_size": 2}
+    }
     info["kv_events"]["replay_endpoint_port_base"] = 5600
     told = streams_in(msgspec.json.encode(info), "http://10.0.0.2:30000")
     assert told.streams == {
