@@ -184,6 +184,8 @@ class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):
     connectors: list[str] = []
     # Whether hits of a SimpleCPUOffloadConnector may end wherever those of the GPU may; None without one.
     offload_partial_hits: bool | None = None
+    # Whose hash scheme and hit rule hold: "vllm", "sglang", or another name that readers may not know.
+    engine: str = "vllm"
 
 
 class CatalogMessage(msgspec.Struct, frozen=True, tag="catalog", omit_defaults=True):

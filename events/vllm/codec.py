@@ -69,6 +69,7 @@ _raw_list = msgspec.msgpack.Decoder(list[msgspec.Raw])
 _text = msgspec.msgpack.Decoder(str)
 _map_tag = msgspec.msgpack.Decoder(MapTag)
 _token_list = msgspec.msgpack.Decoder(list[int] | None)
+_pair_list = msgspec.msgpack.Decoder(list[tuple[int, int]])
 _any_list = msgspec.msgpack.Decoder(list[Any] | None)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -170,6 +171,8 @@ def _stored(lean: MapStored | ArrayStored, hashes: HashArray, with_tokens: bool)
     if with_tokens and isinstance(lean, _WITH_TOKEN_IDS):
         token_ids = _read_tokens(lean.token_ids)
         extra_keys = _read_extra_keys(lean.extra_keys)
+        if extra_keys is None and isinstance(lean, MapStoredWithTokens) and lean.cache_salt:
+            extra_keys = (tuple(name for name in (lean.lora_name, lean.cache_salt) if name is not None),)
     return BlockStored(
         hashes,
         None if parent is None else reduce_hash(parent),
@@ -217,7 +220,12 @@ def _name(name: str) -> str:
 
 
 def _read_tokens(raw: msgspec.Raw) -> npt.NDArray[np.int64]:
-    return np.array(_token_list.decode(raw) or (), dtype=np.int64)
+    try:
+        return np.array(_token_list.decode(raw) or (), dtype=np.int64)
+    except msgspec.ValidationError:
+        # SGLang with EAGLE: each token with the one after it.
+        pairs = _pair_list.decode(raw)
+        return np.array([*(first for first, _ in pairs), *(last for _, last in pairs[-1:])], dtype=np.int64)
 
 
 def _read_extra_keys(raw: msgspec.Raw) -> tuple[Any, ...] | None:

@@ -38,6 +38,8 @@ class MapStored(msgspec.Struct, tag="BlockStored", gc=False):
 class MapStoredWithTokens(MapStored, tag="BlockStored", gc=False):
     token_ids: msgspec.Raw = _NIL
     extra_keys: msgspec.Raw = _NIL
+    # SGLang's, which has no extra keys.
+    cache_salt: str | None = None
 
 
 class MapRemoved(msgspec.Struct, tag="BlockRemoved", gc=False):

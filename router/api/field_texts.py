@@ -50,7 +50,7 @@ FIELD_TEXTS = {
     "earlier": "selections of the request's attempts before, which failed",
     "effective_prefill_tokens": "tokens of the prompt that are to be computed",
     "endpoint": "the engine's HTTP address; null for a worker without one",
-    "engine": "what the engine last reported of its load",
+    "engine": "of a load: what the engine last reported of it; of a worker: vllm or sglang",
     "epoch": "one run of the publisher",
     "error": "the error",
     "evidence": "what shows it",

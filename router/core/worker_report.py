@@ -54,6 +54,7 @@ def worker_status(stream: WorkerStream, mirror: MirrorSync, unread: str | None, 
         source=registration.source,
         role=registration.role.value,
         handover=registration.handover.value,
+        engine=profile.engine.name,
     )
 
 

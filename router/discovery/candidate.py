@@ -57,6 +57,8 @@ def completed(candidate: Candidate, told: EngineAnswers, known: Sequence[Registr
         if not model:
             return []
         given = _as_worker(given, model, given.worker.dp_rank)
+    if given.engine is None and told.engine is not None:
+        given = msgspec.structs.replace(given, engine=told.engine)
     if not candidate.asks_events:
         return [given]
     if told.streams is None:
@@ -66,7 +68,11 @@ def completed(candidate: Candidate, told: EngineAnswers, known: Sequence[Registr
         if with_events:
             return [
                 msgspec.structs.replace(
-                    _as_worker(given, model, one.worker.dp_rank), events=one.events, replay=one.replay, note=one.note
+                    _as_worker(given, model, one.worker.dp_rank),
+                    events=one.events,
+                    replay=one.replay,
+                    note=one.note,
+                    engine=given.engine or one.engine,
                 )
                 for one in with_events
             ]

@@ -8,6 +8,7 @@ The queries repeat, because an engine that restarts may have other ports, ranks 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable, Mapping
@@ -17,14 +18,15 @@ import aiohttp
 import msgspec
 
 from kvrouter.router.common.bounded_read import read_whole
+from kvrouter.router.engines.known import ENGINES
 from kvrouter.router.workers.engine_answers import (
     MODELS_PATH,
-    SOURCES_PATH,
     WRITE_THEM,
     EngineAnswers,
     model_in,
-    streams_in,
 )
+
+PATHS = " nor ".join(engine.info_path for engine in ENGINES.values())
 
 log = logging.getLogger(__name__)
 
@@ -147,16 +149,16 @@ class EngineProber:
             except (ProbeFailed, ValueError) as error:
                 if model is None:
                     problems.append(f"its model is not known ({error}): start the engine, or write its model")
-        streams, silent = before.streams, before.silent
+        streams, silent, engine = before.streams, before.silent, before.engine
         if what.streams:
             try:
-                told = streams_in(await self._get(url, SOURCES_PATH), url)
-                streams, silent = told.streams, False
+                told = await self._streams(url)
+                streams, silent, engine = told.streams, False, told.engine
                 problems.append(told.problem)
             except NoSuchPath:
-                streams, silent = {}, True
+                streams, silent, engine = {}, True, None
                 problems.append(
-                    f"its engine does not report where its KV events are (no {SOURCES_PATH}: vLLM before 0.31, or another engine): "
+                    f"its engine does not report where its KV events are (no {PATHS}: vLLM before 0.31, or another engine): "
                     f"{WRITE_THEM}"
                 )
             except (ProbeFailed, ValueError) as error:
@@ -166,7 +168,15 @@ class EngineProber:
                     )
                 else:
                     problems.append(before.problem)
-        return EngineAnswers(model, streams, silent, "; ".join(filter(None, problems)))
+        return EngineAnswers(model, streams, silent, "; ".join(filter(None, problems)), engine)
+
+    async def _streams(self, url: str) -> EngineAnswers:
+        """What the first engine says whose path is there. Raises as `_get`, and ValueError on what cannot be read."""
+        for engine in ENGINES.values():
+            with contextlib.suppress(NoSuchPath):
+                told = engine.streams_in(await self._get(url, engine.info_path), url)
+                return msgspec.structs.replace(told, engine=engine.name)
+        raise NoSuchPath(PATHS)
 
     async def _get(self, url: str, path: str) -> bytes:
         """Raises Unanswered, and NoSuchPath where there is no such path."""

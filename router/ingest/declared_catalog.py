@@ -5,6 +5,7 @@ cannot follow."""
 from __future__ import annotations
 
 from kvrouter.events.patch.messages import DeclaredCatalog
+from kvrouter.router.engines.known import ENGINES
 from kvrouter.router.kvcache.offload_connectors import effective_connector
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec
 
@@ -35,6 +36,7 @@ def declared_spec(declared: DeclaredCatalog, stated: CatalogSpec) -> CatalogSpec
         offload_blocks_per_chunk=declared.offload_blocks_per_chunk or stated.offload_blocks_per_chunk,
         offload_connector=effective_connector(_connectors(declared)) or stated.offload_connector,
         offload_partial_hits=declared.offload_partial_hits,
+        whole_windows=stated.whole_windows,
         lora_paths={**stated.lora_paths, **declared.lora_paths},
     )
 
@@ -46,6 +48,10 @@ def _connectors(declared: DeclaredCatalog) -> list[str]:
 
 def declared_problem(declared: DeclaredCatalog) -> str | None:
     """Why no hit of this engine can be predicted, although its groups are known; None when it can."""
+    if declared.engine not in ENGINES:
+        return (
+            f"its patch declares an engine that this router does not know ({declared.engine[:40]!r}): update the router"
+        )
     if declared.hash_lookahead_tokens:
         return (
             f"its block hashes also cover {declared.hash_lookahead_tokens} token(s) after the block (EAGLE or MTP without a KV "

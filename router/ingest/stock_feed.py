@@ -6,9 +6,13 @@ a new epoch, empty. The catalog and the hash scheme are learned from the events.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
 from kvrouter.events.patch.items import ReportItem
 from kvrouter.events.vllm.codec import BatchDecoder, CodecError
-from kvrouter.events.vllm.messages import AllBlocksCleared, BlockStored, EventBatch
+from kvrouter.events.vllm.messages import AllBlocksCleared, BlockStored, Event, EventBatch
 from kvrouter.events.vllm.stream_items import (
     Batch,
     Connected,
@@ -222,7 +226,8 @@ class StockFeed:
         if learner is not self._learner:
             self._learner = learner
             self.known_shapes.clear()
-        for event in batch.events:
+        media = self._profile.engine.media
+        for event in _with_media(batch.events, media) if media else batch.events:
             if isinstance(event, AllBlocksCleared):
                 runs.end()
                 self._clear(event)
@@ -267,7 +272,7 @@ class StockFeed:
             # Only spares looking at events that say nothing new.
             self.known_shapes.clear()
         if shape not in self.known_shapes or event.medium != "GPU" or learner.in_doubt:
-            learner.stored(event)
+            learner.stored(event, shows_tier=self._profile.engine.tiers_shown)
             self.known_shapes.add(shape)
         if event.medium == "GPU" and learner.wants_parents:
             learner.parent(event)
@@ -285,3 +290,10 @@ class StockFeed:
         for place in list(self._epoch.blocks.places):
             if event.medium in (None, place.medium) and event.group_idx in (None, place.group_idx):
                 self._epoch.blocks.clear(place)
+
+
+def _with_media(events: Iterable[Event], media: Mapping[str, str]) -> Iterator[Event]:
+    """The events, with the index's names of media in place of the engine's."""
+    for event in events:
+        name = media.get(event.medium or "")
+        yield event if name is None else msgspec.structs.replace(event, medium=name)

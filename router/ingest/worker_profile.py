@@ -13,6 +13,7 @@ import msgspec
 from kvrouter.events.patch.items import Greeted
 from kvrouter.events.patch.messages import DeclaredCatalog
 from kvrouter.router.common.ids import Place
+from kvrouter.router.engines.known import engine_named
 from kvrouter.router.ingest.counters import IngestCounters
 from kvrouter.router.ingest.declared_catalog import contradictions, declared_problem, declared_spec
 from kvrouter.router.ingest.residency import MAX_BLOCKS, MAX_PLACES, Residency
@@ -102,13 +103,14 @@ class WorkerProfile:
     def __init__(self, registration: Registration, seed: str | None) -> None:
         """seed: the engines' PYTHONHASHSEED as configured for the whole router."""
         self.registration = registration
+        self.engine = engine_named(registration.engine)
         self._seed = seed
         # What is stated of the catalog: by the user, or by the engine.
         self.spec = self._stated
         self.declared: DeclaredCatalog | None = None
         self._note = ""
-        self.learner = CatalogLearner(self.spec)
-        self.identity = HashIdentity(self.spec, seed)
+        self.learner = self._learner()
+        self.identity = self._identity()
         self.tally = IngestCounters()
         self.contact = Contact()
         self.ranks = Ranks(ranks_allowed(registration.worker.dp_rank, True, ()))
@@ -123,7 +125,14 @@ class WorkerProfile:
     @property
     def _stated(self) -> CatalogSpec:
         """What the user stated of the catalog."""
-        return self.registration.catalog or CatalogSpec()
+        return self.engine.completed(self.registration.catalog or CatalogSpec())
+
+    def _learner(self) -> CatalogLearner:
+        # What is stated of itself makes no problem worse; the engine's declaration ends it.
+        return CatalogLearner(self.spec, self.engine.stock_problem(self.spec) or None)
+
+    def _identity(self) -> HashIdentity:
+        return HashIdentity(self.spec, self.engine.schemes(self.spec, self._seed))
 
     @property
     def is_silent(self) -> bool:
@@ -204,9 +213,10 @@ class WorkerProfile:
 
     def forget_learned(self) -> None:
         """What is stated stays."""
+        self.engine = engine_named(self.registration.engine)
         self.declared, self._note, self.spec = None, "", self._stated
-        self.learner = CatalogLearner(self.spec)
-        self.identity = HashIdentity(self.spec, self._seed)
+        self.learner = self._learner()
+        self.identity = self._identity()
         self._written = self._catalog = None
 
     def declare(self, catalog: DeclaredCatalog) -> None:
@@ -215,10 +225,12 @@ class WorkerProfile:
         if catalog == self.declared:
             return
         self.declared = catalog
-        spec = self.spec = declared_spec(catalog, self._stated)
+        if self.registration.engine is None:
+            self.engine = engine_named(catalog.engine)
+        spec = self.spec = self.engine.completed(declared_spec(catalog, self._stated))
         problem = declared_problem(catalog)
         try:
-            self.identity = HashIdentity(spec, self._seed)
+            self.identity = self._identity()
         except ValueError as error:
             problem = problem or f"its hash scheme cannot be computed here: {error}"
         else:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's cache rederived: groups, block hashes and the hit rule. Pure."""
+"""Engines' caches rederived: groups, block hashes and the hit rule. Pure."""

@@ -135,7 +135,6 @@ class HashScheme(msgspec.Struct, frozen=True, cache_hash=True):
             )
         return cls.from_seed(algo, DEFAULT_SEED)
 
-
     @property
     def lookahead_tokens(self) -> int:
         """Tokens after a block that its hash covers too."""
@@ -344,12 +343,14 @@ def verify_scheme(
 ) -> Verdict:
     """Which candidate explains the hash of a dense root block (parent None), as one BlockStored announces it.
 
-    block_hash: uint64. token_ids: exactly the block's `block_size` tokens. extra_keys_untagged: this block's entry of
-    the event's extra_keys; give only events that carry extra_keys at all, since absent ones may hide a salt. A block of
+    block_hash: uint64. token_ids: exactly the block's `block_size` tokens, and the scheme's lookahead.
+    extra_keys_untagged: this block's entry of the event's extra_keys; give only events that carry extra_keys at all,
+    since absent ones may hide a salt. A block of
     several hash blocks has the chain's hash at its last one. hash_block_size None: `plausible_hash_block_sizes` are
     tried. Never raises on what an event holds.
     """
-    if block_size < 1 or len(token_ids) != block_size:
+    schemes = list(candidates)
+    if block_size < 1 or len(token_ids) - block_size not in {scheme.lookahead_tokens for scheme in schemes}:
         return SchemeUnknown(f"the block of {block_size} tokens came with {len(token_ids)} token ids")
     try:
         tokens = check_token_ids(token_ids)
@@ -366,7 +367,6 @@ def verify_scheme(
     # Their keys are those of the announced block; its hash blocks may have others, which are not on the wire.
     located = any(key[0] in ("mm", "prompt_embeds") for key in first or ())
     others = tuple(key for key in first or () if key[0] == "lora") or None
-    schemes = list(candidates)
     for size in sizes:
         for scheme in schemes:
             hashes, _ = hash_chain(scheme, None, tokens, size, (first, others))

@@ -100,9 +100,10 @@ class CatalogLearner:
     catalog does.
     """
 
-    def __init__(self, spec: CatalogSpec | None = None) -> None:
+    def __init__(self, spec: CatalogSpec | None = None, problem: str | None = None) -> None:
+        """problem: why the engine's own events prove no hit; None where they do."""
         self._source = "configured"
-        self._problem: str | None = None
+        self._problem = problem
         self.version = 0
         self._state(spec or CatalogSpec())
         self._seen: dict[int | None, _Seen] = {}

@@ -37,7 +37,7 @@ def salt_seed(cache_salt: str) -> bytes:
 
 
 def namespace_seed(extra_key: str) -> bytes:
-    """extra_key: what the engine keeps prompts of one LoRA apart by; it ends in the id that the engine gave it."""
+    """extra_key: the engine's own name of the prompts of one LoRA; it ends in the id that the engine gave it."""
     encoded = extra_key.encode("utf-8", "surrogatepass")
     part = b"\x01" + len(encoded).to_bytes(8, "little") + encoded
     return hashlib.sha256(_NAMESPACE_TAG + part + b"\x00").digest()

@@ -16,14 +16,18 @@ from kvrouter.router.kvcache.block_hash import (
     SchemeUnexplained,
     SchemeVerified,
     Verdict,
-    known_schemes,
     verify_scheme,
 )
+from kvrouter.router.kvcache.page_hash import LOOKAHEAD_TOKENS
 from kvrouter.router.workers.registration import CatalogSpec
 
 # Root blocks judged before an unexplained worker is left alone: a judgement costs up to 20 ms, and an engine whose
 # first hundreds of prompts all fail will not verify later.
 MAX_JUDGEMENTS = 256
+
+
+# With EAGLE, a page of SGLang's is announced with the token after it.
+MAX_LOOKAHEAD_TOKENS = max(LOOKAHEAD_TOKENS.values())
 
 
 class SchemeState(Enum):
@@ -35,27 +39,13 @@ class SchemeState(Enum):
     UNEXPLAINED = "unexplained"
 
 
-def _candidates(spec: CatalogSpec, seed: str | None) -> tuple[HashScheme, ...]:
-    """What could explain this worker's hashes: only what was stated, where something was."""
-    algo = spec.hash_algo
-    if spec.none_hash is not None:
-        return (HashScheme.from_bytes(algo or "sha256", bytes.fromhex(spec.none_hash)),)
-    stated_seed = spec.none_hash_seed if spec.none_hash_seed is not None else seed
-    known = known_schemes(() if stated_seed is None else (stated_seed,))
-    if stated_seed is not None:
-        # What the user says comes first; an engine with vLLM's default seed is still recognised.
-        known = tuple(dict.fromkeys((HashScheme.from_seed(algo or "sha256", stated_seed), *known)))
-    return tuple(scheme for scheme in known if algo is None or scheme.algo == algo) or known
-
-
 class HashIdentity:
     """The hash scheme of one worker and how it is known."""
 
-    def __init__(self, spec: CatalogSpec, seed: str | None) -> None:
-        """seed: the engines' PYTHONHASHSEED as configured for the whole router. Raises ValueError on a bad
-        none_hash."""
+    def __init__(self, spec: CatalogSpec, candidates: tuple[HashScheme, ...]) -> None:
+        """candidates: what could explain this worker's hashes, likeliest first; at least one."""
         self._spec = spec
-        self._candidates = _candidates(spec, seed)
+        self._candidates = candidates
         self.scheme = self._candidates[0]
         self.standing = SchemeState.ASSUMED if spec.none_hash is None else SchemeState.DECLARED
         self.hash_block_size: int | None = None
@@ -85,7 +75,7 @@ class HashIdentity:
             and event.block_size > 0
             and len(event.block_hashes) > 0
             and tokens is not None
-            and len(tokens) == len(event.block_hashes) * event.block_size
+            and 0 <= len(tokens) - len(event.block_hashes) * event.block_size <= MAX_LOOKAHEAD_TOKENS
         )
         if not dense_root or not self.wants_tokens or tokens is None:
             return False
@@ -96,7 +86,7 @@ class HashIdentity:
             verify_scheme(
                 self._candidates,
                 block_hash=int(event.block_hashes[0]),
-                token_ids=tokens[: event.block_size],
+                token_ids=tokens[: event.block_size + self.scheme.lookahead_tokens],
                 block_size=event.block_size,
                 hash_block_size=self._spec.hash_block_size,
                 extra_keys_untagged=keys,
@@ -114,8 +104,8 @@ class HashIdentity:
                 self._candidates,
                 block_hash=block_hash,
                 token_ids=token_ids,
-                block_size=len(token_ids),
-                hash_block_size=len(token_ids),
+                block_size=len(token_ids) - self.scheme.lookahead_tokens,
+                hash_block_size=len(token_ids) - self.scheme.lookahead_tokens,
                 extra_keys_untagged=None,
                 lora_name=None,
                 lora_paths={},

@@ -8,6 +8,7 @@ Source: vLLM 0.32.0 entrypoints/serve/instrumentator/basic.py:59, `GET /kv_event
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import msgspec
@@ -37,12 +38,14 @@ class Stream(msgspec.Struct, frozen=True):
 class EngineAnswers(msgspec.Struct, frozen=True):
     """model: None while it is not known. streams: by rank; None while that is not known, empty where there are none.
 
-    silent: it has no way to tell. problem: why anything of this is not known or not there."""
+    silent: it has no way to tell. problem: why anything of this is not known or not there. engine: what kind it showed
+    to be (`engine_name.py`)."""
 
     model: str | None = None
     streams: dict[int, Stream] | None = None
     silent: bool = False
     problem: str = ""
+    engine: str | None = None
 
 
 class _Model(msgspec.Struct):
@@ -55,7 +58,9 @@ class _Models(msgspec.Struct):
     data: list[_Model]
 
 
-class _EventsConfig(msgspec.Struct):
+class EventsConfig(msgspec.Struct):
+    """How one rank publishes its KV events, as vLLM says it."""
+
     enable_kv_cache_events: bool = False
     publisher: str | None = None
     endpoint: str = ""
@@ -63,7 +68,7 @@ class _EventsConfig(msgspec.Struct):
 
 
 _models = msgspec.json.Decoder(_Models)
-_sources = msgspec.json.Decoder(dict[int, _EventsConfig], strict=False)
+_sources = msgspec.json.Decoder(dict[int, EventsConfig], strict=False)
 
 
 def model_in(answer: bytes) -> str:
@@ -85,6 +90,11 @@ def streams_in(answer: bytes, url: str) -> EngineAnswers:
         configs = _sources.decode(answer)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"its {SOURCES_PATH} cannot be read: {error}") from None
+    return streams_of(configs, url, START_WITH)
+
+
+def streams_of(configs: Mapping[int, EventsConfig], url: str, start_with: str) -> EngineAnswers:
+    """The streams of the ranks of the engine at `url`. start_with: what makes it publish where it can be read."""
     host = urlsplit(url).hostname or ""
     found: dict[int, Stream] = {}
     problem = ""
@@ -95,7 +105,7 @@ def streams_in(answer: bytes, url: str) -> EngineAnswers:
         if events is None:
             problem = (
                 f"its engine publishes to {config.endpoint!r}, where this router cannot subscribe: "
-                f"{START_WITH}, or {WRITE_THEM}"
+                f"{start_with}, or {WRITE_THEM}"
             )
             continue
         replay = None if config.replay_endpoint is None else _bound_at(config.replay_endpoint, host)
@@ -103,7 +113,7 @@ def streams_in(answer: bytes, url: str) -> EngineAnswers:
         note = f"its replay endpoint {config.replay_endpoint!r} cannot be reached from here" if unusable else ""
         found[rank] = Stream(events, replay, note)
     if not found and not problem:
-        problem = f"its engine publishes no KV events: {START_WITH}"
+        problem = f"its engine publishes no KV events: {start_with}"
     return EngineAnswers(streams=found, problem="" if found else problem)
 
 

@@ -85,6 +85,8 @@ class Registration(msgspec.Struct, frozen=True, omit_defaults=True):
     retiring: bool = False
     source: str = REGISTER
     note: str = ""
+    # What kind of engine it is (engine_name.py); None: not known yet.
+    engine: str | None = None
     # Its id came as a number: clients of Dynamo's services want it back as one.
     numbered: bool = False
 

@@ -84,12 +84,14 @@ class WorkerPatch(DynamoWorker, kw_only=True):
     catalog: CatalogBody | msgspec.UnsetType | None = msgspec.UNSET
     role: str | msgspec.UnsetType | None = msgspec.UNSET
     handover: str | msgspec.UnsetType | None = msgspec.UNSET
+    engine: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class RegisterBody(DynamoWorker, kw_only=True):
     """`POST /register` and `POST /workers`. One of instance_id and worker_id, and one of the model's three names.
 
-    role: both (default), prefill or decode. handover: kv_transfer_params (default) or header."""
+    role: both (default), prefill or decode. handover: kv_transfer_params (default) or header. engine: vllm or
+    sglang; absent: found out from its HTTP."""
 
     instance_id: str | int | None = None
     worker_id: str | int | None = None
@@ -107,6 +109,7 @@ class RegisterBody(DynamoWorker, kw_only=True):
     catalog: CatalogBody | None = None
     role: str | None = None
     handover: str | None = None
+    engine: str | None = None
 
 
 class UnregisterBody(msgspec.Struct, kw_only=True):

@@ -8,6 +8,7 @@ import msgspec
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.json_arrays import UINT64_MAX
+from kvrouter.router.workers.engine_name import engine_problem
 from kvrouter.router.workers.registration import MAX_GROUPS, MAX_TOKENS, CatalogSpec, GroupSpec, Registration
 from kvrouter.router.workers.registration_bodies import (
     CatalogBody,
@@ -75,6 +76,7 @@ def registration_of(body: RegisterBody, unknown_model: str | None = None) -> Reg
         patch_key=body.patch_key,
         role=role_of(body.role),
         handover=handover_of(body.handover),
+        engine=engine_of(body.engine),
         numbered=_is_number(body.worker_id) or _is_number(body.instance_id),
     )
     _check_addresses(registration)
@@ -103,6 +105,7 @@ def patched(known: Registration, patch: WorkerPatch) -> Registration:
         draining=known.draining if patch.state is None else patch.state == "draining",
         role=known.role if patch.role is msgspec.UNSET else role_of(patch.role),
         handover=known.handover if patch.handover is msgspec.UNSET else handover_of(patch.handover),
+        engine=known.engine if patch.engine is msgspec.UNSET else engine_of(patch.engine),
     )
     if registration.events is None and registration.url is None:
         raise BadQuestion("endpoint and url cannot both be unset; DELETE the worker to drop it")
@@ -154,6 +157,13 @@ def handover_of(given: str | None) -> HandoverWay:
     if given is not None:
         _check("handover", handover_problem(given))
     return HandoverWay(given or HandoverWay.KV_TRANSFER_PARAMS)
+
+
+def engine_of(given: str | None) -> str | None:
+    """The engine as given. Raises BadQuestion."""
+    if given is not None:
+        _check("engine", engine_problem(given))
+    return given
 
 
 def catalog_of(body: CatalogBody) -> CatalogSpec:

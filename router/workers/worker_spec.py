@@ -14,6 +14,7 @@ import msgspec
 
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.workers.engine_name import engine_problem
 from kvrouter.router.workers.registration import MAX_TOKENS, NO_PATCH, CatalogSpec, Registration
 from kvrouter.router.workers.role import HandoverWay, Role, handover_problem, role_problem
 
@@ -23,7 +24,7 @@ MAX_NAME_CHARS = 512
 # Data-parallel ranks are counted from 0; vLLM's largest deployments have some hundreds.
 MAX_DP_RANK = 65_535
 
-HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
+HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor", "sglang", "sglang_bigram")
 
 SHAPE = "ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]"
 CATALOG_NUMBERS = ("hash_block_size", "scheduler_block_size", "offload_blocks_per_chunk")
@@ -39,6 +40,7 @@ KEYS = (
     "lora_name",
     "role",
     "handover",
+    "engine",
     *CATALOG_NUMBERS,
     *CATALOG_TEXTS,
 )
@@ -61,6 +63,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
     patch_key: str | None = None
     role: Role = Role.BOTH
     handover: HandoverWay = HandoverWay.KV_TRANSFER_PARAMS
+    engine: str | None = None
 
     def registration(self, model: str) -> Registration:
         """The registration that this line stands for, as a worker of `model`."""
@@ -76,6 +79,7 @@ class WorkerSpec(msgspec.Struct, frozen=True):
             patch_key=self.patch_key,
             role=self.role,
             handover=self.handover,
+            engine=self.engine,
         )
 
 
@@ -188,6 +192,8 @@ def parse_worker(spec: str) -> WorkerSpec:
         _check("role", role_problem(values["role"]))
     if "handover" in values:
         _check("handover", handover_problem(values["handover"]))
+    if "engine" in values:
+        _check("engine", engine_problem(values["engine"]))
     if "model" in values:
         _check("model", name_problem(values["model"]))
     if "none_hash" in values:
@@ -212,6 +218,7 @@ def parse_worker(spec: str) -> WorkerSpec:
         patch_key=values.get("patch_key"),
         role=Role(values.get("role", Role.BOTH)),
         handover=HandoverWay(values.get("handover", HandoverWay.KV_TRANSFER_PARAMS)),
+        engine=values.get("engine"),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvrouter.router.workers.engine_name import DEFAULT_ENGINE
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.source_precedence import REGISTER
 from kvrouter.router.workers.stream_state import StreamState
@@ -94,6 +95,8 @@ class WorkerStatus(msgspec.Struct, frozen=True):
     # both, prefill or decode; and how it is handed a prompt that was computed elsewhere.
     role: str = "both"
     handover: str = "kv_transfer_params"
+    # What kind of engine it is taken for (engine_name.py).
+    engine: str = DEFAULT_ENGINE
     # Why what is predicted for it is not to be trusted, by what its engine said of answers; empty when nothing speaks
     # against it.
     predictions: str = ""
@@ -128,4 +131,5 @@ class WorkerStatus(msgspec.Struct, frozen=True):
             closed=reason,
             role=given.role.value,
             handover=given.handover.value,
+            engine=given.engine or DEFAULT_ENGINE,
         )

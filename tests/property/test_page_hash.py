@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import struct
 
 import numpy as np
@@ -25,7 +26,7 @@ NATIVE = not chain_hash.__file__.endswith(".py")
 
 def definition(ids: list[int], page: int, salt: str | None, extra_key: str | None, bigrams: bool) -> list[int]:
     """The hashes on the wire, as unsigned numbers."""
-    units = [(a, b) for a, b in zip(ids, ids[1:], strict=False)] if bigrams else [(one,) for one in ids]
+    units = [(a, b) for a, b in itertools.pairwise(ids)] if bigrams else [(one,) for one in ids]
     before = b"" if salt is None else hashlib.sha256(b"sglang-cache-salt-v1\0" + salt.encode()).digest()
     found = []
     for start in range(0, len(units) - page + 1, page):
@@ -42,7 +43,9 @@ def definition(ids: list[int], page: int, salt: str | None, extra_key: str | Non
     return found
 
 
-@pytest.mark.parametrize("native", [pytest.param(True, marks=pytest.mark.skipif(not NATIVE, reason="no compiler")), False])
+@pytest.mark.parametrize(
+    "native", [pytest.param(True, marks=pytest.mark.skipif(not NATIVE, reason="no compiler")), False]
+)
 @settings(max_examples=examples(400), deadline=None)
 @given(st.lists(WIDE_IDS, max_size=200), PAGES, TEXTS, TEXTS, st.booleans())
 def test_pages_hash_as_defined(

@@ -103,12 +103,12 @@ def make_nodes(draw: random.Random, kinds: tuple[str, ...], hicache: bool) -> li
 def held_places(nodes: list[Node], kinds: tuple[str, ...]) -> dict[Place, set[int]]:
     found: dict[Place, set[int]] = {}
     for group, kind in enumerate(kinds):
-        for medium, side in ((GPU, 1), (CPU, 2)):
-            held = found.setdefault(Place(group, medium), set())
-            for node in nodes:
-                if node[side][kind]:  # type: ignore[index]
-                    held |= {node[0].stop - 1} if kind == MAMBA else set(node[0])
-    return {place: held for place, held in found.items() if held}
+        for pages, device, host in nodes:
+            for medium, side in ((GPU, device), (CPU, host)):
+                if side[kind]:
+                    held = found.setdefault(Place(group, medium), set())
+                    held |= {pages.stop - 1} if kind == MAMBA else set(pages)
+    return found
 
 
 @pytest.mark.parametrize("kinds", LAYOUTS, ids="-".join)

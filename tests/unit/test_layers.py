@@ -36,7 +36,8 @@ ROOMS: dict[str, dict[str, str]] = {
     "router": {
         "common": "Values and helpers that do not depend on routing.",
         "workers": "What a worker is, who described it, and what may be connected to.",
-        "kvcache": "vLLM's cache rederived: groups, block hashes and the hit rule. Pure.",
+        "kvcache": "Engines' caches rederived: groups, block hashes and the hit rule. Pure.",
+        "engines": "What differs from engine to engine: a folder each, all else reads its description.",
         "ingest": "From one worker's events to net changes of its residency. Pure.",
         "redis_client": "Connections to Redis, to a cluster, through Sentinel, and the private server.",
         "index": "What Redis holds of each worker, and how it is written and followed.",

@@ -69,6 +69,7 @@ CATALOG = DeclaredCatalog(
     "0.32.0",
     ["c", "d"],
     True,
+    engine="sglang",
 )
 
 REPORTS: list[Any] = [

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang. Its own events tell of full attention alone: no removal of a sliding window's pages or of a Mamba state.
+
+Source: SGLang 0.5.23 srt/disaggregation/kv_events.py, srt/mem_cache/events.py.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from kvrouter.router.common.ids import CPU, STORAGE
+from kvrouter.router.engines.engine import Engine
+from kvrouter.router.engines.sglang.server_info import SERVER_INFO_PATH, streams_in
+from kvrouter.router.kvcache.block_hash import HashScheme
+from kvrouter.router.kvcache.catalog import FULL_KINDS
+from kvrouter.router.kvcache.offload_connectors import HICACHE
+from kvrouter.router.kvcache.page_hash import LOOKAHEAD_TOKENS
+from kvrouter.router.workers.registration import CatalogSpec
+
+DEFAULT_ALGO = "sglang"
+
+
+def schemes(spec: CatalogSpec, seed: str | None) -> tuple[HashScheme, ...]:
+    """The one that follows from whether it has EAGLE; there is no seed. Another engine's name counts for nothing."""
+    algo = spec.hash_algo if spec.hash_algo in LOOKAHEAD_TOKENS else None
+    return (HashScheme(algo or DEFAULT_ALGO, b""),)
+
+
+def completed(spec: CatalogSpec) -> CatalogSpec:
+    return msgspec.structs.replace(
+        spec,
+        hash_algo=spec.hash_algo or DEFAULT_ALGO,
+        partial_hits=False,
+        offload_connector=spec.offload_connector or HICACHE,
+        whole_windows=True,
+    )
+
+
+def stock_problem(spec: CatalogSpec) -> str:
+    """Full attention alone has to be stated, because a hybrid's events look the same."""
+    if spec.groups and all(group.kind in FULL_KINDS for group in spec.groups):
+        return ""
+    return (
+        "SGLang's own events do not tell which sliding-window pages and Mamba states were evicted, nor whether the model "
+        "has any: load the engine patch there, or register a catalog with one group of full_attention if that is all it has"
+    )
+
+
+SGLANG = Engine(
+    name="sglang",
+    title="SGLang",
+    schemes=schemes,
+    completed=completed,
+    stock_problem=stock_problem,
+    media={"CPU_PINNED": CPU, "DISK": STORAGE},
+    tiers_shown=False,
+    info_path=SERVER_INFO_PATH,
+    streams_in=streams_in,
+)
