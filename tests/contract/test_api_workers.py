@@ -256,6 +256,7 @@ def test_workers_lists_every_field(core: TinyCore) -> None:
         "closed": "",
         "role": "both",
         "handover": "kv_transfer_params",
+        "engine": "vllm",
         "predictions": "",
         "reuse": None,
     }

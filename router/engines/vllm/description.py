@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from kvrouter.router.engines.engine import Engine
-from kvrouter.router.kvcache.block_hash import ALGORITHMS, HashScheme, known_schemes
+from kvrouter.router.kvcache.block_hash import HashScheme, known_schemes
+from kvrouter.router.kvcache.page_hash import LOOKAHEAD_TOKENS
 from kvrouter.router.workers.engine_answers import SOURCES_PATH, streams_in
 from kvrouter.router.workers.registration import CatalogSpec
 
 
 def schemes(spec: CatalogSpec, seed: str | None) -> tuple[HashScheme, ...]:
-    """Only what was stated, where something was. seed: the engines' PYTHONHASHSEED as configured."""
-    # Another engine's name counts for nothing.
-    algo = spec.hash_algo if spec.hash_algo in ALGORITHMS else None
+    """Only what was stated, where something was. seed: the engines' PYTHONHASHSEED as configured. Raises ValueError on
+    an unknown algorithm with a none_hash, and on a none_hash of a wrong length."""
+    # SGLang's names count for nothing; one that is nobody's raises.
+    algo = None if spec.hash_algo in LOOKAHEAD_TOKENS else spec.hash_algo
     if spec.none_hash is not None:
         return (HashScheme.from_bytes(algo or "sha256", bytes.fromhex(spec.none_hash)),)
     stated_seed = spec.none_hash_seed if spec.none_hash_seed is not None else seed
