@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The declared catalog of an SGLang scheduler: its cache's components as groups, in the protocol's terms.
 
-A hit of SGLang's needs the whole window before its end, vLLM's one token less: `whole_windows`.
+The engine's name says by which rule hits follow from it.
 Source: SGLang 0.5.23 srt/mem_cache/unified_cache/components/swa.py, mamba.py, unified_radix_cache.py.
 """
 
@@ -70,7 +70,6 @@ def read_catalog(cache: Any, groups: list[TreeGroup], dp_rank: int, version: str
         scheduler_block_size=page,
         align=page,
         partial_hits=False,
-        whole_windows=True,
         connector=HICACHE if core.enable_hicache else None,
         hash_algo=BIGRAM_ALGO if bigrams else ALGO,
         # Chains have no beginning of their own.

@@ -175,10 +175,7 @@ class DeclaredCatalog(msgspec.Struct, frozen=True, omit_defaults=True):
     dcp_size: int = 1
     pcp_size: int = 1
     connector: str | None = None
-    # Whether a hit needs a sliding window's tokens all before its end, as SGLang's does; else one less, as vLLM's.
-    whole_windows: bool = False
-    # "vllm" or "sglang", and its version, for logs.
-    engine: str = "vllm"
+    # For logs.
     engine_version: str | None = None
     # Every connector, those inside a MultiConnector after it; a class from outside vLLM with its module.
     connectors: list[str] = []

@@ -75,7 +75,7 @@ def check(catalog: DeclaredCatalog, oracle: Oracle) -> None:
     assert catalog.max_model_len == MAX_MODEL_LEN
     assert catalog.num_gpu_blocks == oracle.group_set.num_blocks == len(manager.block_pool.blocks)
     assert (catalog.dp_rank, catalog.dcp_size, catalog.pcp_size) == (0, 1, 1)
-    assert catalog.vllm_version == core.VLLM_VERSION
+    assert catalog.engine_version == core.VLLM_VERSION
 
 
 @pytest.mark.parametrize("group_set", GPU_SETS, ids=lambda group_set: group_set.name)

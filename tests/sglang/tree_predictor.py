@@ -15,6 +15,7 @@ from kvrouter.events.patch.messages import (
     unpack_hashes,
 )
 from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.engines.known import ENGINES
 from kvrouter.router.ingest.declared_catalog import declared_spec
 from kvrouter.router.kvcache.block_hash import HashScheme
 from kvrouter.router.kvcache.catalog import build_catalog, group_of
@@ -65,7 +66,7 @@ class TreePredictor:
 
     def hit(self, tokens: list[int], salt: str | None, lora: str | None) -> Hit:
         assert self.catalog is not None
-        spec = declared_spec(self.catalog, CatalogSpec())
+        spec = ENGINES[self.catalog.engine].completed(declared_spec(self.catalog, CatalogSpec()))
         catalog = build_catalog(map(group_of, spec.groups), "declared", spec)
         mirror = Mirror(1 << 24)
         mirror.begin_epoch(WORKER, "e")
