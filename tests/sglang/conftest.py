@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
 import types
 import unittest
+import warnings
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,10 @@ else:
     kit = types.ModuleType("sglang.test.test_utils")
     kit.CustomTestCase = unittest.TestCase  # type: ignore[attr-defined]
     sys.modules[kit.__name__] = kit
+    with warnings.catch_warnings():
+        # Of what is missing without a GPU, and of what its dependencies deprecate.
+        warnings.simplefilter("ignore")
+        importlib.import_module("sglang.test.kits.unified_radix_cache.mixins")
 
 
 @pytest.fixture
