@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SGLang's own HTTP server over a tiny Llama with random weights, on the CPU.
+
+With windows, three of four layers keep their KV in SGLang's pool for sliding windows: its scheduler, allocators and
+cache are then those of a hybrid model. The torch backend does not follow that pool's own places, so the pool is as
+large as the other one; what such a model says means nothing, what its cache reuses does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from ports import free_port
+from tiny_tokenizer import VOCAB_SIZE, write_tokenizer
+
+MODEL = "m"
+PAGE_TOKENS = 16
+WINDOW_TOKENS = 40
+# A few prompts of some hundred tokens.
+MAX_TOTAL_TOKENS = 2_048
+START_TIMEOUT_S = 240.0
+ANSWER_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": VOCAB_SIZE,
+    "max_position_embeddings": MAX_TOTAL_TOKENS,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+WINDOWS = {
+    "is_hybrid_swa": True,
+    "hybrid_layer_pattern": [1, 1, 1, 0],
+    "sliding_window": WINDOW_TOKENS,
+    "sliding_window_size": WINDOW_TOKENS,
+}
+
+
+class SglangServer:
+    """Starts on entry, stops on exit. patched: whether the engine patch is on."""
+
+    def __init__(self, folder: Path, *, windows: bool, patched: bool = True) -> None:
+        self._folder = folder
+        self._windows = windows
+        self._patched = patched
+        self._process: Any = None
+        self._port = free_port()
+        self._events_port = free_port()
+        self._log = folder / "sglang.log"
+        self.url = f"http://127.0.0.1:{self._port}"
+        self.endpoint = f"tcp://127.0.0.1:{self._events_port}"
+
+    def __enter__(self) -> Self:
+        model = self._folder / "model"
+        write_tokenizer(model)
+        (model / "config.json").write_text(json.dumps(CONFIG | (WINDOWS if self._windows else {})))
+        events = {"publisher": "zmq", "endpoint": f"tcp://*:{self._events_port}", "topic": ""}
+        command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(model)]
+        command += ["--served-model-name", MODEL, "--load-format", "dummy", "--device", "cpu", "--dtype", "float32"]
+        command += ["--page-size", str(PAGE_TOKENS), "--attention-backend", "torch_native"]
+        command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-server-warmup"]
+        command += ["--max-total-tokens", str(MAX_TOTAL_TOKENS), "--max-running-requests", "8"]
+        command += ["--chunked-prefill-size", "256", "--disable-overlap-schedule", "--swa-full-tokens-ratio", "1.0"]
+        command += ["--host", "127.0.0.1", "--port", str(self._port), "--enable-cache-report", "--enable-metrics"]
+        command += ["--kv-events-config", json.dumps(events)]
+        environment = {**os.environ, "KVROUTER_PATCH": str(int(self._patched)), "KVROUTER_PATCH_HEARTBEAT_S": "0.05"}
+        with self._log.open("w") as log:
+            # A session of its own: it has processes of its own, which end with it.
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=log, env=environment, cwd=self._folder, start_new_session=True
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self.__exit__()
+                raise RuntimeError(f"SGLang did not start:\n{self._log.read_text()[-3000:]}")
+            time.sleep(0.2)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        try:
+            self._process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            pass
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _answers(self) -> bool:
+        try:
+            return bool(urllib.request.urlopen(f"{self.url}/health", timeout=2).status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def generate(self, token_ids: list[int], count: int) -> int:
+        """Generates some tokens; how many of the prompt's it did not compute."""
+        body = {"input_ids": token_ids, "sampling_params": {"max_new_tokens": count, "ignore_eos": True}}
+        return int(post(f"{self.url}/generate", body)[0]["meta_info"]["cached_tokens"])
+
+
+def post(url: str, body: dict[str, Any]) -> tuple[Any, dict[str, str]]:
+    """The answer and its headers."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
+    with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
+        return json.loads(answer.read()), {name.lower(): value for name, value in answer.headers.items()}
