@@ -75,7 +75,7 @@ soak: $(VENV)/installed
 	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 # Folders whose modules tests import by their bare names.
-HELPERS := tests/engine:tests/contract:tests/property:tests/chaos:tests/fuzz:tests/golden
+HELPERS := tests/engine:tests/sglang:tests/contract:tests/property:tests/chaos:tests/fuzz:tests/golden
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

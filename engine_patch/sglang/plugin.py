@@ -50,9 +50,7 @@ def patch(environment: Mapping[str, str], log: logging.Logger, start: StartRepor
     owner = importlib.import_module(PUBLISHER).SchedulerKvEventsPublisher
     if hasattr(owner.init_kv_events, ORIGINAL):
         return True
-    why = misfit(owner, "init_kv_events", ("self", "kv_events_config")) or misfit(
-        owner, "publish_kv_events", ("self",)
-    )
+    why = misfit(owner, "init_kv_events", ("self", "kv_events_config")) or misfit(owner, "publish_kv_events", ("self",))
     if why is not None:
         log.warning("kvrouter: this SGLang is not known (%s); the engine runs without the patch", why)
         return False

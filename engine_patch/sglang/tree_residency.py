@@ -31,10 +31,10 @@ EVENT_DIGITS = 16
 
 
 class TreeGroup(NamedTuple):
-    """One component. index: in `component_data`; kind, window: as in a catalog; ends: a state at the end of a node."""
+    """One component. slot: in `component_data`; kind, window: as in a catalog; ends: a state at the end of a node."""
 
     group_idx: int
-    index: int
+    slot: int
     kind: str
     window: int | None
     ends: bool
@@ -78,7 +78,7 @@ class TreeResidency:
             self._changed[node.id] = node
 
         for group in self._groups:
-            node.component_data[group.index].__dict__[OWNER] = touch
+            node.component_data[group.slot].__dict__[OWNER] = touch
 
     def remove(self, node: Any) -> None:
         self._alive.discard(node.id)
@@ -117,7 +117,7 @@ class TreeResidency:
             return held
         digests, namespace = None, None
         for group in self._groups:
-            data = node.component_data[group.index]
+            data = node.component_data[group.slot]
             for name, medium in VALUES.items():
                 if getattr(data, name) is None:
                     continue

@@ -129,10 +129,11 @@ def main() -> int:
     if not named:
         of_vllm, of_sglang, others = ["tests/engine"], [SGLANG_TESTS], [*PARALLEL, *others]
     failed = 0
-    for tests, beside in ((of_vllm, []), (of_sglang, [ROOT / SGLANG_TESTS / "stubs", sglang])):
+    beside: list[Path] = [ROOT / SGLANG_TESTS / "stubs", sglang]
+    for tests, packages in ((of_vllm, [SITE]), (of_sglang, [SITE, *beside])):
         if tests:
-            environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (SITE, *beside)))}
-            command = [python, "-m", "pytest", *others, *tests]
+            environ = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, packages))}
+            command = [str(python), "-m", "pytest", *others, *tests]
             failed = subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode or failed
     return failed
 

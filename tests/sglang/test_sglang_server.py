@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real SGLang server reuses exactly what the router said it would, prompt after prompt, under eviction; asked
+"""A real SGLang server reuses exactly what the router said it would, prompt after prompt, under eviction; queried
 directly and through the router's proxy."""
 
 from __future__ import annotations

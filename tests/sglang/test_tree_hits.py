@@ -23,7 +23,7 @@ LEAST_NON_ZERO = 0.3
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_every_hit_is_predicted(layout: TreeLayout, seed: int, record_property: pytest.FixtureRequest) -> None:
+def test_every_hit_is_predicted(layout: TreeLayout, seed: int) -> None:
     rng = Random(f"{layout.name} {seed}")
     oracle = TreeOracle(layout, rng)
     predictor = TreePredictor()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """SGLang's own radix cache under a made-up workload: prompts that share beginnings, and evictions of every component
-all the time. Its allocators, pools and cache are SGLang's, built by SGLang's own kit of fixtures; what is asked is what
-its scheduler asks (`match_prefix`, one token less than the prompt)."""
+all the time. Its allocators, pools and cache are SGLang's, built by SGLang's own kit of fixtures; what is called is what
+its scheduler calls (`match_prefix`, one token less than the prompt)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ class TreeOracle:
         """One insertion or eviction, then the end of a scheduler's step."""
         rng = self._rng
         if rng.random() < 0.25:
-            self._evict(*(rng.randrange(2 * self._unit) * (rng.random() < 0.5) for _ in range(2)), rng.randrange(2))
+            tokens, window_tokens = (rng.randrange(2 * self._unit) * (rng.random() < 0.5) for _ in range(2))
+            self._evict(tokens, window_tokens, rng.randrange(2))
         else:
             self._insert(self.prompt())
         if rng.random() < 0.004:

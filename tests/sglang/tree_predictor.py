@@ -76,8 +76,6 @@ class TreePredictor:
         scheme = HashScheme.from_bytes(self.catalog.hash_algo or "", b"")
         paths = {} if lora is None else {lora: lora}
         view = WorkerView(WORKER, None, StreamState.LIVE, True, "", "e", catalog, scheme, paths)
-        question = Question(
-            "m", len(tokens), token_ids=np.array(tokens, np.int64), lora_name=lora, cache_salt=salt
-        )
+        question = Question("m", len(tokens), token_ids=np.array(tokens, np.int64), lora_name=lora, cache_salt=salt)
         (hit,) = Matcher(mirror, SegmentMemory(0)).match(question, HashPlans.build(mirror, [view]))
         return hit

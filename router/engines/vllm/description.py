@@ -13,7 +13,7 @@ from kvrouter.router.workers.registration import CatalogSpec
 def schemes(spec: CatalogSpec, seed: str | None) -> tuple[HashScheme, ...]:
     """Only what was stated, where something was. seed: the engines' PYTHONHASHSEED as configured. Raises ValueError on
     an unknown algorithm with a none_hash, and on a none_hash of a wrong length."""
-    # SGLang's names count for nothing; one that is nobody's raises.
+    # SGLang's names count for nothing; one that is of no known engine raises.
     algo = None if spec.hash_algo in LOOKAHEAD_TOKENS else spec.hash_algo
     if spec.none_hash is not None:
         return (HashScheme.from_bytes(algo or "sha256", bytes.fromhex(spec.none_hash)),)

@@ -30,7 +30,8 @@ def _module(name: str) -> Unused:
     return module
 
 
-io, transforms = _module("io"), _module("transforms")
+io: Any = _module("io")
+transforms: Any = _module("transforms")
 transforms.functional = _module("transforms.functional")
 transforms.v2 = _module("transforms.v2")
 transforms.v2.functional = _module("transforms.v2.functional")

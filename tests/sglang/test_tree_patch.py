@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The patch in SGLang's process: its own events stay as they are, nothing of ours raises there, and what cannot be
+followed is said by name."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+import pytest
+from ports import free_port
+from sglang.srt.managers.scheduler_components.kv_events_publisher import SchedulerKvEventsPublisher
+from tree_layouts import LAYOUTS, TreeLayout
+from tree_oracle import TreeOracle
+from tree_predictor import TreePredictor
+
+from kvrouter.engine_patch.setup.features import Features
+from kvrouter.engine_patch.setup.settings import SWITCH
+from kvrouter.engine_patch.sglang.plugin import ORIGINAL, TAP, patch
+from kvrouter.engine_patch.sglang.tree_tap import FEATURES, TreeTap
+
+LAYOUT = next(layout for layout in LAYOUTS if layout.name == "all-16-24")
+STEPS = 150
+
+log = logging.getLogger("test")
+
+
+def tapped(oracle: TreeOracle) -> tuple[TreePredictor, TreeTap]:
+    predictor = TreePredictor()
+    tap = TreeTap(oracle.cache, predictor, Features(log, FEATURES))
+    oracle.tap = tap
+    return predictor, tap
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, LAYOUTS[0]], ids=lambda layout: layout.name)
+def test_sglangs_own_events_are_the_same_with_the_patch(layout: TreeLayout, seed: int) -> None:
+    def events(*, patched: bool) -> list[Any]:
+        oracle = TreeOracle(layout, Random(seed))
+        if patched:
+            assert tapped(oracle)[1].attach(0, "test", "m")
+        found: list[Any] = []
+        take = oracle.cache.take_events
+        oracle.cache.take_events = lambda: found.append(take())
+        for _ in range(STEPS):
+            oracle.step()
+        return [repr(one) for some in found for one in some]
+
+    plain = events(patched=False)
+    assert len(plain) > STEPS // 2
+    assert events(patched=True) == plain
+
+
+def test_a_failure_of_ours_ends_the_reports_and_not_the_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle = TreeOracle(LAYOUT, Random(seed))
+    predictor, tap = tapped(oracle)
+    assert tap.attach(0, "test", "m")
+    oracle.step()
+    monkeypatch.setattr(tap, "_residency", None, raising=True)
+    monkeypatch.setattr(tap, "_residency", object())
+    for _ in range(20):
+        oracle.step()
+    assert predictor.closed
+    assert not tap._feature.on
+
+
+def test_what_is_held_is_as_if_it_had_been_followed_from_the_start(seed: int) -> None:
+    """A patch that joins late, and one that was there from the beginning."""
+    oracle = TreeOracle(LAYOUT, Random(seed))
+    first, tap = tapped(oracle)
+    assert tap.attach(0, "test", "m")
+    for _ in range(STEPS):
+        oracle.step()
+    held = {place: hashes for place, hashes in first.held.items() if hashes}
+    late, tap = tapped(oracle)
+    assert tap.attach(0, "test", "m")
+    oracle.end_step()
+    assert held
+    assert {place: hashes for place, hashes in late.held.items() if hashes} == held
+
+
+class RustCore:
+    """Of SGLang's Rust core what the patch sees: none of the Python core's nodes."""
+
+
+def test_a_core_that_does_not_tell_what_it_frees_is_named(caplog: pytest.LogCaptureFixture, seed: int) -> None:
+    oracle = TreeOracle(LAYOUT, Random(seed))
+    oracle.cache.tree_core = RustCore()
+    predictor, tap = tapped(oracle)
+    with caplog.at_level(logging.WARNING):
+        assert not tap.attach(0, "test", "m")
+    assert predictor.closed and predictor.catalog is None
+    assert "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python" in caplog.text
+
+
+@pytest.fixture
+def unpatched() -> Iterator[None]:
+    names = ("init_kv_events", "publish_kv_events")
+    stock = {name: getattr(SchedulerKvEventsPublisher, name) for name in names}
+    yield
+    for name, method in stock.items():
+        setattr(SchedulerKvEventsPublisher, name, method)
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_the_entry_point_follows_the_schedulers_publisher(switch: str, seed: int, unpatched: None) -> None:
+    assert patch({SWITCH: switch}, log) is (switch == "1")
+    assert hasattr(SchedulerKvEventsPublisher.publish_kv_events, ORIGINAL) is (switch == "1")
+    runtime: Any = importlib.import_module("sglang.srt.managers.scheduler_components.kv_events_publisher")
+    was = runtime.is_kv_publisher_rank
+    runtime.is_kv_publisher_rank = bool
+    parallel, runtime.get_parallel = runtime.get_parallel, lambda: type("Ranks", (), dict.fromkeys(RANKS, 0))
+    oracle = TreeOracle(LAYOUT, Random(seed))
+    config = json.dumps({"publisher": "zmq", "endpoint": f"tcp://*:{free_port()}"})
+    publisher = None
+    try:
+        publisher = SchedulerKvEventsPublisher(
+            kv_events_config=config,
+            tree_cache=oracle.cache,
+            send_metrics_from_scheduler=None,
+            max_running_requests=1,
+            max_total_num_tokens=1,
+            get_stats=lambda: None,
+        )
+        tap = getattr(publisher.kv_event_publisher, TAP, None)
+        assert (tap is not None) is (switch == "1")
+        oracle.step()
+        publisher.publish_kv_events()
+    finally:
+        if publisher is not None:
+            publisher.kv_event_publisher.shutdown()
+        runtime.is_kv_publisher_rank, runtime.get_parallel = was, parallel
+
+
+RANKS = ("attn_dp_size", "attn_dp_rank", "dp_rank")
