@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvrouter.engine_patch.sglang.tree_residency import TreeGroup
@@ -20,6 +20,9 @@ COMPONENTS = (("FULL", "full_attention", False), ("SWA", "sliding_window", False
 
 # SGLang's host tier, in place of a KV connector.
 HICACHE = "HiCache"
+
+# Adapters that a catalog names, those that came last: more than an engine keeps loaded, and some 100 KB.
+MAX_ADAPTERS = 1_024
 
 ALGO, BIGRAM_ALGO = "sglang", "sglang_bigram"
 
@@ -71,6 +74,7 @@ def read_catalog(cache: Any, groups: list[TreeGroup], dp_rank: int, version: str
         align=page,
         partial_hits=False,
         connector=HICACHE if core.enable_hicache else None,
+        lora_paths={name: extra_key for extra_key, name in list(adapters_of(core).items())[-MAX_ADAPTERS:]},
         hash_algo=BIGRAM_ALGO if bigrams else ALGO,
         # Chains have no beginning of their own.
         none_hash="",
@@ -80,6 +84,12 @@ def read_catalog(cache: Any, groups: list[TreeGroup], dp_rank: int, version: str
         engine="sglang",
         engine_version=version,
     )
+
+
+def adapters_of(core: Any) -> Mapping[str, str]:
+    """The names of adapters that requests have used, by the `extra_key` that keeps their prompts apart."""
+    names: Mapping[str, str] = core.kv_events.lora_names._names
+    return names
 
 
 def first_page_hash(tokens: list[int], page: int, bigrams: bool) -> int:

@@ -12,6 +12,7 @@ from kvrouter.engine_patch.reporter.reporter_start import Reports
 from kvrouter.engine_patch.setup.features import Features
 from kvrouter.engine_patch.sglang.tree_catalog import (
     UnknownTree,
+    adapters_of,
     digests_of,
     is_python_core,
     read_catalog,
@@ -39,7 +40,8 @@ class TreeTap:
         self._feature = features["components"]
         self._page_tokens = 0
         self._declare: Callable[[], None] = lambda: None
-        self._has_host = False
+        # Of what a catalog says, what changes: the host tier, and how many adapters there were.
+        self._shown = (False, 0)
         self._residency: TreeResidency | None = None
         self._cache = cache
 
@@ -74,7 +76,7 @@ class TreeTap:
         watch_tree(core, self._residency, self._cleared, self._failed)
 
         def declare() -> None:
-            self._has_host = core.enable_hicache
+            self._shown = (core.enable_hicache, len(adapters_of(core)))
             self._reporter.declare(read_catalog(self._cache, groups, dp_rank, version, model))
 
         self._declare = declare
@@ -85,7 +87,8 @@ class TreeTap:
         if self._residency is None or not self._feature.on:
             return
         try:
-            if self._cache.tree_core.enable_hicache != self._has_host:
+            core = self._cache.tree_core
+            if self._shown != (core.enable_hicache, len(adapters_of(core))):
                 self._declare()
             changes = self._residency.take()
             if changes is not None:

@@ -26,7 +26,7 @@ kit.get_device = lambda: "cpu"
 VOCABULARY = 30_000
 # Prompts, in pages at most; and what the cache holds, in pages (of prompts of few tokens a page, more).
 PAGES, KV_PAGES = 16, 60
-STATES = 24
+STATES, HOST_STATES = 24, 400
 
 
 class TreePrompt(NamedTuple):
@@ -36,17 +36,22 @@ class TreePrompt(NamedTuple):
 
 
 class TreeOracle:
-    """One cache and its workload. tap: follows the cache; None: nobody does."""
+    """One cache and its workload. tap: follows the cache; None: nobody does. has_host: its nodes may be on the host too,
+    where they are put without SGLang's controller, which needs CUDA; so no state is given up for the sake of one."""
 
-    def __init__(self, layout: TreeLayout, rng: Random) -> None:
+    def __init__(self, layout: TreeLayout, rng: Random, *, has_host: bool = False) -> None:
         self.layout, self._rng = layout, rng
+        self._has_host = has_host
         self._unit = max(layout.page, 4)
         size = KV_PAGES * self._unit
         more: dict[str, Any] = {}
         if layout.window is not None:
             more["sliding_window_size"] = layout.window
         if "MAMBA" in layout.components:
-            more |= {"mamba_cache_size": STATES, "enable_mamba_extra_buffer": layout.page > 1}
+            more |= {
+                "mamba_cache_size": HOST_STATES if has_host else STATES,
+                "enable_mamba_extra_buffer": layout.page > 1,
+            }
         self._config = CacheConfig(
             page_size=layout.page,
             components=tuple(ComponentType[name] for name in layout.components),
@@ -60,8 +65,16 @@ class TreeOracle:
             **more,
         )
         self.cache, self._allocator, self._pool = kit.build_fixture(self._config, enable_kv_cache_events=True)
+        for lora in layout.loras:
+            if lora is not None:
+                # As the scheduler does it with a request.
+                self.cache.tree_core.kv_events.lora_names._names[lora] = f"name of {lora}"
         self._fixtures = UnifiedRadixCacheFixtures()
         self._fixtures.cfg = self._config
+        if has_host:
+            self.cache.tree_core.set_hicache_enabled()
+            # What SGLang would put there itself.
+            self.cache._execute_and_commit_kv_backup = lambda *given: 0
         self._known: list[TreePrompt] = []
         self.tap: TreeTap | None = None
 
@@ -105,7 +118,9 @@ class TreeOracle:
             self._evict(tokens, window_tokens, rng.randrange(2))
         else:
             self._insert(self.prompt())
-        if rng.random() < 0.004:
+        if self._has_host:
+            self._move_on_host()
+        elif rng.random() < 0.004:
             self.cache.reset()
             self._allocator.clear()
             if "MAMBA" in self.layout.components:
@@ -151,9 +166,34 @@ class TreeOracle:
             EvictParams(
                 num_tokens=tokens,
                 swa_num_tokens=window_tokens if "SWA" in has else 0,
-                mamba_num=states if "MAMBA" in has else 0,
+                mamba_num=states if "MAMBA" in has and not self._has_host else 0,
             )
         )
+
+    def _move_on_host(self) -> None:
+        """Backs a path up there, gives tokens up on the device for it, and some of the host's."""
+        rng, core = self._rng, self.cache.tree_core
+        nodes = [node.id for node in core._node_arena.values() if node.parent is not None]
+        if nodes and rng.random() < 0.6:
+            self._fixtures._simulate_backup(self.cache, rng.choice(nodes))
+            self._evict(rng.randrange(6 * self._unit), 0, 0)
+        if rng.random() < 0.2:
+            result = core.drive_host_eviction(ComponentType.FULL, rng.randrange(1, 4 * self._unit))
+            # The places there are none of the host pool's.
+            result.host_frees.clear()
+            self.cache._drain_device_frees(result.device_frees)
+            self.cache._apply_cache_actions(result.cache_actions)
+            result.device_frees.clear()
+            result.cache_actions.clear()
+
+    def matched(self, prompt: TreePrompt) -> tuple[int, int]:
+        """Tokens of the longest match: on the device, and on device or host."""
+        match = self.cache.match_prefix(MatchPrefixParams(key=self.key(prompt, len(prompt.tokens) - 1)))
+        node, tokens = self.cache.tree_core.node_by_id(match.best_match_node), 0
+        while node.parent is not None:
+            tokens += len(node.key)
+            node = node.parent
+        return int(match.device_prefix_len), tokens
 
     def reused(self, prompt: TreePrompt) -> int:
         """Tokens that a request with this prompt would not compute."""

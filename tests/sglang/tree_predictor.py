@@ -74,8 +74,13 @@ class TreePredictor:
             if hashes:
                 mirror.add(WORKER, place, np.fromiter(hashes, np.uint64, len(hashes)))
         scheme = HashScheme.from_bytes(self.catalog.hash_algo or "", b"")
-        paths = {} if lora is None else {lora: lora}
-        view = WorkerView(WORKER, None, StreamState.LIVE, True, "", "e", catalog, scheme, paths)
-        question = Question("m", len(tokens), token_ids=np.array(tokens, np.int64), lora_name=lora, cache_salt=salt)
+        view = WorkerView(WORKER, None, StreamState.LIVE, True, "", "e", catalog, scheme, spec.lora_paths)
+        question = Question(
+            "m",
+            len(tokens),
+            token_ids=np.array(tokens, np.int64),
+            lora_name=None if lora is None else f"name of {lora}",
+            cache_salt=salt,
+        )
         (hit,) = Matcher(mirror, SegmentMemory(0)).match(question, HashPlans.build(mirror, [view]))
         return hit

@@ -66,6 +66,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "offload": "An offload connector for vLLM with a CPU tier and a disk tier.",
         "reporter": "The stream of reports: what is held, counted, translated and sent.",
         "hooks": "Where vLLM's code is hooked.",
+        "sglang": "SGLang: what its radix cache holds, by component, on the same stream of reports.",
         "": "What vLLM loads.",
     },
     "simulator": {
