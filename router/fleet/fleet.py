@@ -311,7 +311,9 @@ def _says_the_same(known: Registration, new: Registration) -> bool:
     """Whether `new` changes nothing: it may come from a source whose word does not count beside that of the known
     one."""
     if wins(known.source, new.source):
-        new = msgspec.structs.replace(new, source=known.source, note=known.note)
+        # An engine that registers itself need not say what was found out of it.
+        engine = known.engine if new.engine is None else new.engine
+        new = msgspec.structs.replace(new, source=known.source, note=known.note, engine=engine)
     return known == new
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from random import Random
 
 import pytest
@@ -20,15 +21,23 @@ from kvrouter.engine_patch.sglang.tree_tap import FEATURES, TreeTap
 PROBES = int(os.environ.get("KVROUTER_TEST_SGLANG_PROBES", "150"))
 STEPS_PER_PROBE = 2
 LEAST_NON_ZERO = 0.3
+# Of each hybrid layout, and the share of them that full attention alone gets wrong at least.
+ALONE_PROBES, LEAST_MISLED = 300, 0.1
+
+
+def followed(oracle: TreeOracle) -> TreePredictor:
+    """A predictor that the patch reports to."""
+    predictor = TreePredictor()
+    oracle.tap = TreeTap(oracle.cache, predictor, Features(logging.getLogger("test"), FEATURES))
+    assert oracle.tap.attach(0, "test", "m")
+    return predictor
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_every_hit_is_predicted(layout: TreeLayout, seed: int) -> None:
     rng = Random(f"{layout.name} {seed}")
     oracle = TreeOracle(layout, rng)
-    predictor = TreePredictor()
-    oracle.tap = TreeTap(oracle.cache, predictor, Features(logging.getLogger("test"), FEATURES))
-    assert oracle.tap.attach(0, "test", "m")
+    predictor = followed(oracle)
     non_zero, wrong = 0, []
     for _ in range(40):
         oracle.step()
@@ -45,3 +54,26 @@ def test_every_hit_is_predicted(layout: TreeLayout, seed: int) -> None:
     assert not wrong, f"{len(wrong)} of {PROBES} wrong: {wrong[:8]}"
     assert non_zero >= LEAST_NON_ZERO * PROBES, f"only {non_zero} of {PROBES} reuse anything: nothing is shown"
     assert predictor.removed and not predictor.closed
+
+
+def test_full_attention_alone_is_often_wrong(seed: int) -> None:
+    """What a router would say that follows SGLang's own events."""
+    wrong: Counter[str] = Counter()
+    probes: Counter[str] = Counter()
+    for layout in LAYOUTS:
+        if len(layout.components) == 1:
+            continue
+        kinds = "+".join(layout.components)
+        oracle = TreeOracle(layout, Random(f"{layout.name} {seed}"))
+        predictor = followed(oracle)
+        for _ in range(40):
+            oracle.step()
+        for _ in range(ALONE_PROBES):
+            for _ in range(STEPS_PER_PROBE):
+                oracle.step()
+            prompt = oracle.prompt()
+            wrong[kinds] += predictor.hit(*prompt, alone=True).gpu != oracle.reused(prompt)
+            probes[kinds] += 1
+            oracle.end_step()
+    print("\nfull attention alone:", ", ".join(f"{kinds} {wrong[kinds]} of {probes[kinds]} wrong" for kinds in probes))
+    assert all(wrong.values()) and wrong.total() >= LEAST_MISLED * probes.total()

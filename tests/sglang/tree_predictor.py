@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
 import numpy as np
 
 from kvrouter.events.patch.messages import (
@@ -64,14 +65,17 @@ class TreePredictor:
     def close(self) -> None:
         self.closed = True
 
-    def hit(self, tokens: list[int], salt: str | None, lora: str | None) -> Hit:
+    def hit(self, tokens: list[int], salt: str | None, lora: str | None, *, alone: bool = False) -> Hit:
+        """alone: from full attention alone, as if there were nothing else."""
         assert self.catalog is not None
         spec = ENGINES[self.catalog.engine].completed(declared_spec(self.catalog, CatalogSpec()))
+        if alone:
+            spec = msgspec.structs.replace(spec, groups=spec.groups[:1])
         catalog = build_catalog(map(group_of, spec.groups), "declared", spec)
         mirror = Mirror(1 << 24)
         mirror.begin_epoch(WORKER, "e")
         for place, hashes in self.held.items():
-            if hashes:
+            if hashes and not (alone and place.group_idx):
                 mirror.add(WORKER, place, np.fromiter(hashes, np.uint64, len(hashes)))
         scheme = HashScheme.from_bytes(self.catalog.hash_algo or "", b"")
         view = WorkerView(WORKER, None, StreamState.LIVE, True, "", "e", catalog, scheme, spec.lora_paths)
