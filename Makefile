@@ -8,14 +8,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-engine fuzz chaos takeover soak lint format bench bench-peers audit lock clean
+.PHONY: help demo test test-all test-engine fuzz sanitize chaos takeover soak lint format bench bench-peers audit lock clean
 
 help:
 	@echo "make demo         install into .venv and watch the router predict what four replicas reuse"
 	@echo "make test         install and run the tests of every part, in minutes"
 	@echo "make test-all     the rest: whole routers, faults, fuzzing, containers, the demo, all examples of the properties"
 	@echo "make test-engine  the same claims against a real vLLM (its CPU build, 3 GB, cached)"
-	@echo "make fuzz         a million inputs against the decoders and what follows, a million heads, and the HTTP API's description"
+	@echo "make fuzz         a million inputs against the decoders and what follows, ten million heads, and the HTTP API's description"
+	@echo "make sanitize     the compiled modules under gcc's address and undefined-behaviour sanitizers (part of make fuzz)"
 	@echo "make chaos        random schedules of faults: the index is right, or says that it is not (minutes; make test has a short part)"
 	@echo "make takeover     two routers, one killed again and again: how long until the other has its workers, and is it right"
 	@echo "make soak         an hour under load: does its memory stay flat, and are its answers right at the end"
@@ -55,12 +56,18 @@ test-engine:
 	$(PYTHON) tests/engine/run.py $(ARGS)
 
 # atheris is for this alone: 35 MB, and for CPython on x86-64 Linux.
-fuzz: $(VENV)/installed
+# HEADS: how many heads of requests both parsers read.
+HEADS ?= 10000000
+fuzz: $(VENV)/installed sanitize
 	$(PIP) install 'atheris>=3,<4'
 	$(BIN)/python tests/fuzz/run.py
-	$(BIN)/python tests/property/test_plain_head.py 1000000 $(shell date +%s)
+	$(BIN)/python tests/property/test_plain_head.py $(HEADS) $(shell date +%s)
 	KVROUTER_TEST_FUZZ_EXAMPLES=150 KVROUTER_TEST_FUZZ_PHASES=coverage,fuzzing,stateful \
 	    $(BIN)/python -m pytest -s tests/fuzz/test_openapi.py
+
+# ARGS: --inputs N, --heads N, --seed N.
+sanitize: $(VENV)/installed
+	$(BIN)/python tests/fuzz/sanitize.py $(ARGS)
 
 # ARGS: --seed N, --schedules N, --only KIND, --json FILE.
 chaos: $(VENV)/installed

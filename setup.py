@@ -3,7 +3,8 @@
 
 They are those that have a `.pxd` beside them, which gives their C types; each is plain Python that runs uncompiled too.
 A `.pyx` has a plain module of its name beside it, which runs in its place.
-`KVROUTER_CHECK_BOUNDS=1` builds them with every access checked.
+`KVROUTER_CHECK_BOUNDS=1` builds them with every access checked, `KVROUTER_SANITIZE=1` with the compiler's sanitizers
+(`tests/fuzz/sanitize.py`).
 """
 
 import os
@@ -42,8 +43,11 @@ extensions = cythonize(
         "initializedcheck": False,
     },
 )
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+sanitized = os.environ.get("KVROUTER_SANITIZE") == "1"
 for extension in extensions:
-    extension.extra_compile_args = ["-O3", "-g0"]
+    extension.extra_compile_args = ["-O1", "-g", *SANITIZERS] if sanitized else ["-O3", "-g0"]
+    extension.extra_link_args = SANITIZERS if sanitized else []
     # Without a compiler the modules run as they stand.
     extension.optional = True
 

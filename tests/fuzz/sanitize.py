@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`make sanitize`: the compiled modules under AddressSanitizer and UndefinedBehaviorSanitizer.
+
+    python tests/fuzz/sanitize.py [--inputs N] [--heads N] [--seed N]
+
+Builds the package into a temporary folder with gcc's sanitizers and runs the fuzz targets, the plain heads and the
+property tests of what is compiled against that build. Python's objects come from malloc, so that a read past the end of
+one is seen too. First a program that reads past its memory has to be stopped: otherwise nothing here would find
+anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+SOURCES = (
+    "events",
+    "router",
+    "engine_patch",
+    "simulator",
+    "replay",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+)
+# What goes through compiled modules, against brute force or the plain twin.
+PROPERTIES = (
+    *("test_chain_hash.py", "test_page_hash.py", "test_hit_rule.py", "test_sglang_rule.py", "test_long_prompts.py"),
+    *("test_numbers.py", "test_query_template.py", "test_residency.py", "test_tables.py", "test_plain_head.py"),
+    *("test_held_runs.py", "test_events_codec.py"),
+)
+FAULT = "int main(int argc, char **argv) { char *page = __builtin_malloc(8); return page[8 + argc]; }"
+UNDEFINED = "int main(int argc, char **argv) { return (2147483647 + argc) & 1; }"
+FLAGS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-w")
+
+
+def runtime(name: str) -> str:
+    path = subprocess.run(
+        ["gcc", f"-print-file-name={name}"], capture_output=True, text=True, check=True
+    ).stdout.strip()
+    if not Path(path).is_absolute():
+        raise SystemExit(f"gcc has no {name}: install its sanitizers (Debian: libgcc-12-dev, or that of your gcc)")
+    return path
+
+
+def prove(folder: Path) -> None:
+    """Both sanitizers stop a program that is wrong."""
+    for name, source, words in (("read", FAULT, "heap-buffer-overflow"), ("sum", UNDEFINED, "signed integer overflow")):
+        file = folder / f"{name}.c"
+        file.write_text(source)
+        subprocess.run(["gcc", *FLAGS, "-o", str(file.with_suffix("")), str(file)], check=True)
+        done = subprocess.run(
+            [str(file.with_suffix(""))], capture_output=True, text=True, errors="replace", check=False
+        )
+        if done.returncode == 0 or words not in done.stderr:
+            raise SystemExit(f"the sanitizers do not see a {words}: {done.stderr}")
+    print("the sanitizers stop a read past the end and an overflow", flush=True)
+
+
+def build(folder: Path) -> Path:
+    """The package, compiled with the sanitizers, as a folder for PYTHONPATH."""
+    clone, site = folder / "clone", folder / "site"
+    clone.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+        else:
+            shutil.copy(ROOT / name, clone)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
+    options = ["--no-deps", "--no-build-isolation", "--no-compile", "--target", str(site)]
+    subprocess.run([*pip, "install", *options, str(clone)], env={**os.environ, "KVROUTER_SANITIZE": "1"}, check=True)
+    missing = [
+        path
+        for path in (ROOT / "router").rglob("*.p[xy][dx]")
+        if not list((site / "kvrouter" / path.relative_to(ROOT)).parent.glob(f"{path.stem}.*.so"))
+    ]
+    if missing:
+        raise SystemExit(f"not compiled: {', '.join(map(str, missing))}")
+    return site
+
+
+def run(environment: Mapping[str, str], command: Sequence[str]) -> bool:
+    print(" ".join(command), flush=True)
+    # The folder decides what `kvrouter` is: not the clone's, which the current folder would be.
+    done = subprocess.run([sys.executable, *command], env=environment, cwd=ROOT, check=False)
+    return done.returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--inputs", type=int, default=100_000, help="of the fuzz targets together")
+    parser.add_argument("--heads", type=int, default=300_000, help="heads of requests, read by both parsers")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1, 2**31))
+    given = parser.parse_args()
+    print(f"seed {given.seed}: repeat with --seed {given.seed}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        prove(folder)
+        site = build(folder)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(site), str(HERE), str(ROOT / "tests" / "support"), str(ROOT / "tests")]),
+            "LD_PRELOAD": " ".join(map(runtime, ("libasan.so", "libubsan.so"))),
+            "PYTHONMALLOC": "malloc",
+            # CPython frees little at its end: leaks are no finding here.
+            "ASAN_OPTIONS": "detect_leaks=0",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+            "KVROUTER_TEST_EXAMPLES": "few",
+        }
+        properties = [str(ROOT / "tests" / "property" / file) for file in PROPERTIES]
+        where = f"import kvrouter.router as found; assert found.__file__.startswith({str(site)!r}), found.__file__"
+        passed = [
+            run(environment, ["-c", where]),
+            run(environment, [str(HERE / "plain_fuzz.py"), str(given.inputs), str(given.seed)]),
+            run(environment, [str(ROOT / "tests/property/test_plain_head.py"), str(given.heads), str(given.seed)]),
+            run(environment, ["-m", "pytest", "--capture=sys", "-p", "no:cacheprovider", *properties]),
+        ]
+    print("no finding" if all(passed) else "FAILED: see above")
+    return not all(passed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
