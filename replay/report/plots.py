@@ -10,6 +10,7 @@ from typing import Any
 from kvrouter.replay.policies.names import OWN
 from kvrouter.replay.runs.policy_run import PolicyRun, Summary
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.extras import install_command
 
 SIZE_INCHES = (9.0, 4.5)
 DOTS_PER_INCH = 120
@@ -24,9 +25,7 @@ def check_plots(folder: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise SettingError(
-            "--plot needs matplotlib: pip install 'hybrid-kv-router[plots]', or from a clone pip install '.[plots]'"
-        ) from None
+        raise SettingError(f"--plot needs matplotlib: {install_command('plots')}") from None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

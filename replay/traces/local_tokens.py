@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvrouter.replay.traces.reader import Tokenize
 from kvrouter.router.common.errors import BadQuestion, SettingError
+from kvrouter.router.common.extras import install_command
 from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.tokens.token_request import TokenRequest, read
@@ -25,9 +26,7 @@ def tokenizer_of(folder: Path) -> Tokenize:
     try:
         from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
     except ImportError as error:
-        raise SettingError(
-            f"--tokenizer needs {error.name}: pip install 'hybrid-kv-router[tokenizer]', or from a clone pip install '.[tokenizer]'"
-        ) from None
+        raise SettingError(f"--tokenizer needs {error.name}: {install_command('tokenizer')}") from None
     tokenizer = LocalTokenizer(folder, datetime.now)
     habits = tokenizer.likely_habits()[0]
 

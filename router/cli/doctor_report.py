@@ -88,7 +88,7 @@ def _of_client(version: str, date: str | None, now_s: float) -> list[Finding]:
                 "KV003",
                 "client",
                 f"this command has version {VERSION}, the router {version}",
-                f"pip install hybrid-kv-router=={version} here, or update the router",
+                f"install version {version} here as the router was installed, or update the router",
             )
         )
     try:

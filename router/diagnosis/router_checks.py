@@ -27,7 +27,7 @@ def router_findings(snapshot: Snapshot) -> Iterator[Finding]:
             "KV007",
             "router",
             snapshot.uncompiled,
-            "apt-get install gcc python3-dev; pip install --force-reinstall --no-deps .",
+            "install the wheel of this platform; or gcc and Python's headers (Debian: gcc python3-dev), and then the router again",
         )
     for problem in snapshot.task_problems:
         yield found(

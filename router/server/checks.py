@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvrouter.router.common import compiled
 from kvrouter.router.common.errors import SettingError
+from kvrouter.router.common.extras import install_command
 from kvrouter.router.config.cautions import open_to_all
 from kvrouter.router.config.loading import Origin
 from kvrouter.router.config.settings import Config, without_password
@@ -62,7 +63,7 @@ def _tracing_class() -> type[Tracing]:
         from kvrouter.router.quality.tracing import Tracing
     except ImportError as error:
         raise SettingError(
-            f"otlp_endpoint needs a package that is not installed ({error.name}): pip install 'hybrid-kv-router[otel]'"
+            f"otlp_endpoint needs a package that is not installed ({error.name}): {install_command('otel')}"
         ) from None
     return Tracing
 
@@ -76,7 +77,7 @@ def local_tokenizers(config: Config) -> dict[str, LocalMaker]:
         from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
     except ImportError as error:
         raise SettingError(
-            f"tokenizers need a package that is not installed ({error.name}): pip install 'hybrid-kv-router[tokenizer]'"
+            f"tokenizers need a package that is not installed ({error.name}): {install_command('tokenizer')}"
         ) from None
     found: dict[str, LocalMaker] = {}
     for model, folder in parse_tokenizers(config.tokenizers).items():

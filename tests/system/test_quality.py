@@ -178,5 +178,5 @@ def test_traces_without_their_package_are_refused_with_the_fix(tmp_path: Path) -
     command = [sys.executable, "-c", code, *flags]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
     assert done.returncode != 0
-    assert "pip install 'hybrid-kv-router[otel]'" in done.stderr
+    assert "pip install 'opentelemetry-sdk<2,>=1.30' 'opentelemetry-exporter-otlp-proto-http<2,>=1.30'" in done.stderr
     assert "Traceback" not in done.stderr

@@ -90,7 +90,7 @@ def test_without_matplotlib_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert run(["replay", "--trace", str(trace), "--plot", str(tmp_path)]) == 2
-    assert "pip install 'hybrid-kv-router[plots]'" in capsys.readouterr().err
+    assert "pip install 'matplotlib<4,>=3.9'" in capsys.readouterr().err
 
 
 def test_ctrl_c_shows_what_is_done_and_runs_no_further_policy(

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a release is made of: a tag that is the version, a section of the changelog, and a workflow that GitHub reads."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+WORKFLOW = ROOT / ".github" / "workflows" / "release.yml"
+PYPROJECT = '[project]\nversion = "1.2.0"\n'
+CHANGELOG = "# Changelog\n\n## Unreleased\n\n## 1.2.0 (2026-12-01)\n\n- New.\n\n## 1.2\n\n- Old.\n"
+
+
+def release_check() -> Any:
+    spec = importlib.util.spec_from_file_location("release_check", ROOT / ".ci" / "release_check.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_notes_are_the_section_of_that_version() -> None:
+    assert release_check().notes("v1.2.0", PYPROJECT, CHANGELOG) == "- New.\n"
+
+
+@pytest.mark.parametrize(
+    ("tag", "changelog", "problem"),
+    [
+        ("v1.2.1", CHANGELOG, "pyproject.toml says 1.2.0"),
+        ("1.2.0", CHANGELOG, "pyproject.toml says 1.2.0"),
+        ("v1.2.0", CHANGELOG.replace("- New.\n", ""), "no section `## 1.2.0` with text"),
+        ("v1.2.0", CHANGELOG.replace("1.2.0", "1.2.0rc1"), "no section `## 1.2.0` with text"),
+    ],
+)
+def test_a_release_that_does_not_fit_is_refused(tag: str, changelog: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        release_check().notes(tag, PYPROJECT, changelog)
+
+
+def test_the_workflow_is_one() -> None:
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.github-workflows", str(WORKFLOW)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    broken = subprocess.run(
+        [*command[:-1], "/dev/stdin"], input=WORKFLOW.read_text().replace("runs-on", "runs"), capture_output=True, text=True
+    )
+    assert broken.returncode == 1
+
+
+def test_the_workflow_publishes_nothing_that_was_not_tested() -> None:
+    jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
+    assert set(jobs["publish"]["needs"]) == jobs.keys() - {"publish"}
+    assert any(".ci/run" in step.get("run", "") for step in jobs["check"]["steps"])
+    targets = {step["run"].split()[1] for job in jobs.values() for step in job["steps"] if step.get("run", "").startswith("make ")}
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+
+
+def test_wheels_are_built_for_every_python_that_is_promised() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    lowest = int(settings["project"]["requires-python"].removeprefix(">=3."))
+    built = settings["tool"]["cibuildwheel"]["build"].split()
+    assert built == [f"cp3{minor}-*" for minor in range(lowest, lowest + len(built))] and len(built) >= 3
