@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-engine fuzz chaos takeover soak lint format bench bench-peers audit lock clean
+.PHONY: help demo test test-all test-engine fuzz chaos takeover soak lint format chart-readme bench bench-peers audit lock clean
 
 help:
 	@echo "make demo         install into .venv and watch the router predict what four replicas reuse"
@@ -20,6 +20,7 @@ help:
 	@echo "make takeover     two routers, one killed again and again: how long until the other has its workers, and is it right"
 	@echo "make soak         an hour under load: does its memory stay flat, and are its answers right at the end"
 	@echo "make lint         ruff, mypy, spelling and plain words"
+	@echo "make chart-readme renew the table of values in the Helm chart's README"
 	@echo "make bench-peers  beside dynamo.indexer, dynamo.select_service, vllm-router and llm-d's layout in Redis"
 	@echo "make bench        what has no peer: a match in process, a start with a full store"
 	@echo "make audit        known vulnerabilities of the installed packages (needs the public database)"
@@ -85,6 +86,10 @@ lint: $(VENV)/installed
 	$(BIN)/mypy -p kvrouter.events -p kvrouter.router -p kvrouter.engine_patch -p kvrouter.simulator -p kvrouter.replay
 	MYPYPATH=$(HELPERS) $(BIN)/mypy tests
 	MYPYPATH=benchmarks:tests/chaos $(BIN)/mypy benchmarks
+
+# The chart's table of values, made of what values.yaml says of each.
+chart-readme: $(VENV)/installed
+	$(BIN)/python .ci/chart_readme.py
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
