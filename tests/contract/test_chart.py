@@ -149,7 +149,11 @@ def test_settings_reach_the_router_as_they_are_meant() -> None:
     config = settings(
         helm_template(
             CHART,
-            {"router": {"settings": {"mirror_budget_bytes": 2**31, "temperature": 0.5, "allow_hosts": ["10.0.0.0/8", "a"]}}},
+            {
+                "router": {
+                    "settings": {"mirror_budget_bytes": 2**31, "temperature": 0.5, "allow_hosts": ["10.0.0.0/8", "a"]}
+                }
+            },
         )
     )
     assert (config.mirror_budget_bytes, config.temperature, config.allow_hosts) == (2**31, 0.5, ("10.0.0.0/8", "a"))
@@ -211,7 +215,11 @@ def test_the_pool_asks_the_routers_for_endpoints(name: str) -> None:
     assert {"name": "grpc", "containerPort": port["port"]} in router["ports"]
     assert router["args"][0] == "epp" and f"--gateway-port={port['port']}" in router["args"]
     (backend,) = route["spec"]["rules"][0]["backendRefs"]
-    assert backend == {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": pool["metadata"]["name"]}
+    assert backend == {
+        "group": "inference.networking.k8s.io",
+        "kind": "InferencePool",
+        "name": pool["metadata"]["name"],
+    }
     engine = one(objects, "Deployment", "engine")
     assert pool["spec"]["selector"]["matchLabels"].items() <= labels_of(engine).items()
     assert {"name": "http", "containerPort": pool["spec"]["targetPorts"][0]["number"]} in container(engine)["ports"]
@@ -261,8 +269,14 @@ def test_the_key_is_asked_for_where_it_is_set() -> None:
         ({"store": {"url": "redis://user:password@cache:6379"}}, "url"),
         ({"store": {"valkey": {"enabled": False}}}, "no store: several routers need one Redis or Valkey"),
         ({"gateway": {"enabled": True}}, "gateway.httpRoute.parentRefs is empty: name the Gateways"),
-        ({"gateway": {"enabled": True, "httpRoute": {"enabled": False}}, "discovery": {"namespace": "x"}}, "own namespace only"),
-        ({"networkPolicy": {"enabled": True}, "discovery": {"selector": "app in (a, b)"}}, "networkPolicy.engineMatchLabels"),
+        (
+            {"gateway": {"enabled": True, "httpRoute": {"enabled": False}}, "discovery": {"namespace": "x"}},
+            "own namespace only",
+        ),
+        (
+            {"networkPolicy": {"enabled": True}, "discovery": {"selector": "app in (a, b)"}},
+            "networkPolicy.engineMatchLabels",
+        ),
         ({"engine": {"kind": "sglang"}}, "kind"),
     ],
 )
@@ -292,12 +306,18 @@ def test_the_schema_has_the_values_and_no_others() -> None:
     assert wanted <= keys(values)
     assert {path for path in keys(values) - wanted if path.rpartition(".")[0] in wanted} <= {
         # Under these, names are the user's or those of a definition.
-        *(path for path in keys(values) if any(part in path for part in ("resources.", "labels.", "apiKey.", "workerApiKey."))),
+        *(
+            path
+            for path in keys(values)
+            if any(part in path for part in ("resources.", "labels.", "apiKey.", "workerApiKey."))
+        ),
     }
 
 
 def test_the_readme_is_made_of_the_values() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / ".ci/chart_readme.py"), "--check"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / ".ci/chart_readme.py"), "--check"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -24,9 +24,16 @@ EVERYTHING: dict[str, Any] = {
     "imagePullSecrets": ["pull"],
     "apiKey": {"secret": "keys"},
     "workerApiKey": {"secret": "keys"},
-    "router": {"settings": {"allow_hosts": ["10.0.0.0/8", "*.local"], "access_log": True}, "env": [{"name": "A", "value": "b"}]},
+    "router": {
+        "settings": {"allow_hosts": ["10.0.0.0/8", "*.local"], "access_log": True},
+        "env": [{"name": "A", "value": "b"}],
+    },
     "service": {"type": "LoadBalancer"},
-    "gateway": {"enabled": True, "tlsSecret": "tls", "httpRoute": {"parentRefs": [{"name": "g"}], "hostnames": ["a.example"]}},
+    "gateway": {
+        "enabled": True,
+        "tlsSecret": "tls",
+        "httpRoute": {"parentRefs": [{"name": "g"}], "hostnames": ["a.example"]},
+    },
     "metrics": {
         "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}},
         "alerts": {"configMap": True, "prometheusRule": True},
@@ -62,7 +69,11 @@ PROFILES: dict[str, dict[str, Any]] = {
     "vllm": profile("vllm"),
     "simulator and gateway": merged(profile("simulator"), profile("gateway")),
     "own store": {"store": {"url": "rediss+cluster://cache:6379"}, "engine": {"enabled": True, "patch": "image"}},
-    "store in a secret": {"store": {"secret": "redis"}, "engine": {"enabled": True, "patch": "none"}, "replicaCount": 1},
+    "store in a secret": {
+        "store": {"secret": "redis"},
+        "engine": {"enabled": True, "patch": "none"},
+        "replicaCount": 1,
+    },
     "everything": EVERYTHING,
 }
 

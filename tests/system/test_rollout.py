@@ -19,6 +19,7 @@ import pytest
 
 # pytest's importlib mode leaves sys.path alone.
 from hammer import Hammer
+from rollout import rollout
 from router_process import RouterProcess
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain
 
@@ -125,3 +126,12 @@ def test_it_is_not_ready_from_the_signal_on_and_serves_on_for_the_delay(tmp_path
         # The second signal does not wait.
         router.signal(signal.SIGINT)
         assert router.wait() == 0
+
+
+def test_two_routers_are_replaced_one_after_the_other_and_no_stream_breaks(tmp_path: Path) -> None:
+    """The chart's rollout, with shorter times; `python tests/support/rollout.py` has its own, and 200 streams."""
+    values = {"router": {"shutdownDelaySeconds": 3, "drainSeconds": 30}}
+    found, opened, took = rollout(tmp_path, 24, values)
+    assert set(found) == {"whole"} and found["whole"] > 48, found
+    assert opened > 12
+    assert all(3 <= end < 45 for end in took)
