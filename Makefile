@@ -136,8 +136,9 @@ sbom: $(VENV)/installed
 	@echo "build/sbom.json"
 
 # The steps of the router's image in a system of Debian's packages alone, and what it then runs: as root, minutes.
+# ARGS: the python of an environment with vLLM, which then loads the patch from the image.
 image-check: $(VENV)/installed
-	$(BIN)/python tests/system/image_chroot.py
+	$(BIN)/python tests/system/image_chroot.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build .engine-site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
