@@ -126,7 +126,7 @@ lock: $(VENV)/installed
 	{ grep '^#' requirements-build.lock; cat build/build.txt; } > build/build.lock
 	mv build/build.lock requirements-build.lock
 
-# CycloneDX of what the lock installs into the image, licences and hashes with it. Debian's part of the image is its base's.
+# CycloneDX of what the lock installs into the image, with licences; hashes are in the lock, and Debian's part is its base's.
 sbom: $(VENV)/installed
 	rm -rf build/image-venv && $(PYTHON) -m venv build/image-venv
 	build/image-venv/bin/pip --disable-pip-version-check --quiet install --require-hashes --no-deps --requirement requirements-image.lock

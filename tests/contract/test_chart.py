@@ -58,13 +58,13 @@ def test_an_api_server_takes_every_object(name: str) -> None:
 
 BREAKS: dict[str, tuple[str, Callable[[dict[str, Any]], Any]]] = {
     "a number as text": ("Deployment", lambda spec: spec.update(replicas="two")),
-    "an unknown field": ("Deployment", lambda spec: spec["template"]["spec"]["containers"][0].update(comand=["a"])),
+    "an unknown field": ("Deployment", lambda spec: spec["template"]["spec"]["containers"][0].update(commands=["a"])),
     "a missing field": ("StatefulSet", lambda spec: spec.pop("selector")),
     "a port beyond all": ("InferencePool", lambda spec: spec["targetPorts"][0].update(number=70_000)),
     "a picker without a port": ("InferencePool", lambda spec: spec["endpointPickerRef"].pop("port")),
     "an unknown mode": ("InferencePool", lambda spec: spec["endpointPickerRef"].update(failureMode="Open")),
     "a route to nowhere": ("HTTPRoute", lambda spec: spec["rules"][0]["backendRefs"][0].pop("name")),
-    "a misspelt endpoint": ("ServiceMonitor", lambda spec: spec["endpoints"][0].update(intervall="1s")),
+    "a misspelt endpoint": ("ServiceMonitor", lambda spec: spec["endpoints"][0].update(intervals="1s")),
     "an alert without a query": ("PrometheusRule", lambda spec: spec["groups"][0]["rules"][0].pop("expr")),
     "a policy of no type": ("NetworkPolicy", lambda spec: spec.update(policyTypes="Ingress")),
 }

@@ -2,7 +2,7 @@
 """A rolling update as Kubernetes does it, with processes: two routers on one store are replaced one after the other,
 with the flags and times of the chart, while clients hold streams open.
 
-As with a Service: a client connects to whichever endpoint is listed, and keeps its connection until it is told to close
+As with a Service: a client connects to whichever endpoint is listed, and keeps its connection until an answer closes
 it. A pod is listed once /ready says so. One that ends gets SIGTERM at once, leaves the list some time later, and is
 killed at its grace period's end. By hand, with the chart's own times: python tests/support/rollout.py --streams 200
 """
@@ -34,7 +34,7 @@ from store_server import StoreServer
 REPLICAS = 2
 WAIT_S = 60.0
 READY_PERIOD_S = 0.1
-# Until the last node has heard that a pod is no endpoint any more.
+# Until the last node has heard that a pod is no longer an endpoint.
 PROPAGATION_S = 1.0
 # Between one pod's listing and the next one's end: streams on it are under way.
 SETTLE_S = 2.0
@@ -76,6 +76,9 @@ class Client:
         self._found = found
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
         self.open = False
+        # Of the kept connection, as its next request is sent.
+        self._idle_s = 0.0
+        self._answered_at = 0.0
 
     async def run(self, until: asyncio.Event) -> None:
         while not until.is_set():
@@ -84,7 +87,10 @@ class Client:
             except ConnectionRefusedError:
                 self._found["refused"] += 1
             except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
-                self._found[f"broken: {type(error).__name__}"] += 1
+                where = (
+                    "in an answer" if self.open else f"before an answer, after {self._idle_s:.1f} s without a request"
+                )
+                self._found[f"broken: {type(error).__name__} {where}"] += 1
             finally:
                 self.open = False
         self._close()
@@ -98,13 +104,14 @@ class Client:
         tokens = self._random.randrange(10, 100)
         body = {"model": MODEL, "prompt": [self._random.randrange(9_000) for _ in range(64)], "max_tokens": tokens}
         payload = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}\r\n\r\n"
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
         if self._streams is None or self._streams[0].at_eof():
             self._close()
             self._streams = await asyncio.open_connection("127.0.0.1", self._service.endpoint())
         reader, writer = self._streams
         try:
             async with asyncio.timeout(WAIT_S):
+                self._idle_s = time.monotonic() - self._answered_at
                 writer.write(head.encode() + payload)
                 answer = await reader.readuntil(b"\r\n\r\n")
                 self.open = True
@@ -112,6 +119,7 @@ class Client:
         except BaseException:
             self._close()
             raise
+        self._answered_at = time.monotonic()
         if b"connection: close" in answer.lower():
             self._close()
         if not answer.startswith(b"HTTP/1.1 200 "):
@@ -203,7 +211,9 @@ def rollout(folder: Path, streams: int, values: Mapping[str, Any]) -> tuple[Coun
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(StoreServer(folder / "store"))
         flags = stack.enter_context(engines(folder))
-        return asyncio.run(replace_all(stack, folder, [*flags, "--redis", server.url, *times.arguments], streams, times))
+        return asyncio.run(
+            replace_all(stack, folder, [*flags, "--redis", server.url, *times.arguments], streams, times)
+        )
 
 
 def main() -> int:
@@ -212,7 +222,9 @@ def main() -> int:
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found, opened, took = rollout(Path(folder), given.streams, {})
-    print(f"{opened} streams open as the first router ended; {dict(found)}; ends took {[round(end, 1) for end in took]} s")
+    print(
+        f"{opened} streams open as the first router ended; {dict(found)}; ends took {[round(end, 1) for end in took]} s"
+    )
     return int(set(found) != {"whole"})
 
 

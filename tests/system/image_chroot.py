@@ -23,13 +23,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-from container_files import ROOT, Instruction, dockerfile, last  # noqa: E402
-from ports import free_port  # noqa: E402
+from container_files import ROOT, Instruction, dockerfile, last
+from ports import free_port
 
 PACKAGES = ("python3", "python3-venv", "python3-pip", "ca-certificates")
 PATIENCE_S = 60.0
-# Where pip and apt are told about registries; a container engine hands on its own.
-HOST_FILES = ("etc/pip.conf", "etc/apt/sources.list", "etc/apt/sources.list.d", "etc/apt/apt.conf.d", "etc/apt/auth.conf.d")
+# What pip and apt know of registries; a container engine hands on its own.
+HOST_FILES = (
+    "etc/pip.conf",
+    "etc/apt/sources.list",
+    "etc/apt/sources.list.d",
+    "etc/apt/apt.conf.d",
+    "etc/apt/auth.conf.d",
+)
 HOST_FILES += ("etc/resolv.conf", "etc/hosts", "etc/ssl/certs/ca-certificates.crt", "usr/local/share/ca-certificates")
 
 
@@ -43,7 +49,11 @@ class Stage:
         self.env = {
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "HOME": "/root",
-            **{name: value for name, value in os.environ.items() if name.startswith("PIP_") or name.lower().endswith("_proxy")},
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if name.startswith("PIP_") or name.lower().endswith("_proxy")
+            },
         }
 
     def command(self, words: Sequence[str]) -> list[str]:
@@ -57,9 +67,13 @@ class Stage:
 
 def base(release: str, root: Path) -> None:
     """What `python:*-slim-RELEASE` is, as near as Debian's packages come."""
-    mirror = next(iter(re.findall(r"^(?:deb .*?|URIs: *)(https?://\S+)", sources(), re.MULTILINE)))
+    # Of this machine's sources, the one that has Debian's own release.
+    urls = re.findall(r"^(?:deb .*?|URIs: *)(https?://\S+?)/?(?:\s|$)", sources(), re.MULTILINE)
+    mirror = next(url for url in urls if url.endswith("/debian"))
     include = f"--include={','.join(PACKAGES)}"
-    subprocess.run(["debootstrap", "--variant=minbase", include, release, str(root), mirror], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        ["debootstrap", "--variant=minbase", include, release, str(root), mirror], check=True, stdout=subprocess.DEVNULL
+    )
     for name in HOST_FILES:
         there, here = Path("/", name), root / name
         if there.is_dir():
@@ -117,7 +131,9 @@ def instruct(stage: Stage, step: Instruction, stages: dict[str, Stage]) -> None:
             source_root = ROOT
             if words[0].startswith("--from="):
                 source_root = stages[words.pop(0).partition("=")[2]].root
-            into = stage.root / stage.cwd.lstrip("/") / target if not target.startswith("/") else stage.root / target[1:]
+            into = (
+                stage.root / stage.cwd.lstrip("/") / target if not target.startswith("/") else stage.root / target[1:]
+            )
             for word in words:
                 copy(source_root / word.lstrip("/"), into)
         case "LABEL" | "EXPOSE" | "HEALTHCHECK" | "ENTRYPOINT" | "CMD":

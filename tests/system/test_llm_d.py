@@ -63,7 +63,11 @@ def test_the_hits_that_llm_ds_scheduler_gets_are_what_replicas_reuse(tmp_path: P
 def test_the_configuration_names_the_producer_and_the_scorer_that_reads_it() -> None:
     config = yaml.safe_load((ADAPTER / "epp-config.yaml").read_text())
     types = [plugin["type"] for plugin in config["plugins"]]
-    (kind,) = (line.split('"')[1] for line in (ADAPTER / "producer/producer.go").read_text().splitlines() if "\tType = " in line)
+    (kind,) = (
+        line.split('"')[1]
+        for line in (ADAPTER / "producer/producer.go").read_text().splitlines()
+        if "\tType = " in line
+    )
     assert types.index("token-producer") < types.index(kind)
     used = {plugin["pluginRef"] for profile in config["schedulingProfiles"] for plugin in profile["plugins"]}
     assert "prefix-cache-scorer" in used and used <= set(types)
