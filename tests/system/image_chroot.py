@@ -26,17 +26,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from container_files import ROOT, Instruction, dockerfile, last
 from ports import free_port
 
-PACKAGES = ("python3", "python3-venv", "python3-pip", "ca-certificates")
+# python.org's image has Python's headers with it.
+PACKAGES = ("python3", "python3-venv", "python3-pip", "libpython3-dev", "ca-certificates")
 PATIENCE_S = 60.0
 # What pip and apt know of registries; a container engine hands on its own.
-HOST_FILES = (
-    "etc/pip.conf",
-    "etc/apt/sources.list",
-    "etc/apt/sources.list.d",
-    "etc/apt/apt.conf.d",
-    "etc/apt/auth.conf.d",
-)
-HOST_FILES += ("etc/resolv.conf", "etc/hosts", "etc/ssl/certs/ca-certificates.crt", "usr/local/share/ca-certificates")
+HOST_FILES = [
+    *("etc/pip.conf", "etc/resolv.conf", "etc/hosts", "etc/ssl/certs/ca-certificates.crt"),
+    *("etc/apt/sources.list", "etc/apt/sources.list.d", "etc/apt/apt.conf.d", "etc/apt/auth.conf.d"),
+]
 
 
 class Stage:

@@ -42,7 +42,7 @@ def test_the_hits_that_llm_ds_scheduler_gets_are_what_replicas_reuse(tmp_path: P
                 assert time.monotonic() < deadline, answer
                 time.sleep(0.05)
             usage = call(f"{warm.endpoints['url']}/v1/completions", body)["usage"]
-            fleet = {
+            fleet: dict[str, Any] = {
                 "url": f"http://127.0.0.1:{router.port}",
                 "api_key": KEY,
                 "model": MODEL,

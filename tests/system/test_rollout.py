@@ -178,6 +178,6 @@ def test_an_engines_pre_stop_returns_when_no_request_is_left(tmp_path: Path) -> 
             assert answer.done() and answer.result().endswith(b"data: [DONE]\n\n")
         assert waiting.returncode == 0
         connection.close()
-    # An engine that is gone has no request left, either.
+    # Of an engine that is gone nothing is waited for; Kubernetes takes a failed hook for a finished one.
     gone = subprocess.run(command, capture_output=True, text=True)
     assert gone.returncode != 0 and "Connection refused" in gone.stderr
