@@ -2,8 +2,9 @@
 """`make image-check`: the Dockerfile's instructions in chroots of the image's Debian release, made of Debian's packages
 alone; then its command as its user, its health check, and its end. Exit code 0: all as in the image.
 
-Other than in a container engine: Python is Debian's (3.11.2 of bookworm) and not python.org's; there are no cgroups,
-namespaces or capabilities. It needs root, debootstrap and the package registries, and takes some minutes.
+Other than in a container engine: Python is Debian's (3.11.2 of bookworm) and not python.org's, so that redis needs one
+package more than the lock has (async-timeout, before 3.11.3); there are no cgroups, namespaces or capabilities. It needs
+root, debootstrap and the package registries, and takes some minutes.
 """
 
 from __future__ import annotations
@@ -123,6 +124,8 @@ def instruct(stage: Stage, step: Instruction, stages: dict[str, Stage]) -> None:
             stage.user = step.text
         case "RUN":
             stage.run(["sh", "-c", step.text])
+            if "requirements-image.lock" in step.text:
+                stage.run(["pip", "--python", "/opt/kvrouter", "install", "--quiet", "async-timeout"])
         case "COPY":
             *words, target = step.words()
             source_root = ROOT
