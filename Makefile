@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-engine fuzz sanitize chaos takeover soak lint format bench bench-peers audit lock clean
+.PHONY: help demo test test-all test-engine fuzz sanitize chaos takeover soak lint format chart-readme bench bench-peers audit lock sbom image-check clean
 
 help:
 	@echo "make demo         install into .venv and watch the router predict what four replicas reuse"
@@ -21,10 +21,13 @@ help:
 	@echo "make takeover     two routers, one killed again and again: how long until the other has its workers, and is it right"
 	@echo "make soak         an hour under load: does its memory stay flat, and are its answers right at the end"
 	@echo "make lint         ruff, mypy, spelling and plain words"
+	@echo "make chart-readme renew the table of values in the Helm chart's README"
 	@echo "make bench-peers  beside dynamo.indexer, dynamo.select_service, vllm-router and llm-d's layout in Redis"
 	@echo "make bench        what has no peer: a match in process, a start with a full store"
 	@echo "make audit        known vulnerabilities of the installed packages (needs the public database)"
-	@echo "make lock         renew requirements-test.lock"
+	@echo "make lock         renew requirements-test.lock, and those of the image, with hashes"
+	@echo "make sbom         what is in the router's image, as CycloneDX: build/sbom.json"
+	@echo "make image-check  the steps of the router's image in a chroot of Debian's packages (root, debootstrap)"
 	@echo "make clean        remove .venv and caches"
 
 # Strict editable installs link the files that exist now, so a new file needs a new install.
@@ -93,6 +96,10 @@ lint: $(VENV)/installed
 	MYPYPATH=$(HELPERS) $(BIN)/mypy tests
 	MYPYPATH=benchmarks:tests/chaos $(BIN)/mypy benchmarks
 
+# The chart's table of values, made of what values.yaml says of each.
+chart-readme: $(VENV)/installed
+	$(BIN)/python .ci/chart_readme.py
+
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
@@ -110,12 +117,35 @@ audit: $(VENV)/installed
 	$(BIN)/python .ci/audit.py
 
 # Without addresses of package indexes, which differ from place to place.
-LOCK_OPTIONS := --quiet --extra dev --strip-extras --upgrade --no-header --no-annotate --no-emit-index-url --no-emit-trusted-host --no-emit-find-links
+LOCK_OPTIONS := --quiet --strip-extras --upgrade --no-header --no-annotate --no-emit-index-url --no-emit-trusted-host --no-emit-find-links
+# What a router can use: the image has all of it. For the image's Python, so make it with the same (3.11).
+IMAGE_EXTRAS := $(shell $(PYTHON) -c "import tomllib; print(*sorted(set(tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']) - {'engine', 'plots', 'test', 'dev'}))")
 lock: $(VENV)/installed
 	$(PIP) install 'pip-tools>=7.5,<8'
-	$(BIN)/pip-compile $(LOCK_OPTIONS) --output-file build/requirements.txt pyproject.toml
+	$(BIN)/pip-compile $(LOCK_OPTIONS) --extra dev --output-file build/requirements.txt pyproject.toml
 	{ grep '^#' requirements-test.lock; grep '^[a-z0-9]' build/requirements.txt | grep -v '^hybrid-kv-router'; } > build/requirements.lock
 	mv build/requirements.lock requirements-test.lock
+	$(BIN)/pip-compile $(LOCK_OPTIONS) --generate-hashes --no-emit-options $(IMAGE_EXTRAS:%=--extra %) --output-file build/image.txt pyproject.toml
+	{ grep '^#' requirements-image.lock; cat build/image.txt; } > build/image.lock
+	mv build/image.lock requirements-image.lock
+	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires'], 'wheel', sep='\n')" > build/build.in
+	$(BIN)/pip-compile $(LOCK_OPTIONS) --generate-hashes --no-emit-options --allow-unsafe --output-file build/build.txt build/build.in
+	{ grep '^#' requirements-build.lock; cat build/build.txt; } > build/build.lock
+	mv build/build.lock requirements-build.lock
+
+# CycloneDX of what the lock installs into the image, with licences; hashes are in the lock, and Debian's part is its base's.
+sbom: $(VENV)/installed
+	rm -rf build/image-venv && $(PYTHON) -m venv build/image-venv
+	build/image-venv/bin/pip --disable-pip-version-check --quiet install --require-hashes --no-deps --requirement requirements-image.lock
+	build/image-venv/bin/pip --disable-pip-version-check --quiet uninstall --yes setuptools pip
+	$(PYTHON) -m venv build/sbom-venv && build/sbom-venv/bin/pip --disable-pip-version-check --quiet install 'cyclonedx-bom>=7,<8'
+	build/sbom-venv/bin/cyclonedx-py environment --pyproject pyproject.toml --mc-type application --output-format JSON --output-file build/sbom.json build/image-venv
+	@echo "build/sbom.json"
+
+# The steps of the router's image in a system of Debian's packages alone, and what it then runs: as root, minutes.
+# ARGS: the python of an environment with vLLM, which then loads the patch from the image.
+image-check: $(VENV)/installed
+	$(BIN)/python tests/system/image_chroot.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build .engine-site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

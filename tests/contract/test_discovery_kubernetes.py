@@ -166,7 +166,10 @@ def test_a_watch_that_is_cut_or_ends_goes_on_where_it_was(tmp_path: Path, monkey
 @pytest.mark.parametrize(
     ("status", "words"),
     [
-        (403, "the service account may not list pods in namespace 'serving' (403): apply deploy/kubernetes/rbac.yaml"),
+        (
+            403,
+            "the service account may not list pods in namespace 'serving' (403): give it a Role with get, list and watch of pods",
+        ),
         (401, "the API server rejects the credentials (401)"),
         (500, "the API server answers 500 to list pods in namespace 'serving': etcdserver: no leader"),
         (429, "the API server answers 429"),

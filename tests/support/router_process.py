@@ -118,6 +118,11 @@ class RouterProcess:
         assert self._process is not None
         return self._process.wait(STOP_TIMEOUT_S)
 
+    def poll(self) -> int | None:
+        """Its exit code once it has ended."""
+        assert self._process is not None
+        return self._process.poll()
+
     def reconnect(self) -> None:
         """Ask over a new connection from now on."""
         self._connection.close()

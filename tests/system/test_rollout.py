@@ -8,6 +8,8 @@ import asyncio
 import http.client
 import json
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +20,10 @@ from pathlib import Path
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
+from chart import CHART
 from hammer import Hammer
+from replica_process import ReplicaProcess
+from rollout import rollout
 from router_process import RouterProcess
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain
 
@@ -125,3 +130,54 @@ def test_it_is_not_ready_from_the_signal_on_and_serves_on_for_the_delay(tmp_path
         # The second signal does not wait.
         router.signal(signal.SIGINT)
         assert router.wait() == 0
+
+
+@pytest.mark.parametrize("processes", PROCESSES)
+def test_a_client_whose_stream_outlives_the_listener_may_send_one_more_request(tmp_path: Path, processes: int) -> None:
+    """The head of its answer, which was sent before the end began, promised that the connection stays."""
+    with serving(tmp_path, processes) as (router, _):
+        connection = http.client.HTTPConnection("127.0.0.1", router.port, timeout=WAIT_S)
+        connection.request("POST", CHAT, STREAMED)
+        response = connection.getresponse()
+        assert response.getheader("connection") is None
+        router.signal(signal.SIGTERM)
+        assert response.read().count(b"data: ") == PIECES
+        with pytest.raises(ConnectionRefusedError):
+            asked(router.port)
+        connection.request("POST", CHAT, BODY)
+        response = connection.getresponse()
+        assert (response.read(), response.getheader("connection")) == (b"ok", "close")
+        connection.close()
+        assert router.wait() == 0
+
+
+def test_two_routers_are_replaced_one_after_the_other_and_no_stream_breaks(tmp_path: Path) -> None:
+    """The chart's rollout, with shorter times; `python tests/support/rollout.py` has its own, and 200 streams."""
+    values = {"router": {"shutdownDelaySeconds": 3, "drainSeconds": 30}}
+    found, opened, took = rollout(tmp_path, 24, values)
+    assert set(found) == {"whole"} and found["whole"] > 48, found
+    assert opened > 12
+    assert all(3 <= end < 45 for end in took)
+
+
+def test_an_engines_pre_stop_returns_when_no_request_is_left(tmp_path: Path) -> None:
+    hook = CHART / "files" / "wait-until-idle.py"
+    with ReplicaProcess(tmp_path, ["--model", "sim", "--step-ms", "100"]) as replica, ThreadPoolExecutor(1) as thread:
+        host, _, port = replica.endpoints["url"].removeprefix("http://").partition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=WAIT_S)
+        # Ends some seconds after the hook would, were there no request.
+        body = {"model": "sim", "prompt": [1, 2, 3], "max_tokens": 90, "stream": True}
+        connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
+        response = connection.getresponse()
+        response.readline()
+        command = [sys.executable, "-c", hook.read_text(), replica.endpoints["url"]]
+        with subprocess.Popen(command) as waiting:
+            answer = thread.submit(response.read)
+            while waiting.poll() is None:
+                time.sleep(0.1)
+            assert answer.done() and answer.result().endswith(b"data: [DONE]\n\n")
+        assert waiting.returncode == 0
+        connection.close()
+    # Of an engine that is gone nothing is waited for; Kubernetes takes a failed hook for a finished one.
+    gone = subprocess.run(command, capture_output=True, text=True)
+    assert gone.returncode != 0 and "Connection refused" in gone.stderr

@@ -4,65 +4,111 @@
 from __future__ import annotations
 
 import fnmatch
+import json
 import re
 import tomllib
 
 import pytest
+import yaml
 from container_files import COMPOSE, ROOT, SERVICES, dockerfile, last
 
-OUR_IMAGE = SERVICES["router"]["image"]
+ROUTERS = ("router-0", "router-1")
+REPLICAS = ("replica-0", "replica-1", "replica-2")
+ENGINES = ("engine-cpu", "engine-gpu")
+# They post one registration, and end.
+REGISTRATIONS = ("registration-cpu", "registration-gpu")
+ENGINE_DOCKERFILE = (ROOT / "deploy/engine/Dockerfile").read_text()
+OUR_IMAGE = SERVICES["router-0"]["image"]
 
 
 def test_every_image_is_pinned() -> None:
     images = [step.words()[0] for step in dockerfile() if step.name == "FROM"]
     images += [service["image"] for service in SERVICES.values()]
+    images += re.findall(r"^ARG \w+=(\S+)", ENGINE_DOCKERFILE, re.MULTILINE)
+    images += [value for name in ENGINES for value in SERVICES[name]["build"].get("args", {}).values()]
     for name in images:
-        assert re.fullmatch(r"[a-z0-9./-]+:\d+\.\d+\.\d+(-[a-z0-9.-]+)?", name), name
+        assert re.fullmatch(r"[a-z0-9./-]+:v?\d+\.\d+\.\d+(-[a-z0-9.-]+)?", name), name
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert OUR_IMAGE.endswith(f":{version}")
+    assert f"ARG ROUTER={OUR_IMAGE}\n" in ENGINE_DOCKERFILE
+    assert ENGINE_DOCKERFILE.count(f"hybrid_kv_router-{version}.dist-info") == 2
+    # The chart's engines are the ones that the patch is built into here.
+    chart = yaml.safe_load((ROOT / "deploy/helm/kvrouter/values.yaml").read_text())
+    assert f"ARG VLLM={chart['engine']['image']}\n" in ENGINE_DOCKERFILE
 
 
 def test_one_service_builds_the_image_and_the_others_never_pull_it() -> None:
-    ours = [service for service in SERVICES.values() if service["image"] == OUR_IMAGE]
-    assert len(ours) == 4
-    assert ["build" in service for service in ours].count(True) == 1
-    assert all(service["pull_policy"] in ("build", "never") for service in ours)
+    ours = [name for name, service in SERVICES.items() if service["image"] == OUR_IMAGE]
+    assert set(ours) == {*ROUTERS, *REPLICAS, *REGISTRATIONS}
+    assert [name for name in ours if "build" in SERVICES[name]] == ["router-0"]
+    assert all(SERVICES[name]["pull_policy"] in ("build", "never") for name in ours)
 
 
 @pytest.mark.parametrize("name", SERVICES)
 def test_every_service_is_confined_and_watched(name: str) -> None:
     service = SERVICES[name]
-    user, _, group = service["user"].partition(":")
-    assert int(user) > 0
-    assert int(group) > 0
-    if service["image"] == OUR_IMAGE:
-        assert service["user"] == last("USER").text
-    else:
-        assert "healthcheck" in service
-    # The image's check is the router's; another command needs another.
-    assert ("healthcheck" in service) != (name == "router")
-    assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert service["security_opt"] == ["no-new-privileges:true"]
-    assert service["restart"] == "unless-stopped"
     assert service["mem_limit"]
     assert set(service["logging"]["options"]) == {"max-size", "max-file"}
     assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
-    assert {volume.partition(":")[0] for volume in service.get("volumes", [])} <= set(COMPOSE["volumes"])
+    volumes = [volume.partition(":")[0] for volume in service.get("volumes", [])]
+    assert {volume for volume in volumes if not volume.startswith("./")} <= set(COMPOSE["volumes"])
+    assert all((ROOT / volume).exists() for volume in volumes if volume.startswith("./"))
     assert not {"privileged", "network_mode", "pid", "cap_add", "env_file"} & set(service)
+    # The image's check is the router's; another command needs another.
+    assert ("healthcheck" in service) != (name in ROUTERS)
+    assert service["restart"] == ("on-failure" if name in REGISTRATIONS else "unless-stopped")
+    if name in ENGINES:
+        # vLLM's images run as root and compile what they run.
+        assert service["profiles"] == [name.partition("-")[2]]
+        return
+    user, _, group = service["user"].partition(":")
+    assert int(user) > 0
+    # Grafana's image has its files in root's group.
+    assert int(group) > 0 or name == "grafana"
+    if service["image"] == OUR_IMAGE:
+        assert service["user"] == last("USER").text
+    assert service["read_only"] is True
 
 
-def test_the_router_waits_for_healthy_services_and_only_it_reaches_the_store() -> None:
-    conditions = {name: wanted["condition"] for name, wanted in SERVICES["router"]["depends_on"].items()}
-    assert conditions == dict.fromkeys(set(SERVICES) - {"router"}, "service_healthy")
-    assert {name for name, service in SERVICES.items() if "index" in service["networks"]} == {"valkey", "router"}
+def test_the_routers_wait_for_healthy_services_and_only_they_reach_the_store() -> None:
+    for name in ROUTERS:
+        conditions = {needed: wanted["condition"] for needed, wanted in SERVICES[name]["depends_on"].items()}
+        assert conditions == dict.fromkeys({"valkey", *REPLICAS}, "service_healthy")
+    assert {name for name, service in SERVICES.items() if "index" in service["networks"]} == {"valkey", *ROUTERS}
     assert COMPOSE["networks"]["index"]["internal"] is True
     assert "ports" not in SERVICES["valkey"]
+    assert {name for name, service in SERVICES.items() if "profiles" in service} == {*ENGINES, *REGISTRATIONS}
+
+
+def test_prometheus_scrapes_both_routers_and_grafana_finds_dashboard_and_source() -> None:
+    """What Grafana reads of its provisioning files: https://grafana.com/docs/grafana/latest/administration/provisioning"""
+    config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yaml").read_text())
+    (job,) = config["scrape_configs"]
+    assert job["static_configs"] == [{"targets": [f"{name}:30000" for name in ROUTERS]}]
+    folder, at, _ = SERVICES["prometheus"]["volumes"][0].split(":")
+    assert f"--config.file={at}/prometheus.yaml" in SERVICES["prometheus"]["command"]
+    assert all((ROOT / folder / rules).exists() for rules in config["rule_files"])
+    mounts = dict(reversed(volume.split(":")[:2]) for volume in SERVICES["grafana"]["volumes"])
+    provisioning = ROOT / mounts["/etc/grafana/provisioning"]
+    (source,) = yaml.safe_load((provisioning / "datasources/prometheus.yaml").read_text())["datasources"]
+    assert (source["type"], source["url"], source["isDefault"]) == ("prometheus", "http://prometheus:9090", True)
+    (provider,) = yaml.safe_load((provisioning / "dashboards/kvrouter.yaml").read_text())["providers"]
+    assert provider["type"] == "file"
+    (shown,) = (path for at, path in mounts.items() if at.startswith(provider["options"]["path"]))
+    dashboard = json.loads((ROOT / shown).read_text())
+    # A provisioned dashboard has no number of its own and asks for no inputs: its data source is a variable.
+    assert dashboard["uid"] and dashboard["title"] and dashboard.get("id") is None and "__inputs" not in dashboard
+    variable = next(each for each in dashboard["templating"]["list"] if each["type"] == "datasource")
+    assert variable["query"] == source["type"]
+    used = {target["datasource"]["uid"] for panel in dashboard["panels"] for target in panel.get("targets", [])}
+    assert used <= {f"${{{variable['name']}}}"}
 
 
 def test_what_the_image_writes_outside_of_its_volumes_is_nothing() -> None:
     env = dict(word.split("=", 1) for step in dockerfile() if step.name == "ENV" for word in step.words())
-    assert "volumes" not in SERVICES["router"], "its index is in the other store"
+    assert all("volumes" not in SERVICES[name] for name in ROUTERS), "their index is in the other store"
     assert env["PYTHONDONTWRITEBYTECODE"] == "1"
 
 

@@ -130,12 +130,14 @@ class HttpConnection(asyncio.Protocol):
     # uvicorn's side.
 
     def shutdown(self) -> None:
-        """The server stops: requests that arrived or are arriving are answered, then the connection closes."""
+        """The server stops: requests that arrived or are arriving are answered, then the connection closes. Who was
+        promised with the head of an answer that the connection stays may send one more."""
         self._stops = True
         if self._queue:
-            self._queue[-1].keep_alive = False
-        elif not self._parser.in_message:
-            self._loop.call_later(LAST_REQUEST_S, self._close_idle)
+            is_promised = len(self._queue) == 1 and self._proxied is not None and self._proxied.has_begun
+            self._queue[-1].keep_alive &= is_promised
+        else:
+            self._rest()
 
     # The parser's side.
 
@@ -320,8 +322,12 @@ class HttpConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _rest(self) -> None:
-        """Idles unless there is something to answer or a request comes."""
-        if not self._queue and not self._parser.in_message:
+        """Idles unless there is something to answer or a request comes; not for long where the server stops."""
+        if self._queue or self._parser.in_message:
+            return
+        if self._stops:
+            self._loop.call_later(LAST_REQUEST_S, self._close_idle)
+        else:
             self._deadlines.begin_idling()
 
     def _on_late(self) -> None:

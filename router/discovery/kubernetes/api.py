@@ -172,7 +172,9 @@ class ClusterApi:
             file = self._access.token_file or "no token at all (set kubernetes_token_file)"
             raise ClusterError(f"the API server rejects the credentials (401): it got {file}; give it a valid token")
         if answer.status == HTTPStatus.FORBIDDEN:
-            raise ClusterError(f"the service account may not {verb} {where} (403): apply deploy/kubernetes/rbac.yaml")
+            raise ClusterError(
+                f"the service account may not {verb} {where} (403): give it a Role with get, list and watch of pods"
+            )
         raise ClusterError(f"the API server answers {answer.status} to {verb} {where}: {await _reason(answer)}")
 
 

@@ -1,0 +1,3 @@
+module hybrid-kv-router/llm-d/query
+
+go 1.19
