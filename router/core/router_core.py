@@ -135,7 +135,7 @@ class Core:
             (worker, stream.counts()) for worker, stream in self.registry.streams.items()
         )
 
-        leases = LeaseRounds(store.leases, config.lease_ttl_s, lambda: self.peers.assignment)
+        leases = LeaseRounds(store.leases, token, config.lease_ttl_s, lambda: self.peers.assignment)
         services = StreamServices(
             store=store,
             leases=leases,
