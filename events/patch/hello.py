@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import msgspec
 import zmq
@@ -44,14 +45,16 @@ async def _refuses(endpoint: str) -> bool:
     host, _, port = rest.rpartition(":")
     if scheme != "tcp":
         return False
-    try:
-        loop = asyncio.get_running_loop()
-        transport, _ = await loop.create_connection(asyncio.Protocol, host.strip("[]"), int(port))
-    except ConnectionRefusedError:
-        return True
-    except (OSError, ValueError, OverflowError):
-        return False
-    transport.abort()
+    # As ZMQ connects.
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as connection:
+        connection.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(connection, (host.strip("[]"), int(port)))
+        except ConnectionRefusedError:
+            return True
+        except (OSError, ValueError, OverflowError):
+            return False
     return False
 
 
