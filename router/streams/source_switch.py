@@ -31,7 +31,7 @@ GREET_FIRST_S = 0.25
 GREET_KNOWN_S = 3.0
 
 # While the engine's own topic is followed: how long one look for the patch lasts, and the pauses between them, each
-# PROBE_PAUSE_GROWTH times the one before. A new connection begins again: it may be another life of the engine, with the patch. So the
+# sixteen times the one before. A new connection begins again: it may be another life of the engine, with the patch. So the
 # last pause only bounds how late a patch is found that comes to a running engine.
 PROBE_S = 1.0
 PROBE_PAUSE_FIRST_S = 1.0
