@@ -38,7 +38,7 @@ ENTRIES_PER_READ = 16
 # logs that it reads (LOG_BYTES each in index/store.py), and usually far smaller.
 READ_AHEAD = 4
 # What is followed from now on waits so long for more: a worker that this process is to follow itself is read here for a
-# moment only, and each read that begins anew has a connection of its own.
+# moment only, and to read one more log takes another connection.
 GATHER_S = 0.05
 # Pause before reconnecting: doubled from the first to the last, spread by half so that routers do not return in step.
 RETRY_FIRST_S = 0.05

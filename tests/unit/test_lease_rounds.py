@@ -15,7 +15,7 @@ from kvrouter.router.streams.lease_rounds import LOOKS_PER_TTL, ROUNDS_PER_CYCLE
 
 
 class Leases:
-    """A store with nothing but a router's lease, and what it was asked."""
+    """A store with nothing but a router's lease, and the looks at it."""
 
     def __init__(self) -> None:
         self.count: int | None = None
