@@ -76,6 +76,28 @@ class LeaseLaws:
 
         world.run(body)
 
+    def test_of_two_that_find_a_dead_routers_worker_one_takes_it(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def body(store: IndexStore) -> None:
+            worker = world.worker()
+            assert await take(store, worker, "dead") == Lease("dead", 1)
+            await store.leases.renew("first", 1, 60)
+            lives = store.leases._lives
+
+            async def late(token: str) -> bool:
+                """The other takes the worker between the look and the taking."""
+                found = await lives(token)
+                monkeypatch.undo()
+                assert await take(store, worker, "first") == Lease("first", 2)
+                return found
+
+            monkeypatch.setattr(store.leases, "_lives", late)
+            assert await take(store, worker, "second") is None
+            assert world.raw.get(keys.lease(worker)) == b"first:2"
+
+        world.run(body)
+
     def test_a_router_learns_whether_the_store_has_its_last_renewal(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             key = keys.router_lease("a:\n{b}")

@@ -121,6 +121,21 @@ def test_a_worker_is_taken_when_its_router_renews_no_more_and_lost_once_it_goes_
     run(embedded_url, body)
 
 
+def test_nothing_is_taken_before_the_router_has_a_lease(embedded_url: str) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
+        await one.release()
+        two._rounds = LeaseRounds(one._store.leases, "two", TTL_S, lambda: 0)
+        taking = asyncio.ensure_future(two.take())
+        await asyncio.sleep(TTL_S)
+        assert not taking.done() and raw.get(keys.lease(WORKER)) is None
+        renewing = asyncio.ensure_future(two._rounds.run())
+        await taking
+        assert raw.get(keys.lease(WORKER)) == b"two:2" and raw.exists(keys.router_lease("two"))
+        renewing.cancel()
+
+    run(embedded_url, body)
+
+
 def test_a_lease_that_the_store_lost_is_taken_again_in_place(embedded_url: str) -> None:
     async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         raw.delete(keys.lease(WORKER))
