@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import msgspec
 import zmq
@@ -38,12 +39,43 @@ def reachable(reports: str, requests: str) -> str | None:
     return f"tcp://{host}:{port}"
 
 
+async def _refuses(endpoint: str) -> bool:
+    """Whether connections to this endpoint are refused: nobody listens there. False where that cannot be said."""
+    scheme, _, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    if scheme != "tcp":
+        return False
+    # As ZMQ connects.
+    family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as connection:
+        connection.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(connection, (host.strip("[]"), int(port)))
+        except ConnectionRefusedError:
+            return True
+        except (OSError, ValueError, OverflowError):
+            return False
+    return False
+
+
 async def greet(
-    requests_endpoint: str, *, context: zmq.Context[zmq.Socket[bytes]], timeout_s: float, server_key: str | None = None
+    requests_endpoint: str,
+    *,
+    context: zmq.Context[zmq.Socket[bytes]],
+    timeout_s: float,
+    server_key: str | None = None,
+    waits: bool = True,
 ) -> Hello | None:
     """The answer at this endpoint; None when there is none in time. Raises zmq.ZMQError when it is no address.
 
-    server_key: as Link has it."""
+    server_key: as Link has it. waits: False: not for somebody to listen there, which a ZMQ socket costs ten times as
+    much to find out as a connection that is refused."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            if not waits and await _refuses(requests_endpoint):
+                return None
+    except TimeoutError:
+        return None
     readable = asyncio.Event()
     link = Link(
         context,

@@ -51,7 +51,7 @@ class Link:
             self._configure(settings, receive_hwm, server_key)
             if lasting:
                 self._socket.setsockopt(zmq.HEARTBEAT_IVL, int(settings.ping_s * 1000))
-                self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.ping_s * 3000))
+                self._socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(settings.ping_answer_s * 1000))
                 self._monitor = self._socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED)
             if topic is not None:
                 self._socket.subscribe(topic)

@@ -15,8 +15,10 @@ class LinkSettings(msgspec.Struct, frozen=True, kw_only=True):
     # A larger message is damage; ZMQ drops the connection. 7 million hashes of one step, or token ids of a prompt of 12
     # M tokens.
     max_message_bytes: int = 64 << 20
-    # Seconds between ZMQ's own pings; after three unanswered ones ZMQ closes the connection and opens another.
-    ping_s: float = 5.0
+    # Seconds between ZMQ's own pings, and until the answer to one, without which ZMQ closes the connection and opens
+    # another: later than an engine stands still. A thousand engines are pinged a hundred times a second.
+    ping_s: float = 10.0
+    ping_answer_s: float = 15.0
     reconnect_min_s: float = 0.1
     reconnect_max_s: float = 2.0
 

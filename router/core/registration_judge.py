@@ -16,7 +16,7 @@ from kvrouter.router.workers.provenance import origin_problems
 # Of many workers that come at once, not each is judged: a pause lasts at least this, and so long that judging takes at
 # most this share of the time. A thousand workers take tens of milliseconds.
 JUDGE_PAUSE_S = 0.05
-JUDGE_SHARE = 0.1
+JUDGE_SHARE = 0.03
 
 
 class RegistrationJudge:

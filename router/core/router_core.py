@@ -135,7 +135,7 @@ class Core:
             (worker, stream.counts()) for worker, stream in self.registry.streams.items()
         )
 
-        leases = LeaseRounds(store.leases, config.lease_ttl_s, lambda: self.peers.assignment)
+        leases = LeaseRounds(store.leases, token, config.lease_ttl_s, lambda: self.peers.assignment)
         services = StreamServices(
             store=store,
             leases=leases,
@@ -192,6 +192,8 @@ class Core:
             self._runs["engine_lists"] = self._engines.run
         self._tasks: list[asyncio.Task[None]] = []
         self._segments_counted = (0, 0)
+        # Workers of which a reason is shown that may be over.
+        self._unsettled: set[WorkerKey] = set()
         # Of each server of the store that evicts.
         self._evicting: list[str] = []
 
@@ -222,6 +224,8 @@ class Core:
 
     def _on_members(self, worker: WorkerKey | None) -> None:
         self._names_known = False
+        if worker is not None:
+            self._unsettled.add(worker)
         stream = None if worker is None else self.registry.streams.get(worker)
         url = None if stream is None else stream.registration.url
         # A start loads them all, and then asks them all.
@@ -229,6 +233,7 @@ class Core:
             self._engines.look_soon(url)
 
     def _on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
+        self._unsettled.add(worker)
         if view is None:
             self._feed.of_worker(EventType.STATE, worker, state=UNREGISTERED, credited=False)
 
@@ -379,8 +384,12 @@ class Core:
 
     def _tend_now(self) -> None:
         # Not in `_tend`, where the last stream would be held until it is tended again.
-        for stream in self.registry.streams.values():
-            stream.settle()
+        for worker in list(self._unsettled):
+            stream = self.registry.streams.get(worker)
+            if stream is not None:
+                stream.settle()
+            if stream is None or not stream.view.reason:
+                self._unsettled.discard(worker)
         self._judge.judge_publishers()
         self._history.expire(self._clock())
 

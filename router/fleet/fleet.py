@@ -266,7 +266,7 @@ class Fleet:
         stream = self._make_stream(registration)
         try:
             image = await self._store.load(worker)
-            stream.prepare(image, await self._store.load_copies(worker))
+            stream.prepare(image, {} if image.epoch is None else await self._store.load_copies(worker))
             problem = stream.unreadable(image)
         except StoredValueError as error:
             problem = str(error)

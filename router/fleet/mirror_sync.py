@@ -41,7 +41,8 @@ log = logging.getLogger("kvrouter.following")
 ENTRIES_PER_TURN = 8
 BLOCKS_PER_TURN = 32_768
 
-SWEEP_INTERVAL_S = 0.05
+# Between looks for epochs that ended, whose memory is to be free again.
+SWEEP_INTERVAL_S = 0.25
 # Before a worker that could not be loaded is tried again: doubled from the first to the last.
 RELOAD_FIRST_S = 0.5
 RELOAD_LAST_S = 4.0

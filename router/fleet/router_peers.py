@@ -153,6 +153,9 @@ class RouterPeers:
         now_s = self._clock()
         self._contact.judge(is_refused=bool(self._held.refused))
         silence = self._contact.silence
+        if len(self._held.numbers) == len(self._registry.streams):
+            # All are followed here, as in a process that is alone.
+            return
         unheard = silence and f"{silence}: what the router that follows this worker learns is not known here"
         for stream in self._registry.streams.values():
             if stream.tag not in self._held.numbers:

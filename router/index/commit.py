@@ -165,6 +165,11 @@ class Head(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(head, problem=problem)
 
     @property
+    def written(self) -> tuple[str | None, int | None]:
+        """(epoch, seq) that was committed last. What cannot be read is nothing to go on from."""
+        return (self.epoch, self.seq) if self.problem is None else (None, None)
+
+    @property
     def hides_keys(self) -> bool:
         """Whether it cannot be said which keys the epoch has."""
         return self.problem is not None and self.problem.field in (keys.META_LAYOUT, keys.META_EPOCH, keys.META_PLACES)

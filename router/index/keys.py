@@ -10,6 +10,7 @@ so that no brace, colon, slash or newline in a name can reach another worker's k
 | `kvr:models` | SET | the quoted names of the models that have workers |
 | `kvr:registrations` | STRING | number of changes ever made to the registry: says whether to read it again |
 | `kvr:routers` | HASH | token of each router process -> its heartbeat (`heartbeat.py`) |
+| `kvr:router:TOKEN` | STRING | how often that router process renewed this, its lease; expires |
 | `kvr:claims` | HASH | token of each router process -> the workers that its sources show it (`fleet.py`) |
 | `kvr:loads` | STREAM | what router processes have in flight (`load/messages.py`); trimmed |
 | `kvr:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |
@@ -17,7 +18,7 @@ so that no brace, colon, slash or newline in a name can reach another worker's k
 | `kvr:{tag}:EPOCH:gK:MEDIUM[:OWNER]` | STRING | 8-byte big-endian block hashes resident there at the checkpoint |
 | `kvr:{tag}:EPOCH:copies` | HASH | place text + 8 bytes -> number of copies, only 2 or more |
 | `kvr:{tag}:log` | STREAM | one entry a commit; trimmed, never behind the checkpoint |
-| `kvr:{tag}:lease` | STRING | `token:number` of the process that ingests this worker; expires |
+| `kvr:{tag}:lease` | STRING | `token:number` of the process that ingests this worker |
 """
 
 from __future__ import annotations
@@ -88,6 +89,10 @@ def log(worker: WorkerKey) -> str:
 
 def lease(worker: WorkerKey) -> str:
     return f"kvr:{worker_tag(worker)}:lease"
+
+
+def router_lease(token: str) -> str:
+    return f"kvr:router:{_quoted(token)}"
 
 
 def copies(worker: WorkerKey, epoch: str) -> str:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may write a worker: leases that expire, with numbers that only grow."""
+"""Who may write a worker: leases with numbers that only grow, each valid as long as nobody takes it. Another process
+may once the holder's router has no lease of its own, which expires."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,36 +15,32 @@ from kvrouter.router.index import keys
 from kvrouter.router.index.commit import HEAD_FIELDS, Head, Lease, hset
 from kvrouter.router.index.transactions import Transactions
 from kvrouter.router.redis_client.connection import Connection
-from kvrouter.router.redis_client.errors import ReplyError
+from kvrouter.router.redis_client.errors import ReplyError, StoreError
 from kvrouter.router.redis_client.resp import command
 
 # GET, HMGET.
 _REPLIES_PER_LOOK = 2
+# Workers looked at with one request: about half a millisecond of work when the reply comes.
+LOOKS_PER_REQUEST = 128
 
 
-class Renewal(msgspec.Struct, frozen=True, eq=False):
-    """One worker's part of a request that renews many leases; made once. key: routes it."""
+class LeaseLook(msgspec.Struct, frozen=True, eq=False):
+    """The request that reads who has a worker's lease, and the head of its `meta`; made once. key: routes it."""
 
     key: str
-    look: bytes
-    expire: bytes
+    request: bytes
 
     @classmethod
-    def of(cls, worker: WorkerKey, ttl_s: float) -> Renewal:
-        lease, meta = keys.lease(worker), keys.meta(worker)
-        expire = command("PEXPIRE", lease, _milliseconds(ttl_s))
-        return cls(meta, command("GET", lease) + command("HMGET", meta, *HEAD_FIELDS), expire)
+    def of(cls, worker: WorkerKey) -> LeaseLook:
+        meta = keys.meta(worker)
+        return cls(meta, command("GET", keys.lease(worker)) + command("HMGET", meta, *HEAD_FIELDS))
 
 
-class RenewalBatch(msgspec.Struct, frozen=True, eq=False):
-    """Renewals on one server, which go with one request; made once for many rounds. values: what the leases are where
-    they are held."""
+class Seen(msgspec.Struct, frozen=True):
+    """What a look found. fields: of `meta`, as `Head.of` takes them."""
 
-    key: str
-    values: list[bytes]
-    looks: bytes
-    expires: list[bytes]
-    all_expires: bytes
+    holder: bytes | None
+    fields: list[bytes | None]
 
 
 class Leases:
@@ -51,81 +49,117 @@ class Leases:
     def __init__(self, transactions: Transactions) -> None:
         self._transactions = transactions
 
-    async def take(self, worker: WorkerKey, token: str, ttl_s: float, *, above: int = 0) -> Lease | None:
-        """A new lease for ttl_s from now, in place of an older one of the same token. None: another token has one.
+    # -- of a router
+
+    async def renew(self, token: str, count: int, ttl_s: float) -> int | None:
+        """The lease of router `token` lasts ttl_s from now. Returns the count of its last renewal; None: it had ended,
+        or the store lost it."""
+        key = keys.router_lease(token)
+        orders = command("GET", key) + command("SET", key, count, "PX", _milliseconds(ttl_s))
+        try:
+            before, _ = await self._transactions.servers.on(key, lambda one: one.run(orders, 2), urgent=True)
+            return None if before is None else keys.parse_number(before)
+        except ReplyError as error:
+            if error.code != "WRONGTYPE":
+                raise
+        except ValueError:
+            pass
+        # Another program's value, which the SET replaced.
+        return None
+
+    async def _lives(self, token: str) -> bool:
+        # PTTL is negative where there is no key, and for one that never ends, which no router writes.
+        key = keys.router_lease(token)
+        return int(await self._transactions.reply(key, command("PTTL", key))) > 0
+
+    # -- of a worker
+
+    async def take(self, worker: WorkerKey, token: str, *, above: int = 0) -> tuple[Lease, Head] | None:
+        """A new lease, in place of an older one of the same token or of a router without a lease, and the head of
+        `meta` before it. None: another router has one.
 
         above: the highest number that this process had. A number of above + 1 says that nobody else had the lease
         since, or that the store lost who had."""
-        taken: Lease | None = None
+        taken: tuple[Lease, Head] | None = None
+        other: bytes | None = None
 
         def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
-            nonlocal taken
-            if holder is not None and Lease.token_of(holder) not in (None, token):
+            nonlocal taken, other
+            if holder not in (None, other) and Lease.token_of(holder) not in (None, token):
+                other = holder
                 return False
-            taken = Lease(token, max(head.lease, above) + 1)
+            lease = Lease(token, max(head.lease, above) + 1)
+            taken = lease, head
             return [
-                command("SET", keys.lease(worker), taken.value, "PX", _milliseconds(ttl_s)),
-                hset(keys.meta(worker), {keys.META_LEASE: b"%d" % taken.number}),
+                command("SET", keys.lease(worker), lease.value),
+                hset(keys.meta(worker), {keys.META_LEASE: b"%d" % lease.number}),
             ]
 
-        return taken if await self._transactions.run(worker, write) is None else None
-
-    async def renew(self, worker: WorkerKey, lease: Lease, ttl_s: float) -> Head | None:
-        """What the store holds of the worker, and the lease now ends in ttl_s. None: it was lost, and nothing
-        changed."""
-        return await self._if_leased(worker, lease, command("PEXPIRE", keys.lease(worker), _milliseconds(ttl_s)))
-
-    def batch(self, offers: Sequence[tuple[Lease, Renewal]], most: int) -> list[tuple[list[int], RenewalBatch]]:
-        """The offers as batches of at most `most`, each with the places of its own among them."""
-        servers: dict[object, list[int]] = {}
-        for at, (_, renewal) in enumerate(offers):
-            servers.setdefault(self._transactions.servers.address_of(renewal.key), []).append(at)
-        parts = [ats[first : first + most] for ats in servers.values() for first in range(0, len(ats), most)]
-        return [(part, _batch([offers[at] for at in part])) for part in parts]
-
-    async def renew_all(self, batch: RenewalBatch) -> list[Any] | None:
-        """Renews those that are held still, with two requests. For each, who has the lease now and the fields of `meta`
-        as `Head.of` takes them, one behind the other; None: the server refused a part of the first request.
-
-        No transaction: a lease that ends and is taken by another process between the two gets the time of this one."""
-        count = len(batch.values)
-
-        async def work(connection: Connection) -> list[Any] | None:
-            try:
-                replies = await connection.run(batch.looks, _REPLIES_PER_LOOK * count)
-            except ReplyError:
-                # Of one of many. Whose it is, and what it means, shows when they are renewed one by one.
+        # The second time, in place of what the first found: who has it now began after the look at its router.
+        for _ in range(2):
+            if await self._transactions.run(worker, write) is None:
+                return taken
+            if other is None or await self._lives(Lease.token_of(other) or ""):
                 return None
-            holders, expires, held = replies[::_REPLIES_PER_LOOK], batch.all_expires, count
-            if holders != batch.values:
-                pairs = zip(holders, batch.values, batch.expires, strict=True)
-                ours = [expire for holder, value, expire in pairs if holder == value]
-                expires, held = b"".join(ours), len(ours)
-            if held:
-                await connection.run(expires, held)
-            return replies
+        return None
 
-        return await self._transactions.servers.on(batch.key, work, urgent=True)
+    async def confirm(self, worker: WorkerKey, lease: Lease) -> Head | None:
+        """What the store holds of the worker. None: the lease was lost."""
+        return await self._if_leased(worker, lease)
+
+    async def look(self, looks: Sequence[LeaseLook]) -> list[Seen | StoreError | None]:
+        """What the store holds of many workers, with few requests, in their order. None: the server refused a part of a
+        request, whosever it was."""
+        servers: dict[object, list[int]] = {}
+        for at, one in enumerate(looks):
+            servers.setdefault(self._transactions.servers.address_of(one.key), []).append(at)
+        parts = [
+            ats[first : first + LOOKS_PER_REQUEST]
+            for ats in servers.values()
+            for first in range(0, len(ats), LOOKS_PER_REQUEST)
+        ]
+        found: list[Seen | StoreError | None] = [None] * len(looks)
+
+        async def read(part: list[int]) -> None:
+            try:
+                replies = await self._read([looks[at] for at in part])
+            except StoreError as error:
+                for at in part:
+                    found[at] = error
+                return
+            for at, holder, fields in zip(part, replies[::2], replies[1::2], strict=False):
+                found[at] = Seen(holder, fields)
+
+        await asyncio.gather(*map(read, parts))
+        return found
+
+    async def _read(self, looks: list[LeaseLook]) -> list[Any]:
+        """Empty: the server refused a part of it."""
+        request = b"".join([one.request for one in looks])
+
+        async def work(connection: Connection) -> list[Any]:
+            return await connection.run(request, _REPLIES_PER_LOOK * len(looks))
+
+        try:
+            return await self._transactions.servers.on(looks[0].key, work, urgent=True)
+        except ReplyError:
+            # Of one of many. Whose it is, and what it means, shows when each is looked at by itself.
+            return []
 
     async def release(self, worker: WorkerKey, lease: Lease) -> bool:
         """Gives the lease back, if it still counts."""
         return await self._if_leased(worker, lease, command("DEL", keys.lease(worker))) is not None
 
-    async def _if_leased(self, worker: WorkerKey, lease: Lease, order: bytes) -> Head | None:
+    async def _if_leased(self, worker: WorkerKey, lease: Lease, *orders: bytes) -> Head | None:
         seen: Head | None = None
 
         def write(holder: bytes | None, head: Head) -> list[bytes] | bool:
             nonlocal seen
-            seen = head
-            return [order] if holder == lease.value else False
+            seen = head if holder == lease.value else None
+            return list(orders) if orders and seen is not None else False
 
-        return seen if await self._transactions.run(worker, write) is None else None
-
-
-def _batch(offers: list[tuple[Lease, Renewal]]) -> RenewalBatch:
-    expires = [renewal.expire for _, renewal in offers]
-    looks = b"".join([renewal.look for _, renewal in offers])
-    return RenewalBatch(offers[0][1].key, [lease.value for lease, _ in offers], looks, expires, b"".join(expires))
+        done = await self._transactions.run(worker, write)
+        return seen if done is None or not orders else None
 
 
 def _milliseconds(seconds: float) -> int:

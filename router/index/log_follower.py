@@ -37,6 +37,9 @@ ENTRIES_PER_READ = 16
 # Replies read ahead of the consumer; then the follower waits, and the log is the queue. A reply is no larger than the
 # logs that it reads (LOG_BYTES each in index/store.py), and usually far smaller.
 READ_AHEAD = 4
+# What is followed from now on waits so long for more: a worker that this process is to follow itself is read here for a
+# moment only, and to read one more log takes another connection.
+GATHER_S = 0.05
 # Pause before reconnecting: doubled from the first to the last, spread by half so that routers do not return in step.
 RETRY_FIRST_S = 0.05
 RETRY_LAST_S = 2.0
@@ -101,6 +104,9 @@ class _Reader:
         self._positions: dict[str, _Position] = {}  # by the key of the log
         self._connection: Connection | None = None
         self._blocked = False
+        # Which logs are read, and what ends that for others that were added.
+        self._followed: dict[str, _Position] = {}
+        self._gathering: asyncio.TimerHandle | None = None
         self._woken = asyncio.Event()
         self._lost = False
         # False between a failure and the next start.
@@ -110,8 +116,14 @@ class _Reader:
     def add(self, position: _Position) -> None:
         self._positions[keys.log(position.worker)] = position
         self._woken.set()
-        if self._blocked and self._connection is not None:
-            # The read under way does not know this log. Nothing is lost with it: positions move only with replies.
+        if self._blocked and self._gathering is None:
+            self._gathering = asyncio.get_running_loop().call_later(GATHER_S, self._read_anew)
+
+    def _read_anew(self) -> None:
+        self._gathering = None
+        is_behind = any(self._followed.get(log) is not position for log, position in self._positions.items())
+        if is_behind and self._blocked and self._connection is not None:
+            # The read under way does not know some log. Nothing is lost with it: positions move only with replies.
             self._connection.close()
 
     def remove(self, worker: WorkerKey) -> None:
@@ -119,6 +131,8 @@ class _Reader:
 
     async def close(self) -> None:
         self.task.cancel()
+        if self._gathering is not None:
+            self._gathering.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
         if self._connection is not None:
             self._connection.close()
@@ -161,6 +175,7 @@ class _Reader:
         self._woken.clear()
         if not self._positions:
             await self._woken.wait()
+            await asyncio.sleep(GATHER_S)
             return
         if self._connection is None or self._connection.closed:
             self._connection = await self._servers.dedicated(next(iter(self._positions)))
@@ -170,7 +185,7 @@ class _Reader:
                 await self._out.put([(None, StoreBack(self._workers()))])
             if not self._positions:
                 return
-        followed = dict(self._positions)
+        followed = self._followed = dict(self._positions)
         request = command(
             *("XREAD", "COUNT", ENTRIES_PER_READ, "BLOCK", round(BLOCK_S * 1_000), "STREAMS"),
             *followed,

@@ -81,13 +81,12 @@ class Registry:
     async def put(self, worker: WorkerKey, registration: bytes) -> int:
         """Stores what was registered for `worker`, in place of what was there. Returns the version that has it."""
         key = keys.registry(worker.model)
-        await self._servers.run(key, command("HSET", key, keys.registry_field(worker), registration))
-        await self._servers.run(keys.MODELS, command("SADD", keys.MODELS, keys.model_member(worker.model)))
-        return await self._changed()
-
-    async def _changed(self) -> int:
-        """After the change itself: whoever sees the new number sees the change."""
-        (version,) = await self._servers.run(keys.REGISTRATIONS, command("INCR", keys.REGISTRATIONS))
+        *_, version = await self._servers.run_each(
+            (key, command("HSET", key, keys.registry_field(worker), registration)),
+            (keys.MODELS, command("SADD", keys.MODELS, keys.model_member(worker.model))),
+            # Last: whoever sees the new number sees the change.
+            (keys.REGISTRATIONS, command("INCR", keys.REGISTRATIONS)),
+        )
         return int(version)
 
     async def version(self) -> int:
@@ -153,6 +152,6 @@ class Registry:
             (left,) = await self._servers.run(key, command("HLEN", key))
             if left:
                 await self._servers.run(keys.MODELS, command("SADD", keys.MODELS, member))
-        await self._changed()
+        await self._servers.run(keys.REGISTRATIONS, command("INCR", keys.REGISTRATIONS))
         await self._transactions.run(worker, lambda holder, head: [unlink_all(worker, head)])
         return bool(dropped)

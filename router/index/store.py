@@ -228,6 +228,4 @@ class IndexStore:
             fields = await self._transactions.reply(key, command("HMGET", key, *HEAD_FIELDS))
         except StoredValueError:
             return None, None
-        head = Head.of(key, *fields)
-        # What cannot be read is nothing to go on from.
-        return (head.epoch, head.seq) if head.problem is None else (None, None)
+        return Head.of(key, *fields).written

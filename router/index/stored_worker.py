@@ -38,7 +38,8 @@ async def load_image(transactions: Transactions, worker: WorkerKey) -> WorkerIma
     meta_key, log_key = keys.meta(worker), keys.log(worker)
 
     async def read(connection: Connection) -> WorkerImage:
-        head = await _read_head(connection, meta_key)
+        # Of a new worker that is all; of another it says what to read.
+        head = Head.of(meta_key, *[None] * len(_FIELDS))
         for _ in range(LOAD_ATTEMPTS):
             stored = [keys.residents(worker, head.epoch or "", keys.parse_place(text)) for text in head.places]
             count = head.commits - head.checkpoint + SPARE_ENTRIES

@@ -127,6 +127,12 @@ class Servers:
         """The replies to `commands`, whose keys must share the slot of `key`."""
         return await self.on(key, lambda connection: connection.run(b"".join(commands), len(commands)))
 
+    async def run_each(self, *orders: tuple[str, bytes]) -> list[Any]:
+        """The replies to commands on one key each, done in their order: with one request where there is one server."""
+        if not self.is_cluster:
+            return await self.run(orders[0][0], *(order for _, order in orders))
+        return [reply for key, order in orders for reply in await self.run(key, order)]
+
     async def dedicated(self, key: str) -> Connection:
         """A connection of its own to the server of `key`, for blocking reads; the caller closes it."""
         if self._topology.moves_unseen:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One worker's lease as this process has it, and the commits made under it.
 
-A commit counts only under the lease that the store has now, so a process that stood still and lost its lease changes
-nothing when it goes on. A lease that ended while Redis was away is taken again in place when nobody had it since and
-nothing was lost; else HoldLost, and whoever follows the worker begins again.
+A commit counts only under the lease that the store has now, so a process that stood still while another took the worker
+changes nothing when it goes on. A lease that the store lost is taken again in place when nobody had it since and nothing
+else was lost; else HoldLost, and whoever follows the worker begins again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
 from kvrouter.router.index.checkpoint import Checkpoint
 from kvrouter.router.index.commit import Commit, CommitOutcome, Head, Lease
-from kvrouter.router.index.leases import Renewal
+from kvrouter.router.index.leases import LeaseLook
 from kvrouter.router.index.store import IndexStore
 from kvrouter.router.ingest.net_changes import Hashes
 from kvrouter.router.ingest.pending_commit import PendingCommit
@@ -74,7 +74,7 @@ class LeaseHolder:
         self._tag = keys.worker_tag(worker)
         self._token = token
         self._ttl_s = ttl_s
-        self._renewal = Renewal.of(worker, ttl_s)
+        self._store_look = LeaseLook.of(worker)
         self._metrics = metrics
         self._mine = mine
         self._changed = changed
@@ -91,7 +91,7 @@ class LeaseHolder:
         # Set when a round finds something to do: the worker should change hands, or its lease is in doubt.
         self._called = asyncio.Event()
         self._movable: Callable[[], bool] = _never
-        # `meta` as a round saw it last, and what was written then.
+        # `meta` as a look saw it last, and what was written then.
         self._confirmed: tuple[Written, list[bytes | None]] | None = None
         # Why nothing can be written now, None while it can.
         self.problem: str | None = None
@@ -114,19 +114,22 @@ class LeaseHolder:
         """Wait for the lease. True: nobody else had it since this process did, as far as the store knows."""
         self._rounds.join(self)
         try:
-            lease = await self._take()
+            lease, head = await self._take()
         finally:
             self._rounds.leave(self)
         alone = 0 < self._number == lease.number - 1 and not self._interrupted
         self._interrupted = False
         self._have(lease)
         self._say(None)
-        self._wrote(await self._store.committed(self._worker))
+        self._wrote(await self._stored(head))
         return alone
+
+    async def _stored(self, head: Head) -> Written:
+        """What the store has. head: before the lease was taken, which may have mended it."""
+        return head.written if head.problem is None else await self._store.committed(self._worker)
 
     def _have(self, lease: Lease | None) -> None:
         self._lease = lease
-        self._rounds.offers_changed()
         if lease is None:
             self._held.numbers.pop(self._tag, None)
             self._held.refused.discard(self._tag)
@@ -136,16 +139,16 @@ class LeaseHolder:
     def _wrote(self, written: Written) -> None:
         """What the store has is known."""
         self._written, self._unsure = written, None
-        self._rounds.written()
 
-    async def _take(self) -> Lease:
+    async def _take(self) -> tuple[Lease, Head]:
+        await self._rounds.begun.wait()
         while True:
             if not self._mine():
                 self._called.clear()
                 await self._called.wait()
-            lease = await self._store.leases.take(self._worker, self._token, self._ttl_s, above=self._number)
-            if lease is not None:
-                return lease
+            taken = await self._store.leases.take(self._worker, self._token, above=self._number)
+            if taken is not None:
+                return taken
             await asyncio.sleep(self._ttl_s / LOOKS_PER_TTL)
 
     @property
@@ -170,7 +173,7 @@ class LeaseHolder:
         await self._store.forget(self._worker, self._token)
 
     async def keep(self, movable: Callable[[], bool]) -> None:
-        """Renew until the hold is lost. movable: hand the worker over when it should be another process's."""
+        """Returns when the hold is lost, by raising. movable: hand the worker over when it should be another process's."""
         self._movable = movable
         self._called.clear()
         self._rounds.join(self)
@@ -190,9 +193,9 @@ class LeaseHolder:
                 raise HandedOver("each router process has its share, and this one is another's")
             try:
                 async with self._lock:
-                    await self._renew()
+                    await self._confirm()
             except StoreError as error:
-                self._say_unrenewed(str(error))
+                self._say_unheard(str(error))
 
     def _should_move(self) -> bool:
         return not self._mine() and self._movable()
@@ -205,18 +208,14 @@ class LeaseHolder:
         # One that another process should follow may become movable.
         return mine or self._lease is None
 
-    def offer(self) -> tuple[Lease, Renewal] | None:
+    def offer(self) -> tuple[Lease, LeaseLook] | None:
         """See RoundMember."""
-        return None if self._lease is None else (self._lease, self._renewal)
+        return None if self._lease is None else (self._lease, self._store_look)
 
-    def take_reply(self, lease: Lease, holder: bytes | None, fields: list[bytes | None]) -> bool:
-        """See RoundMember. A write that ended meanwhile may make the reply look wrong, which costs a renewal."""
-        if lease is not self._lease:
-            return False
-        confirmed = holder == lease.value and self._is_confirmed(fields)
-        if not confirmed:
+    def take_reply(self, lease: Lease, holder: bytes | None, fields: list[bytes | None]) -> None:
+        """See RoundMember. A write that ended meanwhile may make the reply look wrong, which costs a request."""
+        if lease is self._lease and not (holder == lease.value and self._is_confirmed(fields)):
             self._called.set()
-        return confirmed
 
     def doubt(self, lease: Lease) -> None:
         """See RoundMember."""
@@ -227,7 +226,7 @@ class LeaseHolder:
         if self._confirmed == (self._written, fields):
             return True
         head = Head.of(keys.meta(self._worker), *fields)
-        if head.problem is not None or not self._is_ours((head.epoch, head.seq)):
+        if head.problem is not None or not self._is_ours(head.written):
             return False
         self._confirmed = (self._written, fields)
         return True
@@ -235,21 +234,21 @@ class LeaseHolder:
     def take_failure(self, lease: Lease, reason: str) -> None:
         """See RoundMember."""
         if lease is self._lease:
-            self._say_unrenewed(reason)
+            self._say_unheard(reason)
 
-    def _say_unrenewed(self, reason: str) -> None:
+    def _say_unheard(self, reason: str) -> None:
         if self.problem is None:
-            log.warning("lease not renewed", extra={"worker": self._worker, "reason": reason})
+            log.warning("lease not confirmed", extra={"worker": self._worker, "reason": reason})
         self._say(reason)
 
-    async def _renew(self) -> None:
+    async def _confirm(self) -> None:
         assert self._lease is not None
-        head = await self._store.leases.renew(self._worker, self._lease, self._ttl_s)
+        head = await self._store.leases.confirm(self._worker, self._lease)
         if head is None:
             await self._regain()
         elif head.problem is not None:
             self._lose("unreadable", str(head.problem))
-        elif not self._is_ours((head.epoch, head.seq)):
+        elif not self._is_ours(head.written):
             self._lose("data_lost", "Redis lost commits of this worker")
 
     def _is_ours(self, stored: Written) -> bool:
@@ -257,17 +256,18 @@ class LeaseHolder:
         return stored in (self._written, self._unsure)
 
     async def _regain(self) -> None:
-        """Take the lease again that ended, if nobody had it since and the store is where we left it."""
-        lease = await self._store.leases.take(self._worker, self._token, self._ttl_s, above=self._number)
-        if lease is None:
+        """Take the lease again that the store lost, if nobody had it since and the store is where we left it."""
+        taken = await self._store.leases.take(self._worker, self._token, above=self._number)
+        if taken is None:
             self._lose("taken", ELSEWHERE)
-        assert lease is not None
+        assert taken is not None
+        lease, head = taken
         alone = lease.number == self._number + 1
         self._have(lease)
         if not alone:
             self._interrupted = True
             self._lose("taken", "another router process followed this worker meanwhile; beginning again from Redis")
-        if not self._is_ours(await self._store.committed(self._worker)):
+        if not self._is_ours(await self._stored(head)):
             self._lose("data_lost", "Redis lost commits of this worker")
         log.warning("lease regained", extra={"worker": self._worker})
 

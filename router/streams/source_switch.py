@@ -31,13 +31,12 @@ GREET_FIRST_S = 0.25
 GREET_KNOWN_S = 3.0
 
 # While the engine's own topic is followed: how long one look for the patch lasts, and the pauses between them, each
-# four times the one before. A new connection begins again: it may be another life of the engine, with the patch. So the
-# last pause only bounds how late a patch is found that comes to a running engine, and a look costs a millisecond, which
-# a thousand workers pay.
+# sixteen times the one before. A new connection begins again: it may be another life of the engine, with the patch. So the
+# last pause only bounds how late a patch is found that comes to a running engine.
 PROBE_S = 1.0
 PROBE_PAUSE_FIRST_S = 1.0
 PROBE_PAUSE_LAST_S = 300.0
-PROBE_PAUSE_GROWTH = 4
+PROBE_PAUSE_GROWTH = 16
 
 # A patch silent for so long is given up, and the engine's own topic followed: longer than an engine stalls while it
 # compiles.
@@ -100,9 +99,14 @@ class SourceSwitch:
         endpoints = self._record.endpoints
         if endpoints.patch is None:
             return None
-        timeout_s = GREET_FIRST_S if self._record.ingest.profile.patch.epoch is None else GREET_KNOWN_S
-        context = self._services.context
-        hello = await greet(endpoints.patch, context=context, timeout_s=timeout_s, server_key=endpoints.key)
+        known = self._record.ingest.profile.patch.epoch is not None
+        hello = await greet(
+            endpoints.patch,
+            context=self._services.context,
+            timeout_s=GREET_KNOWN_S if known else GREET_FIRST_S,
+            server_key=endpoints.key,
+            waits=known or endpoints.key is not None,
+        )
         if hello is None:
             return None
         self._record.facts.key_problem = None
@@ -193,7 +197,7 @@ class SourceSwitch:
                 PROBE_PAUSE_FIRST_S if connected.is_set() else min(PROBE_PAUSE_GROWTH * pause_s, PROBE_PAUSE_LAST_S)
             )
             connected.clear()
-            if await greet(patch, context=self._services.context, timeout_s=PROBE_S) is not None:
+            if await greet(patch, context=self._services.context, timeout_s=PROBE_S, waits=False) is not None:
                 raise SourceChanged(f"a patched engine answers at {patch}")
 
     async def _receive(self, subscriber: Subscriber, connected: asyncio.Event) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from index_support import APPLIED, FENCED, GPU, PLACES, STALE, Residency, World, change, checkpoint, held
+from index_support import APPLIED, FENCED, GPU, PLACES, STALE, Residency, World, change, checkpoint, held, take
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.index import keys
@@ -41,7 +41,7 @@ class Router:
     async def take_over(self, world: World) -> None:
         """The lease of another ends, whatever that one was about to write."""
         world.raw.delete(keys.lease(self.worker))
-        lease = await self.store.leases.take(self.worker, self.name, 60, above=self.lease.number)
+        lease = await take(self.store, self.worker, self.name, above=self.lease.number)
         assert lease is not None
         image = await self.store.load(self.worker)
         self.lease, self.epoch, self.seq = lease, image.epoch or "", -1 if image.seq is None else image.seq

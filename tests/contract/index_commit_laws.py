@@ -24,6 +24,7 @@ from index_support import (
     held,
     next_items,
     supervisor,
+    take,
 )
 
 from kvrouter.router.index import keys
@@ -202,6 +203,8 @@ class CommitLaws:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             assert await store.leases.release(worker, ME)
+            for token in ("a", "b"):
+                await store.leases.renew(token, 1, 60)
             leases: set[Lease] = set()
             landed: dict[int, str] = {}
             refused = 0
@@ -209,7 +212,7 @@ class CommitLaws:
             async def owner(token: str) -> None:
                 nonlocal refused
                 while len(landed) < 200:
-                    lease = await store.leases.take(worker, token, 60)
+                    lease = await take(store, worker, token)
                     if lease is None:
                         continue
                     assert lease not in leases

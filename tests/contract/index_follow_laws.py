@@ -32,6 +32,7 @@ from index_support import (
     held,
     next_items,
     supervisor,
+    take,
 )
 
 from kvrouter.router.common.ids import Place, WorkerKey
@@ -340,7 +341,7 @@ class FollowLaws:
             follower.add_image(await store.load(worker))
             await asyncio.sleep(0.01)
             await store.registry.drop(worker)
-            lease = await store.leases.take(worker, "you", 60)
+            lease = await take(store, worker, "you")
             assert lease is not None
             assert await store.open_epoch(worker, "e1", lease) is APPLIED
             (item,) = await next_items(follower, 1)

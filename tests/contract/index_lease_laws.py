@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import Any
 
 import pytest
 from index_support import (
@@ -17,65 +15,142 @@ from index_support import (
     WAIT_S,
     World,
     change,
+    checkpoint,
     held,
+    take,
 )
 
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys
-from kvrouter.router.index.commit import Commit, CommitOutcome, Head, Lease
-from kvrouter.router.index.leases import Renewal
+from kvrouter.router.index.commit import Commit, Head, Lease
+from kvrouter.router.index.leases import LOOKS_PER_REQUEST, LeaseLook, Seen
 from kvrouter.router.index.store import IndexStore
-from kvrouter.router.index.transactions import Transactions
 from kvrouter.router.redis_client.errors import StoreError
-from kvrouter.router.redis_client.resp import command
 
 
 class LeaseLaws:
-    def test_a_lease_has_one_holder_and_ends(self, world: World) -> None:
+    def test_a_worker_has_one_holder_for_as_long_as_its_router_has_a_lease(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = world.worker()
-            first = await store.leases.take(worker, "a", 60)
+            await store.leases.renew("a", 1, 60)
+            first = await take(store, worker, "a")
             assert first == Lease("a", 1)
-            assert await store.leases.take(worker, "b", 60) is None
-            assert await store.leases.renew(worker, Lease("b", 1), 60) is None
+            assert await take(store, worker, "b") is None
+            assert await store.leases.confirm(worker, Lease("b", 1)) is None
             assert not await store.leases.release(worker, Lease("b", 1))
-            assert await store.leases.renew(worker, first, 0.05) is not None
+            assert await store.leases.confirm(worker, first) is not None
+            await store.leases.renew("a", 2, 0.05)
             async with asyncio.timeout(WAIT_S):
-                while (second := await store.leases.take(worker, "b", 60)) is None:
+                while (second := await take(store, worker, "b")) is None:
                     await asyncio.sleep(0.01)
             assert second == Lease("b", 2)
-            assert await store.leases.renew(worker, first, 60) is None
-            assert await store.leases.release(worker, second)
-            assert await store.leases.renew(worker, second, 60) is None
-            assert world.stored_keys() == {keys.meta(worker)}
+            # Also when its router lives again.
+            await store.leases.renew("a", 3, 60)
+            assert await store.leases.confirm(worker, first) is None
+            assert await take(store, worker, "a") == Lease("a", 3)
+            assert await take(store, worker, "b") is None
+            assert await store.leases.release(worker, Lease("a", 3))
+            assert await store.leases.confirm(worker, Lease("a", 3)) is None
+            assert world.stored_keys() == {keys.meta(worker), keys.router_lease("a")}
 
         world.run(body)
 
-    def test_many_leases_are_renewed_together_and_each_answer_is_its_own(self, world: World) -> None:
+    def test_a_process_that_stood_still_past_its_lease_writes_nothing_once_its_worker_is_taken(
+        self, world: World
+    ) -> None:
         async def body(store: IndexStore) -> None:
-            workers = [world.worker() for _ in range(5)]
-            taken = [await store.leases.take(worker, "me", 60) for worker in workers]
+            worker = await world.owned(store)
+            await store.leases.renew("me", 1, 0.05)
+            async with asyncio.timeout(WAIT_S):
+                while world.raw.exists(keys.router_lease("me")):
+                    await asyncio.sleep(0.01)
+            # Nobody wanted it, so nothing was missed.
+            assert await store.commit(Commit(worker, "e1", 0, 0, [change(GPU, (1,))]), ME) is APPLIED
+            assert await take(store, worker, "other") == Lease("other", 2)
+            before = world.snapshot()
+            assert await store.commit(Commit(worker, "e1", 1, 1, [change(GPU, (2,))]), ME) is FENCED
+            assert await store.open_epoch(worker, "e2", ME) is FENCED
+            assert await store.note(worker, "e1", ME, {"state": b"live"}) is FENCED
+            assert await store.checkpoint(checkpoint(worker, "e1", 0, {GPU: {1}}), ME) is FENCED
+            assert world.snapshot() == before
+
+        world.run(body)
+
+    def test_of_two_that_find_a_dead_routers_worker_one_takes_it(
+        self, world: World, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def body(store: IndexStore) -> None:
+            worker = world.worker()
+            assert await take(store, worker, "dead") == Lease("dead", 1)
+            await store.leases.renew("first", 1, 60)
+            lives = store.leases._lives
+
+            async def late(token: str) -> bool:
+                """The other takes the worker between the look and the taking."""
+                found = await lives(token)
+                monkeypatch.undo()
+                assert await take(store, worker, "first") == Lease("first", 2)
+                return found
+
+            monkeypatch.setattr(store.leases, "_lives", late)
+            assert await take(store, worker, "second") is None
+            assert world.raw.get(keys.lease(worker)) == b"first:2"
+
+        world.run(body)
+
+    def test_a_router_learns_whether_the_store_has_its_last_renewal(self, world: World) -> None:
+        async def body(store: IndexStore) -> None:
+            key = keys.router_lease("a:\n{b}")
+
+            async def renew(count: int) -> int | None:
+                return await store.leases.renew("a:\n{b}", count, 60)
+
+            assert await renew(1) is None
+            assert await renew(2) == 1
+            assert 0 < world.raw.pttl(key) <= 60_000
+            saved = world.raw.dump(key)
+            assert await renew(3) == 2
+            world.raw.restore(key, 1_000, saved, replace=True)
+            assert await renew(4) == 2
+            world.raw.delete(key)
+            assert await renew(5) is None
+            world.raw.set(key, "not ours")
+            assert await renew(6) is None
+            world.raw.delete(key)
+            world.raw.rpush(key, "not ours")
+            assert await renew(7) is None
+            assert await renew(8) == 7
+
+        world.run(body)
+
+    def test_a_value_that_no_router_writes_keeps_no_worker(self, world: World) -> None:
+        async def body(store: IndexStore) -> None:
+            worker = world.worker()
+            assert await take(store, worker, "a") == Lease("a", 1)
+            world.raw.set(keys.router_lease("a"), 1)
+            assert await take(store, worker, "b") == Lease("b", 2)
+
+        world.run(body)
+
+    def test_many_workers_are_looked_at_together_and_each_answer_is_its_own(self, world: World) -> None:
+        async def body(store: IndexStore) -> None:
+            workers = [world.worker() for _ in range(LOOKS_PER_REQUEST + 5)]
+            for worker in workers:
+                assert await take(store, worker, "me") == ME
             world.raw.delete(keys.lease(workers[1]))
             world.raw.delete(keys.lease(workers[2]))
-            assert await store.leases.take(workers[2], "other", 60) == Lease("other", 2)
-            offers = [(lease, Renewal.of(worker, 600)) for worker, lease in zip(workers, taken, strict=True) if lease]
-            found: dict[int, tuple[bytes | None, Head]] = {}
-            for places, batch in store.leases.batch(offers, 2):
-                assert len(places) <= 2
-                replies = await store.leases.renew_all(batch)
-                assert replies is not None
-                for place, holder, fields in zip(places, replies[::2], replies[1::2], strict=True):
-                    found[place] = holder, Head.of("", *fields)
-            assert [found[place][0] for place in range(5)] == [b"me:1", None, b"other:2", b"me:1", b"me:1"]
-            assert [found[place][1].lease for place in range(5)] == [1, 1, 2, 1, 1]
-            left_ms = [world.raw.pttl(keys.lease(worker)) for worker in workers]
-            assert left_ms[1] == -2 and left_ms[2] <= 60_000 and min(left_ms[:1] + left_ms[3:]) > 60_000
-            # One that the server refuses makes its request void; each is then renewed by itself.
+            assert await take(store, workers[2], "other") == Lease("other", 2)
+            looks = [LeaseLook.of(worker) for worker in workers]
+            found = [one for one in await store.leases.look(looks) if isinstance(one, Seen)]
+            holders: list[bytes | None] = [ME.value] * len(workers)
+            holders[1:3] = None, b"other:2"
+            assert [one.holder for one in found] == holders
+            assert [Head.of("", *one.fields).lease for one in found] == [1, 1, 2] + [1] * (len(workers) - 3)
+            # One that the server refuses makes its request void; each is then looked at by itself.
             world.raw.delete(keys.lease(workers[0]))
             world.raw.rpush(keys.lease(workers[0]), "not ours")
-            ((_, batch),) = store.leases.batch([(Lease("me", 1), Renewal.of(workers[0], 60))], 2)
-            assert await store.leases.renew_all(batch) is None
-            assert store.leases.batch([], 2) == []
+            assert await store.leases.look(looks[:1]) == [None]
+            assert await store.leases.look([]) == []
 
         world.run(body)
 
@@ -86,14 +161,14 @@ class LeaseLaws:
             worker = await world.owned(store)
             for token in ("other", "me"):
                 world.raw.delete(keys.lease(worker))
-                lease = await store.leases.take(worker, token, 60)
+                lease = await take(store, worker, token)
             assert lease == Lease("me", 3)
             before = world.snapshot()
             stale = Commit(worker, "e1", 0, 0, [change(GPU, (1,))])
             assert await store.commit(stale, ME) is FENCED
             assert await store.open_epoch(worker, "e2", ME) is FENCED
             assert await store.note(worker, "e1", ME, {"state": b"live"}) is FENCED
-            assert await store.leases.renew(worker, ME, 60) is None
+            assert await store.leases.confirm(worker, ME) is None
             assert not await store.forget(worker, "other")
             assert world.snapshot() == before
             assert await store.commit(stale, lease) is APPLIED
@@ -106,29 +181,8 @@ class LeaseLaws:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
             world.raw.flushall()
-            assert await store.leases.take(worker, "me", 60, above=ME.number) == Lease("me", 2)
+            assert await take(store, worker, "me", above=ME.number) == Lease("me", 2)
             assert await store.open_epoch(worker, "e1", ME) is FENCED
-
-        world.run(body)
-
-    def test_a_lease_that_ends_between_check_and_exec_fences(self, world: World) -> None:
-        async def body(store: IndexStore) -> None:
-            worker = await world.owned(store)
-            assert await store.leases.renew(worker, ME, 0.2) is not None
-            seen: list[bytes | None] = []
-
-            def write(holder: bytes | None, head: Any) -> list[bytes] | CommitOutcome:
-                seen.append(holder)
-                if holder != ME.value:
-                    return FENCED
-                time.sleep(0.3)
-                return [command("SADD", keys.residents(worker, "e1", GPU), "12345678")]
-
-            before = world.snapshot()
-            assert await Transactions(store.servers).run(worker, write) is FENCED
-            assert seen == [ME.value, None]
-            before.pop(keys.lease(worker), None)
-            assert world.snapshot() == before
 
         world.run(body)
 
@@ -173,7 +227,7 @@ class LeaseLaws:
             await store.registry.put(two, b"b")
             await store.registry.put(one, b"c")
             assert (await store.registry.load())[0] == {one: b"c", two: b"b"}
-            assert await store.leases.take(one, "me", 60) == ME
+            assert await take(store, one, "me") == ME
             assert await store.open_epoch(one, "e", ME) is APPLIED
             assert await store.commit(Commit(one, "e", 0, 0, [change(GPU, (1,))], [(GPU, 1, 2)]), ME) is APPLIED
             assert await store.registry.drop(one)
@@ -193,7 +247,7 @@ class LeaseLaws:
             assert (await store.registry.load())[0] == {worker: b"%d" % number for number, worker in enumerate(workers)}
             for number, worker in enumerate(workers[::5]):
                 epoch, place = HOSTILE[number % len(HOSTILE)], Place(number, "A:" + worker.model, worker.worker_id)
-                assert await store.leases.take(worker, "me", 60) == ME
+                assert await take(store, worker, "me") == ME
                 assert await store.open_epoch(worker, epoch, ME) is APPLIED
                 commit = Commit(worker, epoch, 0, 0, [change(place, (number,))], [(place, number, 2)])
                 assert await store.commit(commit, ME) is APPLIED

@@ -65,6 +65,12 @@ def supervisor() -> TaskSupervisor:
     return TaskSupervisor(clock=time.monotonic, rng=random.Random(1))
 
 
+async def take(store: IndexStore, worker: WorkerKey, token: str, *, above: int = 0) -> Lease | None:
+    """The lease alone."""
+    taken = await store.leases.take(worker, token, above=above)
+    return None if taken is None else taken[0]
+
+
 class World:
     """A flushed store, and a raw client to look into it."""
 
@@ -102,7 +108,7 @@ class World:
     async def owned(self, store: IndexStore, epoch: str = "e1") -> WorkerKey:
         """A worker with the lease ME and an epoch."""
         worker = self.worker()
-        assert await store.leases.take(worker, "me", 60) == ME
+        assert await take(store, worker, "me") == ME
         assert await store.open_epoch(worker, epoch, ME) is APPLIED
         return worker
 

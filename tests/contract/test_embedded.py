@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import redis
+from index_support import take
 
 from kvrouter.router.common.errors import SettingError
 from kvrouter.router.common.ids import Place, WorkerKey
@@ -188,7 +189,7 @@ def test_a_killed_server_comes_back_with_its_data(tmp_path: Path) -> None:
 def test_a_follower_is_told_when_the_server_came_back_without_its_last_entries(tmp_path: Path) -> None:
     async def body(server: EmbeddedStore) -> None:
         store = await IndexStore.open(server.url)
-        lease = await store.leases.take(WORKER, "me", 60)
+        lease = await take(store, WORKER, "me")
         assert lease is not None
         assert await store.open_epoch(WORKER, "e", lease) is CommitOutcome.APPLIED
         commit = Commit(WORKER, "e", 0, 0, [ResidencyDelta(GPU, np.arange(3, dtype=np.uint64), np.empty(0, np.uint64))])

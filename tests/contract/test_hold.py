@@ -26,7 +26,7 @@ WORKER = WorkerKey("m", "held")
 WAIT_S = 15.0
 TTL_S = 0.4
 
-Body = Callable[[LeaseHolder, LeaseHolder, Any], Awaitable[None]]
+Body = Callable[[LeaseHolder, LeaseHolder, Any, asyncio.Task[None]], Awaitable[None]]
 
 
 def flush(epoch: str, seq: int, *, opens: bool = False) -> PendingCommit:
@@ -36,15 +36,18 @@ def flush(epoch: str, seq: int, *, opens: bool = False) -> PendingCommit:
 
 
 def run(url: str, body: Body) -> None:
-    """`body` with two processes' holds on one worker, the first of which has it and wrote batch 0, and a raw client."""
+    """`body` with two processes' holds on one worker, the first of which has it and wrote batch 0, a raw client, and
+    the task that renews the first's lease."""
 
     async def main() -> None:
         raw = redis.Redis.from_url(url)
         raw.flushall()
         store = await IndexStore.open(url)
-        rounds = LeaseRounds(store.leases, TTL_S, lambda: 0)
+        renewing: list[asyncio.Task[None]] = []
 
         def hold(token: str) -> LeaseHolder:
+            rounds = LeaseRounds(store.leases, token, TTL_S, lambda: 0)
+            renewing.append(asyncio.ensure_future(rounds.run()))
             metrics = StreamMetrics(MetricRegistry())
             return LeaseHolder(
                 WORKER,
@@ -58,15 +61,15 @@ def run(url: str, body: Body) -> None:
                 changed=lambda problem: None,
             )
 
-        renewing = asyncio.ensure_future(rounds.run())
         try:
             async with asyncio.timeout(WAIT_S):
                 one, two = hold("one"), hold("two")
                 assert not await one.take()
                 await one.write(flush("e", 0, opens=True))
-                await body(one, two, raw)
+                await body(one, two, raw, renewing[0])
         finally:
-            renewing.cancel()
+            for task in renewing:
+                task.cancel()
             await store.close()
             raw.close()
 
@@ -74,7 +77,7 @@ def run(url: str, body: Body) -> None:
 
 
 def test_writes_that_the_store_lost_are_noticed_while_nothing_is_written(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         await one.write(flush("e", 1))
         # What a promoted replica may look like: the lease is there, the last commit is not.
         raw.hset(keys.meta(WORKER), "seq", 0)
@@ -85,12 +88,10 @@ def test_writes_that_the_store_lost_are_noticed_while_nothing_is_written(embedde
 
 
 def test_writes_that_the_store_lost_are_noticed_though_its_last_reply_comes_again(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         kept = asyncio.ensure_future(one.keep(lambda: True))
-        renewals = left_ms = 0
-        while renewals < 3:
-            before, left_ms = left_ms, raw.pttl(keys.lease(WORKER))
-            renewals += left_ms > before > 0
+        renewals = int(raw.get(keys.router_lease("one")))
+        while int(raw.get(keys.router_lease("one"))) < renewals + 3:
             await asyncio.sleep(0.005)
         saved = raw.dump(keys.meta(WORKER))
         await one.write(flush("e", 1))
@@ -101,8 +102,42 @@ def test_writes_that_the_store_lost_are_noticed_though_its_last_reply_comes_agai
     run(embedded_url, body)
 
 
-def test_a_lease_that_ended_is_taken_again_in_place(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
+def test_a_worker_is_taken_when_its_router_renews_no_more_and_lost_once_it_goes_on(embedded_url: str) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, renewing: asyncio.Task[None]) -> None:
+        taking = asyncio.ensure_future(two.take())
+        await asyncio.sleep(3 * TTL_S)
+        assert not taking.done()
+        renewing.cancel()
+        assert not await taking
+        stored = raw.hgetall(keys.meta(WORKER))
+        with pytest.raises(LeaseLost, match="another router"):
+            await one.write(flush("e", 1))
+        assert raw.hgetall(keys.meta(WORKER)) == stored
+        again = asyncio.ensure_future(one._rounds.run())
+        with pytest.raises(LeaseLost, match="another router"):
+            await one.keep(lambda: True)
+        again.cancel()
+
+    run(embedded_url, body)
+
+
+def test_nothing_is_taken_before_the_router_has_a_lease(embedded_url: str) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
+        await one.release()
+        two._rounds = LeaseRounds(one._store.leases, "two", TTL_S, lambda: 0)
+        taking = asyncio.ensure_future(two.take())
+        await asyncio.sleep(TTL_S)
+        assert not taking.done() and raw.get(keys.lease(WORKER)) is None
+        renewing = asyncio.ensure_future(two._rounds.run())
+        await taking
+        assert raw.get(keys.lease(WORKER)) == b"two:2" and raw.exists(keys.router_lease("two"))
+        renewing.cancel()
+
+    run(embedded_url, body)
+
+
+def test_a_lease_that_the_store_lost_is_taken_again_in_place(embedded_url: str) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         raw.delete(keys.lease(WORKER))
         await one.write(flush("e", 1))
         assert raw.hget(keys.meta(WORKER), "seq") == b"1"
@@ -111,8 +146,8 @@ def test_a_lease_that_ended_is_taken_again_in_place(embedded_url: str) -> None:
     run(embedded_url, body)
 
 
-def test_a_lease_that_is_kept_outlives_its_time(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
+def test_a_lease_stays_while_its_router_renews(embedded_url: str) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         kept = asyncio.ensure_future(one.keep(lambda: True))
         ended = asyncio.get_running_loop().time() + 3 * TTL_S
         seq = 0
@@ -127,8 +162,8 @@ def test_a_lease_that_is_kept_outlives_its_time(embedded_url: str) -> None:
     run(embedded_url, body)
 
 
-def test_a_lease_that_ended_while_nothing_was_written_is_taken_again_in_place(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
+def test_a_lease_that_was_lost_while_nothing_was_written_is_taken_again_in_place(embedded_url: str) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         kept = asyncio.ensure_future(one.keep(lambda: True))
         raw.delete(keys.lease(WORKER))
         while raw.get(keys.lease(WORKER)) != b"one:2":
@@ -140,7 +175,7 @@ def test_a_lease_that_ended_while_nothing_was_written_is_taken_again_in_place(em
 
 
 def test_a_lease_that_another_has_is_given_up_while_nothing_is_written(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         raw.delete(keys.lease(WORKER))
         assert not await two.take()
         with pytest.raises(LeaseLost, match="another router"):
@@ -150,7 +185,7 @@ def test_a_lease_that_another_has_is_given_up_while_nothing_is_written(embedded_
 
 
 def test_a_lease_that_is_no_lease_is_taken_again(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         kept = asyncio.ensure_future(one.keep(lambda: True))
         raw.delete(keys.lease(WORKER))
         raw.rpush(keys.lease(WORKER), "not ours")
@@ -163,7 +198,7 @@ def test_a_lease_that_is_no_lease_is_taken_again(embedded_url: str) -> None:
 
 
 def test_a_lease_that_another_had_meanwhile_is_not(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         raw.delete(keys.lease(WORKER))
         assert not await two.take()
         await two.release()
@@ -180,7 +215,7 @@ def test_a_lease_that_another_had_meanwhile_is_not(embedded_url: str) -> None:
 
 
 def test_a_share_of_another_is_handed_over_where_that_loses_nothing(embedded_url: str) -> None:
-    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any) -> None:
+    async def body(one: LeaseHolder, two: LeaseHolder, raw: Any, _: asyncio.Task[None]) -> None:
         one._mine = lambda: False
         kept = asyncio.ensure_future(one.keep(lambda: False))
         await asyncio.sleep(TTL_S)

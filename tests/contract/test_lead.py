@@ -175,7 +175,8 @@ def test_a_lost_lease_ends_the_lead(server: StoreServer, engine: FakeEngine) -> 
             number = int(server.client.hget(keys.meta(WORKER), keys.META_LEASE)) + 1
             # Another router took the worker, and says of it what this one does not know.
             server.client.hset(keys.meta(WORKER), keys.META_LEASE, number)
-            server.client.set(keys.lease(WORKER), f"{SECOND}:{number}", px=6_000)
+            server.client.set(keys.router_lease(SECOND), 1, px=6_000)
+            server.client.set(keys.lease(WORKER), f"{SECOND}:{number}")
             await until(lambda: "follows this worker" in status(core).reason, "the loss is not noticed")
             row = status(core)
             assert row.state == "suspect"
@@ -219,7 +220,7 @@ def test_what_a_dead_router_left_is_in_doubt_until_proven(life: str, server: Sto
             left = {key: server.client.dump(key) for key in server.client.scan_iter("kvr:*")}
         for key, value in left.items():
             server.client.restore(key, 0, value, replace=True)
-        server.client.pexpire(keys.lease(WORKER), 1_000)
+        server.client.pexpire(keys.router_lease(FIRST), 1_000)
         assert server.client.hget(keys.meta(WORKER), "state") == b"live"
         if life == "another":
             engine.restart()

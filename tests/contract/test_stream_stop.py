@@ -54,7 +54,7 @@ def test_a_hold_lost_while_stopping_does_not_keep_it_going(stops: bool, embedded
             budget_bytes=1 << 24,
         )
         held = HeldWorkers()
-        rounds = LeaseRounds(store.leases, 1.0, lambda: 0)
+        rounds = LeaseRounds(store.leases, "t", 1.0, lambda: 0)
         services = StreamServices(
             store=store,
             leases=rounds,

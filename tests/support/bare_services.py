@@ -31,7 +31,7 @@ def bare_services(clock: Callable[[], float], http: Any = None) -> StreamService
     rng = random.Random(1)
     return StreamServices(
         store=cast(Any, None),
-        leases=LeaseRounds(cast(Any, None), 1.0, lambda: 0),
+        leases=LeaseRounds(cast(Any, None), "t", 1.0, lambda: 0),
         held=HeldWorkers(),
         turns=IngestTurns(),
         token="t",

@@ -46,7 +46,7 @@ main()
 # As docs/how-to/hardening.md has it.
 RIGHTS = (
     "resetkeys ~kvr:* resetchannels -@all +info +cluster|slots +select +multi +exec +watch +unwatch +get +set +del +unlink "
-    "+pexpire +hset +hsetnx +hget +hmget +hgetall +hdel +hlen +sadd +srem +smembers +xadd +xread +xrevrange +incr +incrby"
+    "+pttl +hset +hsetnx +hget +hmget +hgetall +hdel +hlen +sadd +srem +smembers +xadd +xread +xrevrange +incr +incrby"
 )
 
 

@@ -43,7 +43,8 @@ def test_a_lost_lease_is_noticed_and_survived(
         assert store.get(keys.lease(worker)) is not None
         # As a router takes it: a lease without a number is none.
         number = store.hincrby(keys.meta(worker), keys.META_LEASE)
-        store.set(keys.lease(worker), f"another-router:{number}", px=5_000)
+        store.set(keys.router_lease("another-router"), 1, px=5_000)
+        store.set(keys.lease(worker), f"another-router:{number}")
         # Whoever has it is not heard, so what this router knew is in doubt.
         row = until(router, lambda row: "no router follows this worker" in row["reason"])
         assert row["state"] == "suspect"

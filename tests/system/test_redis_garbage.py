@@ -177,6 +177,7 @@ def test_a_bad_value_of_a_worker_that_nobody_follows_is_named_and_loaded_when_it
         wait_well(one, ENGINES)
         residency = rows(one)[SPOILED]["residency"]
     # As if another router followed it.
+    client.set("kvr:router:another", 1, ex=3_600)
     client.set(LEASE, "another:999999")
     saved = {key: client.dump(key) for key in client.scan_iter(f"{TAG}:*", count=1000)}
     HEADS["seq"](client)

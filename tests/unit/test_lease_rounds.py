@@ -1,33 +1,59 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When holders are looked at: once under each assignment, and again and again while one waits to hand its worker over."""
+"""When holders are looked at: once under each assignment, and again and again while one waits to hand its worker over.
+When the store is looked at for them: for some in turn, for all where something may have been missed."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, cast
 
-from kvrouter.router.streams.lease_rounds import LOOKS_PER_TTL, LeaseRounds
+from kvrouter.router.index.commit import Lease
+from kvrouter.router.index.leases import LOOKS_PER_REQUEST, LeaseLook, Seen
+from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
+from kvrouter.router.streams.lease_rounds import LOOKS_PER_TTL, ROUNDS_PER_CYCLE, LeaseRounds
 
 
 class Leases:
-    def batch(self, offers: list[Any], most: int) -> list[Any]:
-        assert not offers
-        return []
+    """A store with nothing but a router's lease, and the looks at it."""
+
+    def __init__(self) -> None:
+        self.count: int | None = None
+        self.away = False
+        self.looks: list[list[LeaseLook]] = []
+
+    async def renew(self, token: str, count: int, ttl_s: float) -> int | None:
+        if self.away:
+            raise StoreUnavailable("away")
+        before, self.count = self.count, count
+        return before
+
+    async def look(self, looks: Sequence[LeaseLook]) -> list[Seen | StoreError | None]:
+        self.looks.append(list(looks))
+        return [Seen(b"t:1", [])] * len(looks)
 
 
 class Member:
-    """Without a lease."""
-
-    def __init__(self) -> None:
+    def __init__(self, lease: Lease | None = None) -> None:
         self.looks = 0
         self.settled = True
+        self.lease = lease
+        self.failures = 0
+        self.request = cast(Any, self)
 
     def look(self) -> bool:
         self.looks += 1
         return self.settled
 
-    def offer(self) -> None:
-        return None
+    def offer(self) -> tuple[Lease, LeaseLook] | None:
+        return None if self.lease is None else (self.lease, cast(Any, self))
+
+    def take_reply(self, lease: Lease, holder: bytes | None, fields: list[bytes | None]) -> None:
+        assert holder == lease.value
+
+    def take_failure(self, lease: Lease, reason: str) -> None:
+        assert reason == "away"
+        self.failures += 1
 
 
 TTL_S = 0.02
@@ -36,7 +62,7 @@ WAIT_S = 10.0
 
 def test_members_are_looked_at_once_under_each_assignment() -> None:
     assignment = 0
-    rounds = LeaseRounds(cast(Any, Leases()), TTL_S, lambda: assignment)
+    rounds = LeaseRounds(cast(Any, Leases()), "t", TTL_S, lambda: assignment)
     still, moving = Member(), Member()
 
     async def look() -> None:
@@ -66,5 +92,43 @@ def test_members_are_looked_at_once_under_each_assignment() -> None:
         await look()
         assert (still.looks, late.looks) == (3, 1)
         running.cancel()
+
+    asyncio.run(main())
+
+
+def test_the_store_is_looked_at_in_turns_and_wholly_where_something_may_have_been_missed() -> None:
+    async def main() -> None:
+        leases = Leases()
+        rounds = LeaseRounds(cast(Any, leases), "t", TTL_S, lambda: 0)
+        members = [Member(Lease("t", 1)) for _ in range(2 * LOOKS_PER_REQUEST * ROUNDS_PER_CYCLE + 3)]
+        for member in members:
+            rounds.join(cast(Any, member))
+
+        async def renew(times: int = 1) -> list[list[Member]]:
+            leases.looks.clear()
+            for _ in range(times):
+                await rounds._renew()
+            return cast(Any, list(leases.looks))
+
+        assert not rounds.begun.is_set()
+        assert await renew() == [members]
+        assert rounds.begun.is_set()
+        for _ in range(2):
+            cycle = await renew(ROUNDS_PER_CYCLE)
+            # Each once, and no round has much more than another.
+            assert [member for part in cycle for member in part] == members
+            assert max(map(len, cycle)) <= 2 * LOOKS_PER_REQUEST + 1
+        for lost in (None, leases.count - 1 if leases.count else 0):
+            leases.count = lost
+            assert await renew() == [members]
+            assert len((await renew())[0]) < len(members)
+        leases.away = True
+        assert await renew() == [] and {member.failures for member in members} == {1}
+        leases.away = False
+        assert await renew() == [members]
+        # Some leave, and no turn is empty.
+        for member in members[5:]:
+            rounds.leave(cast(Any, member))
+        assert await renew(2) == [members[:5]] * 2
 
     asyncio.run(main())

@@ -151,9 +151,16 @@ def test_greet_returns_the_hello_or_none_in_time(context: Context, run: Any) -> 
             hello = await greet(reporter.requests_endpoint, context=context, timeout_s=PATIENCE_S)
             assert hello is not None
             assert (hello.epoch, hello.reports) == (reporter.epoch, reporter.reports_endpoint)
+            assert hello == await greet(reporter.requests_endpoint, context=context, timeout_s=PATIENCE_S, waits=False)
             reporter.mute = True
-            assert await greet(reporter.requests_endpoint, context=context, timeout_s=0.05) is None
+            for waits in (True, False):
+                endpoint = reporter.requests_endpoint
+                assert await greet(endpoint, context=context, timeout_s=0.05, waits=waits) is None
         assert await greet(reporter.requests_endpoint, context=context, timeout_s=0.05) is None
+        async with asyncio.timeout(PATIENCE_S):
+            # Nobody listens there now.
+            endpoint = reporter.requests_endpoint
+            assert await greet(endpoint, context=context, timeout_s=60 * PATIENCE_S, waits=False) is None
         with pytest.raises(zmq.ZMQError):
             await greet("nonsense", context=context, timeout_s=1)
         task = asyncio.create_task(greet(reporter.requests_endpoint, context=context, timeout_s=60))
