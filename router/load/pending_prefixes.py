@@ -81,10 +81,13 @@ class PendingPrefixes:
 
     def settle(self, worker: WorkerKey, names: Sequence[int], ends_s: float) -> None:
         """Its first token came: the engine's events take over at `ends_s`."""
+        if not self._expiry_s:
+            return
+        get = self._expiry_s.get
         for name in names:
-            known = self._expiry_s.get(name)
-            if known is not None and worker in known:
-                known[worker] = min(known[worker], ends_s)
+            known = get(name)
+            if known is not None and known.get(worker, ends_s) > ends_s:
+                known[worker] = ends_s
 
     def tokens(self, names: Sequence[int], step_tokens: int, num_tokens: int, now: float) -> dict[WorkerKey, int]:
         """How far the prompt's beginning is on its way into each worker's cache, in tokens; one is always to be
