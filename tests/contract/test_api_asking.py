@@ -329,7 +329,8 @@ def test_an_end_says_the_same_on_the_short_way(core: TinyCore, method: str, part
 
 def test_with_a_key_no_end_goes_the_short_way(core: TinyCore) -> None:
     app, _ = build(core, api_key="secret")
-    call(app, "POST", "/select_and_reserve", {"model": "m", "token_ids": [1], "selection_id": "mine"})
+    body, key = {"model": "m", "token_ids": [1], "selection_id": "mine"}, {"authorization": "Bearer secret"}
+    assert call(app, "POST", "/select_and_reserve", body, headers=key).status == 200
     sent = b"DELETE /reservations/mine HTTP/1.1\r\nHost: x\r\n\r\n"
     assert asyncio.run(exchange(app, sent, hang_up=True)).startswith(b"HTTP/1.1 401 ")
 
