@@ -11,19 +11,19 @@ cpdef void spread(const uint64_t[::1] hashes, uint64_t[::1] out) noexcept nogil
 @cython.final
 cdef class OrderedSlots:
     cdef uint64_t[::1] words
-    cdef readonly int64_t width, used, homes, end
+    cdef readonly int64_t width, used, lines, line_slots, end
     cdef int64_t most
     cdef double max_load
 
     cpdef int64_t bytes(self) noexcept
-    cpdef int64_t homes_for(self, int64_t count)
+    cpdef int64_t lines_for(self, int64_t count)
     cdef int64_t home(self, uint64_t key) noexcept nogil
 
-    @cython.locals(width=int64_t, end=int64_t, i=int64_t)
-    cdef int64_t end_with(self, int64_t homes) noexcept nogil
+    @cython.locals(width=int64_t, line_slots=int64_t, end=int64_t, i=int64_t, home=int64_t)
+    cdef int64_t end_with(self, int64_t lines) noexcept nogil
 
-    @cython.locals(width=int64_t, end=int64_t, i=int64_t, k=int64_t)
-    cdef void copy_to(self, uint64_t[::1] new, int64_t homes) noexcept nogil
+    @cython.locals(width=int64_t, line_slots=int64_t, end=int64_t, i=int64_t, k=int64_t, home=int64_t)
+    cdef void copy_to(self, uint64_t[::1] new, int64_t lines) noexcept nogil
 
     @cython.locals(width=int64_t, last=int64_t, i=int64_t)
     cdef int64_t find(self, uint64_t key) noexcept nogil
@@ -34,8 +34,8 @@ cdef class OrderedSlots:
     @cython.locals(slot=int64_t)
     cdef int64_t place(self, uint64_t key) except? -1
 
-    @cython.locals(width=int64_t, free=int64_t, at=int64_t)
-    cdef void open(self, int64_t slot) noexcept nogil
+    @cython.locals(words=uint64_t[::1], rest=uint64_t, following=uint64_t, beside=uint64_t)
+    cdef void insert(self, int64_t slot, uint64_t key) noexcept nogil
 
     @cython.locals(width=int64_t, at=int64_t, k=int64_t)
     cdef void remove(self, int64_t slot) noexcept nogil

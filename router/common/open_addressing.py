@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open addressing in order: entries by 64-bit hash in one array, sorted, with free slots between.
 
-An entry's home is in proportion to its key; where that is taken it moves on, in order of the keys. So a search ends at
-the first greater key and stays short in an array that is nine tenths full, and an array grows in one pass from front to
-back, in small steps. Keys are `spread` hashes, of which the hash can be had again. Compiled, see `setup.py`.
+An entry's home is a line of the processor's cache, in proportion to its key; where that is full it moves on, in order
+of the keys. So a search ends at the first greater key, in an array that is 85 % full mostly in its first line, and an
+array grows in one pass from front to back, in small steps. Keys are `spread` hashes, of which the hash can be
+had again. Compiled, see `setup.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ U64 = NDArray[np.uint64]
 
 # A growth moves every entry, front to back: eight times an entry's life in a table that only grows.
 GROWTH = 1.125
-# Slots behind the last home that are free after growing: entries whose homes are the last ones move on into them.
+# Slots behind the last line that are free after growing: entries whose home it is move on into them.
 TAIL_SLOTS = 16
+LINE_WORDS = 8
 
 _LOW32 = 0xFFFFFFFF
 # Odd 32-bit multipliers (golden ratio; xxHash's PRIME32_2): products stay below 2**64, so plain numpy does not warn.
@@ -51,59 +53,72 @@ def hashes_of(keys: U64) -> U64:
     return high
 
 
-class OrderedSlots:
-    """words: uint64, `width` of them a slot. The first is the entry's key; a slot whose last is 0 is free, so with
-    width 1 there is no entry of key 0. homes: how many slots are somebody's home. end: behind the last slot that was
-    ever taken in this array, and free."""
+def lined_zeros(count: int) -> U64:
+    """That many words; the first is at the start of a line of the processor's cache."""
+    room = np.zeros(count + LINE_WORDS, np.uint64)
+    start = (-room.ctypes.data // 8) % LINE_WORDS
+    return room[start : start + count]
 
-    def __init__(self, width: int, homes: int, max_load: float) -> None:
+
+class OrderedSlots:
+    """words: uint64, `width` of them a slot, 1 or 2. The first is the entry's key; a slot whose last is 0 is free, so with
+    width 1 there is no entry of key 0. lines: how many are somebody's home. end: behind the last slot that was ever
+    taken in this array, and free."""
+
+    def __init__(self, width: int, slots: int, max_load: float) -> None:
+        """slots: at first, a multiple of what a line has."""
         self.width = width
+        self.line_slots = LINE_WORDS // width
         self.max_load = max_load
         self.used = 0
         self.words = np.zeros(0, np.uint64)
-        self.homes = self.most = self.end = 0
-        self.lay_out(homes)
+        self.lines = self.most = self.end = 0
+        self.lay_out(slots // self.line_slots)
 
     def bytes(self) -> int:
         return int(self.words.shape[0] * 8)
 
-    def homes_for(self, count: int) -> int:
-        """How many homes there are to be for this many entries more."""
+    def lines_for(self, count: int) -> int:
+        """How many lines there are to be for this many entries more."""
         if self.used + count <= self.most:
-            return int(self.homes)
-        return max(int((self.used + count) / self.max_load) + 1, int(self.homes * GROWTH))
+            return int(self.lines)
+        slots = int((self.used + count) / self.max_load) + 1
+        return max(slots // self.line_slots + 1, int(self.lines * GROWTH))
 
     def reserve(self, count: int) -> None:
         """Room for this many entries more."""
-        homes = self.homes_for(count)
-        if homes != self.homes:
-            self.lay_out(homes)
+        lines = self.lines_for(count)
+        if lines != self.lines:
+            self.lay_out(lines)
 
-    def lay_out(self, homes: int) -> None:
-        """Move all entries into an array with this many homes."""
-        end = max(self.end_with(homes), homes)
+    def lay_out(self, lines: int) -> None:
+        """Move all entries into an array with this many lines."""
+        slots = lines * self.line_slots
+        end = max(self.end_with(lines), slots)
         # As many free slots at the end again as entries moved on into: who makes that many does not pay each time.
-        new = np.zeros((2 * end - homes + TAIL_SLOTS) * self.width, np.uint64)
-        self.copy_to(new, homes)
-        self.words, self.homes, self.end = new, homes, end
-        self.most = int(homes * self.max_load)
+        new = lined_zeros((2 * end - slots + TAIL_SLOTS) * self.width)
+        self.copy_to(new, lines)
+        self.words, self.lines, self.end = new, lines, end
+        self.most = int(slots * self.max_load)
 
     def home(self, key: np.uint64) -> int:
-        return int(((key >> 32) * self.homes) >> 32)
+        return int((((key >> 32) * self.lines) >> 32) * self.line_slots)
 
-    def end_with(self, homes: int) -> int:
-        """Behind the last entry, in an array with this many homes."""
-        width, end = self.width, 0
+    def end_with(self, lines: int) -> int:
+        """Behind the last entry, in an array with this many lines."""
+        width, line_slots, end = self.width, self.line_slots, 0
         for i in range(self.end):
             if self.words[i * width + width - 1] != 0:
-                end = max(end, ((self.words[i * width] >> 32) * homes) >> 32) + 1
-        return int(end)
+                home = int((((self.words[i * width] >> 32) * lines) >> 32) * line_slots)
+                end = max(end, home) + 1
+        return end
 
-    def copy_to(self, new: U64, homes: int) -> None:
-        width, end = self.width, 0
+    def copy_to(self, new: U64, lines: int) -> None:
+        width, line_slots, end = self.width, self.line_slots, 0
         for i in range(self.end):
             if self.words[i * width + width - 1] != 0:
-                end = max(end, ((self.words[i * width] >> 32) * homes) >> 32)
+                home = int((((self.words[i * width] >> 32) * lines) >> 32) * line_slots)
+                end = max(end, home)
                 for k in range(width):
                     new[end * width + k] = self.words[i * width + k]
                 end += 1
@@ -127,22 +142,29 @@ class OrderedSlots:
         if self.has(slot, key):
             return slot
         if self.used >= self.most or (self.end + 2) * self.width > self.words.shape[0]:
-            self.lay_out(self.homes_for(1))
+            self.lay_out(self.lines_for(1))
             slot = self.find(key)
-        self.open(slot)
-        self.words[slot * self.width] = key
+        self.insert(slot, key)
         return -1 - slot
 
-    def open(self, slot: int) -> None:
-        """Move the entries from `slot` on to the next free one by one."""
-        width, free = self.width, slot
-        while self.words[free * width + width - 1] != 0:
-            free += 1
-        at = free * width
-        while at > slot * width:
-            at -= 1
-            self.words[at + width] = self.words[at]
-        self.end = max(self.end, free + 1)
+    def insert(self, slot: int, key: np.uint64) -> None:
+        """Put an entry with nothing but its key at `slot`, and each that stands in the way a slot further."""
+        words, rest = self.words, 0
+        if self.width == 1:
+            while key != 0:
+                following = words[slot]
+                words[slot] = key
+                key = following
+                slot += 1
+        else:
+            while True:
+                following, beside = words[2 * slot], words[2 * slot + 1]
+                words[2 * slot], words[2 * slot + 1] = key, rest
+                slot += 1
+                if beside == 0:
+                    break
+                key, rest = following, beside
+        self.end = max(self.end, slot)
         self.used += 1
 
     def remove(self, slot: int) -> None:

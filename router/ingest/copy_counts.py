@@ -16,8 +16,8 @@ from kvrouter.router.common.open_addressing import OrderedSlots, hashes_of, spre
 U64 = NDArray[np.uint64]
 U16 = NDArray[np.uint16]
 
-# A search at this load looks at five keys on average, which are 40 bytes.
-MAX_LOAD = 0.9
+# Fuller, a new key would move too many others on.
+MAX_LOAD = 0.85
 MIN_HELD = 256
 MIN_COUNTED = 16
 

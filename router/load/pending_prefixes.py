@@ -68,14 +68,15 @@ class PendingPrefixes:
         """A prompt with these prefixes went there, and counts until then."""
         # The last first: when room is short, a prompt's end is dropped before its start.
         expiry_s = self._expiry_s
+        get, renew = expiry_s.get, expiry_s.move_to_end
         for name in reversed(names):
-            known = expiry_s.get(name)
+            known = get(name)
             if known is None:
                 expiry_s[name] = {worker: ends_s}
                 continue
             if known.get(worker, 0.0) < ends_s:
                 known[worker] = ends_s
-            expiry_s.move_to_end(name)
+            renew(name)
         while len(self._expiry_s) > self._max:
             self._expiry_s.popitem(last=False)
 
@@ -94,8 +95,9 @@ class PendingPrefixes:
         computed."""
         found: dict[WorkerKey, int] = {}
         reached = []
+        get = self._expiry_s.get
         for name in names:
-            known = self._expiry_s.get(name)
+            known = get(name)
             if known is None:
                 break
             reached.append(known)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvrouter.router.common.ids import TIERS, Place, WorkerKey
 from kvrouter.router.common.open_addressing import GROWTH, hashes_of
 from kvrouter.router.kvcache.hit_tables import BANK_BITS
-from kvrouter.router.matching.mirror_table import BYTES_PER_ENTRY, BYTES_PER_RECORD, MAX_SLOTS, MirrorTable
+from kvrouter.router.matching.mirror_table import BYTES_PER_LINE, BYTES_PER_RECORD, MAX_SLOTS, MirrorTable
 
 # Entries, records and cells looked at in one turn of sweeping: about a millisecond, so that answers are not held up.
 SWEEP_BUDGET = 32_768
@@ -64,10 +64,10 @@ class Mirror:
     @property
     def bytes(self) -> int:
         table = self.table
-        return self._bytes(table.slots.homes, table.record_capacity(), table.rows.capacity(), self.slot_count)
+        return self._bytes(table.slots.lines, table.record_capacity(), table.rows.capacity(), self.slot_count)
 
-    def _bytes(self, homes: int, records: int, rows: int, slots: int) -> int:
-        return homes * BYTES_PER_ENTRY + records * BYTES_PER_RECORD + self.table.rows.room_bytes(rows, slots)
+    def _bytes(self, lines: int, records: int, rows: int, slots: int) -> int:
+        return lines * BYTES_PER_LINE + records * BYTES_PER_RECORD + self.table.rows.room_bytes(rows, slots)
 
     @property
     def slot_count(self) -> int:
@@ -163,7 +163,7 @@ class Mirror:
             raise MirrorFull(f"more than {MAX_SLOTS} worker slots: fewer workers, or wait until dead epochs are swept")
         if slot == len(self._slot_records):
             table = self.table
-            self._check_budget(table.slots.homes, table.record_capacity(), table.rows.capacity(), 2 * slot)
+            self._check_budget(table.slots.lines, table.record_capacity(), table.rows.capacity(), 2 * slot)
             self._slot_records = np.concatenate([self._slot_records, np.zeros_like(self._slot_records)])
             self._dead = np.concatenate([self._dead, np.zeros_like(self._dead)])
             self._share_slots()
@@ -177,14 +177,14 @@ class Mirror:
 
     def _make_room(self, count: int) -> None:
         table = self.table
-        homes = table.slots.homes_for(count)
+        lines = table.slots.lines_for(count)
         records = had_records = table.record_capacity()
         room = records - table.records_live
         if room < count:
             records = max(records + count - room, int(records * GROWTH))
-        if (homes, records) != (table.slots.homes, had_records):
-            self._check_budget(homes, records, table.rows.capacity(), self.slot_count)
-            table.resize(homes, records)
+        if (lines, records) != (table.slots.lines, had_records):
+            self._check_budget(lines, records, table.rows.capacity(), self.slot_count)
+            table.resize(lines, records)
         if table.rows.missed:
             self._make_rows()
 
@@ -193,10 +193,10 @@ class Mirror:
         table = self.table
         had = table.rows.capacity()
         rows = max(had + table.rows.missed, int(had * GROWTH))
-        if self._bytes(table.slots.homes, table.record_capacity(), rows, self.slot_count) <= self._budget_bytes:
+        if self._bytes(table.slots.lines, table.record_capacity(), rows, self.slot_count) <= self._budget_bytes:
             table.rows.resize(rows, self.slot_count)
 
-    def _check_budget(self, homes: int, records: int, rows: int, slots: int) -> None:
+    def _check_budget(self, lines: int, records: int, rows: int, slots: int) -> None:
         """Raises MirrorFull."""
-        if self._bytes(homes, records, rows, slots) > self._budget_bytes:
+        if self._bytes(lines, records, rows, slots) > self._budget_bytes:
             raise MirrorFull(f"the mirror's budget of {self._budget_bytes} bytes is spent: raise mirror_budget_bytes")

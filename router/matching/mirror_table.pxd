@@ -6,7 +6,7 @@ from kvrouter.router.common.open_addressing cimport OrderedSlots, spread
 from kvrouter.router.matching.holder_rows cimport HolderRows
 
 cdef int64_t TILE_HASHES
-cdef uint64_t _LOW16, _LOW32, _END, _ROW
+cdef uint64_t _LOW16, _LOW32, _END, _ROW, _LINE
 
 cdef int64_t slot_of(uint64_t record) noexcept nogil
 
@@ -73,7 +73,7 @@ cdef class MirrorTable:
     cdef int64_t sweep_list(self, int64_t index) noexcept nogil
 
     @cython.locals(
-        words=uint64_t[::1], records=uint64_t[::1], keys=uint64_t[::1], firsts=uint64_t[::1], homes=uint64_t, h=int64_t,
+        words=uint64_t[::1], records=uint64_t[::1], keys=uint64_t[::1], firsts=uint64_t[::1], lines=uint64_t, h=int64_t,
         key=uint64_t, i=uint64_t, record=uint64_t, row=int32_t, link=uint64_t, has_rows=bint,
     )
     cdef void gather(self, const uint64_t[::1] hashes, const int32_t[::1] row_of_slot, uint16_t[:, ::1] rows)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.common.open_addressing import OrderedSlots, spread
+from kvrouter.router.common.open_addressing import LINE_WORDS, OrderedSlots, spread
 from kvrouter.router.matching.holder_rows import HolderRows
 
 U64 = NDArray[np.uint64]
@@ -19,19 +19,20 @@ U16 = NDArray[np.uint16]
 I32 = NDArray[np.int32]
 
 MIN_CAPACITY = 1024
-# A search at this load looks at three slots on average, which are in one line of the processor's cache or in two.
+# At this load three searches in four end in the first line.
 MAX_LOAD = 0.85
 
 # Hashes with a row that are gathered together: what they need of rows and answer stays in the nearest cache.
 TILE_HASHES = 64
 
-BYTES_PER_ENTRY = 16
+BYTES_PER_LINE = 64
 BYTES_PER_RECORD = 8
 
 _LOW16 = 0xFFFF
 _LOW32 = 0xFFFFFFFF
 # A link to no record.
 _END = 0xFFFFFFFF
+_LINE = LINE_WORDS
 # The lower half of an entry's word where it has a row, whose number is the upper half. No worker has the last slot.
 _ROW = 0xFFFFFFFF
 MAX_SLOTS = 0xFFFF
@@ -71,10 +72,10 @@ class MirrorTable:
     def record_capacity(self) -> int:
         return self.records.shape[0]
 
-    def resize(self, homes: int, records: int) -> None:
-        """An array of entries with this many homes, and room for this many records; no fewer than there are."""
-        if homes != self.slots.homes:
-            self.slots.lay_out(homes)
+    def resize(self, lines: int, records: int) -> None:
+        """An array of entries with this many lines, and room for this many records; no fewer than there are."""
+        if lines != self.slots.lines:
+            self.slots.lay_out(lines)
         if records != self.records.shape[0]:
             grown = np.empty(records, np.uint64)
             grown[: self.records.shape[0]] = self.records
@@ -296,16 +297,16 @@ class MirrorTable:
         if hashes.shape[0] > self.firsts.shape[0]:
             self.keys = np.empty(2 * hashes.shape[0], np.uint64)
             self.firsts = np.empty(2 * hashes.shape[0], np.uint64)
-        # The hottest loops of all. First every home is touched, with nothing that hangs on what is found there, so that
+        # The hottest loops of all. First every line is touched, with nothing that hangs on what is found there, so that
         # the processor waits for all of them at once.
         words, records, keys, firsts = self.slots.words, self.records, self.keys, self.firsts
-        homes = self.slots.homes
+        lines = self.slots.lines
         spread(hashes, keys)
         for h in range(hashes.shape[0]):
-            firsts[h] = words[2 * (((keys[h] >> 32) * homes) >> 32)]
+            firsts[h] = words[(((keys[h] >> 32) * lines) >> 32) * _LINE]
         for h in range(hashes.shape[0]):
             key = keys[h]
-            i = 2 * (((key >> 32) * homes) >> 32)
+            i = (((key >> 32) * lines) >> 32) * _LINE
             while words[i + 1] != 0 and words[i] < key:
                 i += 2
             firsts[h] = words[i + 1] if words[i] == key else 0

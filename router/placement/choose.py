@@ -43,9 +43,7 @@ class Comparison(msgspec.Struct, frozen=True, eq=False):
         said. most: of them."""
         hits, costs, saturated = self.hits, self.found.costs, self.found.saturated
         chosen = self.chosen
-        others = [
-            (i in saturated, costs[i], -hit.gpu, -hit.cpu, i) for i, hit in enumerate(hits) if i != chosen
-        ]
+        others = [(i in saturated, costs[i], -hit.gpu, -hit.cpu, i) for i, hit in enumerate(hits) if i != chosen]
         best = sorted(others) if most is None or most >= len(hits) else nsmallest(most - 1, others)
         return [chosen, *[one[-1] for one in best]]
 

@@ -31,7 +31,8 @@ _IN_PATH = bytes(c < 128 and (chr(c).isalnum() or chr(c) in ".-_~/") for c in ra
 
 
 class PlainHead:
-    """path: as in `paths`, or its own below one of them. content_type, accept: "" where absent. body_start: index in what was read."""
+    """path: as in `paths`, or its own, below. content_type, accept: "" where absent. body_start: index in what was
+    read."""
 
     def __init__(self, method: str, path: str, content_type: str, accept: str, body_start: int) -> None:
         self.method = method
