@@ -19,7 +19,10 @@ GROWTH = 1.125
 # Slots behind the last line that are free after growing: entries whose home it is move on into them.
 TAIL_SLOTS = 16
 LINE_WORDS = 8
+# Lines that are touched ahead: half of the nearest cache.
+TOUCHED_LINES = 256
 
+_LINE = LINE_WORDS
 _LOW32 = 0xFFFFFFFF
 # Odd 32-bit multipliers (golden ratio; xxHash's PRIME32_2): products stay below 2**64, so plain numpy does not warn.
 _MIX1 = 0x9E3779B1
@@ -73,6 +76,7 @@ class OrderedSlots:
         self.used = 0
         self.words = np.zeros(0, np.uint64)
         self.lines = self.most = self.end = 0
+        self.touched = 0
         self.lay_out(slots // self.line_slots)
 
     def bytes(self) -> int:
@@ -122,6 +126,14 @@ class OrderedSlots:
                 for k in range(width):
                     new[end * width + k] = self.words[i * width + k]
                 end += 1
+
+    def touch(self, keys: U64, start: int, end: int) -> None:
+        """Read the homes of keys[start:end], with nothing that hangs on what is found there: so the processor waits for
+        all of them at once, and not for one after another when they are searched."""
+        seen = 0
+        for h in range(start, end):
+            seen ^= self.words[(((keys[h] >> 32) * self.lines) >> 32) * _LINE]
+        self.touched = seen
 
     def find(self, key: np.uint64) -> int:
         """The slot of `key`, or the one that it would take."""

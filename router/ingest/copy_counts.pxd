@@ -12,10 +12,10 @@ cdef class CopyTable:
     cdef OrderedSlots held, counted
     cdef int64_t zeros
 
-    @cython.locals(h=int64_t)
+    @cython.locals(start=int64_t, end=int64_t, h=int64_t)
     cdef void count_up(self, const uint64_t[::1] hashes, uint64_t[::1] keys, uint16_t[::1] now) except *
 
-    @cython.locals(h=int64_t)
+    @cython.locals(start=int64_t, end=int64_t, h=int64_t)
     cdef void count_down(self, const uint64_t[::1] hashes, uint64_t[::1] keys, uint16_t[::1] was) noexcept
 
     @cython.locals(h=int64_t)

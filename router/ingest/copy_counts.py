@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.common.open_addressing import OrderedSlots, hashes_of, spread
+from kvrouter.router.common.open_addressing import TOUCHED_LINES, OrderedSlots, hashes_of, spread
 
 U64 = NDArray[np.uint64]
 U16 = NDArray[np.uint16]
@@ -84,13 +84,19 @@ class CopyTable:
     def count_up(self, hashes: U64, keys: U64, now: U16) -> None:
         """keys: room for those of the hashes."""
         spread(hashes, keys)
-        for h in range(keys.shape[0]):
-            now[h] = self.add_one(keys[h])
+        for start in range(0, keys.shape[0], TOUCHED_LINES):
+            end = min(start + TOUCHED_LINES, keys.shape[0])
+            self.held.touch(keys, start, end)
+            for h in range(start, end):
+                now[h] = self.add_one(keys[h])
 
     def count_down(self, hashes: U64, keys: U64, was: U16) -> None:
         spread(hashes, keys)
-        for h in range(keys.shape[0]):
-            was[h] = self.remove_one(keys[h])
+        for start in range(0, keys.shape[0], TOUCHED_LINES):
+            end = min(start + TOUCHED_LINES, keys.shape[0])
+            self.held.touch(keys, start, end)
+            for h in range(start, end):
+                was[h] = self.remove_one(keys[h])
 
     def count_set(self, hashes: U64, keys: U64, counts: U16) -> None:
         """A count of 0 is passed over."""

@@ -31,7 +31,8 @@ cdef class MirrorTable:
     cdef uint64_t find(self, uint64_t key) noexcept nogil
 
     @cython.locals(
-        records=uint64_t[::1], mask=uint64_t, fresh=uint64_t, most=int64_t, keys=uint64_t[::1], h=int64_t, i=int64_t,
+        records=uint64_t[::1], mask=uint64_t, fresh=uint64_t, most=int64_t, keys=uint64_t[::1], start=int64_t, end=int64_t,
+        h=int64_t, i=int64_t,
         first=uint64_t, holders=int64_t, link=uint64_t, at=uint64_t,
     )
     cpdef void add(self, int64_t slot, int64_t bit, const uint64_t[::1] hashes) except *
@@ -61,7 +62,8 @@ cdef class MirrorTable:
     cdef void drop_record(self, int64_t index, uint64_t before, uint64_t at) noexcept nogil
 
     @cython.locals(
-        records=uint64_t[::1], mask=uint64_t, keys=uint64_t[::1], h=int64_t, i=int64_t, record=uint64_t, before=uint64_t,
+        records=uint64_t[::1], mask=uint64_t, keys=uint64_t[::1], start=int64_t, end=int64_t, h=int64_t, i=int64_t,
+        record=uint64_t, before=uint64_t,
         at=uint64_t,
     )
     cpdef void discard(self, int64_t slot, int64_t bit, const uint64_t[::1] hashes) except *

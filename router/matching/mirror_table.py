@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.common.open_addressing import LINE_WORDS, OrderedSlots, spread
+from kvrouter.router.common.open_addressing import LINE_WORDS, TOUCHED_LINES, OrderedSlots, spread
 from kvrouter.router.matching.holder_rows import HolderRows
 
 U64 = NDArray[np.uint64]
@@ -94,33 +94,36 @@ class MirrorTable:
         most = self.rows.threshold()
         keys = np.empty(hashes.shape[0], np.uint64)
         spread(hashes, keys)
-        for h in range(keys.shape[0]):
-            i = self.slots.place(keys[h])
-            if i < 0:
-                self.slots.words[2 * (-1 - i) + 1] = with_link(fresh, _END)
-                self.count(slot)
-                continue
-            first = self.slots.words[2 * i + 1]
-            if first & _LOW32 != _ROW:
-                if slot_of(first) == slot:
-                    self.slots.words[2 * i + 1] = first | mask
-                    continue
-                holders = 1
-                link = first >> 32
-                while link != _END and slot_of(records[link]) != slot:
-                    link = records[link] >> 32
-                    holders += 1
-                if link != _END:
-                    records[link] |= mask
-                    continue
-                if holders < most or not self.list_to_row(i):
-                    at = self.take_record()
-                    records[at] = with_link(fresh, first >> 32)
-                    self.slots.words[2 * i + 1] = with_link(first, at)
+        for start in range(0, keys.shape[0], TOUCHED_LINES):
+            end = min(start + TOUCHED_LINES, keys.shape[0])
+            self.slots.touch(keys, start, end)
+            for h in range(start, end):
+                i = self.slots.place(keys[h])
+                if i < 0:
+                    self.slots.words[2 * (-1 - i) + 1] = with_link(fresh, _END)
                     self.count(slot)
                     continue
-            if self.rows.add(self.slots.words[2 * i + 1] >> 32, slot, mask):
-                self.count(slot)
+                first = self.slots.words[2 * i + 1]
+                if first & _LOW32 != _ROW:
+                    if slot_of(first) == slot:
+                        self.slots.words[2 * i + 1] = first | mask
+                        continue
+                    holders = 1
+                    link = first >> 32
+                    while link != _END and slot_of(records[link]) != slot:
+                        link = records[link] >> 32
+                        holders += 1
+                    if link != _END:
+                        records[link] |= mask
+                        continue
+                    if holders < most or not self.list_to_row(i):
+                        at = self.take_record()
+                        records[at] = with_link(fresh, first >> 32)
+                        self.slots.words[2 * i + 1] = with_link(first, at)
+                        self.count(slot)
+                        continue
+                if self.rows.add(self.slots.words[2 * i + 1] >> 32, slot, mask):
+                    self.count(slot)
 
     def count(self, slot: int) -> None:
         self.slot_records[slot] += 1
@@ -142,7 +145,7 @@ class MirrorTable:
         return at
 
     def give_back(self, at: int) -> None:
-        """Nobody uses the record any more."""
+        """Nobody uses the record from now on."""
         self.records[at] = with_link(0, self.free_record)
         self.free_record = at
         self.records_live -= 1
@@ -225,31 +228,34 @@ class MirrorTable:
         mask = 1 << bit
         keys = np.empty(hashes.shape[0], np.uint64)
         spread(hashes, keys)
-        for h in range(keys.shape[0]):
-            i = self.slots.find(keys[h])
-            if not self.slots.has(i, keys[h]):
-                continue
-            record = self.slots.words[2 * i + 1]
-            if record & _LOW32 == _ROW:
-                self.drop_cell(i, slot, mask)
-                continue
-            if slot_of(record) == slot:
-                if record & _LOW16 == mask:
-                    self.drop_first(i)
+        for start in range(0, keys.shape[0], TOUCHED_LINES):
+            end = min(start + TOUCHED_LINES, keys.shape[0])
+            self.slots.touch(keys, start, end)
+            for h in range(start, end):
+                i = self.slots.find(keys[h])
+                if not self.slots.has(i, keys[h]):
+                    continue
+                record = self.slots.words[2 * i + 1]
+                if record & _LOW32 == _ROW:
+                    self.drop_cell(i, slot, mask)
+                    continue
+                if slot_of(record) == slot:
+                    if record & _LOW16 == mask:
+                        self.drop_first(i)
+                    else:
+                        self.slots.words[2 * i + 1] = record & ~mask
+                    continue
+                before = _END
+                at = record >> 32
+                while at != _END and slot_of(records[at]) != slot:
+                    before = at
+                    at = records[at] >> 32
+                if at == _END:
+                    continue
+                if records[at] & _LOW16 == mask:
+                    self.drop_record(i, before, at)
                 else:
-                    self.slots.words[2 * i + 1] = record & ~mask
-                continue
-            before = _END
-            at = record >> 32
-            while at != _END and slot_of(records[at]) != slot:
-                before = at
-                at = records[at] >> 32
-            if at == _END:
-                continue
-            if records[at] & _LOW16 == mask:
-                self.drop_record(i, before, at)
-            else:
-                records[at] &= ~mask
+                    records[at] &= ~mask
 
     def sweep(self, start: int, dead_slots: NDArray[np.int64], budget: int) -> int:
         """Drop what dead slots hold in the entries from `start` on, until `budget` entries, records and cells were
@@ -297,13 +303,11 @@ class MirrorTable:
         if hashes.shape[0] > self.firsts.shape[0]:
             self.keys = np.empty(2 * hashes.shape[0], np.uint64)
             self.firsts = np.empty(2 * hashes.shape[0], np.uint64)
-        # The hottest loops of all. First every line is touched, with nothing that hangs on what is found there, so that
-        # the processor waits for all of them at once.
+        # The hottest loops of all.
         words, records, keys, firsts = self.slots.words, self.records, self.keys, self.firsts
         lines = self.slots.lines
         spread(hashes, keys)
-        for h in range(hashes.shape[0]):
-            firsts[h] = words[(((keys[h] >> 32) * lines) >> 32) * _LINE]
+        self.slots.touch(keys, 0, hashes.shape[0])
         for h in range(hashes.shape[0]):
             key = keys[h]
             i = (((key >> 32) * lines) >> 32) * _LINE
