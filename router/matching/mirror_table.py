@@ -38,7 +38,7 @@ _ROW = 0xFFFFFFFF
 MAX_SLOTS = 0xFFFF
 
 
-def slot_of(record: np.uint64) -> int:
+def slot_of(record: np.uint64 | int) -> int:
     return int((record >> 16) & _LOW16)
 
 
@@ -172,7 +172,7 @@ class MirrorTable:
         row = self.slots.words[2 * index + 1] >> 32
         if self.records.shape[0] - self.records_live < self.rows.holders[row] - 1:
             return
-        record = 0
+        record = with_link(0, 0)
         for slot in range(self.rows.slots):
             bits = int(self.rows.cells[row, slot])
             if bits == 0:
@@ -307,7 +307,9 @@ class MirrorTable:
         words, records, keys, firsts = self.slots.words, self.records, self.keys, self.firsts
         lines = self.slots.lines
         spread(hashes, keys)
-        self.slots.touch(keys, 0, hashes.shape[0])
+        # As `touch`, without a call, and into what is written next.
+        for h in range(hashes.shape[0]):
+            firsts[h] = words[(((keys[h] >> 32) * lines) >> 32) * _LINE]
         for h in range(hashes.shape[0]):
             key = keys[h]
             i = (((key >> 32) * lines) >> 32) * _LINE
