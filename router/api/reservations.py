@@ -43,8 +43,7 @@ OneModel = Annotated[str | None, Query(alias="model_name", description="only thi
 def end_here(placing: Placer, method: str, path: str) -> str | None:
     """The route of a request that has ended a reservation of this process, which needs no waiting; None for all
     others, which changed nothing."""
-    _, _, rest = path.partition("/reservations/")
-    selection_id, slash, part = rest.partition("/")
+    selection_id, slash, part = path.removeprefix("/reservations/").partition("/")
     route = f"{RELEASE_ROUTE}{slash}{part}"
     how = ENDINGS.get((method, route))
     return route if how is not None and placing.end_here(selection_id, how) else None

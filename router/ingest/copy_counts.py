@@ -2,8 +2,8 @@
 """How many physical copies of each block one worker holds in one place.
 
 vLLM announces one Stored and one Removed for every copy, so a block is resident until its last copy is gone (a plain
-set was wrong on 82 of 824 probes, docs/reference/wire.md). Invariant: a hash is in the table exactly when its count is
-at least 1. No I/O. Compiled, see `setup.py`.
+set was wrong on 82 of 824 probes, docs/reference/wire.md). Nearly all blocks have one copy: so all are in a set, and
+those that have more are counted beside it. No I/O. Compiled, see `setup.py`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.router.common.open_addressing import close_gap, home
+from kvrouter.router.common.open_addressing import TOUCHED_LINES, OrderedSlots, hashes_of, spread
 
 U64 = NDArray[np.uint64]
 U16 = NDArray[np.uint16]
 
-# As in the mirror: short probes and few bytes an entry.
-MAX_LOAD = 0.8
-GROWTH = 1.5
-MIN_CAPACITY = 1024
+# Fuller, a new key would move too many others on.
+MAX_LOAD = 0.85
+MIN_HELD = 256
+MIN_COUNTED = 16
 
 # A count above this stays there; the removals that follow then reach zero early, which can only under-credit.
 MAX_COPIES = 65_535
@@ -28,102 +28,128 @@ _MOST = MAX_COPIES
 
 
 class CopyTable:
-    """Copies by block hash; 10 bytes an entry over its load. A count of 0 marks a free place."""
+    """Invariant: `held` has the key of each block with a copy, `counted` key and count of each with two or more.
+    8 bytes a block over its load, and 16 for each that is counted. `zeros`: copies of the block whose key is 0, which
+    `held` has no entry for."""
 
     def __init__(self) -> None:
-        self.keys = np.zeros(MIN_CAPACITY, np.uint64)
-        self.counts = np.zeros(MIN_CAPACITY, np.uint16)
-        self.used = 0
+        self.held = OrderedSlots(1, MIN_HELD, MAX_LOAD)
+        self.counted = OrderedSlots(2, MIN_COUNTED, MAX_LOAD)
+        self.zeros = 0
 
     def __len__(self) -> int:
-        return self.used
+        return int(self.held.used) + (self.zeros > 0)
 
     @property
     def bytes(self) -> int:
-        return self.keys.nbytes + self.counts.nbytes
+        return int(self.held.bytes() + self.counted.bytes())
 
     def add_copies(self, hashes: U64) -> U16:
         """One copy more of each hash, in order; returns the new counts: 1 means that it became resident."""
-        self.make_room(len(hashes))
-        now = np.empty(len(hashes), np.uint16)
-        self.count_up(hashes, now)
+        keys, now = np.empty(len(hashes), np.uint64), np.empty(len(hashes), np.uint16)
+        self.count_up(hashes, keys, now)
         return now
 
     def remove_copies(self, hashes: U64) -> U16:
         """One copy less of each hash, in order; returns the old counts: 1 means that it is gone, 0 that it never was
         here."""
-        was = np.empty(len(hashes), np.uint16)
-        self.count_down(hashes, was)
+        keys, was = np.empty(len(hashes), np.uint64), np.empty(len(hashes), np.uint16)
+        self.count_down(hashes, keys, was)
         return was
 
     def set(self, hashes: U64, counts: U16) -> None:
         """Set counts of at least 1, as read back from Redis."""
-        self.make_room(len(hashes))
-        self.count_set(hashes, counts)
+        self.held.reserve(len(hashes))
+        self.count_set(hashes, np.empty(len(hashes), np.uint64), counts)
 
     def hashes(self) -> U64:
         """All hashes with at least one copy, in no order."""
-        return np.compress(np.asarray(self.counts) != 0, np.asarray(self.keys))
+        keys = np.asarray(self.held.words)
+        found = hashes_of(keys[keys != 0])
+        return np.append(found, np.uint64(0)) if self.zeros else found
 
     def multiples(self) -> U64:
         """The hashes with two copies or more, in no order."""
-        return np.compress(np.asarray(self.counts) >= 2, np.asarray(self.keys))
+        return np.fromiter(self.copied(), np.uint64)
 
     def copied(self) -> dict[int, int]:
         """The copies of the hashes that have two or more."""
-        counts = np.asarray(self.counts)
-        several = counts >= 2
-        return dict(zip(np.asarray(self.keys)[several].tolist(), counts[several].tolist(), strict=True))
+        entries = np.asarray(self.counted.words).reshape(-1, 2)
+        entries = entries[entries[:, 1] != 0]
+        copied = dict(zip(hashes_of(entries[:, 0]).tolist(), entries[:, 1].tolist(), strict=True))
+        if self.zeros >= 2:
+            copied[0] = self.zeros
+        return copied
 
-    def make_room(self, count: int) -> None:
-        wanted = int((self.used + count) / MAX_LOAD) + 1
-        if wanted <= len(self.keys):
-            return
-        old_keys, old_counts = self.keys, self.counts
-        capacity = max(wanted, int(len(old_keys) * GROWTH))
-        self.keys = np.zeros(capacity, np.uint64)
-        self.counts = np.zeros(capacity, np.uint16)
-        self.used = 0
-        self.count_set(old_keys, old_counts)
+    def count_up(self, hashes: U64, keys: U64, now: U16) -> None:
+        """keys: room for those of the hashes."""
+        spread(hashes, keys)
+        for start in range(0, keys.shape[0], TOUCHED_LINES):
+            end = min(start + TOUCHED_LINES, keys.shape[0])
+            self.held.touch(keys, start, end)
+            for h in range(start, end):
+                now[h] = self.add_one(keys[h])
 
-    def place_of(self, key: np.uint64) -> int:
-        """Where `key` is, or the free place where it would go."""
-        capacity = self.keys.shape[0]
-        i = home(key, capacity)
-        while self.counts[i] != 0 and self.keys[i] != key:
-            i += 1
-            if i == capacity:
-                i = 0
-        return i
+    def count_down(self, hashes: U64, keys: U64, was: U16) -> None:
+        spread(hashes, keys)
+        for start in range(0, keys.shape[0], TOUCHED_LINES):
+            end = min(start + TOUCHED_LINES, keys.shape[0])
+            self.held.touch(keys, start, end)
+            for h in range(start, end):
+                was[h] = self.remove_one(keys[h])
 
-    def count_up(self, hashes: U64, now: U16) -> None:
-        for h in range(hashes.shape[0]):
-            i = self.place_of(hashes[h])
-            if self.counts[i] == 0:
-                self.keys[i] = hashes[h]
-                self.used += 1
-            if self.counts[i] < _MOST:
-                self.counts[i] += 1
-            now[h] = self.counts[i]
-
-    def count_down(self, hashes: U64, was: U16) -> None:
-        for h in range(hashes.shape[0]):
-            i = self.place_of(hashes[h])
-            was[h] = self.counts[i]
-            if self.counts[i] == 0:
-                continue
-            self.counts[i] -= 1
-            if self.counts[i] == 0:
-                self.used -= 1
-                close_gap(self.keys, self.counts, 0, i)
-
-    def count_set(self, hashes: U64, counts: U16) -> None:
+    def count_set(self, hashes: U64, keys: U64, counts: U16) -> None:
         """A count of 0 is passed over."""
-        for h in range(hashes.shape[0]):
+        spread(hashes, keys)
+        for h in range(keys.shape[0]):
             if counts[h] == 0:
                 continue
-            i = self.place_of(hashes[h])
-            if self.counts[i] == 0:
-                self.keys[i] = hashes[h]
-                self.used += 1
-            self.counts[i] = counts[h]
+            if keys[h] == 0:
+                self.zeros = int(counts[h])
+                continue
+            self.held.place(keys[h])
+            self.count(keys[h], counts[h])
+
+    def add_one(self, key: np.uint64) -> int:
+        """The copies that there are now."""
+        if key == 0:
+            self.zeros = min(self.zeros + 1, _MOST)
+            return self.zeros
+        if self.held.place(key) < 0:
+            return 1
+        copies = min(self.copies(key) + 1, _MOST)
+        self.count(key, copies)
+        return copies
+
+    def remove_one(self, key: np.uint64) -> int:
+        """The copies that there were."""
+        if key == 0:
+            copies = self.zeros
+            self.zeros = max(copies - 1, 0)
+            return copies
+        slot = self.held.find(key)
+        if not self.held.has(slot, key):
+            return 0
+        copies = self.copies(key)
+        if copies == 1:
+            self.held.remove(slot)
+        else:
+            self.count(key, copies - 1)
+        return copies
+
+    def copies(self, key: np.uint64) -> int:
+        """Of a block that is held."""
+        if self.counted.used == 0:
+            return 1
+        slot = self.counted.find(key)
+        return int(self.counted.words[2 * slot + 1]) if self.counted.has(slot, key) else 1
+
+    def count(self, key: np.uint64, copies: int) -> None:
+        """Of a block that is held, its copies from now on."""
+        if copies >= 2:
+            slot = self.counted.place(key)
+            self.counted.words[2 * (slot if slot >= 0 else -1 - slot) + 1] = copies
+            return
+        slot = self.counted.find(key)
+        if self.counted.has(slot, key):
+            self.counted.remove(slot)

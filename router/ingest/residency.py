@@ -25,7 +25,7 @@ MASK_64 = (1 << 64) - 1
 # many as a snapshot may have (events/patch/snapshot_assembly.py), so that one that was taken in always fits.
 MAX_PLACES = 1_024
 
-# As many as a snapshot may have. 0.3 GB here and 0.8 GB in Redis; an offload tier of 2 TB with blocks of 128 KB has 16
+# As many as a snapshot may have. 0.2 GB here and 0.8 GB in Redis; an offload tier of 2 TB with blocks of 128 KB has 16
 # million.
 MAX_BLOCKS = 20_000_000
 

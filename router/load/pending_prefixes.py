@@ -68,31 +68,36 @@ class PendingPrefixes:
         """A prompt with these prefixes went there, and counts until then."""
         # The last first: when room is short, a prompt's end is dropped before its start.
         expiry_s = self._expiry_s
+        get, renew = expiry_s.get, expiry_s.move_to_end
         for name in reversed(names):
-            known = expiry_s.get(name)
+            known = get(name)
             if known is None:
                 expiry_s[name] = {worker: ends_s}
                 continue
             if known.get(worker, 0.0) < ends_s:
                 known[worker] = ends_s
-            expiry_s.move_to_end(name)
+            renew(name)
         while len(self._expiry_s) > self._max:
             self._expiry_s.popitem(last=False)
 
     def settle(self, worker: WorkerKey, names: Sequence[int], ends_s: float) -> None:
         """Its first token came: the engine's events take over at `ends_s`."""
+        if not self._expiry_s:
+            return
+        get = self._expiry_s.get
         for name in names:
-            known = self._expiry_s.get(name)
-            if known is not None and worker in known:
-                known[worker] = min(known[worker], ends_s)
+            known = get(name)
+            if known is not None and known.get(worker, ends_s) > ends_s:
+                known[worker] = ends_s
 
     def tokens(self, names: Sequence[int], step_tokens: int, num_tokens: int, now: float) -> dict[WorkerKey, int]:
         """How far the prompt's beginning is on its way into each worker's cache, in tokens; one is always to be
         computed."""
         found: dict[WorkerKey, int] = {}
         reached = []
+        get = self._expiry_s.get
         for name in names:
-            known = self._expiry_s.get(name)
+            known = get(name)
             if known is None:
                 break
             reached.append(known)

@@ -47,6 +47,8 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
     """Workers of one hash space, and the judge of their hits. Valid for one version of the mirror's places."""
 
     views: tuple[WorkerView, ...]
+    # The text of each worker's state, as an Enum takes its time to say it.
+    states: tuple[str, ...]
     # Of each worker: its spec groups, and by the judge's number of each, what it is as the one that limits a hit.
     spec_groups: tuple[tuple[SpecGroup, ...], ...]
     limiters: tuple[dict[int, Limiter], ...]
@@ -96,7 +98,8 @@ class HashPlan(msgspec.Struct, frozen=True, eq=False):
         for i, first in enumerate(firsts):
             start = judge.spec_start(i)
             limiters.append(limiters[first] if first < i else _limiters(spec_groups[i], start, withheld[i]))
-        return cls(tuple(views), tuple(spec_groups), tuple(limiters), judge, stops_early, segment)
+        states = tuple(view.state.value for view in views)
+        return cls(tuple(views), states, tuple(spec_groups), tuple(limiters), judge, stops_early, segment)
 
 
 def _chunk_hashes(catalog: Catalog) -> int:
@@ -293,9 +296,9 @@ def _adapters_of(question: Question, plan: HashPlan) -> Iterable[tuple[str, str]
 def _hits(plan: HashPlan, found: NDArray[np.int64]) -> list[Hit]:
     """found: of each worker of the plan, as `Judge.judge` returns it."""
     return [
-        Hit(view.worker, gpu, cpu, disk, view.state.value, view.reason, (), limiters.get(limiter), False, covered)
-        for view, limiters, (gpu, cpu, disk, limiter, covered) in zip(
-            plan.views, plan.limiters, found.tolist(), strict=True
+        Hit(view.worker, gpu, cpu, disk, state, view.reason, (), limiters.get(limiter), False, covered)
+        for view, state, limiters, (gpu, cpu, disk, limiter, covered) in zip(
+            plan.views, plan.states, plan.limiters, found.tolist(), strict=True
         )
     ]
 

@@ -13,20 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.common.ids import TIERS, Place, WorkerKey
+from kvrouter.router.common.open_addressing import GROWTH, hashes_of
 from kvrouter.router.kvcache.hit_tables import BANK_BITS
-from kvrouter.router.matching.mirror_table import BYTES_PER_KEY, BYTES_PER_RECORD, MirrorTable
-
-# Table entries: load between MAX_LOAD / KEY_GROWTH and MAX_LOAD. Linear probing stays short below 0.8, and growing by
-# half keeps the bytes of an entry near their minimum at every size.
-MAX_LOAD = 0.8
-KEY_GROWTH = 1.5
-RECORD_GROWTH = 1.25
+from kvrouter.router.matching.mirror_table import BYTES_PER_LINE, BYTES_PER_RECORD, MAX_SLOTS, MirrorTable
 
 # Entries, records and cells looked at in one turn of sweeping: about a millisecond, so that answers are not held up.
 SWEEP_BUDGET = 32_768
 
-# uint16 names a slot.
-MAX_SLOTS = 65_536
 FIRST_SLOTS = 16
 
 
@@ -66,15 +59,15 @@ class Mirror:
     @property
     def entries(self) -> int:
         """(worker, bank, block) in the table, those of dead epochs not yet swept included."""
-        return self.table.entries()
+        return int(self.table.entries)
 
     @property
     def bytes(self) -> int:
         table = self.table
-        return self._bytes(table.key_capacity(), table.record_capacity(), table.rows.capacity(), self.slot_count)
+        return self._bytes(table.slots.lines, table.record_capacity(), table.rows.capacity(), self.slot_count)
 
-    def _bytes(self, keys: int, records: int, rows: int, slots: int) -> int:
-        return keys * BYTES_PER_KEY + records * BYTES_PER_RECORD + self.table.rows.room_bytes(rows, slots)
+    def _bytes(self, lines: int, records: int, rows: int, slots: int) -> int:
+        return lines * BYTES_PER_LINE + records * BYTES_PER_RECORD + self.table.rows.room_bytes(rows, slots)
 
     @property
     def slot_count(self) -> int:
@@ -147,13 +140,13 @@ class Mirror:
         slot = known.slots[index // BANK_BITS]
         out = np.empty(int(self._slot_records[slot]), np.uint64)
         count = self.table.members(slot, index % BANK_BITS, out)
-        return out[:count]
+        return hashes_of(out[:count])
 
     def sweep(self) -> bool:
         """Drop a bounded number of dead records and free slots that have none left; True while more is to do."""
         if not len(self._dead_slots):
             return False
-        start = self._sweep_at if self._sweep_at < self.table.key_capacity() else 0
+        start = self._sweep_at if self._sweep_at < self.table.slots.end else 0
         self._sweep_at = self.table.sweep(start, self._dead_slots, SWEEP_BUDGET)
         swept = self._dead_slots[self._slot_records[self._dead_slots] == 0]
         if len(swept):
@@ -170,7 +163,7 @@ class Mirror:
             raise MirrorFull(f"more than {MAX_SLOTS} worker slots: fewer workers, or wait until dead epochs are swept")
         if slot == len(self._slot_records):
             table = self.table
-            self._check_budget(table.key_capacity(), table.record_capacity(), table.rows.capacity(), 2 * slot)
+            self._check_budget(table.slots.lines, table.record_capacity(), table.rows.capacity(), 2 * slot)
             self._slot_records = np.concatenate([self._slot_records, np.zeros_like(self._slot_records)])
             self._dead = np.concatenate([self._dead, np.zeros_like(self._dead)])
             self._share_slots()
@@ -184,17 +177,14 @@ class Mirror:
 
     def _make_room(self, count: int) -> None:
         table = self.table
-        keys = had_keys = table.key_capacity()
-        wanted = int((table.keys_used + count) / MAX_LOAD) + 1
-        if wanted > keys:
-            keys = max(wanted, int(keys * KEY_GROWTH))
+        lines = table.slots.lines_for(count)
         records = had_records = table.record_capacity()
         room = records - table.records_live
         if room < count:
-            records = max(records + count - room, int(records * RECORD_GROWTH))
-        if (keys, records) != (had_keys, had_records):
-            self._check_budget(keys, records, table.rows.capacity(), self.slot_count)
-            table.resize(keys, records)
+            records = max(records + count - room, int(records * GROWTH))
+        if (lines, records) != (table.slots.lines, had_records):
+            self._check_budget(lines, records, table.rows.capacity(), self.slot_count)
+            table.resize(lines, records)
         if table.rows.missed:
             self._make_rows()
 
@@ -202,11 +192,11 @@ class Mirror:
         """Room for the rows that were missed, unless the budget is spent: without one a block has a list."""
         table = self.table
         had = table.rows.capacity()
-        rows = max(had + table.rows.missed, int(had * RECORD_GROWTH))
-        if self._bytes(table.key_capacity(), table.record_capacity(), rows, self.slot_count) <= self._budget_bytes:
+        rows = max(had + table.rows.missed, int(had * GROWTH))
+        if self._bytes(table.slots.lines, table.record_capacity(), rows, self.slot_count) <= self._budget_bytes:
             table.rows.resize(rows, self.slot_count)
 
-    def _check_budget(self, keys: int, records: int, rows: int, slots: int) -> None:
+    def _check_budget(self, lines: int, records: int, rows: int, slots: int) -> None:
         """Raises MirrorFull."""
-        if self._bytes(keys, records, rows, slots) > self._budget_bytes:
+        if self._bytes(lines, records, rows, slots) > self._budget_bytes:
             raise MirrorFull(f"the mirror's budget of {self._budget_bytes} bytes is spent: raise mirror_budget_bytes")

@@ -42,14 +42,10 @@ class Comparison(msgspec.Struct, frozen=True, eq=False):
         """The places of the cheapest workers, the chosen one first: it is the best whatever chance or another policy
         said. most: of them."""
         hits, costs, saturated = self.hits, self.found.costs, self.found.saturated
-        others = (i for i in range(len(hits)) if i != self.chosen)
-
-        def order(i: int) -> tuple[bool, int, int, int]:
-            return i in saturated, costs[i], -hits[i].gpu, -hits[i].cpu
-
-        if most is None or most >= len(hits):
-            return [self.chosen, *sorted(others, key=order)]
-        return [self.chosen, *nsmallest(most - 1, others, key=order)]
+        chosen = self.chosen
+        others = [(i in saturated, costs[i], -hit.gpu, -hit.cpu, i) for i, hit in enumerate(hits) if i != chosen]
+        best = sorted(others) if most is None or most >= len(hits) else nsmallest(most - 1, others)
+        return [chosen, *[one[-1] for one in best]]
 
     def candidates(self) -> list[Candidate]:
         """All of them, best first."""

@@ -166,9 +166,9 @@ class Reservations:
         if placement is None:
             return False
         if how == PREFILL_COMPLETE:
-            placement.first_token()
+            self.first_token(placement)
         else:
-            placement.done()
+            self.done(placement, None)
         return True
 
     def _forget(self, reservation_ids: Iterable[str], how: str) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import msgspec
@@ -10,8 +11,9 @@ import numpy as np
 import pytest
 
 # pytest's importlib mode leaves sys.path alone.
-from api_support import TinyCore, TinyTokens, build, call, hit
+from api_support import TinyCore, TinyTokens, build, call, exchange, hit
 
+from kvrouter.router.api.http.plain_head import plain_head
 from kvrouter.router.api.http.request import HttpRequest
 from kvrouter.router.common.json_arrays import LONG_BODY_BYTES
 
@@ -302,6 +304,35 @@ def test_an_end_says_the_same_whether_the_reservation_is_here_or_not(core: TinyC
     counted = registry.get_sample_value("kvrouter_requests_total", {"path": route, "code": "200"})
     assert counted == 2 + (part == "/prefill_complete")
     assert registry.get_sample_value("kvrouter_requests_total", {"path": route, "code": "404"}) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "part"), [("POST", "/prefill_complete"), ("POST", "/output_block"), ("DELETE", "")], ids=str
+)
+@pytest.mark.parametrize("length", ["Content-Length: 2\r\n\r\n{}", "\r\n"], ids=["body", "bare"])
+def test_an_end_says_the_same_on_the_short_way(core: TinyCore, method: str, part: str, length: str) -> None:
+    app, registry = build(core)
+    for name, status in (("mine", b"200 OK"), ("other", b"404 Not Found"), ("mine/more", b"404 Not Found")):
+        line = f"{method} /reservations/{name}{part} HTTP/1.1\r\nHost: x\r\n"
+        short = f"{line}{length}".encode()
+        is_short = plain_head(short, app.plain_paths, app.plain_below, 1_000) is not None
+        assert is_short == (method == "DELETE" or "{}" in length)
+        answers = []
+        for sent in (short, f"{line}X-Unknown: 1\r\n{length}".encode()):
+            call(app, "POST", "/select_and_reserve", {"model": "m", "token_ids": [1], "selection_id": "mine"})
+            answers.append(asyncio.run(exchange(app, sent, hang_up=True)))
+        assert answers[0].startswith(b"HTTP/1.1 " + status)
+        assert answers[0].partition(b"\r\n\r\n")[2] == answers[1].partition(b"\r\n\r\n")[2]
+    route = f"/reservations/{{selection_id}}{part}"
+    assert registry.get_sample_value("kvrouter_requests_total", {"path": route, "code": "200"}) == 2
+
+
+def test_with_a_key_no_end_goes_the_short_way(core: TinyCore) -> None:
+    app, _ = build(core, api_key="secret")
+    body, key = {"model": "m", "token_ids": [1], "selection_id": "mine"}, {"authorization": "Bearer secret"}
+    assert call(app, "POST", "/select_and_reserve", body, headers=key).status == 200
+    sent = b"DELETE /reservations/mine HTTP/1.1\r\nHost: x\r\n\r\n"
+    assert asyncio.run(exchange(app, sent, hang_up=True)).startswith(b"HTTP/1.1 401 ")
 
 
 def test_an_end_here_needs_no_task(core: TinyCore) -> None:

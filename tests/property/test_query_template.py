@@ -32,7 +32,8 @@ VIEWS = st.builds(view, NAMES, st.integers(0, 3), st.sampled_from(StreamState), 
 
 
 def table_of(judged: list[WorkerView], none: list[tuple[WorkerView, str]], found: list[list[int]]) -> HitTable:
-    plan = HashPlan(tuple(judged), (), ({},) * len(judged), cast(Any, None), True, 1)
+    states = tuple(view.state.value for view in judged)
+    plan = HashPlan(tuple(judged), states, (), ({},) * len(judged), cast(Any, None), True, 1)
     return HitTable(plan, np.array(found, np.int64).reshape(len(judged), 5), tuple(none))
 
 

@@ -12,6 +12,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvrouter.router.common import open_addressing
 from kvrouter.router.common.ids import CPU, GPU, Place, WorkerKey
 from kvrouter.router.ingest.copy_counts import CopyTable
 from kvrouter.router.ingest.net_changes import NetChanges
@@ -22,13 +23,27 @@ from kvrouter.router.matching.mirror_table import MIN_CAPACITY
 BUDGET_BYTES = 1 << 26
 
 
+# Of hashes that all want one of the last places of their table.
+LAST_PLACES = 3001
+
+
 def hashes_of(draw: random.Random, most: int, span: int) -> np.ndarray:
     # Repeats and neighbours on purpose: they collide.
-    return np.array([draw.randrange(span) for _ in range(draw.randrange(most))], np.uint64)
+    hashes = np.array([draw.randrange(span) for _ in range(draw.randrange(most))], np.uint64)
+    return open_addressing.hashes_of(~hashes) if span == LAST_PLACES else hashes
+
+
+@settings(max_examples=examples(100))
+@given(hashes=st.lists(st.integers(0, 2**64 - 1)))
+def test_a_hash_is_had_again_from_its_key(hashes: list[int]) -> None:
+    keys = np.empty(len(hashes), np.uint64)
+    open_addressing.spread(np.array(hashes, np.uint64), keys)
+    assert open_addressing.hashes_of(keys).tolist() == hashes
+    assert (keys == 0).tolist() == [block_hash == 0 for block_hash in hashes]
 
 
 @settings(max_examples=examples(25))
-@given(seed=st.integers(0, 2**32), span=st.sampled_from([40, 3000, 2**63]))
+@given(seed=st.integers(0, 2**32), span=st.sampled_from([40, 3000, LAST_PLACES, 2**63]))
 def test_mirror_equals_sets(seed: int, span: int) -> None:
     draw = random.Random(seed)
     workers = [WorkerKey("m", f"w{i}") for i in range(3)]
@@ -112,7 +127,7 @@ def test_blocks_that_many_workers_hold_equal_sets(seed: int, count: int) -> None
         mirror.forget(worker)
     while mirror.sweep():
         pass
-    assert mirror.entries == mirror.table.keys_used == 0
+    assert mirror.entries == mirror.table.slots.used == 0
 
 
 def test_without_room_for_rows_blocks_have_lists() -> None:
@@ -155,7 +170,7 @@ def test_rows_of_blocks_that_are_gone_are_used_again(has_spare_records: bool) ->
         for worker in workers:
             mirror.discard(worker, place, hashes)
         mirror.discard(workers[0], place, others)
-        assert not mirror.entries and not mirror.table.keys_used
+        assert not mirror.entries and not mirror.table.slots.used
     assert rows[1:] == rows[1:2] * 7
 
 
@@ -220,7 +235,7 @@ def test_a_full_mirror_refuses_and_keeps_what_it_has() -> None:
 
 
 @settings(max_examples=examples(40))
-@given(seed=st.integers(0, 2**32), span=st.sampled_from([30, 2000, 2**63]))
+@given(seed=st.integers(0, 2**32), span=st.sampled_from([30, 2000, LAST_PLACES, 2**63]))
 def test_copies_equal_a_counter_and_report_every_edge(seed: int, span: int) -> None:
     draw = random.Random(seed)
     table = CopyTable()
@@ -239,7 +254,13 @@ def test_copies_equal_a_counter_and_report_every_edge(seed: int, span: int) -> N
                 model[block_hash] = max(0, model[block_hash] - 1)
     held = {block_hash for block_hash, count in model.items() if count}
     assert set(table.hashes().tolist()) == held and len(table) == len(held)
-    assert set(table.multiples().tolist()) == {block_hash for block_hash, count in model.items() if count >= 2}
+    assert table.copied() == {block_hash: count for block_hash, count in model.items() if count >= 2}
+    assert set(table.multiples().tolist()) == set(table.copied())
+    loaded = CopyTable()
+    loaded.set(table.hashes(), np.ones(len(table), np.uint16))
+    copied = table.copied()
+    loaded.set(np.fromiter(copied, np.uint64), np.fromiter(copied.values(), np.uint16))
+    assert set(loaded.hashes().tolist()) == held and loaded.copied() == copied
 
 
 @settings(max_examples=examples(100))

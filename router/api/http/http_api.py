@@ -49,6 +49,7 @@ HTML = "text/html"
 
 # Each reservation comes back here twice, so these go past the application of the cold paths where nothing is waited for.
 RESERVATIONS = "/reservations/"
+ENDED_JSON = encode(ENDED, "")[0]
 
 # The label of all paths that are not served here: a client must not be able to make series.
 OTHER_PATH = "other"
@@ -118,6 +119,7 @@ class HttpApi:
             for path in hot
             if self._key is None and path not in self._proxied_paths and (tracing is None or path not in TRACED_PATHS)
         }
+        self.plain_below = RESERVATIONS.encode() if self._key is None else b""
 
     def forwarder(self, request: HttpRequest) -> Forwarder | None:
         """Who answers it piece by piece; None: its answer is whole at once."""
@@ -189,11 +191,14 @@ class HttpApi:
         content, media_type = encode(ENDED, request.accept)
         return _answer(200, content, media_type)
 
-    def respond_plain(self, head: PlainHead, data: bytes) -> bytes | Answer | Coroutine[Any, Any, Answer]:
+    def respond_plain(self, head: PlainHead, data: bytes) -> bytes | Answer | Coroutine[Any, Any, Answer] | None:
         """As `respond`, to what `plain_head` has taken. Bytes: of the answer 200 in JSON, which nearly all get, the
-        content alone."""
+        content alone. None: it takes the long way, and nothing has changed."""
+        handler = self._hot.get(head.path)
+        if handler is None:
+            return self._end_plain(head)
         try:
-            reply = self._hot[head.path](
+            reply = handler(
                 HotRequest(data, head.body_start, head.content_type, takes_json := "msgpack" not in head.accept)
             )
             if isinstance(reply, CoroutineType):
@@ -206,6 +211,18 @@ class HttpApi:
             return self.refuse(head, error)
         except Exception:
             return self.bug_answer(head.path, head.accept)
+
+    def _end_plain(self, head: PlainHead) -> bytes | Answer | None:
+        if "msgpack" in head.accept:
+            return None
+        try:
+            route = self._end_here(head.method, head.path)
+        except Exception:
+            return self.bug_answer(OTHER_PATH, head.accept)
+        if route is None:
+            return None
+        self._metrics.requests(route, 200).inc()
+        return ENDED_JSON
 
     def json_head(self, dated: list[tuple[bytes, bytes]]) -> bytes:
         """The head of an answer 200 in JSON up to its length. dated: headers of every answer, another list whenever

@@ -78,11 +78,12 @@ class HttpConnection(asyncio.Protocol):
         parser, deadlines = self._parser, self._deadlines
         deadlines.end_idling()
         if not (self._queue or parser.in_message or self._stops or self._api.shutdown.begun):
-            head = plain_head(data, self._api.plain_paths, self._limits.max_head_bytes)
-            if head is not None and len(data) - head.body_start <= self._api.max_body_bytes:
+            api = self._api
+            head = plain_head(data, api.plain_paths, api.plain_below, self._limits.max_head_bytes)
+            if head is not None and len(data) - head.body_start <= api.max_body_bytes:
                 deadlines.expect_nothing()
-                self._answer_plain(head, data)
-                return
+                if self._answer_plain(head, data):
+                    return
         before = parser.messages
         try:
             parser.feed(data)
@@ -239,10 +240,12 @@ class HttpConnection(asyncio.Protocol):
             self.write_answer(request, answer)
         self._regulate_reading()
 
-    def _answer_plain(self, head: PlainHead, data: bytes) -> None:
+    def _answer_plain(self, head: PlainHead, data: bytes) -> bool:
         """Answers the only request there is, without a task where that needs none. Nobody reads while writing is
-        paused, so it is not."""
+        paused, so it is not. False: it takes the long way."""
         answer = self._api.respond_plain(head, data)
+        if answer is None:
+            return False
         if isinstance(answer, bytes):
             self._transport.write(
                 b"%b%d\r\n\r\n%b" % (self._api.json_head(self._server.default_headers), len(answer), answer)
@@ -255,6 +258,7 @@ class HttpConnection(asyncio.Protocol):
             request = HttpRequest.plain(head)
             self._queue.append(request)
             self._run(self._answer_later(request, answer))
+        return True
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         # uvicorn waits for these tasks when it stops.

@@ -4,12 +4,12 @@ from libc.stdint cimport int64_t, uint8_t
 
 cdef uint8_t _CR, _LF, _SPACE, _COLON, _ZERO, _NINE, _LAST_PRINTABLE
 cdef int64_t HOST, CONTENT_LENGTH, CONTENT_TYPE, ACCEPT, CONNECTION, IGNORED, MAX_DIGITS
-cdef bytes _IN_HOST
+cdef bytes _IN_HOST, _IN_PATH
 
 
 @cython.final
 cdef class PlainHead:
-    cdef readonly str path, content_type, accept
+    cdef readonly str method, path, content_type, accept
     cdef readonly int64_t body_start
 
 
@@ -22,7 +22,10 @@ cdef int64_t digits(bytes data, int64_t start, int64_t end) noexcept
 @cython.locals(at=int64_t, c=uint8_t)
 cdef bint is_host(bytes data, int64_t start, int64_t end)
 
+@cython.locals(at=int64_t)
+cdef bint is_path(bytes target)
+
 @cython.locals(
-    at=int64_t, length=int64_t, seen=int64_t, start=int64_t, end=int64_t, colon=int64_t, kind=int64_t, value=int64_t
+    is_post=bint, target=bytes, at=int64_t, length=int64_t, seen=int64_t, start=int64_t, end=int64_t, colon=int64_t, kind=int64_t, value=int64_t
 )
-cpdef PlainHead plain_head(bytes data, dict paths, int64_t max_head_bytes)
+cpdef PlainHead plain_head(bytes data, dict paths, bytes below, int64_t max_head_bytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short way past the general parser: a POST that lies whole in one read, with a head that leaves nothing to judge.
+"""The short way past the general parser: a request that lies whole in one read, with a head that leaves nothing to judge.
 
 All else is not taken, and goes through `request_parser.py`, which decides alone what is a request and what is refused:
 any other method, version, header, repeated header, folded line, bare line feed, transfer coding, or byte behind the
@@ -8,7 +8,7 @@ Compiled, see `setup.py`."""
 
 from __future__ import annotations
 
-START = b"POST "
+POST, DELETE = b"POST ", b"DELETE "
 VERSION = b" HTTP/1.1\r\n"
 
 # The headers that are taken, each at most once; the first two must be there, and nothing hangs on those after the fifth:
@@ -26,12 +26,16 @@ MAX_DIGITS = 11
 _CR, _LF, _SPACE, _COLON, _ZERO, _NINE, _LAST_PRINTABLE = map(ord, "\r\n :09~")
 # By byte: whether it may stand in a host's name.
 _IN_HOST = bytes(c < 128 and (chr(c).isalnum() or chr(c) in ".-") for c in range(256))
+# The same in a target that is its own path: without escapes and without a query.
+_IN_PATH = bytes(c < 128 and (chr(c).isalnum() or chr(c) in ".-_~/") for c in range(256))
 
 
 class PlainHead:
-    """path: as in `paths`. content_type, accept: "" where absent. body_start: index in what was read."""
+    """path: as in `paths`, or its own, below. content_type, accept: "" where absent. body_start: index in what was
+    read."""
 
-    def __init__(self, path: str, content_type: str, accept: str, body_start: int) -> None:
+    def __init__(self, method: str, path: str, content_type: str, accept: str, body_start: int) -> None:
+        self.method = method
         self.path = path
         self.content_type = content_type
         self.accept = accept
@@ -74,18 +78,32 @@ def is_host(data: bytes, start: int, end: int) -> bool:
     return at > start and (at == end or digits(data, at + 1, end) >= 0)
 
 
-def plain_head(data: bytes, paths: dict[bytes, str], max_head_bytes: int) -> PlainHead | None:
-    """The head of the one request that `data` is, or None where it is not that plain. paths: targets that are taken."""
-    if not data.startswith(START):
+def is_path(target: bytes) -> bool:
+    """Whether it is what it says, character by character."""
+    for at in range(len(target)):
+        if not _IN_PATH[target[at]]:
+            return False
+    return True
+
+
+def plain_head(data: bytes, paths: dict[bytes, str], below: bytes, max_head_bytes: int) -> PlainHead | None:
+    """The head of the one request that `data` is, or None where it is not that plain. paths: targets of POST that are
+    taken; below: with what others of POST and DELETE begin, b"": none."""
+    is_post = data.startswith(POST)
+    if not (is_post or (below and data.startswith(DELETE))):
         return None
     at = line_end(data, 0)
     if at < 0 or data[at - len(VERSION) + 2 : at + 2] != VERSION:
         return None
-    path = paths.get(data[len(START) : at - len(VERSION) + 2])
+    target = data[len(POST) if is_post else len(DELETE) : at - len(VERSION) + 2]
+    path = paths.get(target) if is_post else None
     if path is None:
-        return None
+        if not (below and target.startswith(below) and is_path(target)):
+            return None
+        path = target.decode("ascii")
     content_type = accept = ""
-    length = -1
+    # A DELETE usually has no body, and then no length.
+    length = -1 if is_post else 0
     seen = 0
     start = at + 2
     while True:
@@ -126,4 +144,4 @@ def plain_head(data: bytes, paths: dict[bytes, str], max_head_bytes: int) -> Pla
         start = end + 2
     if not seen >> HOST & 1 or end + 2 + length != len(data) or length < 0:
         return None
-    return PlainHead(path, content_type, accept, end + 2)
+    return PlainHead("POST" if is_post else "DELETE", path, content_type, accept, end + 2)

@@ -109,7 +109,7 @@ class HttpRequest:
         """A whole request that is being answered. Its headers are not kept: who asks for them does not take this
         way."""
         self = cls.__new__(cls)
-        self.method, self.speaks_1_1, self.keep_alive = "POST", True, True
+        self.method, self.speaks_1_1, self.keep_alive = head.method, True, True
         self.path, self.url = head.path, head.path.encode()
         self.content_type, self.accept, self.authorization = head.content_type, head.accept, ""
         self.headers, self.content_length, self.refusal = [], None, None
