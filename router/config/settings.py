@@ -60,6 +60,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Annotated[str, msgspec.Meta(min_length=1)] | None,
         msgspec.Meta(extra={"metavar": "FILE"}, description="the PEM file with the key of gateway_certificate"),
     ] = None
+    # An ORIGINAL_DST cluster takes one address, and answers 503 to a list.
+    gateway_fallbacks: Annotated[
+        int,
+        msgspec.Meta(
+            ge=0,
+            le=8,
+            description="0 to 8: endpoints named behind the picked one, for gateways that try the next when one fails",
+        ),
+    ] = 0
     redis: Annotated[
         str | None,
         msgspec.Meta(

