@@ -141,6 +141,9 @@ class ProcessStream:
 
     def close(self) -> None:
         """The stream has ended, wherever the exchange was."""
+        if self._modes.answer == BodyMode.NONE and self._expects is Part.RESPONSE_BODY:
+            # The gateway does not show the body, and ends the stream when it likes.
+            self._end_answer()
         observer, self._observer = self._observer, None
         if observer is not None:
             observer.close()
@@ -201,6 +204,9 @@ class ProcessStream:
     # The answer.
 
     def _answer_headers(self, message: Incoming) -> list[Reply]:
+        if self._expects is Part.REQUEST_BODY:
+            # The gateway's own answer to a request that it gave up.
+            self._expects, self._pieces = Part.RESPONSE_HEADERS, []
         self._expect(Part.RESPONSE_HEADERS, message.part)
         self._expects = Part.RESPONSE_BODY
         observer = self._observer

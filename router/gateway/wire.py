@@ -86,10 +86,13 @@ _MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
     "HealthCheckRequest": {"service": (1, "string")},
     "HealthCheckResponse": {"status": (1, "int32")},
 }
+# Of the messages with one content of several: the fields that it can be.
+_ONEOF = {"ProcessingRequest": frozenset(range(2, 8)), "ProcessingResponse": frozenset(range(1, 8))}
+_CONTENT = "content"
 # HeaderValueOption.append_action: OVERWRITE_IF_EXISTS_OR_ADD.
 _OVERWRITE = 2
 _FIELDS = {part: part.name.lower() for part in Part}
-# A header's name and value are each at most as long as Envoy lets all of them be.
+_PARTS = {field: part for part, field in _FIELDS.items()}
 _SCALARS = {"bytes", "string", "bool", "int32"}
 
 
@@ -101,8 +104,13 @@ def _described() -> descriptor_pb2.FileDescriptorProto:
     )
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
+        choices = _ONEOF.get(name, frozenset())
+        if choices:
+            message.oneof_decl.add(name=_CONTENT)
         for field, (number, kind) in fields.items():
             one = message.field.add(name=field, number=number, label=field_proto.LABEL_OPTIONAL)
+            if number in choices:
+                one.oneof_index = 0
             if kind.endswith("*"):
                 one.label = field_proto.LABEL_REPEATED
                 kind = kind.removesuffix("*")
@@ -135,10 +143,10 @@ def decode(raw: bytes) -> Incoming:
         message = _Request.FromString(raw)
     except DecodeError:
         raise ProtocolError("this is no ProcessingRequest") from None
-    for part, field in _FIELDS.items():
-        if message.HasField(field):
-            return _incoming(part, getattr(message, field), message)
-    raise ProtocolError("a ProcessingRequest without a request")
+    field = message.WhichOneof(_CONTENT)
+    if field is None:
+        raise ProtocolError("a ProcessingRequest without a request")
+    return _incoming(_PARTS[field], getattr(message, field), message)
 
 
 def _incoming(part: Part, content: Any, message: Any) -> Incoming:

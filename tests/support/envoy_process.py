@@ -213,6 +213,11 @@ class EnvoyProcess:
         if process is not None:
             end_process(process)
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def kill(self) -> None:
         """kill -9."""
         assert self._process is not None
