@@ -34,7 +34,7 @@ from workload import MODEL
 
 sys.path.insert(0, str(HERE.parent / "tests" / "support"))
 
-from envoy_process import FULL_DUPLEX, ROUND_ROBIN, EnvoyProcess
+from envoy_process import BUFFERED, ROUND_ROBIN, EnvoyProcess
 from ports import free_port
 from router_process import RouterProcess
 
@@ -43,13 +43,7 @@ COUNTS = {256: 300, 4_096: 150, 32_768: 40}
 CONNECTIONS = 16
 STREAMS = 12
 DIRECT, PROXY, PROXY_ALONE = "direct", "kvrouter proxy", "kvrouter proxy, no gateway_port"
-ENVOY, DUPLEX, BUFFERED = "Envoy round robin", "Envoy + picker", "Envoy + picker, BUFFERED"
-BUFFERED_MODE = FULL_DUPLEX | {
-    "request_body_mode": "BUFFERED",
-    "request_trailer_mode": "SKIP",
-    "response_body_mode": "STREAMED",
-    "response_trailer_mode": "SKIP",
-}
+ENVOY, DUPLEX, HELD = "Envoy round robin", "Envoy + picker", "Envoy + picker, BUFFERED"
 TIMEOUT_S = 30.0
 
 
@@ -126,14 +120,14 @@ def ways(folder: Path) -> Iterator[Ways]:
         envoys = {
             ENVOY: EnvoyProcess(folder / "rr", urls, picker_port=None, how=ROUND_ROBIN),
             DUPLEX: EnvoyProcess(folder / "duplex", urls, picker_port=gateway_port),
-            BUFFERED: EnvoyProcess(folder / "buffered", urls, picker_port=gateway_port, processing=BUFFERED_MODE),
+            HELD: EnvoyProcess(folder / "buffered", urls, picker_port=gateway_port, processing=BUFFERED),
         }
         for one in envoys.values():
             stack.enter_context(one)
         ports = {DIRECT: engines[0], PROXY: router.port, PROXY_ALONE: alone.port}
         yield Ways(
             ports | {name: one.port for name, one in envoys.items()},
-            {PROXY: router.pid, PROXY_ALONE: alone.pid, DUPLEX: router.pid, BUFFERED: router.pid},
+            {PROXY: router.pid, PROXY_ALONE: alone.pid, DUPLEX: router.pid, HELD: router.pid},
             {name: one.pid for name, one in envoys.items()},
         )
 

@@ -99,9 +99,14 @@ def test_what_is_sent() -> None:
     assert encode(BodyReply(Part.REQUEST_BODY, b"ab", ends=True)) == field(3, field(1, field(3, streamed)))
     assert encode(BodyReply(Part.RESPONSE_BODY, b"", ends=False)) == field(4, field(1, field(3, field(3, b""))))
     assert encode(KeptBody(Part.RESPONSE_BODY)) == field(4, field(1, b""))
-    assert encode(KeptBody(Part.REQUEST_BODY, b"x", endpoint="e:1")) == field(3, field(1, field(3, field(1, b"x")))) + point
+    assert (
+        encode(KeptBody(Part.REQUEST_BODY, b"x", endpoint="e:1"))
+        == field(3, field(1, field(3, field(1, b"x")))) + point
+    )
     assert encode(TrailersReply(Part.RESPONSE_TRAILERS)) == field(6, b"")
-    assert encode(Refusal(503, [(b"n", b"v")], b"{}")) == field(7, field(1, flag(1, 503)) + field(2, mutation) + field(3, b"{}"))
+    assert encode(Refusal(503, [(b"n", b"v")], b"{}")) == field(
+        7, field(1, flag(1, 503)) + field(2, mutation) + field(3, b"{}")
+    )
 
 
 def test_health() -> None:

@@ -23,6 +23,15 @@ TYPE = "type.googleapis.com/envoy"
 # by metadata and header among known endpoints, with round robin where neither is there.
 ORIGINAL_DST, OVERRIDE_HOST = "original_dst", "override_host"
 ROUND_ROBIN = "round_robin"
+# Bodies that a gateway still has when its picker is gone.
+BUFFERED = {
+    "request_header_mode": "SEND",
+    "request_body_mode": "BUFFERED",
+    "request_trailer_mode": "SKIP",
+    "response_header_mode": "SEND",
+    "response_body_mode": "STREAMED",
+    "response_trailer_mode": "SKIP",
+}
 FULL_DUPLEX = {
     "request_header_mode": "SEND",
     "request_body_mode": "FULL_DUPLEX_STREAMED",
@@ -31,6 +40,19 @@ FULL_DUPLEX = {
     "response_body_mode": "FULL_DUPLEX_STREAMED",
     "response_trailer_mode": "SEND",
 }
+
+
+# The hint of a request: what its header lists.
+SUBSET_HEADER = "x-test-subset"
+SUBSET_SCRIPT = f"""
+function envoy_on_request(request)
+  local given = request:headers():get("{SUBSET_HEADER}")
+  if given == nil then return end
+  local found = {{}}
+  for one in string.gmatch(given, "[^,]+") do table.insert(found, one) end
+  request:streamInfo():dynamicMetadata():set("envoy.lb.subset_hint", "{ENDPOINT}-subset", found)
+end
+"""
 
 
 def typed(name: str, **fields: Any) -> dict[str, Any]:
@@ -54,12 +76,16 @@ def _assignment(name: str, endpoints: Sequence[str]) -> dict[str, Any]:
 
 
 def _http2(**options: Any) -> dict[str, Any]:
-    protocol = typed("extensions.upstreams.http.v3.HttpProtocolOptions", explicit_http_config={"http2_protocol_options": options})
+    protocol = typed(
+        "extensions.upstreams.http.v3.HttpProtocolOptions", explicit_http_config={"http2_protocol_options": options}
+    )
     return {"envoy.extensions.upstreams.http.v3.HttpProtocolOptions": protocol}
 
 
-def _engines(how: str, urls: Sequence[str]) -> dict[str, Any]:
-    common = {"name": "engines", "connect_timeout": "2s"}
+def _engines(how: str, urls: Sequence[str], http2: bool) -> dict[str, Any]:
+    common: dict[str, Any] = {"name": "engines", "connect_timeout": "2s"}
+    if http2:
+        common["typed_extension_protocol_options"] = _http2()
     endpoints = [endpoint_of(url) for url in urls]
     if how == ORIGINAL_DST:
         options = {"use_http_header": True, "http_header_name": ENDPOINT}
@@ -83,7 +109,14 @@ def _engines(how: str, urls: Sequence[str]) -> dict[str, Any]:
     )
     return static | {
         "load_balancing_policy": {
-            "policies": [{"typed_extension_config": {"name": "envoy.load_balancing_policies.override_host", "typed_config": override}}]
+            "policies": [
+                {
+                    "typed_extension_config": {
+                        "name": "envoy.load_balancing_policies.override_host",
+                        "typed_config": override,
+                    }
+                }
+            ]
         }
     }
 
@@ -96,14 +129,15 @@ def envoy_config(
     picker_port: int | None,
     how: str = ORIGINAL_DST,
     processing: Mapping[str, Any] = FULL_DUPLEX,
-    subset: Any = None,
     retries: int = 0,
+    http2: bool = False,
+    picker_tls: bool = False,
     **filter_options: Any,
 ) -> dict[str, Any]:
-    """picker_port: None: without a picker. subset: the hint's value in the metadata of each request. filter_options: of
-    the ext_proc filter."""
-    filters = []
-    clusters = [_engines(how, urls)]
+    """picker_port: None: without a picker. http2: to the engines. picker_tls: to the picker, whoever it is, as gateways
+    do. filter_options: of the ext_proc filter."""
+    filters: list[dict[str, Any]] = []
+    clusters = [_engines(how, urls, http2)]
     if picker_port is not None:
         # Only the picker may say where a request goes.
         strip = {"request_mutations": [{"remove": ENDPOINT}]}
@@ -113,11 +147,14 @@ def envoy_config(
                 "typed_config": typed("extensions.filters.http.header_mutation.v3.HeaderMutation", mutations=strip),
             }
         )
-        if subset is not None:
-            value = {"metadata": [{"metadata_namespace": "envoy.lb.subset_hint", "value": subset}]}
-            filters.append(
-                {"name": "subset", "typed_config": typed("extensions.filters.http.set_metadata.v3.Config", **value)}
-            )
+        filters.append(
+            {
+                "name": "subset",
+                "typed_config": typed(
+                    "extensions.filters.http.lua.v3.Lua", default_source_code={"inline_string": SUBSET_SCRIPT}
+                ),
+            }
+        )
         options: dict[str, Any] = {
             "grpc_service": {"envoy_grpc": {"cluster_name": "picker"}, "timeout": "600s"},
             "processing_mode": dict(processing),
@@ -135,15 +172,17 @@ def envoy_config(
                 "typed_config": typed("extensions.filters.http.ext_proc.v3.ExternalProcessor", **options),
             }
         )
-        clusters.append(
-            {
-                "name": "picker",
-                "type": "STATIC",
-                "connect_timeout": "1s",
-                "load_assignment": _assignment("picker", [f"127.0.0.1:{picker_port}"]),
-                "typed_extension_protocol_options": _http2(),
-            }
-        )
+        picker: dict[str, Any] = {
+            "name": "picker",
+            "type": "STATIC",
+            "connect_timeout": "1s",
+            "load_assignment": _assignment("picker", [f"127.0.0.1:{picker_port}"]),
+            "typed_extension_protocol_options": _http2(),
+        }
+        if picker_tls:
+            context = typed("extensions.transport_sockets.tls.v3.UpstreamTlsContext", common_tls_context={})
+            picker["transport_socket"] = {"name": "envoy.transport_sockets.tls", "typed_config": context}
+        clusters.append(picker)
     filters.append({"name": "router", "typed_config": typed("extensions.filters.http.router.v3.Router")})
     route: dict[str, Any] = {"cluster": "engines", "timeout": "0s"}
     if retries:
@@ -158,11 +197,20 @@ def envoy_config(
         },
         http2_protocol_options={},
     )
+    # A BUFFERED body must fit.
+    limit = 64 * 1024 * 1024
     chain = {"filters": [{"name": "http", "typed_config": manager}]}
     return {
         "admin": {"address": _address(f"127.0.0.1:{admin_port}")},
         "static_resources": {
-            "listeners": [{"name": "in", "address": _address(f"127.0.0.1:{port}"), "filter_chains": [chain]}],
+            "listeners": [
+                {
+                    "name": "in",
+                    "address": _address(f"127.0.0.1:{port}"),
+                    "per_connection_buffer_limit_bytes": limit,
+                    "filter_chains": [chain],
+                }
+            ],
             "clusters": clusters,
         },
         # No warning of a limit that tests do not come near to.

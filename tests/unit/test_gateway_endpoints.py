@@ -19,7 +19,9 @@ def key(name: str, rank: int = 0) -> WorkerKey:
     return WorkerKey("m", name, rank)
 
 
-def registered(name: str, url: str | None, rank: int = 0, way: HandoverWay = HandoverWay.KV_TRANSFER_PARAMS) -> Registration:
+def registered(
+    name: str, url: str | None, rank: int = 0, way: HandoverWay = HandoverWay.KV_TRANSFER_PARAMS
+) -> Registration:
     return Registration(key(name, rank), url=url, handover=way)
 
 
@@ -65,7 +67,9 @@ def test_a_gateway_is_given_addresses_alone() -> None:
 
 
 def test_a_subset_leaves_all_others_out() -> None:
-    endpoints, _ = known(*(registered(f"w{n}", f"http://10.0.0.{n}:80") for n in range(3)), registered("w3", "http://e:1"))
+    endpoints, _ = known(
+        *(registered(f"w{n}", f"http://10.0.0.{n}:80") for n in range(3)), registered("w3", "http://e:1")
+    )
     everybody = {key(f"w{n}") for n in range(4)}
     assert endpoints.outside(None) == {key("w3")}
     assert endpoints.outside(["10.0.0.1:80", "10.9.9.9:80", "nonsense"]) == everybody - {key("w1")}
