@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of requests for which a gateway asked for an endpoint."""
+"""The metrics of requests of gateways."""
 
 from __future__ import annotations
 

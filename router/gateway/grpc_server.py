@@ -32,6 +32,9 @@ log = logging.getLogger("kvrouter.gateway")
 
 # Envoy sends a body in pieces of some ten kB; a BUFFERED body is one message.
 FRAME_BYTES = 64 * 1024
+# As many as the HTTP port has connections. Each may hold a body; above it a gateway is refused, and does as its failure
+# mode says.
+MAX_STREAMS = 4_096
 # What a health check may ask for: by the extension's words, liveness is the process, the others are readiness.
 LIVENESS = "liveness"
 READINESS = ("", "readiness", EXTERNAL_PROCESSOR)
@@ -106,7 +109,7 @@ class GatewayServer:
             ("grpc.max_send_message_length", self._max_body_bytes + FRAME_BYTES),
             ("grpc.max_metadata_size", FRAME_BYTES),
         ]
-        server = grpc.aio.server(options=options)
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=MAX_STREAMS)
         server.add_generic_rpc_handlers(
             (
                 grpc.method_handlers_generic_handler(

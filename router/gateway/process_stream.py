@@ -23,6 +23,7 @@ from kvrouter.router.gateway.messages import (
     TrailersReply,
 )
 from kvrouter.router.proxy.headers import NOTHING, Headers
+from kvrouter.router.tokens.proxied_paths import PATHS
 
 METHOD, PATH, STATUS = b":method", b":path", b":status"
 # A changed body goes on in pieces of this size: Envoy's own are as large, and gRPC's messages must stay below 4 MiB.
@@ -68,16 +69,26 @@ class Route:
 
 
 class GatewayRequest:
-    """One whole request: the `ClientRequest` of `proxy.downstream`. url: its path as it came, with the query."""
+    """One whole request: the `ClientRequest` of `proxy.downstream`. url: its path, with the query.
+
+    A path that ends with one of the proxy's is that one: a gateway's route may have a prefix (`/team/model/v1/...`),
+    which it takes off behind the picker."""
 
     def __init__(self, headers: Headers, body: bytes, subset: tuple[str, ...] | None) -> None:
         pseudo = dict(headers)
         self.method = pseudo.get(METHOD, b"")
-        self.url = pseudo.get(PATH, b"/")
-        self.path = self.url.partition(b"?")[0].decode("latin-1")
+        given, mark, query = pseudo.get(PATH, b"/").partition(b"?")
+        self.path = _known_path(given.decode("latin-1"))
+        self.url = self.path.encode("latin-1") + mark + query
         self.headers = [(name, value) for name, value in headers if not name.startswith(b":")]
         self.body = body
         self.subset = subset
+
+
+def _known_path(path: str) -> str:
+    if path in PATHS:
+        return path
+    return max((known for known in PATHS if path.endswith(known)), key=len, default=path)
 
 
 class ProcessStream:

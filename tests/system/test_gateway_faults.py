@@ -236,7 +236,7 @@ def test_fail_open_goes_on_without_a_picker_that_is_slow(tmp_path: Path) -> None
         finally:
             os.kill(site.router.pid, signal.SIGCONT)
         site.wait_idle()
-        until(lambda: "x-kvrouter-worker" in post(envoy.port)[1], "the picker is asked again")
+        until(lambda: "x-kvrouter-worker" in post(envoy.port)[1], "the picker is used again")
 
 
 def test_what_is_shed_is_answered_429(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from kvrouter.router.gateway.messages import (
     Refusal,
     TrailersReply,
 )
-from kvrouter.router.gateway.process_stream import PIECE_BYTES, ProcessStream, Route
+from kvrouter.router.gateway.process_stream import PIECE_BYTES, GatewayRequest, ProcessStream, Route
 from kvrouter.router.proxy.headers import Headers
 
 HEADERS = [(b":method", b"POST"), (b":path", b"/v1/completions?x=1"), (b"x-session-id", b"s")]
@@ -27,7 +27,7 @@ ENDPOINT = "10.0.0.1:8000"
 
 
 class Follower:
-    """An observer that writes down what it is told."""
+    """An observer that writes down what it sees."""
 
     def __init__(self) -> None:
         self.told: list[object] = []
@@ -77,6 +77,21 @@ def test_nothing_goes_on_before_the_request_is_whole() -> None:
     assert (request.path, request.url, request.method) == ("/v1/completions", b"/v1/completions?x=1", b"POST")
     assert request.headers == [(b"x-session-id", b"s")]
     assert (request.body, request.subset) == (b"abc", ("1.2.3.4:5",))
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        (b"/v1/rerank", "/v1/rerank"),
+        (b"/team/model/v1/chat/completions", "/v1/chat/completions"),
+        (b"/team/v1/rerank", "/v1/rerank"),
+        (b"/v1/models", "/v1/models"),
+        (b"/xv1/messages", "/xv1/messages"),
+    ],
+)
+def test_a_routes_prefix_is_not_part_of_the_path(given: bytes, path: str) -> None:
+    request = GatewayRequest([(b":path", given + b"?a=b")], b"", None)
+    assert (request.path, request.url) == (path, path.encode() + b"?a=b")
 
 
 def test_pieces_go_on_as_they_came_behind_the_headers() -> None:
