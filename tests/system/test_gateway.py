@@ -189,9 +189,6 @@ def test_openais_client_sees_an_openai_server(site: Site) -> None:
             details = raw.parse().usage.prompt_tokens_details
             assert int(raw.headers["x-kvrouter-predicted-hit"]) == details.cached_tokens
         assert details.cached_tokens > 0
-        settle(site.router)
-        raw = client.responses.with_raw_response.create(model=MODEL, input="bada bede " * 100, max_output_tokens=2)
-        assert int(raw.headers["x-kvrouter-predicted-hit"]) == raw.parse().usage.input_tokens_details.cached_tokens
         stream = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=3, stream=True)
         assert "".join(part.choices[0].delta.content or "" for part in stream)
         assert client.embeddings.create(model=MODEL, input=[1, 2, 3]).data

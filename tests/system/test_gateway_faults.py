@@ -239,6 +239,18 @@ def test_fail_open_goes_on_without_a_picker_that_is_slow(tmp_path: Path) -> None
         until(lambda: "x-kvrouter-worker" in post(envoy.port)[1], "the picker is used again")
 
 
+def test_responses_are_placed_and_followed(tmp_path: Path) -> None:
+    usage = {"input_tokens": 7, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 0}}
+    with stage(tmp_path, [plain(json.dumps({"object": "response", "usage": usage}).encode())]) as site:
+        connection = http.client.HTTPConnection("127.0.0.1", site.envoy().port, timeout=TIMEOUT_S)
+        connection.request("POST", "/v1/responses", json.dumps({"model": "m", "input": "hello"}))
+        answer = connection.getresponse()
+        assert json.loads(answer.read())["usage"] == usage
+        found = site.router.request("GET", f"/decisions/{answer.getheader('x-kvrouter-selection-id')}")["outcome"]
+        assert (found["outcome"], found["prompt_tokens"], found["completion_tokens"]) == ("ok", 7, 2)
+        connection.close()
+
+
 def test_what_is_shed_is_answered_429(tmp_path: Path) -> None:
     flags = ("--saturation-tokens", "1", "--queue-size", "0")
     with stage(tmp_path, [serve_text], *flags) as site:
