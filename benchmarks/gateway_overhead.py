@@ -183,7 +183,7 @@ def requests(found: Ways, rounds: int, *, quick: bool) -> list[Row]:
             times = latencies(found, prompts, count, ordered(found.ports, turn))
             for name, some in seen.items():
                 added = [(at(times[name], share) - at(times[DIRECT], share)) * 1e6 for share in (0.5, 0.99)]
-                some.append((*added, *throughput(found, name, prompts, 0.7 if quick else 1.5)))
+                some.append((*added, *throughput(found, name, prompts, 0.7 if quick else 1.2)))
         for name, some in seen.items():
             rows.append(Row(name, tokens, *(statistics.median(values) for values in zip(*some, strict=True))))
     return rows

@@ -185,8 +185,6 @@ class Picker:
         if traced is not client.headers:
             headers += [header for header in traced if header not in client.headers]
         body = given.body if given.body is not client.body else None
-        if body is not None:
-            headers.append((b"content-length", b"%d" % len(body)))
         self._admission.begun(worker)
         predicted = ask.question.token_ids is not None
         observer = PickedRequest(

@@ -26,6 +26,7 @@ from kvrouter.router.proxy.headers import NOTHING, Headers
 from kvrouter.router.tokens.proxied_paths import PATHS
 
 METHOD, PATH, STATUS = b":method", b":path", b":status"
+CONTENT_LENGTH = b"content-length"
 # A changed body goes on in pieces of this size: Envoy's own are as large, and gRPC's messages must stay below 4 MiB.
 PIECE_BYTES = 64 * 1024
 
@@ -137,9 +138,13 @@ class ProcessStream:
         if route.body is not None:
             view = route.body
             pieces = [view[at : at + PIECE_BYTES] for at in range(0, len(view), PIECE_BYTES)] or [b""]
-        replies: list[Reply] = [HeadersReply(Part.REQUEST_HEADERS, route.given, route.removed, route.endpoint)]
         last = len(pieces) - 1
         ends = not self._has_trailers
+        # The gateway drops the length of a body that may be changed, and engines would get it in chunks.
+        length = [(CONTENT_LENGTH, b"%d" % sum(map(len, pieces)))] if ends else NOTHING
+        replies: list[Reply] = [
+            HeadersReply(Part.REQUEST_HEADERS, [*route.given, *length], route.removed, route.endpoint)
+        ]
         replies += [BodyReply(Part.REQUEST_BODY, piece, ends and n == last) for n, piece in enumerate(pieces)]
         if self._has_trailers:
             replies.append(TrailersReply(Part.REQUEST_TRAILERS))

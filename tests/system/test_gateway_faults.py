@@ -51,11 +51,6 @@ async def endless(asked: Asked, wire: Wire) -> None:
     await wire.gone.wait()
 
 
-async def broken(asked: Asked, wire: Wire) -> None:
-    await wire.send(STREAM_HEAD, chunk(EVENT))
-    wire.reset()
-
-
 async def serve_text(asked: Asked, wire: Wire) -> None:
     await (endless if b'"stream"' in asked.body else answers)(asked, wire)
 
@@ -124,6 +119,14 @@ def begun_stream(port: int) -> tuple[socket.socket, str]:
     return connection, selection.partition(b": ")[2].decode()
 
 
+def listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
 def outcome(router: RouterProcess, selection: str) -> str:
     return str(router.request("GET", f"/decisions/{selection}")["outcome"]["outcome"])
 
@@ -157,10 +160,25 @@ def test_a_gateway_that_is_killed_ends_its_reservations(tmp_path: Path) -> None:
 
 @MODES
 def test_an_answer_that_breaks_off_ends_its_reservation(tmp_path: Path, processing: Any) -> None:
+    release = threading.Event()
+
+    async def broken(asked: Asked, wire: Wire) -> None:
+        await wire.send(STREAM_HEAD, chunk(EVENT))
+        while not release.is_set():
+            await asyncio.sleep(0.01)
+        wire.close()
+
     with stage(tmp_path, [broken]) as site:
-        status, _, _ = post(site.envoy(processing=processing).port, stream=True)
-        assert status == 0
+        connection, selection = begun_stream(site.envoy(processing=processing).port)
+        site.wait_active(1)
+        release.set()
+        rest = b""
+        while piece := connection.recv(65_536):
+            rest += piece
+        assert not rest.endswith(b"0\r\n\r\n")
+        connection.close()
         site.wait_idle()
+        assert outcome(site.router, selection) == "client_gone"
 
 
 def test_an_engine_that_is_gone_is_left_alone_after_some_failures(tmp_path: Path) -> None:
@@ -311,7 +329,8 @@ def test_a_stream_under_way_outlives_the_end_of_the_picker(tmp_path: Path) -> No
         envoy = site.envoy()
         connection, _ = begun_stream(envoy.port)
         site.router.signal(signal.SIGTERM)
-        until(lambda: post(envoy.port)[0] == 500, "no new request is taken")
+        until(lambda: not listens(site.gateway_port), "no new stream is taken")
+        assert post(envoy.port)[0] == 500
         release.set()
         data = b""
         while b"0\r\n\r\n" not in data:
@@ -340,6 +359,7 @@ def test_a_certificate_is_read_again_when_it_changes(tmp_path: Path) -> None:
             input="",
             capture_output=True,
             text=True,
+            errors="replace",
         )
         return next(line for line in shown.stdout.splitlines() if line.startswith("subject="))
 
