@@ -109,7 +109,9 @@ class PickedRequest:
             return
         worker = placement.worker
         if endpoint in where.endpoints:
+            # The gateway went down the list.
             hit = where.hits[where.endpoints.index(endpoint)]
+            self._admission.failed(worker, SERVED_ELSEWHERE)
         else:
             others = self._endpoints().at(endpoint, worker.model)
             if not others:
@@ -118,8 +120,8 @@ class PickedRequest:
             self._predicted = False
             hit = _unknown_hit(min(others))
             watch.handed_over()
+            self._admission.unknown(worker)
         self._metrics.served_elsewhere(worker).inc()
-        self._admission.failed(worker, SERVED_ELSEWHERE)
         watch.failed(NOT_SENT, SERVED_ELSEWHERE)
         placement.served_by(hit)
         host, _, port = endpoint.rpartition(":")

@@ -190,8 +190,6 @@ def encode(reply: Reply) -> bytes:
         case BodyReply(part, data, ends):
             streamed = getattr(message, _FIELDS[part]).response.body_mutation.streamed_response
             streamed.body, streamed.end_of_stream = data, ends
-            # Where both are their defaults, it is a piece of no bytes all the same.
-            streamed.SetInParent()
         case HeadersReply(part, given, removed, endpoint):
             _mutate(getattr(message, _FIELDS[part]).response, given, removed)
             _point(message, endpoint)

@@ -26,6 +26,7 @@ from envoy_process import BUFFERED, FULL_DUPLEX, ORIGINAL_DST, OVERRIDE_HOST, En
 from fleet import until
 from ports import free_port
 from prefill_pools import COMPLETIONS, ROUTER_FLAGS, Pools, tokens
+from replica_process import ReplicaProcess, worker_flags
 from router_process import RouterProcess
 from scripted_engine import STREAM_HEAD, Asked, ScriptedEngine, Wire, chunk, plain
 
@@ -86,7 +87,9 @@ class Stage:
 @contextmanager
 def stage(folder: Path, scripts: list[Any], *flags: str) -> Iterator[Stage]:
     with ExitStack() as stack:
-        yield Stage(folder, stack, scripts, *flags)
+        site = Stage(folder, stack, scripts, *flags)
+        yield site
+        assert "Traceback" not in site.router.log_tail()
 
 
 def post(port: int, **more: Any) -> tuple[int, dict[str, str], bytes]:
@@ -207,6 +210,41 @@ def test_a_fallback_serves_in_place_of_an_engine_that_is_gone(tmp_path: Path) ->
         moved = site.router.metric("kvrouter_gateway_served_elsewhere_total", model="m", worker="w0")
         assert 1 <= moved <= 8
         site.wait_idle()
+
+
+def test_a_fallbacks_prediction_is_its_own(tmp_path: Path) -> None:
+    arguments = ["--shape", "llama", "--blocks", "500", "--instant", "--model", "m"]
+    port, prompt = free_port(), tokens(3, 300)
+    with ReplicaProcess(tmp_path / "0", arguments) as first, ReplicaProcess(tmp_path / "1", arguments) as second:
+        found = [first.endpoints, second.endpoints]
+        flags = ["--gateway-port", str(port), "--gateway-fallbacks", "1", "--health-interval-s", "0"]
+        with (
+            RouterProcess(tmp_path / "router", [*flags, *worker_flags(found)]) as router,
+            EnvoyProcess(
+                tmp_path / "e", [at["url"] for at in found], picker_port=port, how=OVERRIDE_HOST, retries=1
+            ) as envoy,
+        ):
+            for worker, length in (("w1", 100), ("w0", 300)):
+                only = {"x-kvrouter-worker": worker}
+                assert post(envoy.port, prompt=prompt[:length], headers=only)[1]["x-kvrouter-worker"] == worker
+
+            def hits() -> list[int]:
+                answer = router.request("POST", "/query", {"model": "m", "token_ids": [*prompt, 1]})["instances"]
+                return [answer[worker]["disk"] for worker in ("w0", "w1")]
+
+            until(lambda: hits()[0] > hits()[1] > 0, "both are indexed")
+            first.kill()
+            expected = hits()[1]
+            status, headers, data = post(envoy.port, prompt=[*prompt, 1])
+            assert status == 200, data
+            assert headers["x-kvrouter-worker"] == "w1"
+            cached = json.loads(data)["usage"]["prompt_tokens_details"]["cached_tokens"]
+            assert int(headers["x-kvrouter-predicted-hit"]) == cached == expected
+            kept = router.request("GET", f"/decisions/{headers['x-kvrouter-selection-id']}")["outcome"]
+            assert kept["predicted_tokens"] == kept["delivered_tokens"] == expected
+            assert router.metric("kvrouter_predictions_total", model="m", worker="w1", outcome="exact") >= 1
+            loads = router.request("GET", "/loads")[0]["loads"]
+            assert [row["active_requests"] for row in loads] == [0, 0]
 
 
 @MODES
@@ -375,6 +413,15 @@ def test_a_certificate_is_read_again_when_it_changes(tmp_path: Path) -> None:
         (tmp_path / "cert.pem").write_text("nonsense")
         assert "two" in presented(site.gateway_port)
         assert post(envoy.port)[0] == 200
+
+
+def test_several_processes_share_the_port(tmp_path: Path) -> None:
+    with stage(tmp_path, [answers, answers], "--processes", "2") as site:
+        # An Envoy has one connection to its picker, so several find both processes.
+        for _ in range(4):
+            envoy = site.envoy()
+            assert "x-kvrouter-worker" in post(envoy.port)[1]
+        site.wait_idle()
 
 
 @pytest.fixture
