@@ -307,9 +307,11 @@ def test_responses_are_placed_and_followed(tmp_path: Path) -> None:
         connection.close()
 
 
-def test_what_is_shed_is_answered_429(tmp_path: Path) -> None:
-    flags = ("--saturation-tokens", "1", "--queue-size", "0")
-    with stage(tmp_path, [serve_text], *flags) as site:
+@pytest.mark.parametrize(
+    ("flags", "code"), [(("--queue-size", "0"), "queue_full"), (("--queue-deadline-s", "0"), "saturated")]
+)
+def test_what_is_shed_is_answered_429(tmp_path: Path, flags: tuple[str, ...], code: str) -> None:
+    with stage(tmp_path, [serve_text], "--saturation-tokens", "1", *flags) as site:
         envoy = site.envoy()
         site.router.request(
             "POST", "/reservations", {"model": "m", "worker_id": "w0", "isl_tokens": 60_000, "selection_id": "busy"}
@@ -318,7 +320,7 @@ def test_what_is_shed_is_answered_429(tmp_path: Path) -> None:
             status, headers, data = post(envoy.port)
             error = json.loads(data)["error"]
             assert (status, error["type"]) == (429, "rate_limit_error"), data
-            assert error["code"] in ("saturated", "queue_full") and int(headers["retry-after"]) >= 1
+            assert error["code"] == code and int(headers["retry-after"]) >= 1
         site.router.request("DELETE", "/reservations/busy")
         assert post(envoy.port)[0] == 200
         site.wait_idle()
