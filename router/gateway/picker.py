@@ -128,7 +128,9 @@ class Picker:
         """Raises RouterError."""
         addresses, endpoints = self._proxy.addresses(), self._endpoints()
         splits = ask.question.model in addresses.prefillers and can_be_handed_over(request.client.path, request.body)
-        ask = msgspec.structs.replace(ask, keeps_comparison=self._fallbacks > 0 and ask.pinned is None, may_hand_over=splits)
+        ask = msgspec.structs.replace(
+            ask, keeps_comparison=self._fallbacks > 0 and ask.pinned is None, may_hand_over=splits
+        )
         outside = endpoints.outside(subset)
         if outside:
             ask = excluding(ask, outside)

