@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable
@@ -35,6 +36,9 @@ FRAME_BYTES = 64 * 1024
 # As many as the HTTP port has connections. Each may hold a body; above it a gateway is refused, and does as its failure
 # mode says.
 MAX_STREAMS = 4_096
+# Before the end of a shutdown: answers under way then go on without this picker, from their next piece on. Events of a
+# stream are tens of milliseconds apart.
+LEAVE_S = 2.0
 # What a health check may ask for: by the extension's words, liveness is the process, the others are readiness.
 LIVENESS = "liveness"
 READINESS = ("", "readiness", EXTERNAL_PROCESSOR)
@@ -98,6 +102,8 @@ class GatewayServer:
         self._max_body_bytes = max_body_bytes
         self._server: grpc.aio.Server | None = None
         self._open = 0
+        # Whether answers are left to the gateway.
+        self._leaves = False
         metrics.open.set_function(lambda: self._open)
 
     async def start(self, host: str, port: int, certificate: Certificate | None, *, shared: bool) -> int:
@@ -139,8 +145,13 @@ class GatewayServer:
 
     async def stop(self, grace_s: float) -> None:
         """Takes no more streams; those under way have this long to end, or what a later call says."""
+        loop = asyncio.get_running_loop()
+        loop.call_later(max(0.0, grace_s - LEAVE_S), self._leave)
         if self._server is not None:
             await self._server.stop(grace_s)
+
+    def _leave(self) -> None:
+        self._leaves = True
 
     async def _process(self, _: Any, context: Any) -> None:
         stream = ProcessStream(self._max_body_bytes)
@@ -149,6 +160,9 @@ class GatewayServer:
             while (raw := await context.read()) is not grpc.aio.EOF:
                 for reply in await self._replies(stream, raw):
                     await context.write(encode(reply))
+                if self._leaves and stream.is_answering:
+                    # A gateway goes on without a picker that ends the stream in order.
+                    return
         except ProtocolError as error:
             self._metrics.protocol_errors.inc()
             log.warning("a gateway's stream cannot be served", extra={"problem": str(error)})

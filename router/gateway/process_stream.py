@@ -155,6 +155,11 @@ class ProcessStream:
         self.request, self._pieces = None, []
         return [Refusal(status, headers, body)]
 
+    @property
+    def is_answering(self) -> bool:
+        """Whether every piece of the answer that came has gone on, and more may come."""
+        return self._expects is Part.RESPONSE_BODY
+
     def close(self) -> None:
         """The stream has ended, wherever the exchange was."""
         if self._modes.answer == BodyMode.NONE and self._expects is Part.RESPONSE_BODY:

@@ -8,6 +8,7 @@ import asyncio
 import http.client
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -380,6 +381,34 @@ def test_a_stream_under_way_outlives_the_end_of_the_picker(tmp_path: Path) -> No
         assert b"[DONE]" in data
         assert site.router.wait() == 0
         connection.close()
+
+
+def test_a_stream_that_outlasts_the_picker_goes_on_without_it(tmp_path: Path) -> None:
+    release = threading.Event()
+
+    async def steady(asked: Asked, wire: Wire) -> None:
+        await wire.send(STREAM_HEAD, chunk(EVENT))
+        number = 0
+        while not release.is_set():
+            await asyncio.sleep(0.02)
+            await wire.send(chunk(b"data: %d\n\n" % number))
+            number += 1
+        await wire.send(chunk(b"data: [DONE]\n\n"), b"0\r\n\r\n")
+
+    with stage(tmp_path, [steady], "--drain-s", "1") as site:
+        # In FULL_DUPLEX_STREAMED, a piece on its way to the picker at that moment would be lost.
+        connection, _ = begun_stream(site.envoy(processing=BUFFERED).port)
+        site.router.signal(signal.SIGTERM)
+        assert site.router.wait() == 0
+        release.set()
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):
+            piece = connection.recv(65_536)
+            assert piece, data
+            data += piece
+        connection.close()
+        events = [int(event) for event in re.findall(rb"data: (\d+)", data)]
+        assert events == list(range(len(events))) and b"[DONE]" in data
 
 
 def test_a_certificate_is_read_again_when_it_changes(tmp_path: Path) -> None:
