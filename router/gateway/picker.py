@@ -117,7 +117,8 @@ class Picker:
     def _pass(self, asked: GatewayRequest) -> Route:
         """Any worker: there is no prompt in it. Raises NoWorker."""
         outside, endpoints = self._endpoints().outside(asked.subset), self._endpoints()
-        takers = [worker for worker in self._placing.takers(self._models()) if worker not in outside]
+        usable = endpoints.of.keys() - outside
+        takers = [worker for worker in self._placing.takers(self._models()) if worker in usable]
         if not takers:
             raise _nobody(None, endpoints, asked.subset)
         self._metrics.requests(OTHER_PATH, "passed").inc()
@@ -126,20 +127,14 @@ class Picker:
 
     async def _route(self, request: Request, ask: PlacementRequest, subset: tuple[str, ...] | None) -> Route:
         """Raises RouterError."""
-        addresses, endpoints = self._proxy.addresses(), self._endpoints()
-        splits = ask.question.model in addresses.prefillers and can_be_handed_over(request.client.path, request.body)
+        splits = ask.question.model in self._proxy.addresses().prefillers
+        splits = splits and can_be_handed_over(request.client.path, request.body)
         ask = msgspec.structs.replace(
             ask, keeps_comparison=self._fallbacks > 0 and ask.pinned is None, may_hand_over=splits
         )
-        outside = endpoints.outside(subset)
-        if outside:
-            ask = excluding(ask, outside)
-        try:
-            placement = await self._placing.place(ask)
-        except NoWorker:
-            if outside and not any(worker.model == ask.question.model for worker in endpoints.of.keys() - outside):
-                raise _nobody(ask.question.model, endpoints, subset) from None
-            raise
+        placement = await self._place(ask, subset)
+        # As they are now: it may have waited in line.
+        addresses, endpoints = self._proxy.addresses(), self._endpoints()
         try:
             request.watch.placed(placement)
             where = self._destination(placement, endpoints, addresses)
@@ -154,11 +149,26 @@ class Picker:
             placement.done()
             raise
 
+    async def _place(self, ask: PlacementRequest, subset: tuple[str, ...] | None) -> Placement:
+        """A place at a worker that the gateway can be given. Raises RouterError."""
+        for _ in range(2):
+            outside = self._endpoints().outside(subset)
+            try:
+                placement = await self._placing.place(excluding(ask, outside) if outside else ask)
+            except NoWorker:
+                model, usable = ask.question.model, self._endpoints().of.keys()
+                if outside and not any(worker.model == model for worker in usable - outside):
+                    break
+                raise
+            if placement.worker in self._endpoints().of and placement.worker not in self._endpoints().outside(subset):
+                return placement
+            # It came while the request waited.
+            placement.done()
+        raise _nobody(ask.question.model, self._endpoints(), subset)
+
     def _destination(self, placement: Placement, endpoints: Endpoints, addresses: Addresses) -> Destination:
         """The placement's worker and its fallbacks, in the order of their cost."""
         comparison = placement.choice.comparison
-        if placement.worker not in endpoints.of:
-            raise _nobody(placement.worker.model, endpoints, None)
         others = []
         if comparison is not None:
             # A few more than are needed: some may be behind the same endpoint.
