@@ -156,6 +156,14 @@ def test_a_buffered_body_gets_its_endpoint_with_its_one_answer() -> None:
     assert stream.receive(answer(b"one")) == [KeptBody(Part.RESPONSE_BODY)]
 
 
+def test_a_changed_buffered_body_has_its_own_length() -> None:
+    stream = ProcessStream(1_000)
+    stream.receive(headers(modes=Modes(BodyMode.BUFFERED, BodyMode.STREAMED)))
+    stream.receive(body(b"abc", ends=True))
+    (reply,) = stream.send_on(Route(ENDPOINT, body=b"abcd"))
+    assert reply == KeptBody(Part.REQUEST_BODY, b"abcd", [(b"content-length", b"4")], endpoint=ENDPOINT)
+
+
 @pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED, BodyMode.BUFFERED_PARTIAL, 5, 77])
 def test_a_mode_without_the_whole_body_is_refused_with_its_fix(mode: int) -> None:
     with pytest.raises(ProtocolError, match="FULL_DUPLEX_STREAMED"):
