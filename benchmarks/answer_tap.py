@@ -112,7 +112,7 @@ def requests(quality: Quality, parts: list[bytes]) -> Callable[[int], None]:
         for _ in range(count):
             watch = quality.begin(PATH, HEADERS)
             watch.asked(ask)
-            placement = Placement(NoEnds(), "0123", choice, [], PROMPT_TOKENS, quality.clock())  # type: ignore[arg-type]
+            placement = Placement(NoEnds(), "0123", choice, [], PROMPT_TOKENS, 0, quality.clock())  # type: ignore[arg-type]
             watch.placed(placement)
             watch.sending(WORKER, "engine", 8000, HEADERS)
             tap = watch.tap(ignore, 200, [], streams=True)

@@ -22,7 +22,7 @@ from kvrouter.router.cli.doctor import doctor
 from kvrouter.router.cli.drain import drain, undrain
 from kvrouter.router.cli.explain import explain
 from kvrouter.router.cli.replay import replay
-from kvrouter.router.cli.serve import serve
+from kvrouter.router.cli.serve import epp, serve
 from kvrouter.router.cli.shadow import shadow
 from kvrouter.router.cli.sim import sim
 from kvrouter.router.cli.tail import tail
@@ -49,7 +49,7 @@ config_app = typer.Typer(help="Describe the settings.", add_completion=False, no
 config_app.command("schema")(config_schema)
 config_app.command("markdown")(config_markdown)
 
-for command in (serve, workers, drain, undrain, explain, tail, doctor, replay, shadow, demo):
+for command in (serve, epp, workers, drain, undrain, explain, tail, doctor, replay, shadow, demo):
     app.command()(command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})(sim)
 app.add_typer(config_app, name="config")

@@ -9,8 +9,11 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from kvrouter.router.cli.settings_flags import with_settings
 from kvrouter.router.config.loading import Origin, given_flags, load_config
+from kvrouter.router.config.settings import EPP_PORT
 from kvrouter.router.server.checks import check_settings, local_tokenizers
 
 
@@ -21,9 +24,26 @@ def serve(config: Path | None, flags: dict[str, Any]) -> None:
     Every setting can also come from the YAML file (port: 30000) or the environment (KVROUTER_PORT=30000; lists are
     separated by spaces, as in KVROUTER_WORKERS). Flags override the environment, which overrides the file.
     """
+    _serve(config, flags)
+
+
+@with_settings
+def epp(config: Path | None, flags: dict[str, Any]) -> None:
+    """Run the router as an endpoint picker of the Gateway API Inference Extension.
+
+    The same as `kvrouter serve`, with the same settings; gateway_port is 9002 where it is not set. It needs the extra
+    `gateway`.
+    """
+    _serve(config, flags, gateway_port=EPP_PORT)
+
+
+def _serve(config: Path | None, flags: dict[str, Any], gateway_port: int | None = None) -> None:
+    """gateway_port: where none is set."""
     named = os.environ.get("KVROUTER_CONFIG")
     file = config if config is not None else Path(named) if named else None
     settings = load_config(file, os.environ, flags)
+    if settings.gateway_port is None:
+        settings = msgspec.structs.replace(settings, gateway_port=gateway_port)
     origin = Origin(None if file is None else str(file), given_flags(flags))
     check_settings(settings, origin, os.environ)
     local = local_tokenizers(settings)

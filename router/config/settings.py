@@ -19,6 +19,9 @@ ENV_PREFIX = "KVROUTER_"
 
 SECRETS = ("api_key", "worker_api_key")
 
+# Where the endpoint pickers of the Gateway API Inference Extension listen.
+EPP_PORT = 9_002
+
 # Stands for a secret wherever settings are shown.
 HIDDEN = "***"
 
@@ -36,6 +39,36 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int,
         msgspec.Meta(ge=0, le=65_535, extra={"metavar": "PORT"}, description="a port, 0 to 65535; 0 takes a free one"),
     ] = 30_000
+    # Off in `serve`: it needs the extra `gateway`. `kvrouter epp` takes EPP_PORT.
+    gateway_port: Annotated[
+        Annotated[int, msgspec.Meta(ge=0, le=65_535)] | None,
+        msgspec.Meta(
+            extra={"metavar": "PORT"},
+            description="a port, 0 to 65535, where gateways ask for endpoints over gRPC (the health service is there too); "
+            "without it, none",
+        ),
+    ] = None
+    gateway_certificate: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(
+            extra={"metavar": "FILE"},
+            description="the PEM file with the certificate chain of gateway_port, read again when it changes; without it, "
+            "plain text",
+        ),
+    ] = None
+    gateway_key: Annotated[
+        Annotated[str, msgspec.Meta(min_length=1)] | None,
+        msgspec.Meta(extra={"metavar": "FILE"}, description="the PEM file with the key of gateway_certificate"),
+    ] = None
+    # An ORIGINAL_DST cluster takes one address, and answers 503 to a list.
+    gateway_fallbacks: Annotated[
+        int,
+        msgspec.Meta(
+            ge=0,
+            le=8,
+            description="0 to 8: endpoints named behind the picked one, for gateways that try the next when one fails",
+        ),
+    ] = 0
     redis: Annotated[
         str | None,
         msgspec.Meta(

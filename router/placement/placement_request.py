@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.matching.question import Question
+from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.placement.candidates import Pin
 from kvrouter.router.placement.choose import Choice
 
@@ -17,7 +17,8 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     """One request. question: a prompt whose tokens are not known has no block hashes and an estimated length;
     max_tokens: the most that is generated, None: not known; pinned: this worker and no other, as `Pin` or by its name
     (`w0`, `w0@1`); selection_id: the client's own; may_hand_over: whether another worker may compute the prompt for the
-    one that decodes it; dry_run: it is not sent where it is placed, so later choices must not count on it."""
+    one that decodes it; dry_run: it is not sent where it is placed, so later choices must not count on it;
+    keeps_comparison: the placement's choice has the workers that were compared."""
 
     question: Question
     session_id: str | None = None
@@ -26,6 +27,7 @@ class PlacementRequest(msgspec.Struct, frozen=True):
     selection_id: str | None = None
     may_hand_over: bool = True
     dry_run: bool = False
+    keeps_comparison: bool = False
 
 
 class PlacementOwner(Protocol):
@@ -36,6 +38,8 @@ class PlacementOwner(Protocol):
     def handed_over(self, placement: Placement) -> None: ...
 
     def prefill_failed(self, placement: Placement, ask: PlacementRequest | None) -> None: ...
+
+    def served_by(self, placement: Placement, hit: Hit) -> None: ...
 
     def done(self, placement: Placement, output_tokens: int | None) -> None: ...
 
@@ -57,11 +61,14 @@ class Placement:
     """One request's place and its load there. Ends by `done`, or by its expiry.
 
     prefill: where the prompt is computed, as long as it is to be; prefilled_at: who did. predicted_tokens: what of the
-    prompt nobody computes again, as predicted."""
+    prompt nobody computes again, as predicted. decode_tokens: what it holds at the worker while it is decoded. has_moved:
+    another worker than the chosen one serves it."""
 
     __slots__ = (
         "_ends",
         "choice",
+        "decode_tokens",
+        "has_moved",
         "names",
         "num_tokens",
         "placed_s",
@@ -83,6 +90,7 @@ class Placement:
         choice: Choice,
         names: list[int],
         num_tokens: int,
+        decode_tokens: int,
         placed_s: float,
     ) -> None:
         self._ends = ends
@@ -92,6 +100,8 @@ class Placement:
         self.choice = choice
         self.names = names
         self.num_tokens = num_tokens
+        self.decode_tokens = decode_tokens
+        self.has_moved = False
         self.placed_s = placed_s
         self.queued_s = 0.0
         self.prefill: PrefillPart | None = None
@@ -113,6 +123,10 @@ class Placement:
     def first_token(self) -> None:
         """The prefill is over. Repeating it changes nothing."""
         self._ends.first_token(self)
+
+    def served_by(self, hit: Hit) -> None:
+        """Another worker than the chosen one answers: its load counts there from now on. hit: of that one."""
+        self._ends.served_by(self, hit)
 
     def done(self, output_tokens: int | None = None) -> None:
         """The request is over, successful or not. Repeating it changes nothing."""

@@ -167,7 +167,7 @@ class Placer:
         if prefill_tokens is not None:
             choice = msgspec.structs.replace(choice, prefill_tokens=prefill_tokens)
         selection_id = ask.selection_id or self.new_id()
-        kept = choice if ask.question.explain else choice.alone()
+        kept = choice if ask.question.explain or ask.keeps_comparison else choice.alone()
         placement = self._reservations.book(selection_id, kept, names, ask.question.num_tokens, ask.max_tokens, now)
         self._record(selection_id, ask, choice)
         self._decider.record_choice(ask, choice, names, now, PENDING_TTL_S)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from kvrouter.router.load.load_messages import PREFILL_COMPLETE
 from kvrouter.router.load.load_metrics import LoadMetrics
 from kvrouter.router.load.worker_load import LoadModel
+from kvrouter.router.matching.question import Hit
 from kvrouter.router.placement.choose import Choice
 from kvrouter.router.placement.decider import Decider
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest, PrefillPart
@@ -50,8 +53,9 @@ class Reservations:
         self, selection_id: str, choice: Choice, names: list[int], num_tokens: int, max_tokens: int | None, now: float
     ) -> Placement:
         output_tokens = min(max_tokens if max_tokens is not None else USUAL_OUTPUT_TOKENS, USUAL_OUTPUT_TOKENS)
-        placement = Placement(self, selection_id, choice, names, num_tokens, now)
-        self._count(selection_id, choice, num_tokens + output_tokens // 2, now)
+        decode_tokens = num_tokens + output_tokens // 2
+        placement = Placement(self, selection_id, choice, names, num_tokens, decode_tokens, now)
+        self._count(selection_id, choice, decode_tokens, now)
         self._placements[selection_id] = placement
         self._weights.typical(choice.prefill_tokens, num_tokens)
         if choice.prefill is not None:
@@ -121,10 +125,28 @@ class Reservations:
             self._decider.computed(part.worker, placement.names, now)
             self._decider.mark_pending(placement.worker, placement.names, now)
             self._end_prefill(placement, now)
-        elif placement.prefilled_at is None:
+        elif placement.prefilled_at is None and not placement.has_moved:
             self._learn(placement.choice, placement.num_tokens, now - placement.placed_s)
         self._table.prefill_done(placement.selection_id, now)
         self._decider.computed(placement.worker, placement.names, now)
+        self._freed()
+
+    def served_by(self, placement: Placement, hit: Hit) -> None:
+        """See `Placement.served_by`."""
+        if placement.selection_id not in self._placements or hit.worker == placement.worker:
+            return
+        now = self._clock()
+        self._decider.failed(placement.worker, placement.names, now)
+        if self._table.release(placement.selection_id, now):
+            self._metrics.ended["released"].inc()
+        prefill_tokens = placement.choice.prefill_tokens
+        if placement.prefilled_at is None:
+            prefill_tokens = placement.num_tokens - hit.disk
+            placement.predicted_tokens = hit.disk
+        placement.choice = msgspec.structs.replace(placement.choice, hit=hit, prefill_tokens=prefill_tokens)
+        placement.worker, placement.has_moved = hit.worker, True
+        self._count(placement.selection_id, placement.choice, placement.decode_tokens, now)
+        self._decider.mark_pending(hit.worker, placement.names, now)
         self._freed()
 
     def done(self, placement: Placement, output_tokens: int | None) -> None:

@@ -19,14 +19,18 @@ class Source(Protocol):
     def resume(self) -> None: ...
 
 
-class Client(Protocol):
-    """One request whose body is whole. Its task is cancelled when the client hangs up."""
+class ClientRequest(Protocol):
+    """One request whose body is whole."""
 
     path: str
     # As it came, with the query.
     url: bytes
     headers: Headers
     body: bytes
+
+
+class Client(ClientRequest, Protocol):
+    """Who sent it, and gets the answer. Its task is cancelled when the client hangs up."""
 
     @property
     def unread_bytes(self) -> int:

@@ -24,7 +24,6 @@ from kvrouter.router.proxy.kv_transfer_params import can_be_handed_over
 from kvrouter.router.proxy.prefill_leg import PrefillLeg, excluding
 from kvrouter.router.proxy.proxy_metrics import ProxyMetrics
 from kvrouter.router.proxy.request_reader import Request, RequestReader, Tokens
-from kvrouter.router.proxy.upstream.connection import AnswerHead
 from kvrouter.router.proxy.upstream.failure import GONE_STATUSES, AttemptsSpent, Failure, Kind
 from kvrouter.router.proxy.upstream.pool import Pool
 from kvrouter.router.proxy.worker_addresses import Addresses
@@ -74,22 +73,22 @@ class Proxy:
     ) -> None:
         """silence_s: how long an engine may say nothing."""
         self._placing = placing
-        self._reading = RequestReader(tokens, resolve, lambda: sorted(self._addresses().models), self._authorization)
+        self.reader = RequestReader(tokens, resolve, lambda: sorted(self.addresses().models), self.authorization)
         self._registrations = registrations
         self._admission = admission
         self._pool = pool
         self._metrics = metrics
         self._quality = quality
-        self._allowed = allowed
+        self.allowed = allowed
         self._sending = Attempt(
-            addresses=self._addresses,
-            authorization=self._authorization,
+            addresses=self.addresses,
+            authorization=self.authorization,
             admission=admission,
             pool=pool,
             metrics=metrics,
             silence_s=silence_s,
         )
-        self._prefilling = PrefillLeg(self._sending, admission, metrics)
+        self.prefill_leg = PrefillLeg(self._sending, admission, metrics)
         self._worker_authorization = None if worker_key is None else f"Bearer {worker_key}".encode()
         self._has_own_key = has_own_key
         self._open = 0
@@ -106,10 +105,10 @@ class Proxy:
         outcome = "client_gone"
         self._open += 1
         try:
-            ask = await self._reading.read(request)
+            ask = await self.reader.read(request)
             watch.asked(ask)
             answer = await self._answer(request, ask)
-            outcome = await self._relay(request, answer, predicted=ask.question.token_ids is not None)
+            outcome = await self._relay(client, request, answer, predicted=ask.question.token_ids is not None)
         except RouterError as error:
             outcome = "unreachable" if isinstance(error, WorkerUnreachable | WorkerSilent) else "refused"
             client.refuse(error, [(h.REQUEST_ID, request.request_id), *_retried(request)])
@@ -140,7 +139,7 @@ class Proxy:
     def close(self) -> None:
         self._pool.close()
 
-    def _authorization(self, headers: h.Headers) -> bytes | None:
+    def authorization(self, headers: h.Headers) -> bytes | None:
         """What an engine is sent: its own key, else the client's word unless that is meant for this router."""
         if self._worker_authorization is not None or self._has_own_key:
             return self._worker_authorization
@@ -152,7 +151,7 @@ class Proxy:
         spare: _Answer | None = None
         error: RouterError | None = None
         failed: set[WorkerKey] = set()
-        if ask.question.model in self._addresses().prefillers:
+        if ask.question.model in self.addresses().prefillers:
             splits = can_be_handed_over(request.client.path, request.body)
             ask = msgspec.structs.replace(ask, may_hand_over=splits)
         try:
@@ -174,15 +173,15 @@ class Proxy:
                 try:
                     answer = await self._attempt(request, ask, placement, failed)
                 except AttemptsSpent as spent:
-                    raise _error_of(spent.failure) from None
+                    raise error_of(spent.failure) from None
                 except Failure as caught:
-                    failure, error = caught, _error_of(caught)
+                    failure, error = caught, error_of(caught)
                     if not request.attempts.failed(named(placement.worker), failure):
                         raise error from None
-                    failed |= self._addresses().sharing(placement.worker)
+                    failed |= self.addresses().sharing(placement.worker)
                 else:
                     status, is_gone = answer.head.status, answer.head.status in GONE_STATUSES
-                    handed_over = _computed_at(placement) is not None
+                    handed_over = computed_at(placement) is not None
                     if not (is_gone or (handed_over and status >= FIRST_SERVER_ERROR)):
                         return answer
                     failure = Failure(Kind.GONE, f"the engine answers {status}")
@@ -193,7 +192,7 @@ class Proxy:
                         # The sidecar or the blocks were not reached: the worker can do it alone.
                         ask = msgspec.structs.replace(ask, may_hand_over=False)
                     else:
-                        failed |= self._addresses().sharing(placement.worker)
+                        failed |= self.addresses().sharing(placement.worker)
                     placement.done()
                     request.watch.failed(failure.kind.value, failure.text)
                     spare = answer
@@ -206,7 +205,7 @@ class Proxy:
     async def _place(self, ask: PlacementRequest) -> Placement:
         """A place at a worker that can be sent something."""
         placement = await self._placing.place(ask)
-        addresses = self._addresses()
+        addresses = self.addresses()
         if placement.worker in addresses.targets:
             return placement
         placement.done()
@@ -217,11 +216,12 @@ class Proxy:
             placement.done()
         raise NoWorker("no worker can take it: register the engine's HTTP address (url), and let allow_hosts admit it")
 
-    def _addresses(self) -> Addresses:
+    def addresses(self) -> Addresses:
+        """Of the workers as they are registered now: the same object until one of them changes."""
         registrations = self._registrations()
         if registrations is not self._addressed:
             self._addressed = registrations
-            self._known_addresses = Addresses(registrations, self._allowed)
+            self._known_addresses = Addresses(registrations, self.allowed)
         return self._known_addresses
 
     async def _attempt(
@@ -230,7 +230,7 @@ class Proxy:
         """The first byte of this worker's answer. failed: the workers that failed. Raises Failure,
         Spent."""
         try:
-            given = await self._prefilling.hand_over(request, ask, placement, self._addresses(), failed)
+            given = await self.prefill_leg.hand_over(request, ask, placement, self.addresses(), failed)
             sent = await self._sending.send(
                 request, placement.worker, given.body, request.client.headers, given.headers
             )
@@ -239,10 +239,10 @@ class Proxy:
             raise
         return _Answer(placement, sent)
 
-    async def _relay(self, request: Request, answer: _Answer, *, predicted: bool) -> str:
+    async def _relay(self, client: Client, request: Request, answer: _Answer, *, predicted: bool) -> str:
         """Passes the answer on, until its end; how it ended. predicted: whether the hit of the choice is a
         prediction."""
-        placement, connection, head, client = answer.placement, answer.connection, answer.head, request.client
+        placement, connection, head = answer.placement, answer.connection, answer.head
         added = [
             (h.WORKER, named(placement.worker).encode()),
             (h.SELECTION_ID, placement.selection_id.encode()),
@@ -250,10 +250,10 @@ class Proxy:
         ]
         if predicted:
             added.append((h.PREDICTED_HIT, b"%d" % placement.predicted_tokens))
-        if (computed_at := _computed_at(placement)) is not None:
-            added.append((h.PREFILL_WORKER, named(computed_at).encode()))
+        if (prefiller := computed_at(placement)) is not None:
+            added.append((h.PREFILL_WORKER, named(prefiller).encode()))
             request.watch.handed_over()
-        streams = _streams(head)
+        streams = is_event_stream(head.headers)
         if streams:
             # The first byte of any other answer comes with its last token.
             placement.first_token()
@@ -273,7 +273,7 @@ class Proxy:
         finally:
             placement.done(watch.output_tokens())
         self._sending.give_back(answer.sent)
-        outcome = _outcome(head.status)
+        outcome = outcome_of(head.status)
         self._metrics.answers(placement.worker)(outcome).inc()
         if log.isEnabledFor(logging.DEBUG):
             extra = {"path": client.path, "worker": placement.worker, "status": head.status}
@@ -281,19 +281,21 @@ class Proxy:
         return outcome
 
 
-def _computed_at(placement: Placement) -> WorkerKey | None:
+def computed_at(placement: Placement) -> WorkerKey | None:
     """The prefill worker, where it was one."""
     return placement.prefilled_at if placement.prefill is None else placement.prefill.worker
 
 
-def _outcome(status: int) -> str:
+def outcome_of(status: int) -> str:
+    """How a whole answer with this status ended."""
     if status >= FIRST_SERVER_ERROR:
         return "server_error"
     return "client_error" if status >= FIRST_ERROR else "ok"
 
 
-def _streams(head: AnswerHead) -> bool:
-    kind = h.header(head.headers, b"content-type")
+def is_event_stream(headers: h.Headers) -> bool:
+    """Whether an answer with these headers is a stream of events."""
+    kind = h.header(headers, b"content-type")
     return kind is not None and kind.startswith(EVENT_STREAM)
 
 
@@ -302,7 +304,7 @@ def _retried(request: Request) -> h.Headers:
     return [(h.RETRIED, ", ".join(trail).encode())] if trail else []
 
 
-def _error_of(failure: Failure) -> RouterError:
+def error_of(failure: Failure) -> RouterError:
     """The client's error when no worker answered."""
     if failure.kind in (Kind.SILENT, Kind.CONNECT_TIMEOUT):
         return WorkerSilent(f"{failure.text}; send the request again, or raise the router's answer_timeout_s")

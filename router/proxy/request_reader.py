@@ -15,7 +15,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.json_arrays import LONG_BODY_BYTES
 from kvrouter.router.matching.question import Question
 from kvrouter.router.placement.placement_request import PlacementRequest
-from kvrouter.router.proxy.downstream import Client
+from kvrouter.router.proxy.downstream import ClientRequest
 from kvrouter.router.proxy.form_body import read_form_model
 from kvrouter.router.proxy.openai_body import OpenAIBody, openai_body, renamed
 from kvrouter.router.proxy.upstream.failure import Attempts
@@ -39,7 +39,7 @@ class Tokens(Protocol):
 class Request:
     """One request under way. body: what the engine gets. watch: observes each step."""
 
-    def __init__(self, client: Client, watch: RequestWatch, request_id: bytes) -> None:
+    def __init__(self, client: ClientRequest, watch: RequestWatch, request_id: bytes) -> None:
         self.client = client
         self.watch = watch
         self.request_id = request_id

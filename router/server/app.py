@@ -54,7 +54,7 @@ from kvrouter.router.server.listener import bound_socket, port_taken, start_line
 from kvrouter.router.server.private_store import private_store
 from kvrouter.router.server.router_metrics import RouterMetrics
 from kvrouter.router.server.siblings import Siblings
-from kvrouter.router.server.stopping import Server, stopping_on_signals
+from kvrouter.router.server.stopping import Beside, Server, stopping_on_signals
 from kvrouter.router.telemetry.log_format import set_up_logs
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.tokens.engine.client import Engine
@@ -316,6 +316,15 @@ async def _start(
     )
     assert api.proxy is not None
     stack.callback(api.proxy.close)
+    beside: Beside | None = None
+    gateway_port: int | None = None
+    if config.gateway_port is not None:
+        from kvrouter.router.server.gateway_start import start_gateway
+
+        beside, gateway_port = await start_gateway(
+            config, core, placing, api.proxy, admission, quality, metrics, shutdown, time.monotonic
+        )
+        stack.push_async_callback(beside.stop, 0)
     limits = HttpLimits(max_connections=_connections_possible(HttpLimits().max_connections))
     settings = uvicorn.Config(
         api.cold,
@@ -337,9 +346,9 @@ async def _start(
     def started() -> None:
         workers = len(core.registrations())
         # A supervisor reads the number, and prints the line itself when all its processes serve.
-        print(start_line(config, listener, workers) if part is None else workers, flush=True)
+        print(start_line(config, listener, workers, gateway_port) if part is None else workers, flush=True)
 
-    return Server(settings, started)
+    return Server(settings, started, beside)
 
 
 def count_callbacks(registry: MetricRegistry) -> None:

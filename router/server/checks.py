@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Mapping
 from datetime import datetime
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Of the extra `gateway`.
+GATEWAY_MODULES = ("grpc", "google.protobuf")
+
 
 def check_settings(config: Config, origin: Origin, environ: Mapping[str, str]) -> None:
     """All that a start would refuse, before what a router is made of is imported. Raises SettingError."""
@@ -36,11 +40,28 @@ def check_settings(config: Config, origin: Origin, environ: Mapping[str, str]) -
             raise SettingError(f"redis is {without_password(config.redis)!r}: {error}") from None
     if config.otlp_endpoint is not None:
         _tracing_class()
+    if config.gateway_port is not None:
+        _check_gateway(config)
     if config.kubernetes_selector is not None or config.workers_file is not None:
         from kvrouter.router.discovery.sources import cluster_access, named_sources
 
         cluster_access(config, environ)
         named_sources(config, origin, environ, alone=False)
+
+
+def _check_gateway(config: Config) -> None:
+    try:
+        # An extra, and some tens of megabytes that most routers have no need of.
+        for name in GATEWAY_MODULES:
+            importlib.import_module(name)
+    except ImportError as error:
+        raise SettingError(
+            f"gateway_port needs a package that is not installed ({error.name}): {install_command('gateway')}"
+        ) from None
+    if config.gateway_port == 0 and config.processes > 1:
+        raise SettingError("gateway_port 0 is another port for each of several processes; name one")
+    if (config.gateway_certificate is None) != (config.gateway_key is None):
+        raise SettingError("gateway_certificate and gateway_key go together: give both files, or neither")
 
 
 def log_cautions(config: Config) -> None:

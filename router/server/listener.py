@@ -11,8 +11,9 @@ from kvrouter.router.common.version import VERSION
 from kvrouter.router.config.settings import Config, without_password
 
 
-def start_line(config: Config, listener: socket.socket, workers: int) -> str:
-    """The line for users when the router is up: where it listens, where its data is, and what to do next."""
+def start_line(config: Config, listener: socket.socket, workers: int, gateway_port: int | None) -> str:
+    """The line for users when the router is up: where it listens, where its data is, and what to do next.
+    gateway_port: where gateways ask it, None: nowhere."""
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     if config.redis is None:
@@ -24,7 +25,8 @@ def start_line(config: Config, listener: socket.socket, workers: int) -> str:
         following = f"`kvrouter workers{at}` shows the workers"
     else:
         following = f"no worker yet: POST /register, or start with --worker, --workers-file or --kubernetes-selector; API: http://{shown}:{port}/docs"
-    return f"kvrouter {VERSION} listens on http://{shown}:{port}; {data}; {following}"
+    gateways = "" if gateway_port is None else f" and for gateways on grpc://{shown}:{gateway_port}"
+    return f"kvrouter {VERSION} listens on http://{shown}:{port}{gateways}; {data}; {following}"
 
 
 def bound_socket(host: str, port: int) -> socket.socket:

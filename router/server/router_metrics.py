@@ -6,6 +6,7 @@ from __future__ import annotations
 from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.core.core_metrics import CoreMetrics
 from kvrouter.router.discovery.discovery_metrics import DiscoveryMetrics
+from kvrouter.router.gateway.gateway_metrics import GatewayMetrics
 from kvrouter.router.placement.placement_metrics import PlacementMetrics
 from kvrouter.router.proxy.proxy_metrics import ProxyMetrics
 from kvrouter.router.quality.quality_metrics import QualityMetrics
@@ -22,5 +23,6 @@ class RouterMetrics:
         self.tokens = TokenMetrics(registry)
         self.quality = QualityMetrics(registry)
         self.proxy = ProxyMetrics(registry)
+        self.gateway = GatewayMetrics(registry)
         self.http = HttpMetrics(registry)
         self.discovery = DiscoveryMetrics(registry)

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 
@@ -24,13 +24,25 @@ log = logging.getLogger(__name__)
 HURRY = signal.SIGINT
 
 
+# How often a server that waits for its end looks for a second signal.
+LOOK_S = 0.05
+
+
+class Beside(Protocol):
+    """Another server of the process, which ends with HTTP."""
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no more requests; those under way have this long to end, or what a later call says."""
+
+
 class Server(uvicorn.Server):
     """uvicorn that reports when it serves and leaves signals alone: it would handle them itself and raise them again
     when HTTP is down, during our own shutdown."""
 
-    def __init__(self, config: uvicorn.Config, started: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, started: Callable[[], None], beside: Beside | None = None) -> None:
         super().__init__(config)
         self._tell = started
+        self._beside = beside
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
@@ -41,7 +53,17 @@ class Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await take_waiting(sockets or [], lambda: self.force_exit)
-        await super().shutdown(sockets=sockets)
+        await asyncio.gather(super().shutdown(sockets=sockets), self._end_beside())
+
+    async def _end_beside(self) -> None:
+        if self._beside is None:
+            return
+        ending = asyncio.ensure_future(self._beside.stop(self.config.timeout_graceful_shutdown or 0))
+        while not ending.done():
+            await asyncio.wait({ending}, timeout=LOOK_S)
+            if self.force_exit:
+                await self._beside.stop(0)
+        await ending
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -107,7 +107,7 @@ async def _run(config: Config, origin: Origin, listener: socket.socket, running:
                         await child.ready.wait()
                 for child in children:
                     await child.ready.wait()
-                print(start_line(config, listener, children[0].workers), flush=True)
+                print(start_line(config, listener, children[0].workers, config.gateway_port), flush=True)
         except* RouterError as errors:
             raise errors.exceptions[0] from None
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-HEAVY = ("aiohttp", "fastapi", "numpy", "prometheus_client", "redis", "uvicorn")
+HEAVY = ("aiohttp", "fastapi", "grpc", "numpy", "prometheus_client", "redis", "uvicorn")
 # Runs the command in a fresh interpreter, then prints its exit code and what of HEAVY it has imported.
 PROGRAM = f"""
 import sys
@@ -24,6 +24,7 @@ print(code, *sorted({{name.partition(".")[0] for name in sys.modules}} & {set(HE
     [
         (["--help"], 0),
         (["serve", "--help"], 0),
+        (["epp", "--help"], 0),
         (["workers", "--help"], 0),
         (["drain", "--help"], 0),
         (["explain", "--help"], 0),

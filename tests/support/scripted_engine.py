@@ -198,5 +198,18 @@ async def _read(reader: asyncio.StreamReader, connection: int) -> Asked:
     line, *lines = head.rstrip("\r\n").split("\r\n")
     method, target, _ = line.split(" ")
     headers = [(name.lower(), value.strip()) for name, _, value in (text.partition(":") for text in lines)]
+    if ("transfer-encoding", "chunked") in headers:
+        return Asked(method, target, headers, await _read_chunks(reader), connection)
     length = next((int(value) for name, value in headers if name == "content-length"), 0)
     return Asked(method, target, headers, await reader.readexactly(length), connection)
+
+
+async def _read_chunks(reader: asyncio.StreamReader) -> bytes:
+    """A body in chunks, without trailers."""
+    body = b""
+    while True:
+        length = int(await reader.readuntil(b"\r\n"), 16)
+        piece = await reader.readexactly(length + 2)
+        if not length:
+            return body
+        body += piece[:-2]

@@ -53,6 +53,7 @@ ROOMS: dict[str, dict[str, str]] = {
         "core": "The router without its HTTP: questions answered, and how everything is.",
         "quality": "Predicted and delivered reuse.",
         "proxy": "An OpenAI request to an engine, and its answer back.",
+        "gateway": "Endpoints picked for a gateway, over Envoy's external processing protocol.",
         "diagnosis": "What is wrong with a fleet, by what this shows, and what mends it.",
         "page": "The page for people: files that a browser loads.",
         "api": "The HTTP API, one module a resource.",

@@ -44,6 +44,27 @@ def test_load_counts_from_the_choice_to_the_first_token_and_to_the_end() -> None
     assert stage.fleet.went == [WorkerKey("m", "a")]
 
 
+def test_the_load_moves_to_the_worker_that_serves_in_place_of_the_chosen_one() -> None:
+    stage = Stage(hit("a", 500), hit("b", 100))
+    placement = stage.placing.reserve(ask(max_tokens=100, keeps_comparison=True))
+    comparison = placement.choice.comparison
+    assert comparison is not None
+    other = comparison.hits[comparison.best()[1]]
+    stage.now += 5.0
+    placement.served_by(other)
+    placement.served_by(other)
+    assert (name_of(placement), placement.predicted_tokens) == ("b", 100)
+    assert stage.load("a") == (0, 0, 0)
+    assert stage.load("b") == (TOKENS - 100, TOKENS + 50, 1)
+    placement.first_token()
+    # Part of that time went by at the other worker: it teaches nothing of this one's speed.
+    assert not stage.placing.weights.rates
+    placement.done()
+    placement.served_by(hit("a"))
+    assert stage.load("a") == stage.load("b") == (0, 0, 0)
+    assert stage.counted("reservations_ended_total", how="released") == 2
+
+
 def test_a_dry_run_is_recorded_and_nothing_counts_on_it() -> None:
     recorded = []
     stage = Stage(hit("a"), hit("b"), hit("c"), hit("d"), record=lambda name, ask, choice: recorded.append(name))

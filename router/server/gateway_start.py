@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gRPC port for gateways of a serving process. It is imported where one is wanted: gRPC is an extra."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from kvrouter.router.common.errors import NoWorker
+from kvrouter.router.common.shutdown import Shutdown
+from kvrouter.router.config.settings import Config
+from kvrouter.router.core.router_core import Core
+from kvrouter.router.gateway.grpc_server import Certificate, GatewayServer
+from kvrouter.router.gateway.picker import Picker
+from kvrouter.router.placement.placer import Placer
+from kvrouter.router.proxy.admission import Admission
+from kvrouter.router.proxy.proxy import Proxy
+from kvrouter.router.quality.request_watch import Quality
+from kvrouter.router.server.router_metrics import RouterMetrics
+
+# Where internal errors are counted.
+WHERE = "gateway"
+
+
+async def start_gateway(
+    config: Config,
+    core: Core,
+    placing: Placer,
+    proxy: Proxy,
+    admission: Admission,
+    quality: Quality,
+    metrics: RouterMetrics,
+    shutdown: Shutdown,
+    clock: Callable[[], float],
+) -> tuple[GatewayServer, int]:
+    """The server, and the port that it listens on. Raises SettingError."""
+    assert config.gateway_port is not None
+
+    def ready() -> str | None:
+        if shutdown.begun:
+            return "it is shutting down"
+        reason = core.readiness()
+        if reason is None:
+            try:
+                placing.takers(core.models())
+            except NoWorker as error:
+                reason = error.message
+        return reason
+
+    picker = Picker(
+        proxy=proxy,
+        placing=placing,
+        admission=admission,
+        quality=quality,
+        metrics=metrics.gateway,
+        models=core.models,
+        fallbacks=config.gateway_fallbacks,
+        clock=clock,
+        rng=random.Random(),
+    )
+    errors = metrics.http.internal_errors.labels(WHERE)
+    server = GatewayServer(picker.pick, ready, metrics.gateway, errors.inc, max_body_bytes=config.max_body_bytes)
+    certificate = None
+    if config.gateway_certificate is not None and config.gateway_key is not None:
+        certificate = Certificate(config.gateway_certificate, config.gateway_key)
+    port = await server.start(config.host, config.gateway_port, certificate, shared=config.processes > 1)
+    return server, port

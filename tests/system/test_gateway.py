@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real Envoy in front of simulated replicas, with `kvrouter epp` as its endpoint picker: what is predicted is what the
+engines reuse, whatever the form of the request."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import anthropic
+import grpc
+import openai
+import pytest
+from envoy_process import (
+    BUFFERED,
+    ORIGINAL_DST,
+    OVERRIDE_HOST,
+    ROUND_ROBIN,
+    SUBSET_HEADER,
+    EnvoyProcess,
+    endpoint_of,
+)
+from fleet import settle, until, wait_live
+from ports import free_port
+from replica_process import MODEL, replicas, worker_flags
+from router_process import RouterProcess
+
+pytestmark = pytest.mark.smoke
+
+# 2,000 by hand: KVROUTER_TEST_GATEWAY_REQUESTS=2000.
+REQUESTS = int(os.environ.get("KVROUTER_TEST_GATEWAY_REQUESTS", "60"))
+CHATS = 6
+REPLICAS = 3
+COMPLETIONS = "/v1/completions"
+MAX_BODY_BYTES = 4_000_000
+CLIENTS = 8
+TIMEOUT_S = 60.0
+
+
+class Site(NamedTuple):
+    """duplex: finds engines by the header alone, bodies in FULL_DUPLEX_STREAMED. held: by metadata, BUFFERED."""
+
+    router: RouterProcess
+    urls: list[str]
+    gateway_port: int
+    duplex: EnvoyProcess
+    held: EnvoyProcess
+
+    def active(self) -> int:
+        """Requests under way, by the router's count."""
+        loads = self.router.request("GET", "/loads")[0]["loads"]
+        return sum(row["active_requests"] for row in loads)
+
+    def wait_idle(self) -> None:
+        until(lambda: self.active() == 0, "no reservation is left")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder, port = tmp_path_factory.mktemp("gateway"), free_port()
+    flags = ["--gateway-port", str(port), "--model-alias", f"other={MODEL}", "--max-body-bytes", str(MAX_BODY_BYTES)]
+    with (
+        replicas(REPLICAS, "--shape", "gemma3", "--blocks", "2500") as found,
+        RouterProcess(folder / "router", [*flags, *worker_flags(found)]) as router,
+    ):
+        urls = [at["url"] for at in found]
+        with (
+            EnvoyProcess(folder / "duplex", urls, picker_port=port, how=ORIGINAL_DST) as duplex,
+            EnvoyProcess(folder / "held", urls, picker_port=port, how=OVERRIDE_HOST, processing=BUFFERED) as held,
+        ):
+            started = Site(router, urls, port, duplex, held)
+            for number in range(REPLICAS):
+                # Whoever has no block yet has said nothing.
+                only = {"x-kvrouter-worker": f"w{number}"}
+                assert post(duplex.port, completion([number + 1] * 100), only)[1]["x-kvrouter-worker"] == f"w{number}"
+            wait_live(router)
+            yield started
+
+
+def completion(prompt: list[int], **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt, "max_tokens": 2, **more}
+
+
+def post(
+    port: int, body: Any, headers: dict[str, str] | None = None, path: str = COMPLETIONS, expected: int = 200
+) -> tuple[Any, dict[str, str]]:
+    """The decoded answer and its headers."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection.request("POST", path, content, {"content-type": "application/json", **(headers or {})})
+        answer = connection.getresponse()
+        data = answer.read()
+        assert answer.status == expected, (answer.status, data[:500])
+        return json.loads(data), {name.lower(): value for name, value in answer.getheaders()}
+    finally:
+        connection.close()
+
+
+def cached(answer: Any) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def exact(router: RouterProcess) -> float:
+    return sum(
+        router.metric("kvrouter_predictions_total", model=MODEL, worker=f"w{n}", outcome="exact")
+        for n in range(REPLICAS)
+    )
+
+
+@pytest.mark.parametrize("name", ["duplex", "held"])
+def test_every_prediction_is_what_the_engine_reused(site: Site, name: str) -> None:
+    port, rng = getattr(site, name).port, Random(name)
+    chats: list[list[int]] = [[] for _ in range(CHATS)]
+    before, reused, workers = exact(site.router), 0, set()
+    for number in range(REQUESTS):
+        chat = chats[number % CHATS]
+        if len(chat) > 2_000:
+            chat.clear()
+        chat += [rng.randrange(1, 30_000) for _ in range(rng.randrange(50, 400))]
+        streams = {"stream": True, "stream_options": {"include_usage": True}} if number % 7 == 0 else {}
+        settle(site.router)
+        if streams:
+            found, headers = streamed(port, completion(list(chat), **streams))
+        else:
+            answer, headers = post(port, completion(list(chat)))
+            found = cached(answer)
+        assert int(headers["x-kvrouter-predicted-hit"]) == found, (number, headers)
+        reused += found
+        workers.add(headers["x-kvrouter-worker"])
+    assert reused > 0 and len(workers) == REPLICAS
+    site.wait_idle()
+    assert exact(site.router) - before == REQUESTS
+    print(f"{name}: {REQUESTS} requests, {reused} tokens reused, all as predicted")
+
+
+def streamed(port: int, body: Any) -> tuple[int, dict[str, str]]:
+    """Cached tokens, and the headers, of a stream."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        connection.request("POST", COMPLETIONS, json.dumps(body), {"content-type": "application/json"})
+        answer = connection.getresponse()
+        assert answer.status == 200
+        events = answer.read().split(b"\n\n")
+        assert events[-2:] == [b"data: [DONE]", b""]
+        return cached(json.loads(events[-3].removeprefix(b"data: "))), dict(answer.getheaders())
+    finally:
+        connection.close()
+
+
+def test_many_clients_at_once_lose_nothing(site: Site) -> None:
+    def run(seed: int) -> list[int]:
+        rng = Random(seed)
+        ports = [site.duplex.port, site.held.port]
+        return [
+            len(post(ports[n % 2], completion([rng.randrange(1, 30_000) for _ in range(100)]))[0]["choices"])
+            for n in range(10)
+        ]
+
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        assert [n for counts in pool.map(run, range(CLIENTS)) for n in counts] == [1] * 10 * CLIENTS
+    site.wait_idle()
+    assert site.router.metric("kvrouter_gateway_open_streams") == 0
+
+
+def test_a_decision_is_explained_with_what_came_of_it(site: Site) -> None:
+    settle(site.router)
+    _, headers = post(site.duplex.port, completion([7] * 200), {"x-request-id": "from-the-client"})
+    assert headers["x-request-id"] == "from-the-client"
+    by_id = site.router.request("GET", f"/decisions/{headers['x-kvrouter-selection-id']}")
+    assert by_id == site.router.request("GET", "/decisions/from-the-client")
+    assert by_id["worker_id"] == headers["x-kvrouter-worker"]
+    outcome = by_id["outcome"]
+    assert outcome["outcome"] == "ok" and outcome["delivered_tokens"] == outcome["predicted_tokens"]
+
+
+def test_openais_client_sees_an_openai_server(site: Site) -> None:
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{site.duplex.port}/v1", api_key="x", max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": "bada bede " * 100}]
+        for _ in range(2):
+            settle(site.router)
+            raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=messages, max_tokens=2)
+            usage: Any = raw.parse().usage
+            found = usage.prompt_tokens_details.cached_tokens
+            assert int(raw.headers["x-kvrouter-predicted-hit"]) == found
+        assert found > 0
+        stream = client.chat.completions.create(model=MODEL, messages=messages, max_tokens=3, stream=True)
+        assert "".join(part.choices[0].delta.content or "" for part in stream)
+        # Answered by a worker: no prompt is in it.
+        assert [model.id for model in client.models.list()] == [MODEL]
+        with pytest.raises(openai.NotFoundError, match="no worker is registered for model 'nope'"):
+            client.completions.create(model="nope", prompt="x")
+        with pytest.raises(openai.BadRequestError, match="the body is not JSON"):
+            client.post("/completions", content=b'{"model"', cast_to=object)
+        with pytest.raises(openai.APIStatusError, match="max_body_bytes") as error:
+            client.completions.create(model=MODEL, prompt="x" * (MAX_BODY_BYTES + 1))
+        assert error.value.status_code == 413
+    site.wait_idle()
+
+
+def test_anthropics_client_too(site: Site) -> None:
+    system: Any = "You are brief." + " bada bede" * 200
+    with anthropic.Anthropic(base_url=f"http://127.0.0.1:{site.held.port}", api_key="x", max_retries=0) as client:
+        for _ in range(2):
+            settle(site.router)
+            raw = client.messages.with_raw_response.create(
+                model=MODEL, max_tokens=4, system=system, messages=[{"role": "user", "content": "hi"}]
+            )
+            usage = raw.parse().usage
+            assert int(raw.headers["x-kvrouter-predicted-hit"]) == usage.cache_read_input_tokens
+        assert usage.cache_read_input_tokens
+
+
+def test_an_alias_is_the_engines_model(site: Site) -> None:
+    for envoy in (site.duplex, site.held):
+        assert post(envoy.port, completion([3] * 50) | {"model": "other"})[0]["model"] == MODEL
+
+
+def test_a_session_stays_where_it_was(site: Site) -> None:
+    session, rng = {"x-session-id": "s-1"}, Random(11)
+    prompt = [rng.randrange(1, 30_000) for _ in range(40)]
+    first = post(site.duplex.port, completion(prompt), session)[1]["x-kvrouter-worker"]
+    for _ in range(4):
+        prompt += [rng.randrange(1, 30_000) for _ in range(8)]
+        assert post(site.duplex.port, completion(prompt), session)[1]["x-kvrouter-worker"] == first
+
+
+@pytest.mark.parametrize("number", range(REPLICAS))
+def test_a_subset_is_honoured(site: Site, number: int) -> None:
+    only = {SUBSET_HEADER: f"10.9.9.9:1,{endpoint_of(site.urls[number])}"}
+    for _ in range(4):
+        assert post(site.duplex.port, completion([5] * 90), only)[1]["x-kvrouter-worker"] == f"w{number}"
+
+
+@pytest.mark.parametrize("subset", [",", "10.9.9.9:1", "nonsense"])
+def test_a_subset_without_a_worker_is_answered_503(site: Site, subset: str) -> None:
+    body, headers = post(site.duplex.port, completion([5] * 90), {SUBSET_HEADER: subset}, expected=503)
+    assert body["error"]["code"] == "no_worker" and "endpoints that the gateway allows" in body["error"]["message"]
+    assert headers["content-type"] == "application/json"
+    site.wait_idle()
+
+
+def test_only_the_picker_says_where_a_request_goes(site: Site) -> None:
+    tricks = {
+        "x-gateway-destination-endpoint": "127.0.0.1:1",
+        "x-prefiller-host-port": "127.0.0.1:1",
+        "x-kvrouter-selection-id": "mine",
+    }
+    for envoy in (site.duplex, site.held):
+        assert post(envoy.port, completion([9] * 30), tricks)[1]["x-kvrouter-selection-id"] != "mine"
+
+
+def test_a_body_in_many_chunks_arrives_whole(site: Site) -> None:
+    body = json.dumps(completion(list(range(1, 400)))).encode()
+    for envoy in (site.duplex, site.held):
+        connection = http.client.HTTPConnection("127.0.0.1", envoy.port, timeout=TIMEOUT_S)
+        pieces = (body[at : at + 7] for at in range(0, len(body), 7))
+        connection.request("POST", COMPLETIONS, pieces, {"content-type": "application/json"}, encode_chunked=True)
+        answer = connection.getresponse()
+        assert json.loads(answer.read())["usage"]["prompt_tokens"] == 399
+        connection.close()
+
+
+def test_a_huge_body_arrives_whole(site: Site) -> None:
+    body = completion([4] * 100, user="x" * (MAX_BODY_BYTES - 10_000))
+    for envoy in (site.duplex, site.held):
+        assert post(envoy.port, body)[0]["usage"]["prompt_tokens"] == 100
+
+
+def test_http_2_clients(site: Site, tmp_path: Path) -> None:
+    # An Envoy before the gateway speaks HTTP/2 to it.
+    gateway = f"http://127.0.0.1:{site.duplex.port}"
+    with EnvoyProcess(tmp_path, [gateway], picker_port=None, how=ROUND_ROBIN, http2=True) as front:
+        before = site.duplex.stat("http.in.downstream_rq_http2_total")
+        with ThreadPoolExecutor(CLIENTS) as pool:
+            prompts = [[n + 1] * 60 for n in range(20)]
+            answers = list(pool.map(lambda prompt: post(front.port, completion(prompt)), prompts))
+        assert len({headers["x-kvrouter-selection-id"] for _, headers in answers}) == 20
+        streamed(front.port, completion([1] * 60, stream=True, stream_options={"include_usage": True}))
+        assert site.duplex.stat("http.in.downstream_rq_http2_total") - before == 21
+
+
+def test_the_health_service(site: Site) -> None:
+    with grpc.insecure_channel(f"127.0.0.1:{site.gateway_port}") as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        for name in ("", "liveness", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"):
+            assert check(b"\x0a" + bytes([len(name)]) + name.encode()) == b"\x08\x01"
+        with pytest.raises(grpc.RpcError) as error:
+            check(b"\x0a\x04nope")
+        assert error.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+def test_what_is_not_the_protocol_ends_its_stream_with_the_reason(site: Site) -> None:
+    before = site.router.metric("kvrouter_gateway_protocol_errors_total")
+    with grpc.insecure_channel(f"127.0.0.1:{site.gateway_port}") as channel:
+        process = channel.stream_stream("/envoy.service.ext_proc.v3.ExternalProcessor/Process")
+        for raw, reason in (
+            (b"\xff", "no ProcessingRequest"),
+            (b"", "without a request"),
+            (b"\x2a\x00", "was to come"),
+        ):
+            with pytest.raises(grpc.RpcError) as error:
+                list(process(iter([raw])))
+            assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert reason in error.value.details()
+    assert site.router.metric("kvrouter_gateway_protocol_errors_total") - before == 3
+    assert site.router.metric("kvrouter_internal_errors_total", where="gateway") == 0

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one Process stream: what goes on when, and what never does. Without gRPC and without an engine."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvrouter.router.common.errors import TooLarge
+from kvrouter.router.gateway.messages import (
+    BodyMode,
+    BodyReply,
+    HeadersReply,
+    Incoming,
+    KeptBody,
+    Modes,
+    Part,
+    ProtocolError,
+    Refusal,
+    TrailersReply,
+)
+from kvrouter.router.gateway.process_stream import PIECE_BYTES, GatewayRequest, ProcessStream, Route
+from kvrouter.router.proxy.headers import Headers
+
+HEADERS = [(b":method", b"POST"), (b":path", b"/v1/completions?x=1"), (b"x-session-id", b"s")]
+STATUS = [(b":status", b"200"), (b"content-type", b"application/json")]
+ENDPOINT = "10.0.0.1:8000"
+
+
+class Follower:
+    """An observer that writes down what it sees."""
+
+    def __init__(self) -> None:
+        self.told: list[object] = []
+
+    def begins(self, status: int, headers: Headers, served: str | None) -> Headers:
+        self.told.append((status, served))
+        return [(b"x-kvrouter-worker", b"w0")]
+
+    def takes(self, data: bytes) -> None:
+        self.told.append(data)
+
+    def ends(self) -> None:
+        self.told.append("whole")
+
+    def close(self) -> None:
+        self.told.append("cut")
+
+
+def headers(*, ends: bool = False, modes: Modes | None = None, observes: bool = False) -> Incoming:
+    return Incoming(Part.REQUEST_HEADERS, HEADERS, ends=ends, modes=modes, observes=observes, subset=("1.2.3.4:5",))
+
+
+def body(data: bytes, *, ends: bool = False) -> Incoming:
+    return Incoming(Part.REQUEST_BODY, data=data, ends=ends)
+
+
+def answer(data: bytes, *, ends: bool = False) -> Incoming:
+    return Incoming(Part.RESPONSE_BODY, data=data, ends=ends)
+
+
+def sent(route: Route | None = None, modes: Modes | None = None) -> ProcessStream:
+    """A stream whose request has gone on."""
+    stream = ProcessStream(1_000)
+    stream.receive(headers(modes=modes))
+    stream.receive(body(b"ab", ends=True))
+    stream.send_on(route or Route(ENDPOINT))
+    return stream
+
+
+def test_nothing_goes_on_before_the_request_is_whole() -> None:
+    stream = ProcessStream(1_000)
+    assert stream.receive(headers()) == stream.receive(body(b"ab")) == stream.receive(body(b"c")) == []
+    assert stream.request is None
+    assert stream.receive(body(b"", ends=True)) == []
+    assert stream.request is not None
+    request = stream.request
+    assert (request.path, request.url, request.method) == ("/v1/completions", b"/v1/completions?x=1", b"POST")
+    assert request.headers == [(b"x-session-id", b"s")]
+    assert (request.body, request.subset) == (b"abc", ("1.2.3.4:5",))
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        (b"/v1/rerank", "/v1/rerank"),
+        (b"/team/model/v1/chat/completions", "/v1/chat/completions"),
+        (b"/team/v1/rerank", "/v1/rerank"),
+        (b"/v1/models", "/v1/models"),
+        (b"/xv1/messages", "/xv1/messages"),
+    ],
+)
+def test_a_routes_prefix_is_not_part_of_the_path(given: bytes, path: str) -> None:
+    request = GatewayRequest([(b":path", given + b"?a=b")], b"", None)
+    assert (request.path, request.url) == (path, path.encode() + b"?a=b")
+
+
+def test_pieces_go_on_as_they_came_behind_the_headers() -> None:
+    stream = ProcessStream(1_000)
+    for message in (headers(), body(b"ab"), body(b"c", ends=True)):
+        stream.receive(message)
+    given = [(b"x", b"y")]
+    assert stream.send_on(Route(ENDPOINT, given, (b"z",))) == [
+        HeadersReply(Part.REQUEST_HEADERS, [*given, (b"content-length", b"3")], (b"z",), ENDPOINT),
+        BodyReply(Part.REQUEST_BODY, b"ab", ends=False),
+        BodyReply(Part.REQUEST_BODY, b"c", ends=True),
+    ]
+    assert stream.request is None
+
+
+def test_a_body_ends_with_its_trailers_where_it_has_some() -> None:
+    stream = ProcessStream(1_000)
+    stream.receive(headers())
+    stream.receive(body(b"ab"))
+    stream.receive(Incoming(Part.REQUEST_TRAILERS, ends=True))
+    assert stream.send_on(Route(ENDPOINT)) == [
+        HeadersReply(Part.REQUEST_HEADERS, endpoint=ENDPOINT),
+        BodyReply(Part.REQUEST_BODY, b"ab", ends=False),
+        TrailersReply(Part.REQUEST_TRAILERS),
+    ]
+
+
+def test_trailers_behind_an_ended_body_go_on() -> None:
+    assert sent().receive(Incoming(Part.REQUEST_TRAILERS)) == [TrailersReply(Part.REQUEST_TRAILERS)]
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES])
+def test_a_changed_body_is_cut_into_pieces(size: int) -> None:
+    stream = ProcessStream(1_000)
+    stream.receive(headers())
+    stream.receive(body(b"ab", ends=True))
+    replies = [one for one in stream.send_on(Route(ENDPOINT, body=b"x" * size)) if isinstance(one, BodyReply)]
+    assert b"".join(one.data for one in replies) == b"x" * size
+    assert max(len(one.data) for one in replies) <= PIECE_BYTES
+    assert [one.ends for one in replies] == [False] * (len(replies) - 1) + [True]
+
+
+def test_a_request_without_a_body_is_whole_with_its_headers() -> None:
+    stream = ProcessStream(1_000)
+    stream.receive(headers(ends=True))
+    assert stream.request is not None
+    assert stream.request.body == b""
+    assert stream.send_on(Route(ENDPOINT)) == [HeadersReply(Part.REQUEST_HEADERS, endpoint=ENDPOINT)]
+
+
+def test_a_buffered_body_gets_its_endpoint_with_its_one_answer() -> None:
+    stream = ProcessStream(1_000)
+    assert stream.receive(headers(modes=Modes(BodyMode.BUFFERED, BodyMode.STREAMED))) == [
+        HeadersReply(Part.REQUEST_HEADERS)
+    ]
+    stream.receive(body(b"abc", ends=True))
+    given = [(b"x", b"y")]
+    assert stream.send_on(Route(ENDPOINT, given, (b"z",))) == [
+        KeptBody(Part.REQUEST_BODY, None, given, (b"z",), ENDPOINT)
+    ]
+    stream.receive(Incoming(Part.RESPONSE_HEADERS, STATUS))
+    assert stream.receive(answer(b"one")) == [KeptBody(Part.RESPONSE_BODY)]
+
+
+def test_a_changed_buffered_body_has_its_own_length() -> None:
+    stream = ProcessStream(1_000)
+    stream.receive(headers(modes=Modes(BodyMode.BUFFERED, BodyMode.STREAMED)))
+    stream.receive(body(b"abc", ends=True))
+    (reply,) = stream.send_on(Route(ENDPOINT, body=b"abcd"))
+    assert reply == KeptBody(Part.REQUEST_BODY, b"abcd", [(b"content-length", b"4")], endpoint=ENDPOINT)
+
+
+@pytest.mark.parametrize("mode", [BodyMode.NONE, BodyMode.STREAMED, BodyMode.BUFFERED_PARTIAL, 5, 77])
+def test_a_mode_without_the_whole_body_is_refused_with_its_fix(mode: int) -> None:
+    with pytest.raises(ProtocolError, match="FULL_DUPLEX_STREAMED"):
+        ProcessStream(1_000).receive(headers(modes=Modes(mode)))
+
+
+def test_a_gateway_that_only_observes_is_told() -> None:
+    with pytest.raises(ProtocolError, match="observability_mode"):
+        ProcessStream(1_000).receive(headers(observes=True))
+
+
+def test_a_body_over_the_limit_is_refused_as_soon_as_it_is() -> None:
+    stream = ProcessStream(4)
+    stream.receive(headers())
+    stream.receive(body(b"abcd"))
+    with pytest.raises(TooLarge):
+        stream.receive(body(b"e"))
+    assert stream.refuse(413, [], b"{}") == [Refusal(413, [], b"{}")]
+
+
+def test_every_piece_of_an_answer_goes_on_at_once_and_is_followed() -> None:
+    follower = Follower()
+    stream = sent(Route(ENDPOINT, observer=follower))
+    told = Incoming(Part.RESPONSE_HEADERS, [*STATUS, (b"x-kvrouter-trick", b"1")], served="10.0.0.2:8000")
+    assert stream.receive(told) == [
+        HeadersReply(Part.RESPONSE_HEADERS, [(b"x-kvrouter-worker", b"w0")], (b"x-kvrouter-trick",))
+    ]
+    assert stream.receive(answer(b"one")) == [BodyReply(Part.RESPONSE_BODY, b"one", ends=False)]
+    assert stream.receive(answer(b"", ends=True)) == [BodyReply(Part.RESPONSE_BODY, b"", ends=True)]
+    stream.close()
+    assert follower.told == [(200, "10.0.0.2:8000"), b"one", "whole"]
+
+
+def test_an_answer_may_end_with_its_headers_or_its_trailers() -> None:
+    for last in (Incoming(Part.RESPONSE_HEADERS, STATUS, ends=True), None):
+        follower = Follower()
+        stream = sent(Route(ENDPOINT, observer=follower))
+        if last is None:
+            stream.receive(Incoming(Part.RESPONSE_HEADERS, STATUS))
+            assert stream.receive(Incoming(Part.RESPONSE_TRAILERS)) == [TrailersReply(Part.RESPONSE_TRAILERS)]
+        else:
+            stream.receive(last)
+        stream.close()
+        assert follower.told == [(200, None), "whole"]
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 2])
+def test_a_stream_that_ends_early_ends_its_answer_once(pieces: int) -> None:
+    follower = Follower()
+    stream = sent(Route(ENDPOINT, observer=follower))
+    if pieces:
+        stream.receive(Incoming(Part.RESPONSE_HEADERS, STATUS))
+    if pieces > 1:
+        stream.receive(answer(b"one"))
+    stream.close()
+    stream.close()
+    assert follower.told.count("cut") == 1 and "whole" not in follower.told
+
+
+def test_without_the_answers_body_a_stream_that_ends_is_whole() -> None:
+    follower = Follower()
+    stream = sent(Route(ENDPOINT, observer=follower), Modes(BodyMode.FULL_DUPLEX_STREAMED, BodyMode.NONE))
+    stream.receive(Incoming(Part.RESPONSE_HEADERS, STATUS))
+    stream.close()
+    assert follower.told[-1] == "whole"
+
+
+@pytest.mark.parametrize("part", [part for part in Part if part is not Part.REQUEST_HEADERS])
+def test_a_stream_begins_with_the_requests_headers(part: Part) -> None:
+    with pytest.raises(ProtocolError, match="REQUEST_HEADERS was to come"):
+        ProcessStream(1_000).receive(Incoming(part))
+
+
+@pytest.mark.parametrize("part", [Part.REQUEST_HEADERS, Part.REQUEST_BODY, Part.RESPONSE_BODY, Part.RESPONSE_TRAILERS])
+def test_a_request_that_has_gone_on_waits_for_its_answers_headers(part: Part) -> None:
+    with pytest.raises(ProtocolError, match="RESPONSE_HEADERS was to come"):
+        sent().receive(Incoming(part))
+
+
+def test_the_gateways_own_answer_to_half_a_request_passes() -> None:
+    stream = ProcessStream(1_000)
+    stream.receive(headers())
+    stream.receive(body(b"ab"))
+    assert stream.receive(Incoming(Part.RESPONSE_HEADERS, STATUS)) == [HeadersReply(Part.RESPONSE_HEADERS)]
+    assert stream.receive(answer(b"{}", ends=True)) == [BodyReply(Part.RESPONSE_BODY, b"{}", ends=True)]
+    assert stream.request is None
+    stream.close()
