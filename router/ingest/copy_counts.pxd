@@ -12,6 +12,7 @@ cdef class CopyTable:
     cdef uint64_t[::1] keys
     cdef uint16_t[::1] counts
     cdef int64_t used
+    cdef readonly int64_t several, absent
 
     @cython.locals(capacity=int64_t, i=int64_t)
     cdef int64_t place_of(self, uint64_t key) noexcept nogil

@@ -34,6 +34,9 @@ class CopyTable:
         self.keys = np.zeros(MIN_CAPACITY, np.uint64)
         self.counts = np.zeros(MIN_CAPACITY, np.uint16)
         self.used = 0
+        # Of the hashes counted last: how many have two copies or more, before or after; how many had none to lose.
+        self.several = 0
+        self.absent = 0
 
     def __len__(self) -> int:
         return self.used
@@ -97,6 +100,7 @@ class CopyTable:
         return i
 
     def count_up(self, hashes: U64, now: U16) -> None:
+        self.several = 0
         for h in range(hashes.shape[0]):
             i = self.place_of(hashes[h])
             if self.counts[i] == 0:
@@ -105,13 +109,19 @@ class CopyTable:
             if self.counts[i] < _MOST:
                 self.counts[i] += 1
             now[h] = self.counts[i]
+            if self.counts[i] >= 2:
+                self.several += 1
 
     def count_down(self, hashes: U64, was: U16) -> None:
+        self.several = self.absent = 0
         for h in range(hashes.shape[0]):
             i = self.place_of(hashes[h])
             was[h] = self.counts[i]
             if self.counts[i] == 0:
+                self.absent += 1
                 continue
+            if self.counts[i] >= 2:
+                self.several += 1
             self.counts[i] -= 1
             if self.counts[i] == 0:
                 self.used -= 1
