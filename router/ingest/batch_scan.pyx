@@ -47,6 +47,10 @@ cdef enum:
     MAX_DEPTH = 6
     # Runs that are looked through for the one of an event: an engine has some ten groups.
     MAX_OPEN_RUNS = 32
+    # Of a batch; beyond, single events are as well.
+    MAX_RUNS = 1_024
+    # What is remembered is bounded; an engine's have some 100.
+    MAX_SHAPE_BYTES = 2_048
     # An array of a tag and no hashes.
     MIN_EVENT_BYTES = 14
 
@@ -315,8 +319,12 @@ cdef class Scan:
                 return None
             if kind == 1:
                 run = self.run_of(&found)
-                if <size_t>run == <size_t>len(self.heads):
+                if run >= MAX_RUNS:
+                    return None
+                if run == len(self.heads):
                     key = shape_key(&found)
+                    if len(key) > MAX_SHAPE_BYTES:
+                        return None
                     head = shapes.get(key)
                     if head is None:
                         head = read(PyBytes_FromStringAndSize(<const char *>start, self.reader.at - start))

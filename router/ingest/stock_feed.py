@@ -6,7 +6,8 @@ a new epoch, empty. The catalog and the hash scheme are learned from the events.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from typing import TypeVar
 
 import msgspec
 
@@ -35,6 +36,8 @@ from kvrouter.router.ingest.event_runs import EventRun, RunBatch, RunReader
 from kvrouter.router.ingest.residency import Runs
 from kvrouter.router.ingest.worker_epoch import WorkerEpoch
 from kvrouter.router.workers.stream_state import StreamState
+
+AnEvent = TypeVar("AnEvent", bound=Event)
 
 # Tags of events that can take blocks away: one that cannot be read may leave ghosts behind, so the epoch is voided.
 REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
@@ -225,7 +228,7 @@ class StockFeed:
             self.known_shapes.clear()
         # Of a whole life, which seq 0 begins, the first stores say more.
         teaches = item.seq == 0 or profile.identity.wants_tokens or learner.in_doubt or learner.wants_parents
-        if teaches or profile.engine.media:
+        if teaches:
             return None
         batch = self._reader.read(item.payload)
         return batch if batch is not None and all(map(self._is_known, batch.runs)) else None
@@ -233,6 +236,7 @@ class StockFeed:
     def _is_known(self, run: EventRun | Event) -> bool:
         event = run.event if isinstance(run, EventRun) else run
         if isinstance(event, BlockStored):
+            event = _with_medium(event, self._profile.engine.media)
             return _shape(event) in self.known_shapes
         return isinstance(event, AllBlocksCleared) or self._learner.knows(event.group_idx)
 
@@ -245,23 +249,17 @@ class StockFeed:
             self._profile.ranks.skips = True
 
     def _take(self, batch: EventBatch | RunBatch) -> None:
-        runs = Runs(self._epoch.blocks)
-        if isinstance(batch, RunBatch):
-            count = 0
-            for run in batch.runs:
-                if isinstance(run, EventRun):
-                    count += run.count
-                    if len(run.roots) and self._learner.wants_roots and isinstance(run.event, BlockStored):
-                        self._learner.roots(run.event, run.roots.tolist())
-                    self._count(run.event, run.hashes, runs)
-                else:
-                    count += 1
-                    self._event(run, runs)
-        else:
-            count = len(batch.events)
-            media = self._profile.engine.media
-            for event in _with_media(batch.events, media) if media else batch.events:
-                self._event(event, runs)
+        runs, media, count = Runs(self._epoch.blocks), self._profile.engine.media, 0
+        for event in batch.runs if isinstance(batch, RunBatch) else batch.events:
+            if isinstance(event, EventRun):
+                count += event.count
+                shape = _with_medium(event.event, media)
+                if len(event.roots) and self._learner.wants_roots and isinstance(shape, BlockStored):
+                    self._learner.roots(shape, event.roots.tolist())
+                self._count(shape, event.hashes, runs)
+            else:
+                count += 1
+                self._event(_with_medium(event, media), runs)
         runs.end()
         self._learner.elapse(count)
         self._profile.tally.events += count
@@ -342,8 +340,7 @@ def _shape(event: BlockStored) -> tuple[object, ...]:
     return event.group_idx, event.medium, event.block_size, event.kind, event.sliding_window
 
 
-def _with_media(events: Iterable[Event], media: Mapping[str, str]) -> Iterator[Event]:
-    """The events, with the index's names of media in place of the engine's."""
-    for event in events:
-        name = media.get(event.medium or "")
-        yield event if name is None else msgspec.structs.replace(event, medium=name)
+def _with_medium(event: AnEvent, media: Mapping[str, str]) -> AnEvent:
+    """The event, with the index's name of its medium in place of the engine's."""
+    name = media.get(event.medium or "") if media else None
+    return event if name is None else msgspec.structs.replace(event, medium=name)
