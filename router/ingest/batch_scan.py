@@ -13,16 +13,17 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrouter.events.vllm.messages import Event
+from kvrouter.events.vllm.messages import BlockRemoved, BlockStored, Event
 
 U64 = NDArray[np.uint64]
 
-# (an event without its hashes, all their hashes, how many events, first hash of each that stores without a parent)
-ScannedRun: TypeAlias = tuple[Event, U64, int, U64]
+Shape: TypeAlias = BlockStored | BlockRemoved
+# (what the events have in common, hashes of all, how many events, first hash of each that stores without a parent)
+ScannedRun: TypeAlias = tuple[Shape, U64, int, U64]
 
 
 def scan(
-    payload: bytes, shapes: dict[bytes, Event], read: Callable[[bytes], Event | None]
+    payload: bytes, shapes: dict[bytes, Shape], read: Callable[[bytes], Event | None]
 ) -> tuple[int | None, list[ScannedRun | Event]] | None:
     """(rank, runs and single events in order) of a batch; None: left to the general decoder.
 

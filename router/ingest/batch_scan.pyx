@@ -7,6 +7,7 @@ the payload is read: every length is compared with what is left before it is use
 """
 
 import numpy as np
+from msgspec.structs import replace
 
 from kvrouter.events.vllm.messages import BlockRemoved, BlockStored
 
@@ -242,6 +243,16 @@ cdef struct Run:
     uint64_t *roots_at
 
 
+NO_HASHES = np.empty(0, np.uint64)
+
+
+cdef object without_blocks(object event):
+    """What an event has in common with others of its shape; small, as it is remembered."""
+    if type(event) is BlockRemoved:
+        return replace(event, block_hashes=NO_HASHES)
+    return replace(event, block_hashes=NO_HASHES, parent_block_hash=None, lora_name=None, session_id=None)
+
+
 cdef class Scan:
     """One payload's. `bytes` must outlive it."""
 
@@ -331,7 +342,7 @@ cdef class Scan:
                         if head is None:
                             return None
                         if type(head) is BlockRemoved or (type(head) is BlockStored and head.medium == "GPU"):
-                            shapes[key] = head
+                            head = shapes[key] = without_blocks(head)
                         else:
                             # What it says depends on more than its shape.
                             self.run_count -= 1
@@ -388,9 +399,6 @@ cdef class Scan:
         for place, single in reversed(self.singles):
             runs.insert(place, single)
         return runs
-
-
-NO_HASHES = np.empty(0, np.uint64)
 
 
 def scan(bytes payload not None, dict shapes not None, object read):

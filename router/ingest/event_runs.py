@@ -19,7 +19,7 @@ MAX_SHAPES = 1_024
 class EventRun(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Stored or removed events of one place.
 
-    event: what they have in common; its hashes and parent mean nothing. hashes: of all, in order. count: of events.
+    event: what they have in common, without hashes, parent and names. hashes: of all, in order. count: of events.
     roots: the first hash of each that stores blocks without a parent."""
 
     event: BlockStored | BlockRemoved
@@ -39,7 +39,7 @@ class RunReader:
     """Reads batches as runs. Remembers shapes, and nothing else; use one for each stream."""
 
     def __init__(self) -> None:
-        self._shapes: dict[bytes, Event] = {}
+        self._shapes: dict[bytes, BlockStored | BlockRemoved] = {}
 
     def read(self, payload: bytes) -> RunBatch | None:
         """None: it is left to `BatchDecoder`."""

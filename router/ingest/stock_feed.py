@@ -6,7 +6,7 @@ a new epoch, empty. The catalog and the hash scheme are learned from the events.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -250,7 +250,8 @@ class StockFeed:
 
     def _take(self, batch: EventBatch | RunBatch) -> None:
         runs, media, count = Runs(self._epoch.blocks), self._profile.engine.media, 0
-        for event in batch.runs if isinstance(batch, RunBatch) else batch.events:
+        events: Sequence[EventRun | Event] = batch.runs if isinstance(batch, RunBatch) else batch.events
+        for event in events:
             if isinstance(event, EventRun):
                 count += event.count
                 shape = _with_medium(event.event, media)
