@@ -292,8 +292,7 @@ class StockFeed:
 
     def _count(self, event: BlockStored | BlockRemoved, hashes: HashArray, runs: Runs) -> None:
         """Count what one event, or all events of a run, bring or take."""
-        stores = isinstance(event, BlockStored)
-        if not stores:
+        if isinstance(event, BlockRemoved):
             if event.group_idx is None and (places := self._places_of_stray(event.medium, runs)):
                 for place in places:
                     runs.add(place, False, hashes)
@@ -301,7 +300,7 @@ class StockFeed:
             self._learner.removed(event)
         if len(hashes):
             self._profile.tally.blocks += len(hashes)
-            runs.add(Place(event.group_idx, event.medium, event.ownership), stores, hashes)
+            runs.add(Place(event.group_idx, event.medium, event.ownership), isinstance(event, BlockStored), hashes)
 
     def _places_of_stray(self, medium: str, runs: Runs) -> list[Place]:
         """Where a removal without a group may take blocks from, on a medium that has named groups alone: anywhere
