@@ -114,6 +114,15 @@ class BatchDecoder:
         return None
 
 
+def read_event(raw: bytes) -> Event | None:
+    """One event of a batch, without tokens; None when it cannot be decoded or has an unknown type."""
+    try:
+        decoder = LEAN.array_event if _is_array(raw) else LEAN.map_event
+        return _event(decoder.decode(raw), None, False)
+    except DECODE_ERRORS:
+        return None
+
+
 def encode_batch(
     ts: float,
     events: Sequence[WireEvent],
@@ -237,7 +246,7 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
-def _is_array(raw: msgspec.Raw) -> bool:
+def _is_array(raw: msgspec.Raw | bytes) -> bool:
     first = memoryview(raw)[0]
     return bool(first & 0xF0 == 0x90 or first in (0xDC, 0xDD))
 

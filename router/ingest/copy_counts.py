@@ -36,6 +36,9 @@ class CopyTable:
         self.held = OrderedSlots(1, MIN_HELD, MAX_LOAD)
         self.counted = OrderedSlots(2, MIN_COUNTED, MAX_LOAD)
         self.zeros = 0
+        # Of the hashes counted last: how many have two copies or more, before or after; how many had none to lose.
+        self.several = 0
+        self.absent = 0
 
     def __len__(self) -> int:
         return int(self.held.used) + (self.zeros > 0)
@@ -83,20 +86,28 @@ class CopyTable:
 
     def count_up(self, hashes: U64, keys: U64, now: U16) -> None:
         """keys: room for those of the hashes."""
+        self.several = 0
         spread(hashes, keys)
         for start in range(0, keys.shape[0], TOUCHED_LINES):
             end = min(start + TOUCHED_LINES, keys.shape[0])
             self.held.touch(keys, start, end)
             for h in range(start, end):
                 now[h] = self.add_one(keys[h])
+                if now[h] >= 2:
+                    self.several += 1
 
     def count_down(self, hashes: U64, keys: U64, was: U16) -> None:
+        self.several = self.absent = 0
         spread(hashes, keys)
         for start in range(0, keys.shape[0], TOUCHED_LINES):
             end = min(start + TOUCHED_LINES, keys.shape[0])
             self.held.touch(keys, start, end)
             for h in range(start, end):
                 was[h] = self.remove_one(keys[h])
+                if was[h] == 0:
+                    self.absent += 1
+                elif was[h] >= 2:
+                    self.several += 1
 
     def count_set(self, hashes: U64, keys: U64, counts: U16) -> None:
         """A count of 0 is passed over."""

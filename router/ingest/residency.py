@@ -120,8 +120,10 @@ class Residency:
         held, pending = at
         now = held.table.add_copies(hashes)
         held.copies += len(hashes)
-        self._note(place, hashes, now, now >= 2, 0)
-        arrived = hashes if now.max(initial=1) == 1 else hashes[now == 1]
+        arrived = hashes
+        if held.table.several:
+            self._note(place, hashes, now, now >= 2, 0)
+            arrived = hashes[now == 1]
         held.digest = (held.digest + _sum(arrived)) & MASK_64
         pending.arrived(arrived)
 
@@ -132,9 +134,11 @@ class Residency:
             return
         held, pending = at
         was = held.table.remove_copies(hashes)
-        held.copies -= int(np.count_nonzero(was))
-        self._note(place, hashes, was, was >= 2, 1)
-        left = hashes[was == 1]
+        held.copies -= len(hashes) - held.table.absent
+        left = hashes
+        if held.table.several or held.table.absent:
+            self._note(place, hashes, was, was >= 2, 1)
+            left = hashes[was == 1]
         held.digest = (held.digest - _sum(left)) & MASK_64
         pending.left(left)
 
@@ -237,9 +241,8 @@ class Residency:
     def _note(
         self, place: Place, hashes: Hashes, counts: NDArray[np.uint16], chosen: NDArray[np.bool_], less: int
     ) -> None:
-        if chosen.any():
-            for block_hash, count in zip(hashes[chosen].tolist(), counts[chosen].tolist(), strict=True):
-                self._multiple[place, block_hash] = count - less
+        for block_hash, count in zip(hashes[chosen].tolist(), counts[chosen].tolist(), strict=True):
+            self._multiple[place, block_hash] = count - less
 
 
 class Runs:

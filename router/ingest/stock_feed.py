@@ -6,13 +6,14 @@ a new epoch, empty. The catalog and the hash scheme are learned from the events.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from kvrouter.events.patch.items import ReportItem
 from kvrouter.events.vllm.codec import BatchDecoder, CodecError
-from kvrouter.events.vllm.messages import AllBlocksCleared, BlockStored, Event, EventBatch
+from kvrouter.events.vllm.messages import AllBlocksCleared, BlockRemoved, BlockStored, Event, EventBatch, HashArray
 from kvrouter.events.vllm.stream_items import (
     Batch,
     Connected,
@@ -31,9 +32,12 @@ from kvrouter.events.vllm.stream_items import (
 )
 from kvrouter.router.common.ids import Place
 from kvrouter.router.ingest.engine_liveness import EngineSame
+from kvrouter.router.ingest.event_runs import EventRun, RunBatch, RunReader
 from kvrouter.router.ingest.residency import Runs
 from kvrouter.router.ingest.worker_epoch import WorkerEpoch
 from kvrouter.router.workers.stream_state import StreamState
+
+AnEvent = TypeVar("AnEvent", bound=Event)
 
 # Tags of events that can take blocks away: one that cannot be read may leave ghosts behind, so the epoch is voided.
 REMOVING_TAGS = frozenset({None, "BlockRemoved", "AllBlocksCleared"})
@@ -54,6 +58,7 @@ class StockFeed:
         self._profile = epoch.profile
         self._contact = epoch.profile.contact
         self._decoder = decoder
+        self._reader = RunReader()
         # Shapes that `_learner` was shown.
         self.known_shapes: set[tuple[object, ...]] = set()
         self._learner = epoch.profile.learner
@@ -195,7 +200,9 @@ class StockFeed:
         contact.last_event_s = now
         profile.tally.batches += 1
         try:
-            batch = self._decoder.decode(item.payload, with_tokens=profile.identity.wants_tokens)
+            batch = self._read_runs(item) or self._decoder.decode(
+                item.payload, with_tokens=profile.identity.wants_tokens
+            )
         except CodecError as error:
             profile.tally.broken += 1
             profile.learner.miss_event()
@@ -205,13 +212,33 @@ class StockFeed:
                 profile.ranks.skips = False
                 if item.seq == 0:
                     profile.learner.begin_life()
-                self._events(batch)
+                self._take(batch)
             else:
                 self._skip()
         if profile.stage in (StreamState.CONNECTING, StreamState.SUSPECT) and not contact.unproven:
             profile.set(StreamState.LIVE, "")
         contact.fingerprint = item.fingerprint
         epoch.advance(item.seq)
+
+    def _read_runs(self, item: Batch) -> RunBatch | None:
+        """The batch without an object an event; None where an event may teach something, or is not plain."""
+        profile, learner = self._profile, self._profile.learner
+        if learner is not self._learner:
+            self._learner = learner
+            self.known_shapes.clear()
+        # Of a whole life, which seq 0 begins, the first stores say more.
+        teaches = item.seq == 0 or profile.identity.wants_tokens or learner.in_doubt or learner.wants_parents
+        if teaches:
+            return None
+        batch = self._reader.read(item.payload)
+        return batch if batch is not None and all(map(self._is_known, batch.runs)) else None
+
+    def _is_known(self, run: EventRun | Event) -> bool:
+        event = run.event if isinstance(run, EventRun) else run
+        if isinstance(event, BlockStored):
+            event = _with_medium(event, self._profile.engine.media)
+            return _shape(event) in self.known_shapes
+        return isinstance(event, AllBlocksCleared) or self._learner.knows(event.group_idx)
 
     def _skip(self) -> None:
         """Leave out a batch of another rank; what came before it cannot be trusted either."""
@@ -221,42 +248,59 @@ class StockFeed:
             self._epoch.void("")
             self._profile.ranks.skips = True
 
-    def _events(self, batch: EventBatch) -> None:
-        learner, tally, runs = self._profile.learner, self._profile.tally, Runs(self._epoch.blocks)
-        if learner is not self._learner:
-            self._learner = learner
-            self.known_shapes.clear()
-        media = self._profile.engine.media
-        for event in _with_media(batch.events, media) if media else batch.events:
-            if isinstance(event, AllBlocksCleared):
-                runs.end()
-                self._clear(event)
-                continue
-            if isinstance(event, BlockStored):
-                self._learn(event)
-            elif event.group_idx is None and (places := self._places_of_stray(event.medium, runs)):
-                for place in places:
-                    runs.add(place, False, event.block_hashes)
-                continue
+    def _take(self, batch: EventBatch | RunBatch) -> None:
+        runs, media, count = Runs(self._epoch.blocks), self._profile.engine.media, 0
+        events: Sequence[EventRun | Event] = batch.runs if isinstance(batch, RunBatch) else batch.events
+        for event in events:
+            if isinstance(event, EventRun):
+                count += event.count
+                shape = _with_medium(event.event, media)
+                if len(event.roots) and self._learner.wants_roots and isinstance(shape, BlockStored):
+                    self._learner.roots(shape, event.roots.tolist())
+                self._count(shape, event.hashes, runs)
             else:
-                learner.removed(event)
-            if len(event.block_hashes):
-                tally.blocks += len(event.block_hashes)
-                place = Place(event.group_idx, event.medium, event.ownership)
-                runs.add(place, isinstance(event, BlockStored), event.block_hashes)
+                count += 1
+                self._event(_with_medium(event, media), runs)
         runs.end()
-        learner.elapse(len(batch.events))
-        tally.events += len(batch.events)
+        self._learner.elapse(count)
+        self._profile.tally.events += count
+        if isinstance(batch, EventBatch):
+            self._miss(batch)
+
+    def _miss(self, batch: EventBatch) -> None:
+        """What of the batch could not be read."""
+        tally = self._profile.tally
         tally.unknown += batch.unknown
         tally.broken += len(batch.broken)
         if batch.unknown or batch.broken:
-            learner.miss_event()
+            self._learner.miss_event()
         unreadable = [event for event in batch.broken if event.tag in REMOVING_TAGS]
         if unreadable:
             self._epoch.void(
                 f"{len(unreadable)} event(s) that may have removed blocks could not be decoded ({unreadable[0].error}); "
                 "residency before them was dropped"
             )
+
+    def _event(self, event: Event, runs: Runs) -> None:
+        if isinstance(event, AllBlocksCleared):
+            runs.end()
+            self._clear(event)
+            return
+        if isinstance(event, BlockStored):
+            self._learn(event)
+        self._count(event, event.block_hashes, runs)
+
+    def _count(self, event: BlockStored | BlockRemoved, hashes: HashArray, runs: Runs) -> None:
+        """Count what one event, or all events of a run, bring or take."""
+        if isinstance(event, BlockRemoved):
+            if event.group_idx is None and (places := self._places_of_stray(event.medium, runs)):
+                for place in places:
+                    runs.add(place, False, hashes)
+                return
+            self._learner.removed(event)
+        if len(hashes):
+            self._profile.tally.blocks += len(hashes)
+            runs.add(Place(event.group_idx, event.medium, event.ownership), isinstance(event, BlockStored), hashes)
 
     def _places_of_stray(self, medium: str, runs: Runs) -> list[Place]:
         """Where a removal without a group may take blocks from, on a medium that has named groups alone: anywhere
@@ -267,7 +311,7 @@ class StockFeed:
 
     def _learn(self, event: BlockStored) -> None:
         learner = self._learner
-        shape = (event.group_idx, event.medium, event.block_size, event.kind, event.sliding_window)
+        shape = _shape(event)
         if len(self.known_shapes) >= MAX_SHAPES:
             # Only spares looking at events that say nothing new.
             self.known_shapes.clear()
@@ -277,7 +321,7 @@ class StockFeed:
         if event.medium == "GPU" and learner.wants_parents:
             learner.parent(event)
         if event.parent_block_hash is None and learner.wants_roots:
-            learner.root(event)
+            learner.roots(event, event.block_hashes[:1].tolist())
         if event.token_ids is not None:
             self._profile.identity.judge(event)
 
@@ -292,8 +336,11 @@ class StockFeed:
                 self._epoch.blocks.clear(place)
 
 
-def _with_media(events: Iterable[Event], media: Mapping[str, str]) -> Iterator[Event]:
-    """The events, with the index's names of media in place of the engine's."""
-    for event in events:
-        name = media.get(event.medium or "")
-        yield event if name is None else msgspec.structs.replace(event, medium=name)
+def _shape(event: BlockStored) -> tuple[object, ...]:
+    return event.group_idx, event.medium, event.block_size, event.kind, event.sliding_window
+
+
+def _with_medium(event: AnEvent, media: Mapping[str, str]) -> AnEvent:
+    """The event, with the index's name of its medium in place of the engine's."""
+    name = media.get(event.medium or "") if media else None
+    return event if name is None else msgspec.structs.replace(event, medium=name)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from kvrouter.events.vllm.messages import BlockRemoved, BlockStored
@@ -166,6 +168,11 @@ class CatalogLearner:
         """Odd events came, so that every event says something, also one that was seen before."""
         return bool(self._judged_at)
 
+    def knows(self, group_idx: int | None) -> bool:
+        """Whether a store spoke of this group, so that its removals say nothing new."""
+        seen = self._seen.get(group_idx)
+        return seen is not None and seen.stored
+
     def elapse(self, events: int) -> None:
         """This many events were applied."""
         self._events += events
@@ -287,13 +294,16 @@ class CatalogLearner:
 
     @property
     def wants_roots(self) -> bool:
-        """Whether `root` may still teach something."""
+        """Whether `roots` may still teach something."""
         return self._blocks_per_chunk is None
 
-    def root(self, event: BlockStored) -> None:
-        """Remember the first block of a prompt. Only full attention announces blocks without leaving any out."""
-        if event.parent_block_hash is None and len(event.block_hashes) and event.kind in FULL_KINDS:
-            self._roots[int(event.block_hashes[0])] = event.block_size
+    def roots(self, event: BlockStored, hashes: Iterable[int]) -> None:
+        """Remember the first blocks of prompts, whose stores have no parent; they differ from `event` in hashes alone.
+        Only full attention announces blocks without leaving any out."""
+        if event.kind not in FULL_KINDS:
+            return
+        for block_hash in hashes:
+            self._roots[block_hash] = event.block_size
             if len(self._roots) > MAX_ROOTS:
                 del self._roots[next(iter(self._roots))]
 

@@ -114,13 +114,14 @@ def test_what_an_object_names_is_there(name: str) -> None:
         assert len(chosen) == 1 or (not chosen and engines.items() <= selector.items())
 
 
-@pytest.mark.parametrize("name", [name for name in PROFILES if name not in ("everything", "simulator and gateway")])
+@pytest.mark.parametrize("name", PROFILES)
 def test_the_routers_settings_are_its_own_and_find_the_engines(name: str) -> None:
     objects = rendered(name)
     deployment = one(objects, "Deployment")
     config = settings(objects)
     assert config.host == "0.0.0.0" and config.redis and config.kubernetes_selector and config.log_format == "json"
-    assert container(deployment)["ports"] == [{"name": "http", "containerPort": config.port}]
+    ports = {"http": config.port} | ({} if config.gateway_port is None else {"grpc": config.gateway_port})
+    assert container(deployment)["ports"] == [{"name": name, "containerPort": port} for name, port in ports.items()]
     wanted = dict(part.split("=") for part in config.kubernetes_selector.split(","))
     found = [each for each in objects if each["kind"] in WORKLOADS and wanted.items() <= labels_of(each).items()]
     assert [each["metadata"]["name"] for each in found] == ["kvrouter-engine"] * PROFILES[name].get("engine", {}).get(

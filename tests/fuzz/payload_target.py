@@ -19,10 +19,13 @@ from kvrouter.events.vllm.messages import AllBlocksCleared, BlockRemoved, EventB
 from kvrouter.events.vllm.wire import MAX_SEQ
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index.log_entry import EntryKind, entry_fields, parse_entry
+from kvrouter.router.ingest.event_runs import RunReader
 from kvrouter.router.ingest.net_changes import ResidencyDelta
 
 # pytest's importlib mode leaves sys.path alone.
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+from event_sections import sections
 from script import Step, pack, unpack
 
 STOCK, STOCK_TOKENS, REPORT, ANSWER, CHANGES, META, KINDS = range(7)
@@ -72,9 +75,11 @@ def golden_reports() -> list[dict[str, Any]]:
 def read_stock(payload: bytes, with_tokens: bool) -> EventBatch | None:
     """The batch, None when it is none; whatever layout came before, it is the same, and every event of it is accounted
     for."""
+    runs = RunReader().read(payload)
     try:
         batch = BatchDecoder().decode(payload, with_tokens=with_tokens)
     except CodecError:
+        assert runs is None
         return None
     other = BatchDecoder()
     other._arrays = True
@@ -82,6 +87,9 @@ def read_stock(payload: bytes, with_tokens: bool) -> EventBatch | None:
     assert [_plain(event) for event in batch.events] == [_plain(event) for event in again.events]
     assert (len(batch.broken), batch.unknown) == (len(again.broken), again.unknown)
     lean = BatchDecoder().decode(payload)
+    if runs is not None:
+        assert (runs.dp_rank, [], 0) == (lean.dp_rank, lean.broken, lean.unknown)
+        assert sections(runs.runs) == sections(lean.events)
     assert len(lean.events) + len(lean.broken) == len(batch.events) + len(batch.broken)
     try:
         said = msgspec.msgpack.decode(payload)

@@ -30,7 +30,10 @@ from kvrouter.events.vllm.settings import SubscriberSettings
 from kvrouter.events.vllm.stream_items import Batch, Connected, Disconnected, ReplayFinished, StreamItem, fingerprint
 from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.events.vllm.wire import WireRemoved, WireStored
+from kvrouter.router.common.compiled import wanted
 from kvrouter.router.common.ids import GPU, Place, WorkerKey
+from kvrouter.router.ingest import event_runs
+from kvrouter.router.ingest.event_runs import RunReader
 from kvrouter.router.ingest.ingest import Ingest
 from kvrouter.router.ingest.residency import MAX_PLACES, Residency
 from kvrouter.router.ingest.stock_feed import MAX_SHAPES
@@ -171,6 +174,18 @@ def test_the_learner_remembers_a_bounded_number_of_groups_sizes_and_shapes() -> 
     assert len(sizes.profile.learner._seen[0].block_sizes) == MAX_BLOCK_SIZES
     assert len(sizes.stock.known_shapes) <= MAX_SHAPES
     assert len(sizes.profile.learner.dump()) < 1_000
+
+
+def test_the_shapes_by_which_batches_are_read_are_bounded() -> None:
+    reader = RunReader()
+    for first in range(0, 4 * event_runs.MAX_SHAPES, 1_000):
+        reader.read(encode_batch(1.0, [stored([1], block_size=size) for size in range(first, first + 1_000)]))
+        assert len(reader._shapes) <= 2 * event_runs.MAX_SHAPES
+    assert bool(reader._shapes) is wanted()
+    known = len(reader._shapes)
+    assert reader.read(encode_batch(1.0, [stored([1], block_size=size) for size in range(5_000)])) is None
+    assert reader.read(encode_batch(1.0, [stored([1], locality="x" * 10_000)])) is None
+    assert len(reader._shapes) <= known + event_runs.MAX_SHAPES
 
 
 def test_the_rule_has_room_for_every_catalog_that_is_let_through() -> None:

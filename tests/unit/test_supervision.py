@@ -25,6 +25,7 @@ ALLOWED = {
     ("common/task_supervisor.py", "start"): "the supervisor itself",
     ("api/http/http_connection.py", "_run"): "one answer; its errors are answers, and uvicorn awaits it when it stops",
     ("server/stopping.py", "unless_stopped"): "the start, awaited at once; its failure ends the process",
+    ("server/stopping.py", "_end_beside"): "awaited by the function that starts it",
     ("streams/worker_stream.py", "_take_lease"): "awaited by the function that starts it",
     ("streams/source_switch.py", "hold"): "a TaskGroup: what ends one ends the run of a supervised task",
     ("server/supervisor.py", "supervise"): "the process itself: awaited, its failure ends it",

@@ -1,0 +1,430 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One pass over a batch of events as they lie on the wire; `batch_scan.py` says how to call this.
+
+It knows where values begin and end, and reads hashes and parents; what all else of an event means, the general decoder
+says, once for each shape. Whatever is not exactly as expected leaves the whole batch to that decoder. No byte outside
+the payload is read: every length is compared with what is left before it is used.
+"""
+
+import numpy as np
+from msgspec.structs import replace
+
+from kvrouter.events.vllm.messages import BlockRemoved, BlockStored
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from libc.stdint cimport uint8_t, uint32_t, uint64_t
+from libc.stdlib cimport free, malloc, realloc
+from libc.string cimport memcmp, memcpy
+
+cdef extern from "msgpack_values.h" nogil:
+    ctypedef struct Reader:
+        const uint8_t *at
+        const uint8_t *end
+
+    ctypedef struct Span:
+        const uint8_t *at
+        size_t size
+
+    size_t left(const Reader *reader) noexcept
+    bint read_array(Reader *reader, size_t *count) noexcept
+    bint read_map(Reader *reader, size_t *count) noexcept
+    bint read_text(Reader *reader, Span *text) noexcept
+    bint read_integer(Reader *reader, uint64_t *value) noexcept
+    bint read_hash(Reader *reader, uint64_t *value) noexcept
+    bint read_hashes(Reader *reader, uint64_t *out, size_t count) noexcept
+    bint skip(Reader *reader, int depth) noexcept
+    bint is_ascii(const Span *text) noexcept
+
+cdef enum Role:
+    TAG, HASHES, PARENT, SKIPPED, SHAPE, NAME
+
+cdef enum:
+    # Fields by name; of a stored event as an array they stand in this order too.
+    FIELDS = 16
+    # Of vLLM's longest array, a stored event.
+    STORED_POSITIONS = 15
+    REMOVED_POSITIONS = 6
+    # Extra keys are a list of lists.
+    MAX_DEPTH = 6
+    # Runs that are looked through for the one of an event: an engine has some ten groups.
+    MAX_OPEN_RUNS = 32
+    # Of a batch; beyond, single events are as well.
+    MAX_RUNS = 1_024
+    # What is remembered is bounded; an engine's have some 100.
+    MAX_SHAPE_BYTES = 2_048
+    # An array of a tag and no hashes.
+    MIN_EVENT_BYTES = 14
+
+cdef const char **NAMES = [
+    "type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name",
+    "extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality", "ownership",
+    "session_id", "cache_salt",
+]
+cdef uint32_t *NAME_BYTES = [4, 12, 17, 9, 10, 7, 6, 9, 10, 9, 18, 28, 8, 9, 10, 10]
+cdef int *ROLES = [
+    TAG, HASHES, PARENT, SKIPPED, SHAPE, SKIPPED, SHAPE, NAME, SKIPPED, SHAPE, SHAPE, SHAPE, SHAPE, SHAPE, NAME, SKIPPED
+]
+cdef int *REMOVED = [0, 1, 6, 9, 12, 13]
+
+cdef enum:
+    TAG_AT = 0
+    HASHES_AT = 1
+
+cdef struct Found:
+    # One event. fields: a bit for each that is there.
+    uint32_t fields
+    bint is_array
+    bint stores
+    bint has_parent
+    size_t first_hash
+    size_t hashes
+    Span shape[FIELDS]
+
+cdef struct Room:
+    # Hashes of all events so far.
+    uint64_t *hashes
+    size_t used
+    size_t size
+
+
+cdef bint grow(Room *room, size_t count) noexcept nogil:
+    cdef size_t size = room.size
+    cdef void *moved
+    if room.used + count <= size:
+        return True
+    while size < room.used + count:
+        size *= 2
+    moved = realloc(room.hashes, size * sizeof(uint64_t))
+    if moved == NULL:
+        return False
+    room.hashes, room.size = <uint64_t *>moved, size
+    return True
+
+
+cdef bint read_field(Reader *reader, int field, Found *found, Room *room) noexcept nogil:
+    cdef const uint8_t *start = reader.at
+    cdef uint64_t parent
+    cdef Span text
+    cdef int role = ROLES[field]
+    if found.fields & (1u << field):
+        return False
+    found.fields |= 1u << field
+    if role == HASHES:
+        if not read_array(reader, &found.hashes) or not grow(room, found.hashes):
+            return False
+        found.first_hash = room.used
+        if not read_hashes(reader, room.hashes + room.used, found.hashes):
+            return False
+        room.used += found.hashes
+        return True
+    if role == PARENT or role == NAME:
+        if left(reader) >= 1 and reader.at[0] == 0xC0:
+            reader.at += 1
+            return True
+        if role == NAME:
+            return read_text(reader, &text) and is_ascii(&text)
+        found.has_parent = True
+        return read_hash(reader, &parent)
+    if not skip(reader, MAX_DEPTH if role == SKIPPED else 0):
+        return False
+    found.shape[field].at, found.shape[field].size = start, reader.at - start
+    return True
+
+
+cdef int field_of(Span name, int expected) noexcept nogil:
+    """The field of this name, FIELDS when it is none; begins at the one expected."""
+    cdef int i, field
+    for i in range(FIELDS):
+        field = expected + i
+        if field >= FIELDS:
+            field -= FIELDS
+        if NAME_BYTES[field] == name.size and memcmp(NAMES[field], name.at, name.size) == 0:
+            return field
+    return FIELDS
+
+
+cdef int read_tag(Reader *reader, Found *found) noexcept nogil:
+    """1: stored or removed. 0: another. -1: no text."""
+    cdef Span tag
+    cdef const uint8_t *start = reader.at
+    if not read_text(reader, &tag):
+        return -1
+    found.fields |= 1u << TAG_AT
+    found.shape[TAG_AT].at, found.shape[TAG_AT].size = start, reader.at - start
+    if tag.size == 11 and memcmp(tag.at, "BlockStored", 11) == 0:
+        found.stores = True
+        return 1
+    return tag.size == 12 and memcmp(tag.at, "BlockRemoved", 12) == 0
+
+
+cdef int read_event(Reader *reader, Found *found, Room *room) noexcept nogil:
+    """1: a stored or removed event. 0: an event of another type, passed over. -1: left to the general decoder."""
+    cdef size_t count, i
+    cdef const uint8_t *start = reader.at
+    cdef Span name
+    cdef int field, expected, known, positions
+    found.fields, found.has_parent, found.stores, found.hashes = 0, False, False, 0
+    found.is_array = not read_map(reader, &count)
+    if found.is_array:
+        reader.at = start
+        if not read_array(reader, &count):
+            return -1
+    if count == 0:
+        return -1
+    if not found.is_array and (
+        not read_text(reader, &name) or name.size != 4 or memcmp(name.at, NAMES[TAG_AT], 4) != 0
+    ):
+        return -1
+    known = read_tag(reader, found)
+    if known < 0:
+        return -1
+    if known == 0:
+        reader.at = start
+        return 0 if skip(reader, MAX_DEPTH) else -1
+    if found.is_array:
+        positions = STORED_POSITIONS if found.stores else REMOVED_POSITIONS
+        for i in range(1, count):
+            if i >= <size_t>positions:
+                if not skip(reader, MAX_DEPTH):
+                    return -1
+            elif not read_field(reader, <int>i if found.stores else REMOVED[i], found, room):
+                return -1
+    else:
+        expected = 1
+        for i in range(1, count):
+            if not read_text(reader, &name):
+                return -1
+            field = field_of(name, expected)
+            if field == FIELDS:
+                if not skip(reader, MAX_DEPTH):
+                    return -1
+                continue
+            if not read_field(reader, field, found, room):
+                return -1
+            expected = field + 1
+    return 1 if found.fields & (1u << HASHES_AT) else -1
+
+
+cdef bint same_shape(Found *one, Found *other) noexcept nogil:
+    cdef int field
+    if one.fields != other.fields or one.is_array != other.is_array:
+        return False
+    for field in range(FIELDS):
+        if one.fields & (1u << field) and (ROLES[field] == SHAPE or ROLES[field] == TAG):
+            if one.shape[field].size != other.shape[field].size:
+                return False
+            if memcmp(one.shape[field].at, other.shape[field].at, one.shape[field].size) != 0:
+                return False
+    return True
+
+
+cdef bytes shape_key(Found *found):
+    cdef int field
+    parts = [b"%d %d " % (found.is_array, found.fields)]
+    for field in range(FIELDS):
+        if found.fields & (1u << field) and (ROLES[field] == SHAPE or ROLES[field] == TAG):
+            parts.append(PyBytes_FromStringAndSize(<const char *>found.shape[field].at, found.shape[field].size))
+    return b"".join(parts)
+
+
+cdef struct Event:
+    int run
+    bint is_root
+    size_t first_hash
+    size_t hashes
+
+cdef struct Run:
+    Found shape
+    size_t events
+    size_t hashes
+    size_t roots
+    # Where the next is written.
+    uint64_t *hashes_at
+    uint64_t *roots_at
+
+
+NO_HASHES = np.empty(0, np.uint64)
+
+
+cdef object without_blocks(object event):
+    """What an event has in common with others of its shape; small, as it is remembered."""
+    if type(event) is BlockRemoved:
+        return replace(event, block_hashes=NO_HASHES)
+    return replace(event, block_hashes=NO_HASHES, parent_block_hash=None, lora_name=None, session_id=None)
+
+
+cdef class Scan:
+    """One payload's. `bytes` must outlive it."""
+
+    cdef Reader reader
+    cdef Room room
+    cdef Event *events
+    cdef size_t event_count
+    cdef Run *runs
+    cdef int run_count
+    # Runs from here on may take further events.
+    cdef int first_open
+    cdef int last_run
+    cdef bint stores
+    cdef size_t runs_size
+    # Of each run the event that is its shape; single events with the number of the run before them.
+    cdef list heads
+    cdef list singles
+
+    def __cinit__(self):
+        self.room.size = 1024
+        self.room.hashes = <uint64_t *>malloc(self.room.size * sizeof(uint64_t))
+        self.runs_size = 8
+        self.runs = <Run *>malloc(self.runs_size * sizeof(Run))
+        if self.room.hashes == NULL or self.runs == NULL:
+            raise MemoryError
+        self.heads = []
+        self.singles = []
+
+    def __dealloc__(self):
+        free(self.room.hashes)
+        free(self.events)
+        free(self.runs)
+
+    cdef int run_of(self, Found *found) except -2:
+        """The open run of this shape, or a new one."""
+        cdef int i, run
+        cdef int open_runs
+        cdef void *moved
+        if found.stores != self.stores:
+            self.stores = found.stores
+            self.first_open = self.run_count
+        open_runs = self.run_count - self.first_open
+        for i in range(min(open_runs, MAX_OPEN_RUNS)):
+            # Most often the one before, or the one after that: groups take turns.
+            run = self.first_open + (self.last_run - self.first_open + i) % open_runs
+            if same_shape(&self.runs[run].shape, found):
+                return run
+        if <size_t>self.run_count == self.runs_size:
+            moved = realloc(self.runs, 2 * self.runs_size * sizeof(Run))
+            if moved == NULL:
+                raise MemoryError
+            self.runs, self.runs_size = <Run *>moved, 2 * self.runs_size
+        run = self.run_count
+        self.run_count += 1
+        self.runs[run].shape = found[0]
+        self.runs[run].events = self.runs[run].hashes = self.runs[run].roots = 0
+        return run
+
+    cdef list read(self, bytes payload, size_t count, dict shapes, object read):
+        """All events; None: left to the general decoder."""
+        cdef Found found
+        cdef size_t i
+        cdef int kind, run
+        cdef const uint8_t *start
+        cdef Event *event
+        if count > left(&self.reader) // MIN_EVENT_BYTES:
+            return None
+        self.events = <Event *>malloc((count + 1) * sizeof(Event))
+        if self.events == NULL:
+            return None
+        for i in range(count):
+            start = self.reader.at
+            kind = read_event(&self.reader, &found, &self.room)
+            if kind < 0:
+                return None
+            if kind == 1:
+                run = self.run_of(&found)
+                if run >= MAX_RUNS:
+                    return None
+                if run == len(self.heads):
+                    key = shape_key(&found)
+                    if len(key) > MAX_SHAPE_BYTES:
+                        return None
+                    head = shapes.get(key)
+                    if head is None:
+                        head = read(PyBytes_FromStringAndSize(<const char *>start, self.reader.at - start))
+                        if head is None:
+                            return None
+                        if type(head) is BlockRemoved or (type(head) is BlockStored and head.medium == "GPU"):
+                            head = shapes[key] = without_blocks(head)
+                        else:
+                            # What it says depends on more than its shape.
+                            self.run_count -= 1
+                            kind = 0
+                            self.add_single(head)
+                    if kind == 1:
+                        self.heads.append(head)
+            else:
+                head = read(PyBytes_FromStringAndSize(<const char *>start, self.reader.at - start))
+                if head is None:
+                    return None
+                self.add_single(head)
+            if kind == 1:
+                event = &self.events[self.event_count]
+                self.event_count += 1
+                event.run, event.first_hash, event.hashes = run, found.first_hash, found.hashes
+                event.is_root = found.stores and not found.has_parent and found.hashes > 0
+                self.runs[run].events += 1
+                self.runs[run].hashes += found.hashes
+                self.runs[run].roots += event.is_root
+                self.last_run = run
+        return self.collect()
+
+    cdef add_single(self, object event):
+        self.singles.append((self.run_count, event))
+        self.first_open = self.last_run = self.run_count
+
+    cdef list collect(self):
+        cdef int run
+        cdef size_t i
+        cdef Event *event
+        cdef uint64_t[::1] view
+        runs = []
+        for run in range(self.run_count):
+            hashes = np.empty(self.runs[run].hashes, np.uint64)
+            roots = NO_HASHES
+            if self.runs[run].hashes:
+                view = hashes
+                self.runs[run].hashes_at = &view[0]
+            if self.runs[run].roots:
+                roots = np.empty(self.runs[run].roots, np.uint64)
+                view = roots
+                self.runs[run].roots_at = &view[0]
+            runs.append((self.heads[run], hashes, self.runs[run].events, roots))
+        for i in range(self.event_count):
+            event = &self.events[i]
+            run = event.run
+            if event.hashes:
+                memcpy(self.runs[run].hashes_at, &self.room.hashes[event.first_hash], event.hashes * sizeof(uint64_t))
+                self.runs[run].hashes_at += event.hashes
+            if event.is_root:
+                self.runs[run].roots_at[0] = self.room.hashes[event.first_hash]
+                self.runs[run].roots_at += 1
+        for place, single in reversed(self.singles):
+            runs.insert(place, single)
+        return runs
+
+
+def scan(bytes payload not None, dict shapes not None, object read):
+    cdef Scan one = Scan()
+    cdef size_t fields, count
+    cdef uint64_t rank_value
+    one.reader.at = <const uint8_t *>PyBytes_AS_STRING(payload)
+    one.reader.end = one.reader.at + len(payload)
+    if not read_array(&one.reader, &fields) or not 2 <= fields <= 3:
+        return None
+    if left(&one.reader) < 9 or one.reader.at[0] != 0xCB:
+        return None
+    one.reader.at += 9
+    if not read_array(&one.reader, &count):
+        return None
+    runs = one.read(payload, count, shapes, read)
+    if runs is None:
+        return None
+    rank = None
+    if fields == 3:
+        if left(&one.reader) == 1 and one.reader.at[0] == 0xC0:
+            one.reader.at += 1
+        elif left(&one.reader) >= 1 and (one.reader.at[0] < 0x80 or 0xCC <= one.reader.at[0] <= 0xCE):
+            if not read_integer(&one.reader, &rank_value):
+                return None
+            rank = rank_value
+        else:
+            return None
+    return (rank, runs) if one.reader.at == one.reader.end else None

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pass over whole batches against the decoder of single events: what it takes it reads the same, whatever the
+bytes; and a worker that is followed with it knows what it would know without."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from event_sections import sections
+from examples import examples
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from ingest_steps import live
+
+from kvrouter.events.vllm.codec import BatchDecoder, CodecError, encode_batch
+from kvrouter.events.vllm.messages import GPU
+from kvrouter.events.vllm.stream_items import Batch
+from kvrouter.events.vllm.wire import WireCleared, WireRemoved, WireStored
+from kvrouter.router.common.compiled import wanted
+from kvrouter.router.ingest.event_runs import EventRun, RunBatch, RunReader
+from kvrouter.router.ingest.ingest import Ingest
+from kvrouter.router.kvcache.scheme_verification import SchemeState
+
+HASHES = st.integers(-(1 << 63), (1 << 64) - 1) | st.sampled_from([0, 127, 128, 1 << 16, 1 << 32, -1, -33, -(1 << 20)])
+ANY_HASHES = HASHES | st.binary(min_size=16, max_size=16) | st.binary(min_size=32, max_size=32)
+# Few, so that runs form.
+SHAPES = st.sampled_from([(0, "full_attention", None), (1, "sliding_window", 64), (None, None, None)])
+MEDIA = st.sampled_from([GPU, GPU, GPU, None, "gpu", "CPU"])
+
+
+def stored(hashes: list[Any], parent: Any, shape: tuple[Any, ...], medium: str | None, **more: Any) -> WireStored:
+    group, kind, window = shape
+    return WireStored(
+        hashes, parent, list(range(70_000, 70_000 + 16 * len(hashes))), 16, None, medium, None,
+        group_idx=group, kv_cache_spec_kind=kind, kv_cache_spec_sliding_window=window, **more,
+    )  # fmt: skip
+
+
+def events_of(hashes: st.SearchStrategy[Any]) -> st.SearchStrategy[list[Any]]:
+    lists = st.lists(hashes, max_size=5)
+    stores = st.builds(
+        stored, lists, st.none() | hashes, SHAPES, MEDIA, session_id=st.none() | st.text("ab", max_size=40)
+    )
+    removals = st.builds(WireRemoved, lists, MEDIA, SHAPES.map(lambda shape: shape[0]))
+    return st.lists(stores | stores | removals | st.builds(WireCleared), max_size=12)
+
+
+def payload_of(events: Sequence[Any], layout: str, rank: int | None) -> bytes:
+    """As vLLM sends it, with digests as they are."""
+    if layout == "map":
+        return msgspec.msgpack.encode([1.5, events, rank])
+    return msgspec.msgpack.encode([1.5, [[e.__struct_config__.tag, *msgspec.structs.astuple(e)] for e in events], rank])
+
+
+def check(payload: bytes) -> RunBatch | None:
+    """What is read at first and with the shapes known, held against the decoder."""
+    reader = RunReader()
+    found, again = reader.read(payload), reader.read(payload)
+    assert (found is None) == (again is None)
+    if found is None or again is None:
+        return None
+    batch = BatchDecoder().decode(payload)
+    assert (batch.broken, batch.unknown) == ([], 0)
+    for one in (found, again):
+        assert one.dp_rank == batch.dp_rank
+        assert sections(one.runs) == sections(batch.events)
+    return found
+
+
+@settings(max_examples=examples(300))
+@given(events_of(HASHES) | events_of(ANY_HASHES), st.sampled_from(["map", "array"]), st.none() | st.integers(0, 70_000))
+def test_plain_batches_are_read_as_the_decoder_reads_them(events: list[Any], layout: str, rank: int | None) -> None:
+    found = check(payload_of(events, layout, rank))
+    assert (found is not None) is wanted()
+
+
+@pytest.mark.skipif(not wanted(), reason="uncompiled, it leaves all to the decoder")
+def test_hashes_of_one_shape_keep_their_order() -> None:
+    shape = (0, "full_attention", None)
+    events = [stored([3, 2], None, shape, GPU), stored([9], 2, (1, "mamba", None), GPU), stored([1], 2, shape, GPU)]
+    found = check(encode_batch(1.0, events))
+    assert found is not None
+    read = [(run.hashes.tolist(), run.count, run.roots.tolist()) for run in found.runs if isinstance(run, EventRun)]
+    assert read == [([3, 2, 1], 2, [3]), ([9], 1, [])]
+
+
+@settings(max_examples=examples(1_000))
+@given(events_of(ANY_HASHES), st.sampled_from(["map", "array"]), st.data())
+def test_mutated_batches_are_read_alike_or_left_to_the_decoder(
+    events: list[Any], layout: str, data: st.DataObject
+) -> None:
+    payload = bytearray(payload_of(events, layout, 0))
+    for _ in range(data.draw(st.integers(1, 3))):
+        place = data.draw(st.integers(0, len(payload) - 1))
+        if data.draw(st.booleans()):
+            payload[place] = data.draw(st.integers(0, 255))
+        else:
+            payload[place : place + data.draw(st.integers(0, 6))] = data.draw(st.binary(max_size=6))
+    check(bytes(payload))
+    check(bytes(payload[: data.draw(st.integers(0, len(payload)))]))
+
+
+@given(
+    st.binary(max_size=200), st.sampled_from([0x90, 0x9F, 0x8F, 0xDC, 0xDD, 0xDE, 0xDF, 0xC4, 0xC6, 0xD9, 0xDB, 0xC7])
+)
+@example(b"\xff" * 8, 0xDD)
+def test_no_length_leads_out_of_the_payload(tail: bytes, marker: int) -> None:
+    time = b"\x93\xcb" + bytes(8)
+    tag = b"\xa4type\xabBlockStored"
+    for head in (b"", time, time + b"\x91", time + b"\x91\x83" + tag, time + b"\x91\x83" + tag + b"\xacblock_hashes"):
+        for body in (tail, bytes([marker]) + tail, bytes([marker, 0xFF, 0xFF, 0xFF, 0xFF]) + tail):
+            try:
+                BatchDecoder().decode(head + body)
+            except CodecError:
+                assert RunReader().read(head + body) is None
+            else:
+                check(head + body)
+
+
+def followed(payloads: Sequence[bytes], first_seq: int, *, by_runs: bool) -> Ingest:
+    ingest = live()
+    ingest.profile.identity.standing = SchemeState.VERIFIED
+    if not by_runs:
+        ingest.stock._reader.read = lambda payload: None  # type: ignore[method-assign]
+    for seq, payload in enumerate(payloads, first_seq):
+        ingest.apply(Batch(seq, payload, 0, False), 1.0)
+    return ingest
+
+
+@settings(max_examples=examples(300))
+@given(
+    st.lists(events_of(st.integers(1, 12).map(lambda n: n << 40)), min_size=1, max_size=12),
+    st.integers(0, 1),
+    st.sampled_from(["map", "array"]),
+)
+def test_a_worker_is_known_alike_either_way(batches: list[list[Any]], first_seq: int, layout: str) -> None:
+    payloads = [payload_of(events, layout, 0) for events in batches]
+    one, other = (followed(payloads, first_seq, by_runs=by_runs) for by_runs in (True, False))
+    assert one.held.blocks.sums() == other.held.blocks.sums()
+    assert one.profile.tally == other.profile.tally
+    assert one.profile.learner.dump() == other.profile.learner.dump()
+    assert (one.state, one.reason) == (other.state, other.reason)
+    flushes = [ingest.held.take() for ingest in (one, other)]
+    changes = [
+        {c.place: (set(c.added.tolist()), set(c.removed.tolist())) for c in flush.changes} for flush in flushes if flush
+    ]
+    copies = [{(place, h): n for place, h, n in flush.copies} for flush in flushes if flush]
+    assert changes[0] == changes[1]
+    assert copies[0] == copies[1]
+
+
+@pytest.mark.skipif(not wanted(), reason="uncompiled, it leaves all to the decoder")
+def test_a_stream_of_known_shapes_is_read_by_runs() -> None:
+    events = [stored([n << 40, n + 1 << 40], None, (0, "full_attention", None), GPU) for n in range(1, 9)]
+    payload = payload_of(events, "map", 0)
+    ingest = followed([payload], 0, by_runs=True)
+    decoded = itertools.count()
+    plain = ingest.stock._decoder.decode
+    ingest.stock._decoder.decode = lambda *args, **named: (next(decoded), plain(*args, **named))[1]  # type: ignore[method-assign]
+    ingest.apply(Batch(1, payload, 0, False), 1.0)
+    ingest.apply(Batch(2, payload_of([WireRemoved([1 << 40], GPU, 0)], "map", 0), 0, False), 1.0)
+    assert next(decoded) == 0
+    assert ingest.profile.tally.events == 17
