@@ -28,6 +28,9 @@ PAGE_TOKENS = 16
 WINDOW_TOKENS = 40
 # A few prompts of some hundred tokens.
 MAX_TOTAL_TOKENS = 2_048
+HOST_RATIO = 2.0
+# Of `stubs/hicache_on_cpu.py`.
+HICACHE_SWITCH = "KVROUTER_TEST_HICACHE"
 START_TIMEOUT_S = 240.0
 ANSWER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
@@ -56,12 +59,14 @@ WINDOWS = {
 
 
 class SglangServer:
-    """Starts on entry, stops on exit. patched: whether the engine patch is on."""
+    """Starts on entry, stops on exit. patched: whether the engine patch is on; has_host: whether it has a host tier, of
+    HOST_RATIO times the device's tokens."""
 
-    def __init__(self, folder: Path, *, windows: bool, patched: bool = True) -> None:
+    def __init__(self, folder: Path, *, windows: bool, patched: bool = True, has_host: bool = False) -> None:
         self._folder = folder
         self._windows = windows
         self._patched = patched
+        self._has_host = has_host
         self._process: Any = None
         self._port = free_port()
         self._events_port = free_port()
@@ -83,6 +88,11 @@ class SglangServer:
         command += ["--host", "127.0.0.1", "--port", str(self._port), "--enable-cache-report", "--enable-metrics"]
         command += ["--kv-events-config", json.dumps(events)]
         environment = {**os.environ, "KVROUTER_PATCH": str(int(self._patched)), "KVROUTER_PATCH_HEARTBEAT_S": "0.05"}
+        if self._has_host:
+            command += ["--enable-hierarchical-cache", "--hicache-ratio", str(HOST_RATIO)]
+            command += ["--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"]
+            command += ["--hicache-write-policy", "write_through"]
+            environment[HICACHE_SWITCH] = "1"
         with self._log.open("w") as log:
             # A session of its own: it has processes of its own, which end with it.
             self._process = subprocess.Popen(
