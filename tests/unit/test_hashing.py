@@ -307,7 +307,7 @@ def test_a_lookahead_is_found_from_a_root_block_and_the_tokens_after_it() -> Non
     ids = np.arange(40, dtype=np.int64)
     hashes, _ = hash_chain(scheme, None, ids, 16, [None])
     identity = HashIdentity(CatalogSpec(), known_schemes())
-    stored = BlockStored(hashes, None, 16, "GPU", token_ids=ids[:32].tolist(), extra_keys=[None] * 2)
+    stored = BlockStored(hashes, None, 16, "GPU", token_ids=ids[:32].tolist(), extra_keys=(None, None))
     assert identity.judge(stored) and identity.scheme == scheme and identity.label == "sha256+1 (verified)"
     with pytest.raises(ValueError, match="lookahead"):
         HashScheme("sglang", b"", 1)

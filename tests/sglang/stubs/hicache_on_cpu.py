@@ -78,12 +78,15 @@ def register() -> None:
 
 def install() -> None:
     cache = "sglang.srt.mem_cache"
-    common = importlib.import_module(f"{cache}.pool_host.common")
-    common._cuda_host_register = lambda *_: None
+    _module(f"{cache}.pool_host.common")._cuda_host_register = lambda *_: None
+    _module(f"{cache}.pool_host.base")._cuda_host_unregister = lambda *_: None
     for pool in POOLS:
-        module = importlib.import_module(f"{cache}.pool_host.{pool}")
+        module = _module(f"{cache}.pool_host.{pool}")
         module._cuda_host_unregister = lambda *_: None
         module.transfer_kv_direct = transfer_kv_direct
-    importlib.import_module(f"{cache}.pool_host.base")._cuda_host_unregister = lambda *_: None
-    for module_name in ("sglang.srt.managers.cache_controller", f"{cache}.l2_transfer"):
-        importlib.import_module(module_name).device_module = Device()
+    for name in ("sglang.srt.managers.cache_controller", f"{cache}.l2_transfer"):
+        _module(name).device_module = Device()
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(name)
