@@ -2,7 +2,7 @@
 """The declared catalog, read from a running scheduler: what readers need to predict hits and events leave out.
 
 Names differ between versions; a missing value is None, never guessed.
-Sources: vLLM 0.20 to 0.32 v1/core/kv_cache_coordinator.py, v1/core/kv_cache_utils.py, v1/core/sched/scheduler.py.
+Sources: vLLM 0.20 to 0.33 v1/core/kv_cache_coordinator.py, v1/core/kv_cache_utils.py, v1/core/sched/scheduler.py.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def read_catalog(scheduler: Any, lora_paths: Mapping[str, str], vllm_version: st
     pool = scheduler.kv_cache_manager.block_pool
     cache_config, connector = scheduler.cache_config, scheduler.connector
     algo = getattr(cache_config, "prefix_caching_hash_algo", None)
-    none_hash, example = read_hashing(algo, pool.hash_block_size)
+    lookahead = read_lookahead(scheduler)
+    none_hash, example = read_hashing(algo, pool.hash_block_size, lookahead)
     scheduler_block_size = getattr(coordinator, "scheduler_block_size", scheduler.block_size)
     return DeclaredCatalog(
         groups=read_groups(coordinator),
@@ -60,7 +61,7 @@ def read_catalog(scheduler: Any, lora_paths: Mapping[str, str], vllm_version: st
         hash_algo=algo,
         none_hash=none_hash,
         hash_example=example,
-        hash_lookahead_tokens=read_lookahead(scheduler),
+        hash_lookahead_tokens=lookahead,
         replay_window_tokens=int(getattr(scheduler, "prefix_replay_tokens", 0)),
         extra_keys_form="tagged" if hasattr(_vllm("v1.core.kv_cache_utils"), "to_event_extra_keys") else "plain",
         offload_blocks_per_chunk=blocks_per_chunk(connector),
@@ -82,7 +83,8 @@ def read_groups(coordinator: Any) -> list[DeclaredGroup]:
     """Every KV cache group, in vLLM's order; the effective block size is that of its manager."""
     classes = spec_classes(coordinator)
     # A spec group with one flagged member drops its last block as a whole; that follows from the two fields.
-    eagle = getattr(coordinator, "eagle_group_ids", ())
+    # From 0.33 on, groups stay flagged where hashes that cover the next tokens make the drop needless.
+    eagle = getattr(coordinator, "drop_eagle_group_ids", getattr(coordinator, "eagle_group_ids", ()))
     groups = []
     for group_idx, group in enumerate(coordinator.kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
@@ -139,17 +141,31 @@ def read_retention(coordinator: Any) -> int | None:
     return _number(getattr(_vllm("envs"), "VLLM_PREFIX_CACHE_RETENTION_INTERVAL", None))
 
 
-def read_hashing(algo: str | None, hash_block_size: int) -> tuple[str | None, HashExample | None]:
+def read_hashing(algo: str | None, hash_block_size: int, lookahead: int = 0) -> tuple[str | None, HashExample | None]:
     """(NONE_HASH as hex, an example); (None, None) until the engine has drawn its NONE_HASH, soon after its scheduler
-    is built."""
+    is built. lookahead: tokens after a block that its hash covers; the example has them."""
     utils = _vllm("v1.core.kv_cache_utils")
     none_hash = getattr(utils, "NONE_HASH", None)
     if none_hash is None or algo is None:
         return None, None
-    token_ids = list(range(hash_block_size))
+    token_ids = list(range(hash_block_size + lookahead))
     function = _vllm("utils.hashing").get_hash_fn_by_name(algo)
-    example = utils.hash_block_tokens(function, None, token_ids)
+    if lookahead:
+        (example,) = utils.get_request_block_hasher(hash_block_size, function, lookahead)(_Prompt(token_ids))
+    else:
+        example = utils.hash_block_tokens(function, None, token_ids)
     return bytes(none_hash).hex(), HashExample(token_ids, short_hash(example))
+
+
+class _Prompt:
+    """Of a request, what vLLM's block hasher reads, for a prompt that has nothing but its tokens."""
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self.all_token_ids = token_ids
+        self.num_tokens = len(token_ids)
+        self.block_hashes: list[bytes] = []
+        self.mm_features: list[Any] = []
+        self.lora_request = self.cache_salt = self.prompt_embeds = None
 
 
 def read_lookahead(scheduler: Any) -> int:

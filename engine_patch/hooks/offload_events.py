@@ -4,7 +4,7 @@ the GPU.
 
 The connector's own KV events go to vLLM's topic unchanged, and are left out of ours. Events that are taken early, at a
 reset, are held and returned at the next take in the same order, so that vLLM's topic stays the same.
-Sources: vLLM 0.20 to 0.32 distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py, events.py;
+Sources: vLLM 0.20 to 0.33 distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py, events.py;
 v1/kv_offload/base.py.
 """
 

@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's view of the tiers: the OffloadingManager that its OffloadingConnector calls in the scheduler's thread.
 
-Source: vLLM 0.32 v1/kv_offload/base.py OffloadingManager.
+From 0.33 on, vLLM notes of a chunk what its event will say as soon as a look-up finds it on its way, learns from
+`metadata_only` which of them never came, and says when its workers are done with what a reset freed. Where it does not
+have these, they are left out. `lock` stays its default: nothing but the scheduler's thread enters.
+Source: vLLM 0.32 and 0.33 v1/kv_offload/base.py OffloadingManager.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload import base
@@ -16,6 +20,10 @@ from kvrouter.engine_patch.offload.key import OffloadKey
 from kvrouter.engine_patch.offload.metrics import COUNTERS, GAUGES, Sample
 from kvrouter.engine_patch.offload.slots import SlotsSpec
 from kvrouter.engine_patch.offload.tiers.tiering import LookupAnswer, Medium, PromotionRequest, Tiering
+
+# What this vLLM has.
+TAKES_METADATA_ONLY = any(one.name == "metadata_only" for one in fields(base.OffloadingEvent))
+TELLS_FLUSHES = hasattr(base.OffloadingManager, "on_reset_flushed")
 
 # Whose disk it is, on the wire: events of a tier below the first name their owner.
 DISK_OWNER = "kvrouter"
@@ -28,15 +36,22 @@ _ANSWERS = {
 
 
 class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
-    """shared_disk: whether another engine writes the disk; release: called last, at the shutdown."""
+    """shared_disk: whether another engine writes the disk; release: called last, at the shutdown; facts: what never
+    changes, for `vllm:kv_offload_config_info`."""
 
     def __init__(
-        self, tiering: Tiering, sample: Callable[[], Sample], release: Callable[[], None], shared_disk: bool = False
+        self,
+        tiering: Tiering,
+        sample: Callable[[], Sample],
+        release: Callable[[], None],
+        shared_disk: bool = False,
+        facts: Mapping[str, str | int] | None = None,
     ) -> None:
         self._tiering = tiering
         self._disk_locality = base.Locality.REMOTE if shared_disk else base.Locality.LOCAL
         self._sample = sample
         self._release = release
+        self._facts = dict(facts or {})
         self._last = Sample()
 
     # Questions
@@ -88,7 +103,10 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
         return self._tiering.busy
 
     def reset_cache(self) -> None:
-        self._tiering.reset()
+        self._tiering.reset(hold=TELLS_FLUSHES)
+
+    def on_reset_flushed(self) -> None:
+        self._tiering.end_hold()
 
     def shutdown(self) -> None:
         self._tiering.close()
@@ -104,6 +122,12 @@ class HybridOffloadingManager(base.OffloadingManager):  # type: ignore[misc]
                 yield base.OffloadingEvent(
                     change.keys, base.Medium.STORAGE, change.removed, self._disk_locality, DISK_OWNER
                 )
+        missed = self._tiering.take_missed()
+        if TAKES_METADATA_ONLY and missed:
+            yield base.OffloadingEvent(missed, base.Medium.CPU, True, metadata_only=True)
+
+    def config_info(self) -> Sequence[Mapping[str, str | int]]:
+        return [self._facts]
 
     def get_stats(self) -> OffloadingConnectorStats:
         stats = OffloadingConnectorStats()

@@ -14,7 +14,7 @@ DEFAULT_DISK_THREADS = 4
 MAX_DISK_THREADS = 64
 SHARED_MEMORY = "/dev/shm"
 
-# Keys that vLLM's own connector reads (0.32 offloading/config.py, v1/kv_offload/base.py).
+# Keys that vLLM's own connector reads (0.33 offloading/config.py, offloading/scheduler.py, v1/kv_offload/base.py).
 OF_VLLM = frozenset(
     {
         "spec_name",
@@ -24,6 +24,8 @@ OF_VLLM = frozenset(
         "self_describing_kv_events",
         "offload_prompt_only",
         "canonical_layout",
+        # From 0.33 on: loads are waited for within their step, up to this number of bytes.
+        "sync_load_budget_bytes",
     }
 )
 

@@ -5,8 +5,8 @@
         "spec_name": "HybridOffloadingSpec", "spec_module_path": "kvrouter.engine_patch.offload.spec",
         "cpu_bytes_to_use": 10000000000, "disk_path": "/var/cache/kv", "disk_bytes_to_use": 100000000000}}'
 
-One object of it lives in the scheduler's process and one in each worker's. Source: vLLM 0.32 v1/kv_offload/base.py
-OffloadingSpec.
+One object of it lives in the scheduler's process and one in each worker's. Source: vLLM 0.32 and 0.33
+v1/kv_offload/base.py OffloadingSpec.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ from kvrouter.engine_patch.offload.tiers.tiering import Tiering
 from kvrouter.engine_patch.offload.worker import HybridOffloadingWorker, make_copier
 
 log = logging.getLogger("vllm.kvrouter.offload")
+
+# Of the tiers, what never changes.
+INFO_LABELS = ("cpu_chunks", "chunk_bytes", "eviction_policy", "disk", "disk_bytes")
 
 
 class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
@@ -67,6 +70,17 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
         definitions |= {name: base.OffloadingCounterMetadata(documentation=text) for name, text in COUNTERS.items()}
         return definitions
 
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
+        """From vLLM 0.33 on: the labels of `vllm:kv_offload_config_info`."""
+        return INFO_LABELS
+
+    def _facts(self) -> dict[str, str | int]:
+        settings = self._settings
+        disk = "none" if settings.disk_folder is None else "read-only" if settings.disk_read_only else "read-write"
+        values = (self._num_slots, self._chunk_bytes, settings.policy, disk, settings.disk_bytes)
+        return dict(zip(INFO_LABELS, values, strict=True))
+
     def get_manager(self) -> HybridOffloadingManager:
         """The scheduler's side. Reads what an earlier engine left on disk."""
         if self._manager is None:
@@ -74,7 +88,8 @@ class HybridOffloadingSpec(base.OffloadingSpec):  # type: ignore[misc]
             disk = self._make_disk()
             tiering = Tiering(cpu, disk, announce=self.kv_events_config.enable_kv_cache_events)
             shared = disk is not None and disk.shared
-            self._manager = HybridOffloadingManager(tiering, Sampling(tiering, cpu, disk), self._release, shared)
+            sampling = Sampling(tiering, cpu, disk)
+            self._manager = HybridOffloadingManager(tiering, sampling, self._release, shared, self._facts())
             log.info(
                 "kvrouter: %d chunks of %d bytes in CPU memory (%s)%s",
                 self._num_slots,

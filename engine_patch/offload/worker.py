@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's view of one rank's copies: the OffloadingWorker to which its connector submits transfers.
 
-Source: vLLM 0.32 v1/kv_offload/base.py OffloadingWorker, offloading/worker.py.
+Source: vLLM 0.32 and 0.33 v1/kv_offload/base.py OffloadingWorker, offloading/worker.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ class HybridOffloadingWorker(base.OffloadingWorker):  # type: ignore[misc]
         self._transfers.submit_store(job_id, self._plan(src_spec, dst_spec))
         return True
 
-    def submit_load(self, job_id: int, src_spec: SlotsSpec, dst_spec: base.GPULoadStoreSpec) -> bool:
+    def submit_load(
+        self, job_id: int, src_spec: SlotsSpec, dst_spec: base.GPULoadStoreSpec, expedited: bool = False
+    ) -> bool:
+        """expedited (from vLLM 0.33 on): it is waited for next, and what is waited for comes before all else."""
         self._transfers.submit_load(job_id, self._plan(dst_spec, src_spec))
         return True
 

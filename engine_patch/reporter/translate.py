@@ -3,7 +3,7 @@
 
 Pure, and no vLLM: events are known by their type's name and read by attribute. It runs in the reporter's thread, off
 the engine's path. Side notes about an event (where its blocks stand, or that it must not be reported) are found by its
-identity. Sources: vLLM 0.20 to 0.32 distributed/kv_events.py, v1/kv_offload/base.py.
+identity. Sources: vLLM 0.20 to 0.33 distributed/kv_events.py, v1/kv_offload/base.py.
 """
 
 from __future__ import annotations
@@ -151,6 +151,9 @@ def translate_offloaded(
     topic."""
     reported: list[ReportEvent] = []
     for event in events:
+        if getattr(event, "metadata_only", False):
+            # From 0.33 on: a transfer that failed gives up what was noted of its chunks, which were never held.
+            continue
         medium, locality = medium_name(event.medium), _text(getattr(event, "locality", None))
         ownership = getattr(event, "ownership", None)
         keys_of: dict[int, list[bytes]] = {}

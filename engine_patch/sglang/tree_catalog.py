@@ -7,6 +7,7 @@ Source: SGLang 0.5.23 srt/mem_cache/unified_cache/components/swa.py, mamba.py, u
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from array import array
 from collections.abc import Callable, Mapping
@@ -24,6 +25,9 @@ HICACHE = "HiCache"
 # Adapters that a catalog names, those that came last: more than an engine keeps loaded, and some 100 KB.
 MAX_ADAPTERS = 1_024
 
+# Before a cache salt, where it takes the place of the first page's parent.
+SALT_TAG = b"sglang-cache-salt-v1\0"
+
 ALGO, BIGRAM_ALGO = "sglang", "sglang_bigram"
 
 
@@ -31,10 +35,14 @@ class UnknownTree(Exception):
     """A cache whose hits these groups do not explain."""
 
 
+def component_types(cache: Any) -> Mapping[int, Any]:
+    """SGLang's components of a cache, by their numbers."""
+    return {int(component): component for component in cache.components}
+
+
 def read_groups(cache: Any) -> list[TreeGroup]:
     """The components of a cache. Raises UnknownTree."""
-    core = cache.tree_core
-    found = {component.name: component for component in core.component_types}
+    found = {component.name: component for component in component_types(cache).values()}
     known = {name for name, _, _ in COMPONENTS}
     if unknown := sorted(found.keys() - known):
         raise UnknownTree(f"the cache has components that are not known: {', '.join(unknown)}")
@@ -44,7 +52,7 @@ def read_groups(cache: Any) -> list[TreeGroup]:
             continue
         window = None
         if name == "SWA":
-            driver = core.components_by_type[found[name]]
+            driver = cache.components[found[name]]
             if not getattr(driver, "gates_prefix_match", True):
                 # Its windows are a request's own, so no hit hangs on them.
                 continue
@@ -88,7 +96,9 @@ def read_catalog(cache: Any, groups: list[TreeGroup], dp_rank: int, version: str
 
 def adapters_of(core: Any) -> Mapping[str, str]:
     """The names of adapters that requests have used, by the `extra_key` that keeps their prompts apart."""
-    names: Mapping[str, str] = core.kv_events.lora_names._names
+    recorder = core.kv_events
+    # The Rust core's recorder keeps them to itself.
+    names: Mapping[str, str] = getattr(recorder, "lora_names", getattr(recorder, "_lora_names", None))._names
     return names
 
 
@@ -104,12 +114,31 @@ def digests_of(core: Any) -> Callable[[Any], tuple[list[str], bytes | None]]:
     """Of a node's pages, as the events of the same cache hash them, and their namespace: that of an adapter in SGLang's
     default format, whether the engine knows its name or not."""
     recorder = core.kv_events
-    seed_of = importlib.import_module("sglang.srt.disaggregation.kv_events").kv_event_namespace_seed
 
     def digests(node: Any) -> tuple[list[str], bytes | None]:
-        return list(recorder._node_event_hash_values(node)), seed_of(extra_key=node.key.extra_key, cache_salt=None)
+        return list(recorder._node_event_hash_values(node)), seed_of(node.key.extra_key)
 
     return digests
+
+
+def key_digests(core: Any) -> Callable[[Any], list[str]]:
+    """Of the whole pages of a key, as events hash them."""
+    page = int(core.page_size)
+    hash_pages = importlib.import_module("sglang.srt.mem_cache.utils").get_hash_str
+
+    def digests(key: Any) -> list[str]:
+        salt = key.cache_salt
+        seed = None if salt is None else hashlib.sha256(SALT_TAG + salt.encode()).hexdigest()
+        return list(hash_pages(key.page_aligned(page), seed, page_size=page))
+
+    return digests
+
+
+def seed_of(extra_key: str | None) -> bytes | None:
+    """The namespace of prompts with this `extra_key`; None for those without one."""
+    events = importlib.import_module("sglang.srt.disaggregation.kv_events")
+    seed: bytes | None = events.kv_event_namespace_seed(extra_key=extra_key, cache_salt=None)
+    return seed
 
 
 def is_python_core(core: Any) -> bool:

@@ -108,7 +108,7 @@ class TreeResidency:
             for place, digests in held.items():
                 if before.get(place) != digests:
                     stored.setdefault(place, []).extend(digests)
-        return _net(removed, stored)
+        return net_changes(removed, stored)
 
     def _held(self, node: Any) -> Held:
         held: Held = {}
@@ -127,7 +127,7 @@ class TreeResidency:
         return held
 
 
-def _net(removed: dict[TreePlace, list[str]], stored: dict[TreePlace, list[str]]) -> Changes | None:
+def net_changes(removed: dict[TreePlace, list[str]], stored: dict[TreePlace, list[str]]) -> Changes | None:
     """Without what went from one node to another."""
     for place in removed.keys() & stored.keys():
         gone, come = set(removed[place]), set(stored[place])

@@ -10,19 +10,26 @@ from typing import Any
 
 from kvrouter.engine_patch.reporter.reporter_start import Reports
 from kvrouter.engine_patch.setup.features import Features
+from kvrouter.engine_patch.sglang.rust_residency import RustResidency, is_rust_core, watch_rust
 from kvrouter.engine_patch.sglang.tree_catalog import (
     UnknownTree,
     adapters_of,
+    component_types,
     digests_of,
     is_python_core,
+    key_digests,
     read_catalog,
     read_groups,
+    seed_of,
 )
 from kvrouter.engine_patch.sglang.tree_residency import HOST, TreeResidency, reports_of, watch_tree, watch_values
 from kvrouter.events.patch.messages import ReportCleared
 from kvrouter.events.vllm.messages import GPU
 
 BASE = "sglang.srt.mem_cache.unified_cache.components.base"
+
+OTHER_CORE = "start the engine with SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python"
+HOST_TIER_OF_RUST = f"the Rust core does not tell what leaves its host tier (HiCache); {OTHER_CORE}"
 
 # name -> what is missing while it is off, for the warning.
 FEATURES = {
@@ -42,7 +49,7 @@ class TreeTap:
         self._declare: Callable[[], None] = lambda: None
         # Of what a catalog says, what changes: the host tier, and how many adapters there were.
         self._shown = (False, 0)
-        self._residency: TreeResidency | None = None
+        self._residency: TreeResidency | RustResidency | None = None
         self._cache = cache
 
     def attach(self, dp_rank: int, version: str, model: str | None) -> bool:
@@ -57,10 +64,12 @@ class TreeTap:
         if core is None:
             return f"{type(self._cache).__name__} is no UnifiedRadixCache"
         if not is_python_core(core):
-            return (
-                f"{type(core).__name__} does not tell what it frees; start the engine with "
-                "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python"
-            )
+            if not is_rust_core(core):
+                return f"{type(core).__name__} does not tell what it frees; {OTHER_CORE}"
+            if core.enable_hicache:
+                return HOST_TIER_OF_RUST
+            if core.total_size()[0]:
+                return f"the Rust core does not list what it held before the patch; {OTHER_CORE}"
         try:
             read_groups(self._cache)
         except UnknownTree as error:
@@ -71,9 +80,13 @@ class TreeTap:
         core = self._cache.tree_core
         groups = read_groups(self._cache)
         self._page_tokens = int(core.page_size)
-        watch_values(importlib.import_module(BASE).ComponentData)
-        self._residency = TreeResidency(groups, digests_of(core))
-        watch_tree(core, self._residency, self._cleared, self._failed)
+        if is_python_core(core):
+            watch_values(importlib.import_module(BASE).ComponentData)
+            self._residency = TreeResidency(groups, digests_of(core))
+            watch_tree(core, self._residency, self._cleared, self._failed)
+        else:
+            self._residency = RustResidency(core, component_types(self._cache), groups, seed_of, key_digests(core))
+            watch_rust(core, self._residency, self._cleared, self._failed)
 
         def declare() -> None:
             self._shown = (core.enable_hicache, len(adapters_of(core)))
@@ -88,6 +101,10 @@ class TreeTap:
             return
         try:
             core = self._cache.tree_core
+            if core.enable_hicache and isinstance(self._residency, RustResidency):
+                self._feature.off(HOST_TIER_OF_RUST)
+                self.close()
+                return
             if self._shown != (core.enable_hicache, len(adapters_of(core))):
                 self._declare()
             changes = self._residency.take()

@@ -71,6 +71,7 @@ FIELD_TEXTS = {
     "handover": "how the worker is handed a prompt that another has computed",
     "hash_algo": "algorithm of block hashes",
     "hash_block_size": "tokens that a block hash covers",
+    "hash_lookahead_tokens": "tokens after a block that its hash covers too; null: none or one, learned",
     "hash_scheme": "the hash algorithm, and whether it is verified",
     "heartbeat_age_s": "seconds since the last heartbeat",
     "heartbeats": "heartbeats that were compared with the index",

@@ -58,7 +58,12 @@ def _problems(registration: Registration) -> Iterator[str | None]:
 def _catalog_problems(catalog: CatalogSpec) -> Iterator[str | None]:
     if len(catalog.groups) > MAX_GROUPS:
         yield "too many groups"
-    for size in (catalog.hash_block_size, catalog.scheduler_block_size, catalog.offload_blocks_per_chunk):
+    for size in (
+        catalog.hash_block_size,
+        catalog.scheduler_block_size,
+        catalog.hash_lookahead_tokens,
+        catalog.offload_blocks_per_chunk,
+    ):
         yield _size_problem(size)
     for group in catalog.groups:
         if group.group_idx is not None and not 0 <= group.group_idx < MAX_GROUPS:

@@ -32,6 +32,7 @@ def declared_spec(declared: DeclaredCatalog, stated: CatalogSpec) -> CatalogSpec
         hash_algo=declared.hash_algo or stated.hash_algo,
         none_hash=declared.none_hash or stated.none_hash,
         none_hash_seed=stated.none_hash_seed,
+        hash_lookahead_tokens=declared.hash_lookahead_tokens,
         partial_hits=stated.partial_hits if declared.partial_hits is None else declared.partial_hits,
         offload_blocks_per_chunk=declared.offload_blocks_per_chunk or stated.offload_blocks_per_chunk,
         offload_connector=effective_connector(_connectors(declared)) or stated.offload_connector,
@@ -51,11 +52,6 @@ def declared_problem(declared: DeclaredCatalog) -> str | None:
     if declared.engine not in ENGINES:
         return (
             f"its patch declares an engine that this router does not know ({declared.engine[:40]!r}): update the router"
-        )
-    if declared.hash_lookahead_tokens:
-        return (
-            f"its block hashes also cover {declared.hash_lookahead_tokens} token(s) after the block (EAGLE or MTP without a KV "
-            "connector, vLLM 0.33), which the router cannot compute: no hit is promised; it is served by load alone"
         )
     if declared.replay_window_tokens:
         return (

@@ -51,6 +51,7 @@ class StoredScheme(msgspec.Struct, frozen=True):
     none_hash: str
     standing: str
     hash_block_size: int | None
+    lookahead: int = 0
 
 
 class Contact(msgspec.Struct):
@@ -264,7 +265,9 @@ class WorkerProfile:
         version = (self.learner.version, self.identity.standing)
         if version != self._written:
             scheme, standing = self.identity.scheme, self.identity.standing.value
-            stored = StoredScheme(scheme.algo, scheme.none_hash.hex(), standing, self.identity.hash_block_size)
+            stored = StoredScheme(
+                scheme.algo, scheme.none_hash.hex(), standing, self.identity.hash_block_size, scheme.lookahead
+            )
             meta[META_LEARNED] = self.learner.dump()
             meta[META_SCHEME] = msgspec.json.encode(stored)
             if self.declared is not None:
@@ -289,7 +292,7 @@ class WorkerProfile:
             self.learner.load(meta[META_LEARNED])
         if META_SCHEME in meta:
             stored = msgspec.json.decode(meta[META_SCHEME], type=StoredScheme)
-            scheme = HashScheme.from_bytes(stored.algo, bytes.fromhex(stored.none_hash))
+            scheme = HashScheme(stored.algo, bytes.fromhex(stored.none_hash), stored.lookahead)
             self.identity.restore(scheme, SchemeState(stored.standing), stored.hash_block_size)
         self.patch.epoch = meta.get(META_REPORT_EPOCH, b"").decode() or None
         if self.patch.epoch is not None and META_DECLARED in meta:

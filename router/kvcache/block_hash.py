@@ -4,7 +4,7 @@
 A block's hash covers its parent's full digest, its token ids and its extra keys, so equal hashes mean equal prefixes.
 All of this is pure; nothing is remembered here (`prompt_hasher.py` does). Multi-modal and prompt-embeds keys are known
 only from an event, never for a question.
-Source: vLLM 0.32.0 utils/hashing.py and v1/core/kv_cache_utils.py:131-172, 578-725, 941-1003.
+Source: vLLM 0.32.0 utils/hashing.py and v1/core/kv_cache_utils.py:131-172, 578-725, 941-1003; the lookahead 0.33.0.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
 
 import cbor2
 import msgspec
@@ -91,22 +92,28 @@ class HashScheme(msgspec.Struct, frozen=True, cache_hash=True):
 
     algo: str
     none_hash: bytes
+    # Tokens after a block that vLLM's hash covers too: with EAGLE or MTP and no KV connector, from 0.33 on.
+    lookahead: int = 0
 
     def __post_init__(self) -> None:
         # SGLang's first page has no parent.
         expected = 0 if self.algo in LOOKAHEAD_TOKENS else _algorithm(self.algo).digest_bytes
         if len(self.none_hash) != expected:
             raise ValueError(f"none_hash of {self.algo} has {expected} bytes, got {len(self.none_hash)}")
+        if self.lookahead < 0 or (self.lookahead and self.algo in LOOKAHEAD_TOKENS):
+            raise ValueError(f"{self.algo} cannot have a lookahead of {self.lookahead}")
 
     @property
     def label(self) -> str:
-        """For people: `sha256`, or `sha256/1a2b3c4d` (first bytes of none_hash) when the seed is not vLLM's default."""
+        """For people: `sha256`, or `sha256/1a2b3c4d` (first bytes of none_hash) when the seed is not vLLM's default;
+        `sha256+1` where a hash covers one token more."""
         if self.algo in LOOKAHEAD_TOKENS:
             return self.algo
         algorithm = _algorithm(self.algo)
-        if not algorithm.secret_seed and self == HashScheme.from_seed(self.algo, DEFAULT_SEED):
-            return self.algo
-        return f"{self.algo}/{self.none_hash[:4].hex()}"
+        name = f"{self.algo}+{self.lookahead}" if self.lookahead else self.algo
+        if not algorithm.secret_seed and self.none_hash == HashScheme.from_seed(self.algo, DEFAULT_SEED).none_hash:
+            return name
+        return f"{name}/{self.none_hash[:4].hex()}"
 
     @classmethod
     @functools.lru_cache(maxsize=CACHED_SEEDS)
@@ -138,7 +145,7 @@ class HashScheme(msgspec.Struct, frozen=True, cache_hash=True):
     @property
     def lookahead_tokens(self) -> int:
         """Tokens after a block that its hash covers too."""
-        return LOOKAHEAD_TOKENS.get(self.algo, 0)
+        return LOOKAHEAD_TOKENS.get(self.algo, self.lookahead)
 
 
 class HashSpace(msgspec.Struct, frozen=True, cache_hash=True):
@@ -248,7 +255,9 @@ def hash_chain(
     algorithm = _algorithm(scheme.algo)
     serialize, digest = algorithm.serialize, algorithm.digest
     tail = parent or scheme.none_hash
-    hashes = np.empty(len(token_ids) // block_size, np.uint64)
+    hashes = np.empty(max(0, len(token_ids) - scheme.lookahead) // block_size, np.uint64)
+    if scheme.lookahead and hashes.size:
+        extra_keys = _with_lookahead(extra_keys, token_ids.tolist(), block_size, scheme.lookahead, hashes.size)
     endings = tuple([_ending(algorithm, keys) for keys in extra_keys])
     called = None if digest is _sha256 else digest
     last = hash_blocks(tail, token_ids, block_size, endings, serialize is _cbored, called, hashes)
@@ -260,6 +269,19 @@ def hash_chain(
         tail = digest(serialize((tail, block, keys)))
         hashes[i] = reduce_hash(tail)
     return hashes, tail
+
+
+def _with_lookahead(
+    extra_keys: Sequence[ExtraKeys | None], ids: list[int], block_size: int, lookahead: int, blocks: int
+) -> list[ExtraKeys | None]:
+    """Every block's own keys and the tokens after it, as vLLM puts them in the place of the keys.
+
+    Source: vLLM 0.33.0 kv_cache_utils.py:1003 (get_request_block_hasher)."""
+    found: list[ExtraKeys | None] = []
+    for i in range(blocks):
+        keys, end = extra_keys[min(i, len(extra_keys) - 1)], (i + 1) * block_size
+        found.append(cast("ExtraKeys", (keys, *ids[end : end + lookahead])))
+    return found
 
 
 def reduce_hash(digest: bytes) -> int:
@@ -343,14 +365,18 @@ def verify_scheme(
 ) -> Verdict:
     """Which candidate explains the hash of a dense root block (parent None), as one BlockStored announces it.
 
-    block_hash: uint64. token_ids: exactly the block's `block_size` tokens, and the scheme's lookahead.
+    block_hash: uint64. token_ids: the block's `block_size` tokens, and those after it that are known: a scheme whose
+    lookahead is longer explains nothing.
     extra_keys_untagged: this block's entry of the event's extra_keys; give only events that carry extra_keys at all,
     since absent ones may hide a salt. A block of
     several hash blocks has the chain's hash at its last one. hash_block_size None: `plausible_hash_block_sizes` are
     tried. Never raises on what an event holds.
     """
     schemes = list(candidates)
-    if block_size < 1 or len(token_ids) - block_size not in {scheme.lookahead_tokens for scheme in schemes}:
+    following = len(token_ids) - block_size
+    # A hash that covers more than is known is one that nothing is said of.
+    schemes = [scheme for scheme in schemes if scheme.lookahead_tokens <= following]
+    if block_size < 1 or following < 0 or not schemes:
         return SchemeUnknown(f"the block of {block_size} tokens came with {len(token_ids)} token ids")
     try:
         tokens = check_token_ids(token_ids)
@@ -369,7 +395,7 @@ def verify_scheme(
     others = tuple(key for key in first or () if key[0] == "lora") or None
     for size in sizes:
         for scheme in schemes:
-            hashes, _ = hash_chain(scheme, None, tokens, size, (first, others))
+            hashes, _ = hash_chain(scheme, None, tokens[: block_size + scheme.lookahead_tokens], size, (first, others))
             if int(hashes[-1]) == block_hash:
                 return SchemeVerified(scheme, size)
     if located and hash_block_size != block_size:

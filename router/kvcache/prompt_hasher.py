@@ -171,7 +171,8 @@ class PromptHasher:
         size = space.block_size
         if items:
             starts = range(0, (last - first) * size, size)
-            keys = [extra_keys_for(space, first + i, within(items, at, at + size)) for i, at in enumerate(starts)]
+            reach = size + self._lookahead
+            keys = [extra_keys_for(space, first + i, within(items, at, at + reach)) for i, at in enumerate(starts)]
         else:
             keys = [extra_keys_for(space, first), extra_keys_for(space, first + 1)]
         ids = self._tokens[first * size : last * size + self._lookahead]

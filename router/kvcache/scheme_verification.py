@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 
+import msgspec
+
 from kvrouter.events.vllm.messages import BlockStored
 from kvrouter.router.common.ids import GPU
 from kvrouter.router.kvcache.block_hash import (
@@ -27,7 +29,10 @@ MAX_JUDGEMENTS = 256
 
 
 # With EAGLE, a page of SGLang's is announced with the token after it.
-MAX_LOOKAHEAD_TOKENS = max(LOOKAHEAD_TOKENS.values())
+MAX_PAGE_LOOKAHEAD = max(LOOKAHEAD_TOKENS.values())
+# What vLLM's hashes cover of the tokens after their block, with EAGLE or MTP from 0.33 on (vllm/config/vllm.py:678);
+# MTP of several modules covers more, which has to be declared.
+LOOKAHEADS_TRIED = (0, 1)
 
 
 class SchemeState(Enum):
@@ -45,7 +50,8 @@ class HashIdentity:
     def __init__(self, spec: CatalogSpec, candidates: tuple[HashScheme, ...]) -> None:
         """candidates: what could explain this worker's hashes, likeliest first; at least one."""
         self._spec = spec
-        self._candidates = candidates
+        stated = spec.hash_lookahead_tokens
+        self._candidates = _with_lookaheads(candidates, LOOKAHEADS_TRIED if stated is None else (stated,))
         self.scheme = self._candidates[0]
         self.standing = SchemeState.ASSUMED if spec.none_hash is None else SchemeState.DECLARED
         self.hash_block_size: int | None = None
@@ -75,7 +81,7 @@ class HashIdentity:
             and event.block_size > 0
             and len(event.block_hashes) > 0
             and tokens is not None
-            and 0 <= len(tokens) - len(event.block_hashes) * event.block_size <= MAX_LOOKAHEAD_TOKENS
+            and 0 <= len(tokens) - len(event.block_hashes) * event.block_size <= MAX_PAGE_LOOKAHEAD
         )
         if not dense_root or not self.wants_tokens or tokens is None:
             return False
@@ -86,7 +92,7 @@ class HashIdentity:
             verify_scheme(
                 self._candidates,
                 block_hash=int(event.block_hashes[0]),
-                token_ids=tokens[: event.block_size + self.scheme.lookahead_tokens],
+                token_ids=tokens[: event.block_size + max(scheme.lookahead_tokens for scheme in self._candidates)],
                 block_size=event.block_size,
                 hash_block_size=self._spec.hash_block_size,
                 extra_keys_untagged=keys,
@@ -98,7 +104,7 @@ class HashIdentity:
 
     def prove(self, token_ids: Sequence[int], block_hash: int) -> None:
         """Take an example that the engine computed for this purpose: a root block of one hash block, without extra
-        keys."""
+        keys, and the tokens after it that its hash covers."""
         self._take(
             verify_scheme(
                 self._candidates,
@@ -123,3 +129,13 @@ class HashIdentity:
         """Take over what an earlier process of the router found out."""
         if standing is SchemeState.VERIFIED and scheme in self._candidates:
             self.scheme, self.standing, self.hash_block_size = scheme, standing, hash_block_size
+
+
+def _with_lookaheads(schemes: tuple[HashScheme, ...], lookaheads: tuple[int, ...]) -> tuple[HashScheme, ...]:
+    """Those of vLLM with each of these lookaheads, in the order of the lookaheads; SGLang's have their own."""
+    found: dict[HashScheme, None] = {}
+    for lookahead in lookaheads:
+        for scheme in schemes:
+            own = scheme.algo in LOOKAHEAD_TOKENS
+            found[scheme if own else msgspec.structs.replace(scheme, lookahead=lookahead)] = None
+    return tuple(found)

@@ -41,6 +41,8 @@ class CatalogSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     hash_algo: str | None = None
     none_hash: str | None = None
     none_hash_seed: str | None = None
+    # Tokens after a block that its hash covers too; None: none or one, whichever explains its blocks.
+    hash_lookahead_tokens: int | None = None
     partial_hits: bool | None = None
     offload_blocks_per_chunk: int | None = None
     # vLLM's name of the KV connector whose rule holds for what is on CPU or disk (offload_connectors.py).

@@ -46,6 +46,7 @@ class CatalogBody(msgspec.Struct, kw_only=True):
     hash_algo: str | None = None
     none_hash: str | None = None
     none_hash_seed: str | int | None = None
+    hash_lookahead_tokens: int | None = None
     partial_hits: bool | None = None
     offload_blocks_per_chunk: int | None = None
     offload_connector: str | None = None

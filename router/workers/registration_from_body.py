@@ -177,6 +177,7 @@ def catalog_of(body: CatalogBody) -> CatalogSpec:
         raise BadQuestion("catalog.groups names one group_idx twice; give each group its own")
     _check_number("catalog.hash_block_size", body.hash_block_size)
     _check_number("catalog.scheduler_block_size", body.scheduler_block_size)
+    _check_number("catalog.hash_lookahead_tokens", body.hash_lookahead_tokens)
     _check_number("catalog.offload_blocks_per_chunk", body.offload_blocks_per_chunk)
     if body.offload_connector is not None:
         _check("catalog.offload_connector", connector_problem(body.offload_connector))
@@ -198,6 +199,7 @@ def catalog_of(body: CatalogBody) -> CatalogSpec:
         hash_algo=body.hash_algo,
         none_hash=None if body.none_hash is None else body.none_hash.removeprefix("0x").lower(),
         none_hash_seed=None if body.none_hash_seed is None else str(body.none_hash_seed),
+        hash_lookahead_tokens=body.hash_lookahead_tokens,
         partial_hits=body.partial_hits,
         offload_blocks_per_chunk=body.offload_blocks_per_chunk,
         offload_connector=body.offload_connector,

@@ -27,7 +27,7 @@ MAX_DP_RANK = 65_535
 HASH_ALGOS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor", "sglang", "sglang_bigram")
 
 SHAPE = "ID=HTTP_URL[,events=tcp://H:P][,replay=tcp://H:P][,model=NAME][,dp_rank=N][,KEY=VALUE...]"
-CATALOG_NUMBERS = ("hash_block_size", "scheduler_block_size", "offload_blocks_per_chunk")
+CATALOG_NUMBERS = ("hash_block_size", "scheduler_block_size", "hash_lookahead_tokens", "offload_blocks_per_chunk")
 CATALOG_TEXTS = ("hash_algo", "none_hash", "none_hash_seed", "offload_connector")
 KEYS = (
     "events",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -22,6 +23,9 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
     get_kv_cache_spec_kind,
 )
+
+# From 0.33 on, with EAGLE and no KV connector, a hash also covers the token after its block, and no block is dropped.
+LOOKAHEAD_HASHES = hasattr(VllmConfig, "num_hash_lookahead_tokens")
 
 _ATTENTION: dict[str, Any] = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
 
@@ -85,7 +89,11 @@ class GroupSet:
     def flagged(self, group_idx: int) -> bool:
         return self.eagle and (not self.eagle_groups or group_idx in self.eagle_groups)
 
-    def catalog(self, **extra: Any) -> dict[str, Any]:
+    def drops(self, group_idx: int, *, connector: bool = False) -> bool:
+        """Whether hits of this group drop a block for EAGLE. connector: whether the engine has a KV connector."""
+        return self.flagged(group_idx) and (connector or not LOOKAHEAD_HASHES)
+
+    def catalog(self, *, connector: bool = False, **extra: Any) -> dict[str, Any]:
         """This layout as `POST /register` takes it."""
         groups = []
         for group_idx, spec in enumerate(self.specs):
@@ -93,7 +101,7 @@ class GroupSet:
                 "group_idx": group_idx,
                 "kind": get_kv_cache_spec_kind(spec).value,
                 "block_size": spec.block_size,
-                "eagle": self.flagged(group_idx),
+                "eagle": self.drops(group_idx, connector=connector),
             }
             if isinstance(spec, SlidingWindowSpec):
                 group["sliding_window"] = spec.sliding_window
@@ -103,6 +111,14 @@ class GroupSet:
         catalog: dict[str, Any] = {"groups": groups, "scheduler_block_size": self.scheduler_block_size, **extra}
         if self.match_unit is not None:
             catalog["hash_block_size"] = self.match_unit
+        if (
+            self.eagle
+            and LOOKAHEAD_HASHES
+            and not connector
+            and not any(isinstance(s, FullAttentionSpec) for s in self.specs)
+        ):
+            # Learned from dense root blocks, which windows and states alone do not have.
+            catalog["hash_lookahead_tokens"] = 1
         return catalog
 
 
@@ -175,8 +191,8 @@ class OffloadSet:
     def catalog(self) -> dict[str, Any] | None:
         """Chunks of several blocks are not on the wire; else the layout alone decides what has to be declared."""
         if self.blocks_per_chunk > 1:
-            return self.group_set.catalog(offload_blocks_per_chunk=self.blocks_per_chunk)
-        return self.group_set.catalog() if self.group_set.declared else None
+            return self.group_set.catalog(connector=True, offload_blocks_per_chunk=self.blocks_per_chunk)
+        return self.group_set.catalog(connector=True) if self.group_set.declared else None
 
 
 _FULL = GroupSet("full", (full(),), 48)
@@ -237,7 +253,7 @@ class SimpleSet:
         return {"cpu_bytes_to_use": self.cpu_blocks * self._BLOCK_BYTES, "lazy_offload": self.lazy}
 
     def catalog(self) -> dict[str, Any] | None:
-        return self.group_set.catalog() if self.group_set.declared else None
+        return self.group_set.catalog(connector=True) if self.group_set.declared else None
 
 
 _SIX = GroupSet("4 windows+mamba+full", (*(window(64),) * 4, mamba(), full()), 230)

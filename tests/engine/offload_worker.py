@@ -26,9 +26,13 @@ _FINISHING = 0.8
 
 
 class OffloadWorker:
+    """waited: loads that ended within their step, as vLLM 0.33 can ask for."""
+
     def __init__(self, rng: Random) -> None:
         self._rng = rng
-        self._loads: dict[int, str] = {}
+        self.waited = 0
+        # None: its request runs already.
+        self._loads: dict[int, str | None] = {}
         self._stores: set[int] = set()
 
     def run(self, metadata: OffloadingConnectorMetadata | None) -> KVConnectorOutput:
@@ -36,12 +40,17 @@ class OffloadWorker:
         flushed: set[int] = set()
         fresh: set[int] = set()
         if metadata is not None:
-            self._loads.update({job_id: job.req_id for job_id, job in metadata.load_jobs.items()})
+            waited = {job_id for job_id, job in metadata.load_jobs.items() if getattr(job, "sync", False)}
+            self.waited += len(waited)
+            self._loads.update(
+                {job_id: None if job_id in waited else job.req_id for job_id, job in metadata.load_jobs.items()}
+            )
             fresh = set(metadata.store_jobs)
-            flushed = (metadata.jobs_to_flush or set()) & (self._stores | fresh | self._loads.keys())
+            flushed = (metadata.jobs_to_flush or set()) & (self._stores | fresh | self._loads.keys()) | waited
         done = flushed | {job_id for job_id in [*self._loads, *sorted(self._stores)] if self._rng.random() < _FINISHING}
         self._stores = (self._stores | fresh) - done
-        received = {self._loads.pop(job_id) for job_id in sorted(done) if job_id in self._loads}
+        ended = [self._loads.pop(job_id) for job_id in sorted(done) if job_id in self._loads]
+        received = {request_id for request_id in ended if request_id is not None}
         report = OffloadingWorkerMetadata()
         for job_id in done:
             report.mark_completed(job_id)

@@ -115,7 +115,9 @@ class Oracle:
             )
         self.block_size = block_size
         self.hash_block_size = hash_block_size
-        self._hasher = get_request_block_hasher(hash_block_size, sha256)
+        self.lookahead_tokens = getattr(config, "num_hash_lookahead_tokens", 0)
+        reach = (self.lookahead_tokens,) if self.lookahead_tokens else ()
+        self._hasher = get_request_block_hasher(hash_block_size, sha256, *reach)
         self._worker: Any = None
         self._simple: SimpleCPUOffloadScheduler | None = None
         if offload is not None:

@@ -52,7 +52,7 @@ def check(catalog: DeclaredCatalog, oracle: Oracle) -> None:
         assert group.block_size == single.block_size == spec.block_size
         assert group.sliding_window == getattr(spec, "sliding_window", None)
         assert group.attention_chunk_size == getattr(spec, "attention_chunk_size", None)
-        assert group.eagle == (group.group_idx in coordinator.eagle_group_ids)
+        assert group.eagle == single.use_eagle
         assert group.prefix_cacheable
     assert [group.group_idx for group in catalog.groups] == list(range(len(oracle.group_set.specs)))
     if len(catalog.groups) > 1:
@@ -68,7 +68,8 @@ def check(catalog: DeclaredCatalog, oracle: Oracle) -> None:
     assert catalog.retention_interval == oracle.group_set.retention
     assert catalog.hash_algo == "sha256"
     assert catalog.none_hash == kv_cache_utils.NONE_HASH.hex()
-    assert catalog.hash_lookahead_tokens == catalog.replay_window_tokens == 0
+    assert catalog.hash_lookahead_tokens == oracle.lookahead_tokens
+    assert catalog.replay_window_tokens == 0
     assert catalog.extra_keys_form == "tagged"
     assert catalog.lora_paths == {}
     assert catalog.model_name == scheduler.vllm_config.model_config.served_model_name

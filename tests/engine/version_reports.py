@@ -46,8 +46,9 @@ def expected_catalog(engine: Engine) -> dict[str, Any]:
     partial = bool(getattr(coordinator, "enable_partial_hash_hits", False))
     sparse = any(group.kind != "full_attention" for group in layout.groups)
     single = len(layout.groups) == 1
-    token_ids = list(range(engine.hash_block_size))
-    example = kv_cache_utils.hash_block_tokens(sha256, None, token_ids)
+    token_ids = list(range(engine.hash_block_size + engine.lookahead_tokens))
+    block, following = token_ids[: engine.hash_block_size], token_ids[engine.hash_block_size :]
+    example = kv_cache_utils.hash_block_tokens(sha256, None, block, (None, *following) if following else None)
     by_lookup = [] if single else [entry[1] for entry in coordinator.attention_groups]
     return {
         "groups": [
@@ -57,7 +58,7 @@ def expected_catalog(engine: Engine) -> dict[str, Any]:
                 "block_size": scheduler.kv_cache_manager.coordinator.single_type_managers[i].block_size,
                 "sliding_window": group.window,
                 "attention_chunk_size": None,
-                "eagle": i in layout.eagle_groups,
+                "eagle": i in layout.eagle_groups and not engine.lookahead_tokens,
                 "prefix_cacheable": True,
                 "spec_class": next((n for n, ids in enumerate(by_lookup) if i in ids), 0 if single else None),
             }

@@ -67,8 +67,10 @@ def fetch(version: str) -> Path:
     return folder
 
 
-def run_under(version: str, script: Path, *arguments: str, timeout_s: float) -> None:
-    """Run a script of the tests under this version of vLLM. Raises RuntimeError with what it wrote when it fails."""
+def run_under(version: str, script: Path, *arguments: str, timeout_s: float, hash_seed: str | None = "0") -> str:
+    """Run a script of the tests under this version of vLLM; what it wrote. Raises RuntimeError with that when it fails.
+
+    hash_seed: PYTHONHASHSEED; None: none, so hashes are those of an engine without one."""
     paths = [str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
     if version != INSTALLED:
         paths.insert(0, str(fetch(version)))
@@ -77,9 +79,10 @@ def run_under(version: str, script: Path, *arguments: str, timeout_s: float) -> 
     environ = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "PYTHONHASHSEED": "0",
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
+    if hash_seed is not None:
+        environ["PYTHONHASHSEED"] = hash_seed
     done = subprocess.run(
         [sys.executable, str(script), *arguments],
         env=environ,
@@ -91,3 +94,4 @@ def run_under(version: str, script: Path, *arguments: str, timeout_s: float) -> 
     )
     if done.returncode:
         raise RuntimeError(f"vLLM {version}: {script.name} ended with {done.returncode}\n{done.stdout[-6000:]}")
+    return done.stdout

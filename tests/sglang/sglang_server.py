@@ -28,6 +28,9 @@ PAGE_TOKENS = 16
 WINDOW_TOKENS = 40
 # A few prompts of some hundred tokens.
 MAX_TOTAL_TOKENS = 2_048
+HOST_RATIO = 2.0
+# Of `stubs/hicache_on_cpu.py`.
+HICACHE_SWITCH = "KVROUTER_TEST_HICACHE"
 START_TIMEOUT_S = 240.0
 ANSWER_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
@@ -55,13 +58,44 @@ WINDOWS = {
 }
 
 
-class SglangServer:
-    """Starts on entry, stops on exit. patched: whether the engine patch is on."""
+# Short convolutions and full attention, by turns: their states are what SGLang calls Mamba. Their kernels are Triton's,
+# which interprets them where there is no GPU.
+STATES = {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "block_auto_adjust_ff_dim": False,
+    "norm_eps": 1e-5,
+    "rope_theta": 10_000.0,
+    "tie_word_embeddings": True,
+}
+# Fewer than the prompts that come back would want.
+STATES_KEPT = 40
+INTERPRETER = "TRITON_INTERPRET"
+# Of `stubs/states_on_cpu.py`.
+STATES_SWITCH = "KVROUTER_TEST_STATES"
 
-    def __init__(self, folder: Path, *, windows: bool, patched: bool = True) -> None:
+
+class SglangServer:
+    """Starts on entry, stops on exit. patched: whether the engine patch is on; has_host: whether it has a host tier, of
+    HOST_RATIO times the device's tokens."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        windows: bool = False,
+        states: bool = False,
+        patched: bool = True,
+        has_host: bool = False,
+    ) -> None:
         self._folder = folder
         self._windows = windows
+        self._states = states
         self._patched = patched
+        self._has_host = has_host
         self._process: Any = None
         self._port = free_port()
         self._events_port = free_port()
@@ -72,17 +106,29 @@ class SglangServer:
     def __enter__(self) -> Self:
         model = self._folder / "model"
         write_tokenizer(model)
-        (model / "config.json").write_text(json.dumps(CONFIG | (WINDOWS if self._windows else {})))
+        (model / "config.json").write_text(
+            json.dumps(CONFIG | (WINDOWS if self._windows else STATES if self._states else {}))
+        )
         events = {"publisher": "zmq", "endpoint": f"tcp://*:{self._events_port}", "topic": ""}
         command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(model)]
         command += ["--served-model-name", MODEL, "--load-format", "dummy", "--device", "cpu", "--dtype", "float32"]
-        command += ["--page-size", str(PAGE_TOKENS), "--attention-backend", "torch_native"]
+        command += ["--attention-backend", "torch_native"]
+        # A state stands at a token, unless each request has a second buffer for it.
+        command += ["--page-size", str(1 if self._states else PAGE_TOKENS)]
         command += ["--sampling-backend", "pytorch", "--disable-cuda-graph", "--skip-server-warmup"]
         command += ["--max-total-tokens", str(MAX_TOTAL_TOKENS), "--max-running-requests", "8"]
         command += ["--chunked-prefill-size", "256", "--disable-overlap-schedule", "--swa-full-tokens-ratio", "1.0"]
         command += ["--host", "127.0.0.1", "--port", str(self._port), "--enable-cache-report", "--enable-metrics"]
         command += ["--kv-events-config", json.dumps(events)]
         environment = {**os.environ, "KVROUTER_PATCH": str(int(self._patched)), "KVROUTER_PATCH_HEARTBEAT_S": "0.05"}
+        if self._states:
+            command += ["--max-mamba-cache-size", str(STATES_KEPT)]
+            environment |= {INTERPRETER: "1", STATES_SWITCH: "1"}
+        if self._has_host:
+            command += ["--enable-hierarchical-cache", "--hicache-ratio", str(HOST_RATIO)]
+            command += ["--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"]
+            command += ["--hicache-write-policy", "write_through"]
+            environment[HICACHE_SWITCH] = "1"
         with self._log.open("w") as log:
             # A session of its own: it has processes of its own, which end with it.
             self._process = subprocess.Popen(

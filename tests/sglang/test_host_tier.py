@@ -2,8 +2,8 @@
 """Claim: with HiCache the router predicts the match of SGLang's tree over device and host, and what the host evicts is
 reported.
 
-HiCache's controller needs CUDA (it registers host memory there), so blocks are put on the host as SGLang's own kit of
-fixtures does it, without a transfer; its load-back, and the threshold of that, do not run here.
+Here blocks are put on the host as SGLang's own kit of fixtures does it, without a transfer, so that Mamba states go there
+too; `test_host_server.py` has its controller and its load-backs.
 """
 
 from __future__ import annotations

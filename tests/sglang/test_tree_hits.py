@@ -20,6 +20,8 @@ from kvrouter.engine_patch.sglang.tree_tap import FEATURES, TreeTap
 # Questions of each layout; 700 make over 20,000 in all.
 PROBES = int(os.environ.get("KVROUTER_TEST_SGLANG_PROBES", "150"))
 STEPS_PER_PROBE = 2
+# Of SGLang's radix cache; Rust is its default.
+CORES = ("python", "rust")
 LEAST_NON_ZERO = 0.3
 # Of each hybrid layout, and the share of them that full attention alone gets wrong at least.
 ALONE_PROBES, LEAST_MISLED = 300, 0.1
@@ -33,10 +35,11 @@ def followed(oracle: TreeOracle) -> TreePredictor:
     return predictor
 
 
+@pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_every_hit_is_predicted(layout: TreeLayout, seed: int) -> None:
+def test_every_hit_is_predicted(layout: TreeLayout, core: str, seed: int) -> None:
     rng = Random(f"{layout.name} {seed}")
-    oracle = TreeOracle(layout, rng)
+    oracle = TreeOracle(layout, rng, core=core)
     predictor = followed(oracle)
     non_zero, wrong = 0, []
     for _ in range(40):

@@ -36,10 +36,11 @@ def tapped(oracle: TreeOracle) -> tuple[TreePredictor, TreeTap]:
     return predictor, tap
 
 
+@pytest.mark.parametrize("core", ["python", "rust"])
 @pytest.mark.parametrize("layout", [LAYOUT, LAYOUTS[0]], ids=lambda layout: layout.name)
-def test_sglangs_own_events_are_the_same_with_the_patch(layout: TreeLayout, seed: int) -> None:
+def test_sglangs_own_events_are_the_same_with_the_patch(layout: TreeLayout, core: str, seed: int) -> None:
     def events(*, patched: bool) -> list[Any]:
-        oracle = TreeOracle(layout, Random(seed))
+        oracle = TreeOracle(layout, Random(seed), core=core)
         if patched:
             assert tapped(oracle)[1].attach(0, "test", "m")
         found: list[Any] = []
@@ -54,8 +55,11 @@ def test_sglangs_own_events_are_the_same_with_the_patch(layout: TreeLayout, seed
     assert events(patched=True) == plain
 
 
-def test_a_failure_of_ours_ends_the_reports_and_not_the_engine(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    oracle = TreeOracle(LAYOUT, Random(seed))
+@pytest.mark.parametrize("core", ["python", "rust"])
+def test_a_failure_of_ours_ends_the_reports_and_not_the_engine(
+    core: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    oracle = TreeOracle(LAYOUT, Random(seed), core=core)
     predictor, tap = tapped(oracle)
     assert tap.attach(0, "test", "m")
     oracle.step()
@@ -82,18 +86,44 @@ def test_what_is_held_is_as_if_it_had_been_followed_from_the_start(seed: int) ->
     assert {place: hashes for place, hashes in late.held.items() if hashes} == held
 
 
-class RustCore:
-    """Of SGLang's Rust core what the patch sees: none of the Python core's nodes."""
+class OtherCore:
+    """A core that is neither of those that are known."""
 
 
 def test_a_core_that_does_not_tell_what_it_frees_is_named(caplog: pytest.LogCaptureFixture, seed: int) -> None:
     oracle = TreeOracle(LAYOUT, Random(seed))
-    oracle.cache.tree_core = RustCore()
+    oracle.cache.tree_core = OtherCore()
     predictor, tap = tapped(oracle)
     with caplog.at_level(logging.WARNING):
         assert not tap.attach(0, "test", "m")
     assert predictor.closed and predictor.catalog is None
     assert "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND=python" in caplog.text
+
+
+def test_a_rust_core_is_not_followed_with_a_host_tier(caplog: pytest.LogCaptureFixture, seed: int) -> None:
+    """Whether it has one at once or gets it later."""
+    oracle = TreeOracle(LAYOUT, Random(seed), core="rust")
+    predictor, tap = tapped(oracle)
+    assert tap.attach(0, "test", "m")
+    oracle.step()
+    assert predictor.stored and not predictor.closed
+    oracle.cache.tree_core.set_hicache_enabled()
+    with caplog.at_level(logging.WARNING):
+        oracle.end_step()
+        assert predictor.closed
+        late, tap = tapped(oracle)
+        assert not tap.attach(0, "test", "m")
+    assert late.closed and caplog.text.count("HiCache") == 2
+
+
+def test_a_rust_core_that_holds_something_already_is_not_followed(caplog: pytest.LogCaptureFixture, seed: int) -> None:
+    oracle = TreeOracle(LAYOUT, Random(seed), core="rust")
+    for _ in range(STEPS):
+        oracle.step()
+    predictor, tap = tapped(oracle)
+    with caplog.at_level(logging.WARNING):
+        assert not tap.attach(0, "test", "m")
+    assert predictor.closed and "before the patch" in caplog.text
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ its scheduler calls (`match_prefix`, one token less than the prompt)."""
 
 from __future__ import annotations
 
+import sys
+import types
 from array import array
 from collections.abc import Callable, Iterable
 from random import Random
@@ -13,11 +15,13 @@ from typing import Any, NamedTuple
 import sglang.test.kits.unified_radix_cache.fixtures as kit
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.rust_tree_core import adapter
 from sglang.srt.mem_cache.unified_cache.components.base import ComponentType
 from sglang.test.kits.unified_radix_cache.config import CacheConfig
 from sglang.test.kits.unified_radix_cache.mixins import UnifiedRadixCacheFixtures
 from tree_layouts import TreeLayout
 
+from kvrouter.engine_patch.sglang.tree_catalog import adapters_of
 from kvrouter.engine_patch.sglang.tree_tap import TreeTap
 
 # There is no accelerator to ask for.
@@ -35,11 +39,23 @@ class TreePrompt(NamedTuple):
     lora: str | None
 
 
-class TreeOracle:
-    """One cache and its workload. tap: follows the cache; None: nobody does. has_host: its nodes may be on the host too,
-    where they are put without SGLang's controller, which needs CUDA; so no state is given up for the sake of one."""
+# The kit's Rust core is a build for inspection, which the wheel has not; what runs here is the one that engines run.
+RUST_INSPECTOR = "sglang.test.kits.unified_radix_cache.rust_unified_tree_core_inspector"
 
-    def __init__(self, layout: TreeLayout, rng: Random, *, has_host: bool = False) -> None:
+
+def stand_in_for_inspector() -> None:
+    if RUST_INSPECTOR not in sys.modules:
+        module: Any = types.ModuleType(RUST_INSPECTOR)
+        module.RustUnifiedTreeCoreInspector = adapter.RustUnifiedTreeCore
+        kit.UnifiedTreeCoreInspectionInterface.register(adapter.RustUnifiedTreeCore)
+        sys.modules[RUST_INSPECTOR] = module
+
+
+class TreeOracle:
+    """One cache and its workload. tap: follows the cache; None: nobody does. core: "python" or "rust". has_host: its nodes
+    may be on the host too, where they are put without SGLang's controller, so no state is given up for the sake of one."""
+
+    def __init__(self, layout: TreeLayout, rng: Random, *, has_host: bool = False, core: str = "python") -> None:
         self.layout, self._rng = layout, rng
         self._has_host = has_host
         self._unit = max(layout.page, 4)
@@ -64,11 +80,15 @@ class TreeOracle:
             is_eagle=layout.eagle,
             **more,
         )
-        self.cache, self._allocator, self._pool = kit.build_fixture(self._config, enable_kv_cache_events=True)
+        if core == "rust":
+            stand_in_for_inspector()
+        self.cache, self._allocator, self._pool = kit.build_fixture(
+            self._config, enable_kv_cache_events=True, tree_core_backend=core
+        )
         for lora in layout.loras:
             if lora is not None:
                 # As the scheduler does it with a request.
-                self.cache.tree_core.kv_events.lora_names._names[lora] = f"name of {lora}"
+                adapters_of(self.cache.tree_core)[lora] = f"name of {lora}"  # type: ignore[index]
         self._fixtures = UnifiedRadixCacheFixtures()
         self._fixtures.cfg = self._config
         if has_host:

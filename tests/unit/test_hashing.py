@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrouter.events.vllm.messages import BlockStored
 from kvrouter.router.kvcache.block_hash import (
     ALGORITHMS,
     ExtraKeys,
@@ -31,6 +33,9 @@ from kvrouter.router.kvcache.block_hash import (
     tag_extra_keys,
     verify_scheme,
 )
+from kvrouter.router.kvcache.prompt_hasher import PromptHasher, SegmentMemory
+from kvrouter.router.kvcache.scheme_verification import HashIdentity
+from kvrouter.router.workers.registration import CatalogSpec
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "hash_vectors.json").read_text())
 DEFAULT = HashScheme.default()
@@ -274,3 +279,35 @@ def test_plausible_hash_block_sizes_are_the_block_and_its_divisors_in_steps() ->
     assert plausible_hash_block_sizes(1) == [1]
     assert plausible_hash_block_sizes(8) == [8]
     assert plausible_hash_block_sizes(15) == [15]
+
+
+@pytest.mark.parametrize("algo", ALGORITHMS)
+@pytest.mark.parametrize("lookahead", [1, 3])
+def test_a_hash_that_covers_the_next_tokens_has_them_beside_its_own_keys(algo: str, lookahead: int) -> None:
+    """As vLLM 0.33 hashes with EAGLE or MTP; the compiled chain and block by block."""
+    plain = HashScheme.from_seed(algo, "7")
+    scheme = msgspec.structs.replace(plain, lookahead=lookahead)
+    space = HashSpace(scheme, 4, ("adapter", "/path"), "salt")
+    ids = np.array([3, 70_000, 2**40, 5, 6, 7, 8, 900, 10, 11, 12, 2**33, 14, 15][: 12 + lookahead - 1], np.int64)
+    keys = [extra_keys_for(space, 0), extra_keys_for(space, 1)]
+    hashes, last = hash_chain(scheme, None, ids, 4, keys)
+    assert len(hashes) == (len(ids) - lookahead) // 4 == 2
+    parent = None
+    for i, found in enumerate(hashes.tolist()):
+        following = ids[(i + 1) * 4 : (i + 1) * 4 + lookahead].tolist()
+        parent = hash_block(plain, parent, ids[i * 4 : (i + 1) * 4], (keys[i], *following))  # type: ignore[arg-type]
+        assert reduce_hash(parent) == found
+    assert parent == last
+    hasher = PromptHasher(space, ids, SegmentMemory(1 << 20), segment_blocks=1)
+    assert [*hasher.extend(), *hasher.extend()] == hashes.tolist() and not hasher.extend().size
+
+
+def test_a_lookahead_is_found_from_a_root_block_and_the_tokens_after_it() -> None:
+    scheme = msgspec.structs.replace(DEFAULT, lookahead=1)
+    ids = np.arange(40, dtype=np.int64)
+    hashes, _ = hash_chain(scheme, None, ids, 16, [None])
+    identity = HashIdentity(CatalogSpec(), known_schemes())
+    stored = BlockStored(hashes, None, 16, "GPU", token_ids=ids[:32].tolist(), extra_keys=(None, None))
+    assert identity.judge(stored) and identity.scheme == scheme and identity.label == "sha256+1 (verified)"
+    with pytest.raises(ValueError, match="lookahead"):
+        HashScheme("sglang", b"", 1)

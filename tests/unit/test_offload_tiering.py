@@ -327,3 +327,54 @@ def test_closing_closes_the_disk() -> None:
     disk = SlowDisk()
     tiering(1, disk).close()
     assert disk.closed
+
+
+def test_what_was_waited_for_and_never_came_is_told_once() -> None:
+    disk = SlowDisk(*keys(1, 2, 3))
+    tiers, wish, other = tiering(4, disk), PromotionRequest(), PromotionRequest()
+    tiers.take_changes()
+    assert ask(tiers, keys(1, 2), wish) == [LookupAnswer.SOON] * 2
+    assert ask(tiers, keys(3), other) == [LookupAnswer.SOON]
+    disk.end(1)
+    disk.end(1, ok=False)
+    tiers.end_step()
+    assert tiers.take_missed() == []
+    tiers.forget(wish)
+    # One is in memory; the other request still waits for its own.
+    assert tiers.take_missed() == keys(2)
+    assert tiers.take_missed() == []
+    disk.end(1, ok=False)
+    tiers.end_step()
+    tiers.forget(other)
+    assert tiers.take_missed() == keys(3)
+    assert tiers.begin_store(keys(4)) is not None
+    tiers.end_store(keys(4), False)
+    assert tiers.take_missed() == keys(4)
+
+
+def test_another_request_that_waits_keeps_it_from_being_missed() -> None:
+    disk = SlowDisk(*keys(1))
+    tiers, wish, other = tiering(1, disk), PromotionRequest(), PromotionRequest()
+    assert tiers.look_up(key(1), wish) is tiers.look_up(key(1), other) is LookupAnswer.SOON
+    tiers.forget(wish)
+    assert tiers.take_missed() == []
+
+
+def test_nothing_is_kept_for_nobody() -> None:
+    tiers = Tiering(CpuTier(2, LruPolicy(2)), SlowDisk(*keys(1)), announce=False)
+    wish = PromotionRequest()
+    assert tiers.look_up(key(1), wish) is LookupAnswer.SOON
+    tiers.forget(wish)
+    assert tiers.take_missed() == []
+
+
+def test_nothing_is_read_from_disk_until_the_workers_are_done_with_what_a_reset_freed() -> None:
+    disk = SlowDisk()
+    tiers, wish = tiering(2, disk), PromotionRequest()
+    store(tiers, keys(1))
+    tiers.reset(hold=True)
+    disk.end()
+    disk.held[key(2)] = None
+    assert ask(tiers, keys(2), wish) == [LookupAnswer.NO] and not disk.jobs
+    tiers.end_hold()
+    assert ask(tiers, keys(2), wish) == [LookupAnswer.SOON] and disk.jobs

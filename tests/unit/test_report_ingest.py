@@ -307,7 +307,6 @@ def _with(**changes: Any) -> DeclaredCatalog:
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"hash_lookahead_tokens": 1}, "after the block"),
         ({"replay_window_tokens": 64}, "bounded replay"),
         ({"hash_algo": "md5"}, "hash scheme cannot be computed"),
         ({"none_hash": "00"}, "hash scheme cannot be computed"),

@@ -287,6 +287,12 @@ def test_raw_events_before_024_keep_their_group() -> None:
     )
 
 
+def test_what_a_failed_transfer_gives_up_was_never_held() -> None:
+    """From 0.33 on, with a removal that vLLM keeps to itself."""
+    given = [raw([key(1)], True, metadata_only=True), raw([key(2)], True, metadata_only=False)]
+    same(translate_offloaded(given, GROUPS, lambda _: None), [ReportRemoved(pack([2]), 0, "CPU")])
+
+
 def test_stored_chunks_are_told_in_the_order_of_their_positions() -> None:
     chunks = {
         key(1): Chunk(48, 16, 32, None),

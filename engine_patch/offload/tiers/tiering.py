@@ -106,6 +106,8 @@ class PromotionRequest:
     # No room for them: this request continues without.
     refused: set[OffloadKey] = field(default_factory=set)
     promoted: set[OffloadKey] = field(default_factory=set)
+    # All that it ever had to wait for.
+    awaited: set[OffloadKey] = field(default_factory=set)
 
 
 class Tiering:
@@ -124,6 +126,10 @@ class Tiering:
         self._writes: dict[int, OffloadKey] = {}
         # Of before a reset: the disk's threads still use these slots.
         self._outdated: set[int] = set()
+        # Chunks that were spoken of as coming and did not come.
+        self._missed: list[OffloadKey] = []
+        # Since a reset: the engine's workers may still write to slots that were freed.
+        self._held = False
         if disk is not None:
             self._say(Medium.STORAGE, False, disk.open())
 
@@ -138,13 +144,14 @@ class Tiering:
             wish.missing.clear()
         state = self._cpu.state(key)
         if state is ChunkState.ABSENT:
-            if self._disk is None or not disk or key in wish.refused or not self._disk.holds(key):
+            if self._disk is None or self._held or not disk or key in wish.refused or not self._disk.holds(key):
                 return LookupAnswer.NO
             wish.missing.append(key)
         wish.needed.add(key)
         if state is ChunkState.READY:
             return LookupAnswer.YES
         wish.waits = True
+        wish.awaited.add(key)
         self._waiting[id(wish)] = wish
         return LookupAnswer.SOON
 
@@ -186,10 +193,13 @@ class Tiering:
         else:
             for key in keys:
                 self._cpu.abandon(key)
+            self._miss(keys)
 
     def forget(self, wish: PromotionRequest) -> None:
         """Its request has ended."""
         self._waiting.pop(id(wish), None)
+        self._miss(wish.awaited)
+        wish.awaited.clear()
 
     # Steps
 
@@ -216,10 +226,22 @@ class Tiering:
         changes, self._changes = self._changes, []
         return changes
 
-    def reset(self) -> None:
+    def take_missed(self) -> list[OffloadKey]:
+        """Chunks that a request waited for, or that the engine began to store, and that came to nothing: they are not in
+        memory, and nobody waits for them."""
+        missed, self._missed = self._missed, []
+        waited = self._protected()
+        absent = (key for key in dict.fromkeys(missed) if self._cpu.state(key) is ChunkState.ABSENT)
+        return [key for key in absent if key not in waited]
+
+    def reset(self, hold: bool = False) -> None:
         """Forget everything: the model's weights may be others from here on. Slots that the disk uses are free when it
-        is done."""
+        is done. hold: nothing is read from disk until `end_hold`, as workers may still write to slots that are free
+        now."""
         self.counts.resets += 1
+        self._held = hold
+        # What it noted of chunks, the engine forgets at a reset.
+        self._missed.clear()
         self._collect()
         self._outdated |= self._reads.keys() | self._writes.keys()
         self._reads.clear()
@@ -231,6 +253,10 @@ class Tiering:
         for wish in self._waiting.values():
             wish.step = -1
         self._waiting.clear()
+
+    def end_hold(self) -> None:
+        """All that the engine's workers had begun before the reset has ended."""
+        self._held = False
 
     def close(self) -> None:
         if self._disk is not None:
@@ -246,6 +272,10 @@ class Tiering:
             last.keys.extend(keys)
         else:
             self._changes.append(TierChange(medium, removed, list(keys)))
+
+    def _miss(self, keys: Iterable[OffloadKey]) -> None:
+        if self._announce:
+            self._missed += keys
 
     def _touch(self, keys: Sequence[OffloadKey]) -> None:
         self._cpu.touch(keys)
@@ -279,7 +309,7 @@ class Tiering:
             self.counts.writes_skipped += 1
 
     def _promote(self, wish: PromotionRequest, protected: frozenset[OffloadKey]) -> None:
-        if self._disk is None:
+        if self._disk is None or self._held:
             return
         for i, key in enumerate(wish.missing):
             if self._cpu.state(key) is not ChunkState.ABSENT or not self._disk.holds(key):

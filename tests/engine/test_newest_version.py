@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM 0.33, of which there is no CPU build: the scheduler's side runs, on the Python files of its wheel. The tests of
+other files are run there as they are, with the router beside them, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from versions import NEWEST, run_under
+
+pytestmark = pytest.mark.engine
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 1_500.0
+# What is new there: hashes with lookahead under EAGLE, and the tier's events. KVROUTER_TEST_NEWEST_WHOLE=1: all of the
+# files, some ten minutes.
+WHOLE = os.environ.get("KVROUTER_TEST_NEWEST_WHOLE") == "1"
+FILES = {
+    "test_gpu_hits.py": "eagle",
+    "test_offload_hits.py": "self-describing and window or eagle",
+    "test_patch_catalog.py": "eagle",
+}
+MORE_FILES = ("test_cpu_hits.py", "test_simple_hits.py", "test_patch_reports.py", "test_patch_resets.py")
+
+
+@pytest.mark.parametrize("name", [*FILES, *MORE_FILES] if WHOLE else FILES)
+def test_the_same_claims_hold(name: str) -> None:
+    chosen = [] if WHOLE else ["-k", FILES[name]]
+    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE / name), *chosen]
+    said = run_under(NEWEST, HERE / "run_pytest.py", *arguments, timeout_s=TIMEOUT_S, hash_seed=None)
+    print(said)
+    assert "passed" in said and " failed" not in said
+
+
+@pytest.fixture(scope="module")
+def runs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("newest")
+    out = folder / "out.json"
+    run_under(NEWEST, HERE / "newest_probe.py", str(model), str(folder), str(out), timeout_s=TIMEOUT_S)
+    found: dict[str, dict[str, Any]] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", ["async", "sync"])
+def test_our_tiers_have_what_is_new(name: str, runs: dict[str, dict[str, Any]]) -> None:
+    run = runs[name]
+    assert run["features"] == [True, True]
+    # A note whose chunk is not in memory would stay for ever.
+    assert run["noted"] and not run["noted_and_gone"]
+    assert run["promoted"] and run["resets"] and run["held_back"] and not run["holds_still"]
+    assert bool(run["waited"]) is (name == "sync")
+    (facts,) = run["facts"]
+    assert sorted(facts) == sorted(run["labels"])
