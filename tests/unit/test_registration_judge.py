@@ -28,6 +28,7 @@ class Fleet:
         self.streams: dict[WorkerKey, Any] = {WorkerKey("m", "w0", 0): self}
         self.sources: dict[str, Any] = {}
         self.served: dict[str, Any] = {}
+        self.kinds: dict[str, Any] = {}
         self.profile = self.patch = self
         self.epoch = None
 
