@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -90,4 +90,4 @@ class NotThisEngine(ValueError):
 
 
 # Fields that decide whether an engine computes the whole prompt (`Engine.skips_cache`).
-CACHE_FIELDS: Collection[str] = ("echo", "logprobs", "prompt_logprobs")
+CACHE_FIELDS = frozenset({"echo", "logprobs", "prompt_logprobs"})

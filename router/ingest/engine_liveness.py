@@ -96,9 +96,7 @@ class EngineLiveness:
                 found.append(EngineSame(asked_s, sign.start_s))
             elif before is not None:
                 found.append(
-                    EngineRestarted(
-                        f"its start is {sign.start_s:.2f}, that of the process before {before:.2f}"
-                    )
+                    EngineRestarted(f"its start is {sign.start_s:.2f}, that of the process before {before:.2f}")
                 )
         return found
 

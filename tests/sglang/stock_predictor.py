@@ -6,6 +6,9 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
+from tree_oracle import TreePrompt
+
 from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.events.vllm.stream_items import Batch, StreamItem, fingerprint
 from kvrouter.router.common.ids import WorkerKey
@@ -16,9 +19,6 @@ from kvrouter.router.matching.mirror import Mirror
 from kvrouter.router.matching.question import Hit, Question
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
 from kvrouter.router.workers.stream_state import StreamState
-from tree_oracle import TreePrompt
-
-import numpy as np
 
 WORKER = WorkerKey("m", "w")
 

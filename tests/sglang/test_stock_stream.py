@@ -28,7 +28,7 @@ from tree_layouts import LAYOUTS
 from tree_oracle import TreeOracle
 
 from kvrouter.events.vllm.codec import BatchDecoder
-from kvrouter.events.vllm.stream_items import Batch, Connected, GapClosed, Proven, ReplayFinished, Restarted
+from kvrouter.events.vllm.stream_items import Batch, Connected, Proven, ReplayFinished, Restarted
 from kvrouter.events.vllm.subscriber import Subscriber
 from kvrouter.router.common.ids import CPU, STORAGE
 from kvrouter.router.workers.stream_state import StreamState
@@ -94,7 +94,6 @@ class Follower:
         """And no replay is under way."""
         ingest = self.predictor.ingest
         await self.until(lambda _: (ingest.held.seq, ingest.state) == (seq, StreamState.LIVE))
-
 
     async def until_followed(self, engine: Engine, seq: int) -> None:
         """Lets the engine go on until what it does arrives live, from `seq` on: PUB drops until it knows of us."""
