@@ -66,7 +66,8 @@ class Engine(msgspec.Struct, frozen=True, eq=False):
     without work for the model. skips_cache: fields of a request for which the engine reuses nothing, as it wants the
     whole prompt computed.
 
-    The wire has no field: both publish in one form, which `events/stock/` reads (ADR 38).
+    The wire has no field: both publish in one form, which `events/vllm/` reads (ADR 38). Nor has the patch: both send the
+    same reports, in which an engine names itself.
     """
 
     name: str
