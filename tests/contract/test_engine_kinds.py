@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kind of engine a worker is, where nobody said it: asked over HTTP, kept by all routers, and not said otherwise by
+"""What kind of engine a worker is, where nobody stated it: queried over HTTP, kept by all routers, and not said otherwise by
 an engine that registers again."""
 
 from __future__ import annotations

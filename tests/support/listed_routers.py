@@ -82,7 +82,7 @@ class Router:
 async def routing(
     url: str, *sources: Source, allow: tuple[str, ...] = (), asks_engines: bool = False
 ) -> AsyncIterator[Router]:
-    """asks_engines: what engines say of themselves is asked for again and again, beside what sources need."""
+    """asks_engines: the core queries engines for what they say of themselves, beside what sources need."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     registry = MetricRegistry()
     async with AsyncExitStack() as stack:

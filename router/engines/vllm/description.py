@@ -38,7 +38,7 @@ def stock_problem(spec: CatalogSpec) -> str:
 
 
 def skips_cache(fields: Mapping[str, object]) -> bool:
-    """Log-probabilities of the prompt's tokens are computed anew.
+    """Log-probabilities of the prompt's tokens need all of it computed.
 
     Source: vLLM 0.32.0 v1/request.py (skip_reading_prefix_cache), entrypoints/openai/completion/protocol.py.
     """
