@@ -189,7 +189,8 @@ class Fleet:
         async with self._lock:
             worker = registration.worker
             known = self._streams.get(worker)
-            if known is not None and registration.engine is None and registration.url == known.registration.url:
+            same_url = known is not None and known.registration.url == registration.url is not None
+            if known is not None and same_url and registration.engine is None:
                 # What was found out of an engine stays where the same engine is registered without it.
                 registration = msgspec.structs.replace(registration, engine=known.registration.engine)
             if known is not None and _says_the_same(known.registration, registration) and worker not in self._illegible:
