@@ -45,6 +45,9 @@ TIMEOUT_S = 60.0
 LITTLE_MEMORY = ("--gpu-memory-utilization", "0.2")
 FULL_ATTENTION = {"groups": [{"kind": "full_attention", "block_size": PAGE_TOKENS}]}
 
+# Fields of a candidate that are there only where there is something to say.
+SOMETIMES = {"reason", "pending", "approximate"}
+
 Body = dict[str, Any]
 
 
@@ -149,7 +152,7 @@ def test_each_engine_reuses_what_was_said(fleet: Fleet, seed: int) -> None:
         said = fleet.router.request("POST", "/select", asked)
         reasons.setdefault(said["worker_id"], set()).add(words(said["reason"]))
         # Of each engine the same is said, and why it is not more.
-        assert len({frozenset(one) for one in said["candidates"]}) == 1
+        assert len({frozenset(one) - SOMETIMES for one in said["candidates"]}) == 1
         predicted = {one["worker_id"]: one["overlap"]["gpu"] for one in said["candidates"]}
         assert predicted.keys() == fleet.engines.keys()
         for name, engine in fleet.engines.items():
