@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Payloads to event batches and back, in both of vLLM's encodings: maps (0.24 and later) and arrays (up to 0.23).
+SGLang writes the same two (ADR 38).
 
 One broken event costs that event, never its batch; an unknown field or event type is no error. Only a payload that is
 no batch at all raises `CodecError`, and nothing else is ever raised, whatever the bytes.

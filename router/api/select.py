@@ -38,6 +38,7 @@ from kvrouter.router.placement.choose import Choice
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.tokens.without_cache import engines_without_cache
 from kvrouter.router.workers.registration_bodies import (
     model_of,
 )
@@ -158,7 +159,8 @@ class SelectRoutes:
             except (msgspec.MsgspecError, TypeError, ValueError, RecursionError) as error:
                 raise BadQuestion(f"the body has a value that JSON cannot express: {error}") from None
         path = CHAT_PATH if is_given(body.messages) else TEXT_PATH
-        prompt = await self._tokens.prompt(path, served.model, read_client_body(path, raw))
+        read = read_client_body(path, raw)
+        prompt = await self._tokens.prompt(path, served.model, read)
         if prompt.refused:
             raise BadQuestion(f"the engine rejects the prompt: {prompt.problem}", code="prompt_refused")
         question = prompt.question(
@@ -169,6 +171,7 @@ class SelectRoutes:
             exclude_worker_ids=worker_ids_of(body.exclude_workers) or frozenset(),
             dp_rank=body.dp_rank,
             explain=body.explain,
+            without_cache=engines_without_cache(read),
         )
         await self._core.hash_ahead(question)
         reply = decide(_ask(body, question))

@@ -24,6 +24,8 @@ from kvrouter.router.matching.routing_history import RoutingHistory, approximate
 # Of hashing one long prompt, before others have their turn: as much as ingest takes at once (`commit_loop.py`).
 TURN_S = 0.002
 
+WHOLE_PROMPT = "log-probabilities of the prompt are wanted, for which the engine computes all of it"
+
 
 class HitFinder:
     """What `placement` asks of the core (`HitSource`)."""
@@ -96,10 +98,20 @@ class HitFinder:
         hits = self._matcher.match(question, plans)
         if plans.has_approximate and question.token_ids is not None:
             hits = self._guessed(question, hits)
+        if question.without_cache:
+            hits = [self._without_cache(question, hit) for hit in hits]
         return hits
+
+    def _without_cache(self, question: Question, hit: Hit) -> Hit:
+        """The hit, none where the engine computes the whole prompt for this request."""
+        if self._registry.streams[hit.worker].profile.engine.name not in question.without_cache:
+            return hit
+        return msgspec.structs.replace(hit, gpu=0, cpu=0, disk=0, full_attention=0, limiter=None, reason=WHOLE_PROMPT)
 
     def hit_table(self, question: Question) -> HitTable | None:
         """The same without an explanation, None where it takes `hits` to answer. Raises UnknownModel."""
+        if question.without_cache:
+            return None
         return self._matcher.table(question, self.plans(question.model))
 
     def _guessed(self, question: Question, hits: list[Hit]) -> list[Hit]:

@@ -8,8 +8,9 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.engines.engine import Engine
+from kvrouter.router.engines.engine_lists import EngineLists, ServedModels
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
-from kvrouter.router.workers.engine_lists import EngineLists, ServedModels
 from kvrouter.router.workers.model_names import unserved_problem
 from kvrouter.router.workers.provenance import origin_problems
 
@@ -17,6 +18,13 @@ from kvrouter.router.workers.provenance import origin_problems
 # most this share of the time. A thousand workers take tens of milliseconds.
 JUDGE_PAUSE_S = 0.05
 JUDGE_SHARE = 0.03
+
+
+def kind_problem(stated: str | None, shown: Engine) -> str:
+    """What is wrong with the kind that a worker was registered as; empty where nothing is."""
+    if stated in (None, shown.name):
+        return ""
+    return f"its HTTP is {shown.title}'s, and it is registered as {stated}: register it with engine={shown.name}"
 
 
 class RegistrationJudge:
@@ -55,11 +63,13 @@ class RegistrationJudge:
         contradictions = origin_problems(registrations, self._engines.sources, self._lives)
         ranks = Counter(one.worker.worker_id for one in registrations)
         for one in registrations:
-            worker, engine = one.worker, self._engines.served.get(one.url or "", ServedModels())
+            worker, url = one.worker, one.url or ""
+            engine, kind = self._engines.served.get(url, ServedModels()), self._engines.kinds.get(url)
             self._registry.streams[worker].judge(
                 alone=ranks[worker.worker_id] == 1,
                 contradiction=contradictions.get(worker, ""),
-                note=unserved_problem(worker.model, engine.names, engine.adapters),
+                note=(kind and kind_problem(one.engine, kind))
+                or unserved_problem(worker.model, engine.names, engine.adapters),
             )
         ended_s = self._clock()
         self._next_s = ended_s + max(JUDGE_PAUSE_S, (ended_s - begun_s) / JUDGE_SHARE)

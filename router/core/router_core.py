@@ -7,16 +7,19 @@ Belongs to one asyncio loop. `ask` is synchronous and does no I/O; everything th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import secrets
 from collections.abc import Callable, Iterator, Sequence
 
 import aiohttp
+import msgspec
 import zmq
 
 from kvrouter.events.transport.permits import Permits
 from kvrouter.router.common import compiled
+from kvrouter.router.common.errors import RouterError
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.common.task_supervisor import TaskSupervisor
@@ -27,6 +30,8 @@ from kvrouter.router.core.core_metrics import CoreMetrics
 from kvrouter.router.core.hit_finder import HitFinder
 from kvrouter.router.core.registration_judge import RegistrationJudge
 from kvrouter.router.core.worker_report import count_worker, worker_status
+from kvrouter.router.engines.engine import Engine
+from kvrouter.router.engines.engine_lists import LOOK_S, EngineLists
 from kvrouter.router.fleet.fleet import Fleet
 from kvrouter.router.fleet.mirror_sync import MirrorSync
 from kvrouter.router.fleet.router_peers import RouterPeers
@@ -47,7 +52,6 @@ from kvrouter.router.streams.worker_stream import WorkerStream
 from kvrouter.router.watch.event_feed import EventFeed
 from kvrouter.router.watch.fleet_event import UNREGISTERED, EventType
 from kvrouter.router.workers.allow_list import AllowList
-from kvrouter.router.workers.engine_lists import EngineLists
 from kvrouter.router.workers.model_names import ModelNames, ServedModel, parse_aliases
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.role import HandoverWay
@@ -117,6 +121,7 @@ class Core:
             budget_bytes=config.mirror_budget_bytes,
         )
         self._engines = EngineLists(http, self._urls, self._on_engine_lists)
+        self._kinds_shown = asyncio.Event()
         self.finder = HitFinder(
             self.registry,
             self.mirror_sync.mirror,
@@ -190,6 +195,7 @@ class Core:
         }
         if http is not None:
             self._runs["engine_lists"] = self._engines.run
+            self._runs["engine_kinds"] = self._name_engines
         self._tasks: list[asyncio.Task[None]] = []
         self._segments_counted = (0, 0)
         # Workers of which a reason is shown that may be over.
@@ -241,6 +247,26 @@ class Core:
         self._names_known = False
         self.finder.forget_plans()
         self._judge.judge()
+        self._kinds_shown.set()
+
+    async def _name_engines(self) -> None:
+        """Registers what kind of engine a worker's HTTP showed, where nobody stated one and it is taken for another."""
+        while True:
+            # A patch that ends leaves a worker whose engine was known by it alone.
+            with contextlib.suppress(TimeoutError):
+                # Not wait_for, which swallows a cancellation at the moment of the event up to Python 3.11.
+                async with asyncio.timeout(LOOK_S):
+                    await self._kinds_shown.wait()
+            self._kinds_shown.clear()
+            for one in self.registrations():
+                kind, stream = self._engines.kinds.get(one.url or ""), self.registry.streams.get(one.worker)
+                if kind is None or stream is None or one.engine is not None or stream.profile.engine is kind:
+                    continue
+                log.info("engine recognised", extra={"worker": one.worker, "engine": kind.name})
+                try:
+                    await self.fleet.register(msgspec.structs.replace(one, engine=kind.name))
+                except RouterError as error:
+                    log.warning("engine not registered", extra={"worker": one.worker, "reason": error.message})
 
     def registrations(self) -> Sequence[Registration]:
         """The same object until one of them changes."""
@@ -280,15 +306,16 @@ class Core:
         urls = {one.url for one in self.registrations()}
         return {url for url in urls if url is not None and not self._allowed.problem(url)}
 
-    def engine_urls(self, model: str) -> dict[str, str]:
-        """The engines of a model that live, as far as is known: by URL, the epoch of a stream of theirs."""
-        found: dict[str, str] = {}
+    def engine_urls(self, model: str) -> dict[str, tuple[str, Engine]]:
+        """The engines of a model that live, as far as is known: by URL, the epoch of a stream of theirs, and what kind
+        they are."""
+        found: dict[str, tuple[str, Engine]] = {}
         for worker, stream in self.registry.streams.items():
             url = stream.registration.url
             if worker.model != model or url is None or url in found:
                 continue
             if stream.view.state is not StreamState.DOWN and not self._allowed.problem(url):
-                found[url] = stream.visible_epoch or ""
+                found[url] = stream.visible_epoch or "", stream.profile.engine
         return found
 
     def hash_block_size(self, model: str) -> int:

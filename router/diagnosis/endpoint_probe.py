@@ -18,6 +18,8 @@ from typing import TypeVar
 import aiohttp
 import msgspec
 
+from kvrouter.router.workers.engine_answers import MODELS_PATH
+
 # A local network answers in some milliseconds; a port that drops what comes never does.
 TIMEOUT_S = 1.0
 # Descriptors of one diagnosis; a thousand dark endpoints take some 16 s.
@@ -117,7 +119,7 @@ async def probe_engines(
         try:
             async with (
                 asyncio.timeout(TIMEOUT_S),
-                http.get(url.rstrip("/") + "/health", allow_redirects=False) as answer,
+                http.get(url.rstrip("/") + MODELS_PATH, allow_redirects=False) as answer,
             ):
                 if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR and (date := answer.headers.get("date")):
                     ahead[url] = parsedate_to_datetime(date).timestamp() - wall_clock()

@@ -9,6 +9,7 @@ from kvrouter.router.common.escaping import printable
 from kvrouter.router.diagnosis.clocks import SET_CLOCKS, clock_difference
 from kvrouter.router.diagnosis.finding import ROUTER, Finding, argument, found
 from kvrouter.router.diagnosis.snapshot import Snapshot, WorkerFacts
+from kvrouter.router.engines.known import engine_named
 
 
 def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
@@ -49,13 +50,14 @@ def engine_findings(snapshot: Snapshot) -> Iterator[Finding]:
         ahead_s = snapshot.engine_clocks.get(worker.registration.url or "", 0.0)
         if (differs := clock_difference(ahead_s)) is not None:
             yield found(
-                "KV107", worker.name, f"its clock is {differs} this router's, by the Date of its /health", SET_CLOCKS
+                "KV107", worker.name, f"its clock is {differs} this router's, by the Date of its answers", SET_CLOCKS
             )
 
 
 def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
     url = argument(worker.registration.url or "ENGINE")
     name = argument(worker.registration.worker.worker_id)
+    engine = engine_named(worker.registration.engine)
     if worker.refusal:
         yield found(
             "KV103",
@@ -68,7 +70,7 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
             "KV101",
             worker.name,
             worker.reason,
-            f"start the engine; test it from the router's machine: curl -i {url}/health; if it moved: curl -X PATCH "
+            f"start the engine; test it from the router's machine: curl -i {url}{engine.health_path}; if it moved: curl -X PATCH "
             f'{ROUTER}workers/{name} -d \'{{"url": "http://HOST:PORT"}}\'; if it is gone: curl -X DELETE {ROUTER}workers/{name}',
         )
     if worker.unserved:
@@ -77,7 +79,7 @@ def _of_worker(worker: WorkerFacts) -> Iterator[Finding]:
             "KV102",
             worker.name,
             worker.unserved,
-            f"vllm serve ... --served-model-name {model}, or register model= as the engine calls it",
+            f"{engine.flags.serve} --served-model-name {model}, or register model= as the engine calls it",
         )
     if worker.breaker:
         yield found(

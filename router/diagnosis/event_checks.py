@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from kvrouter.router.diagnosis.endpoint_probe import PUBLISHERS, REPLIERS, EndpointAnswer
 from kvrouter.router.diagnosis.finding import Finding, argument, found
 from kvrouter.router.diagnosis.snapshot import PromptCount, Snapshot, WorkerFacts
+from kvrouter.router.engines.known import engine_named
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 from kvrouter.router.workers.stream_state import StreamState
 
@@ -17,11 +18,6 @@ UNHEARD_PROMPTS = 3
 UNFOLLOWED = frozenset({StreamState.CONNECTING, StreamState.SUSPECT, StreamState.RESYNCING})
 # What a ZMQ socket that says nothing of itself may be.
 UNKNOWN_SOCKET = ""
-
-EVENTS_ON = (
-    '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": '
-    '"tcp://*:5558"}\''
-)
 
 
 def event_findings(snapshot: Snapshot) -> Iterator[Finding]:
@@ -36,12 +32,14 @@ def event_findings(snapshot: Snapshot) -> Iterator[Finding]:
 
 def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
     given = worker.registration
+    engine = engine_named(given.engine)
+    flags = engine.flags
     if worker.is_silent:
         yield found(
             "KV201",
             worker.name,
             worker.reason or given.note or "it was registered without one",
-            f"vllm serve ... {EVENTS_ON}; and register events=tcp://HOST:5557,replay=tcp://HOST:5558",
+            f"{flags.serve} {flags.events}; and register events=tcp://HOST:5557,replay=tcp://HOST:5558",
         )
         return
     if worker.state is StreamState.MISMATCHED:
@@ -49,8 +47,8 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
             "KV203",
             worker.name,
             worker.reason,
-            f"register each worker with the endpoints of its own engine and rank; from vLLM 0.31 on, the engine names them: curl "
-            f"{argument(given.url or 'ENGINE')}/kv_event_sources",
+            f"register each worker with the endpoints of its own engine and rank; the engine names them (vLLM from 0.31 on): curl "
+            f"{argument(given.url or 'ENGINE')}{engine.info_path}",
         )
     elif worker.state in UNFOLLOWED and not explained:
         yield found(
@@ -64,14 +62,14 @@ def _of_stream(worker: WorkerFacts, *, explained: bool) -> Iterator[Finding]:
             "KV202",
             worker.name,
             f"it computed {worker.prompts.whole} prompts of whole blocks, and no event came from {given.events or given.patch}",
-            f"vllm serve ... --enable-prefix-caching {EVENTS_ON}; and register the endpoint that this engine publishes on",
+            f"{flags.serve} {flags.prefix_cache} {flags.events}; and register the endpoint that this engine publishes on",
         )
     if given.events is not None and given.replay is None and not worker.is_patched:
         yield found(
             "KV207",
             worker.name,
             "batches that are lost cannot be had again: after a gap or a restart of the router, everything is learned again",
-            f"vllm serve ... {EVENTS_ON}; and register replay=tcp://HOST:5558",
+            f"{flags.serve} {flags.events}; and register replay=tcp://HOST:5558",
         )
 
 

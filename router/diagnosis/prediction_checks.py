@@ -5,9 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import msgspec
+
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.diagnosis.finding import Finding, found
 from kvrouter.router.diagnosis.snapshot import Snapshot
+from kvrouter.router.engines.known import engine_named
 from kvrouter.router.quality.prediction_judge import DoubtKind
 
 # Prompts of a model of which more than half are short: fewer say nothing of its traffic.
@@ -15,7 +18,7 @@ COUNTED_PROMPTS = 32
 HALF = 0.5
 
 DOUBTS = {
-    DoubtKind.SILENT: ("KV401", "vllm serve ... --enable-prompt-tokens-details"),
+    DoubtKind.SILENT: ("KV401", "{serve} {usage}"),
     DoubtKind.TOKENIZER: (
         "KV402",
         "give the router the engine's tokenizer folder (kvrouter serve --tokenizer MODEL=FOLDER) with its chat template, or none, "
@@ -24,7 +27,7 @@ DOUBTS = {
     DoubtKind.UNTRUE: (
         "KV403",
         "start engines and router with the same PYTHONHASHSEED (--none-hash-seed) and hash algorithm; register each engine's own "
-        "event endpoint; if its cache is too small for its load: vllm serve ... --gpu-memory-utilization, or more replicas",
+        "event endpoint; if its cache is too small for its load: {serve} {memory}, or more replicas",
     ),
 }
 
@@ -33,7 +36,8 @@ def prediction_findings(snapshot: Snapshot) -> Iterator[Finding]:
     for worker in snapshot.workers:
         if worker.doubt is not None:
             code, fix = DOUBTS[worker.doubt.kind]
-            yield found(code, worker.name, worker.doubt.text, fix)
+            flags = engine_named(worker.registration.engine).flags
+            yield found(code, worker.name, worker.doubt.text, fix.format(**msgspec.structs.asdict(flags)))
     yield from _of_prompts(snapshot)
     for model, url, problem in snapshot.tokens:
         where = f"model {printable(model)}" + (f" at {url}" if url else "")

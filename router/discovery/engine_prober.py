@@ -18,6 +18,7 @@ import aiohttp
 import msgspec
 
 from kvrouter.router.common.bounded_read import read_whole
+from kvrouter.router.engines.engine import NotThisEngine
 from kvrouter.router.engines.known import ENGINES
 from kvrouter.router.workers.engine_answers import (
     MODELS_PATH,
@@ -173,7 +174,7 @@ class EngineProber:
     async def _streams(self, url: str) -> EngineAnswers:
         """What the first engine says whose path is there. Raises as `_get`, and ValueError on what cannot be read."""
         for engine in ENGINES.values():
-            with contextlib.suppress(NoSuchPath):
+            with contextlib.suppress(NoSuchPath, NotThisEngine):
                 told = engine.streams_in(await self._get(url, engine.info_path), url)
                 return msgspec.structs.replace(told, engine=engine.name)
         raise NoSuchPath(PATHS)

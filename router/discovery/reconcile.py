@@ -71,8 +71,8 @@ def plan(
             found.contested[name] = f"{now.source} registers it, too, and takes precedence"
             continue
         if now.url == wanted.url:
-            # What a client said with PATCH stays while it is the same engine.
-            wanted = msgspec.structs.replace(wanted, draining=now.draining)
+            # What a client said with PATCH, and what was found out of it, stay while it is the same engine.
+            wanted = msgspec.structs.replace(wanted, draining=now.draining, engine=wanted.engine or now.engine)
         if now == wanted:
             found.agreed.append(wanted)
             continue
@@ -90,4 +90,8 @@ def plan(
 
 
 def _same(asserted: Registration | None, wanted: Registration) -> bool:
-    return asserted is not None and msgspec.structs.replace(asserted, draining=wanted.draining) == wanted
+    return (
+        asserted is not None
+        and msgspec.structs.replace(asserted, draining=wanted.draining, engine=asserted.engine or wanted.engine)
+        == wanted
+    )

@@ -189,6 +189,10 @@ class Fleet:
         async with self._lock:
             worker = registration.worker
             known = self._streams.get(worker)
+            same_url = known is not None and known.registration.url == registration.url is not None
+            if known is not None and same_url and registration.engine is None:
+                # What was found out of an engine stays where the same engine is registered without it.
+                registration = msgspec.structs.replace(registration, engine=known.registration.engine)
             if known is not None and _says_the_same(known.registration, registration) and worker not in self._illegible:
                 return
             replaced = self._registry.workers_with(worker.worker_id, worker.dp_rank)
@@ -311,9 +315,7 @@ def _says_the_same(known: Registration, new: Registration) -> bool:
     """Whether `new` changes nothing: it may come from a source whose word does not count beside that of the known
     one."""
     if wins(known.source, new.source):
-        # An engine that registers itself need not say what was found out of it.
-        engine = known.engine if new.engine is None else new.engine
-        new = msgspec.structs.replace(new, source=known.source, note=known.note, engine=engine)
+        new = msgspec.structs.replace(new, source=known.source, note=known.note)
     return known == new
 
 

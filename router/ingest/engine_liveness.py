@@ -15,8 +15,8 @@ LOST_AFTER = 3
 
 
 class Pulse(msgspec.Struct, frozen=True):
-    """It answered. start_s: when its process started, seconds since 1970 (`process_start_time_seconds` in its
-    /metrics); None: it did not say, or /metrics was not requested."""
+    """It answered. start_s: when its process started, seconds since 1970, or another number that no other process of
+    it has (`Engine.gauges.life`); None: it did not say, or /metrics was not requested."""
 
     start_s: float | None = None
 
@@ -96,7 +96,7 @@ class EngineLiveness:
                 found.append(EngineSame(asked_s, sign.start_s))
             elif before is not None:
                 found.append(
-                    EngineRestarted(f"its process started at {sign.start_s:.2f}, the one before at {before:.2f}")
+                    EngineRestarted(f"its start is {sign.start_s:.2f}, that of the process before {before:.2f}")
                 )
         return found
 

@@ -46,6 +46,8 @@ class Question(msgspec.Struct, frozen=True):
     explain: bool = False
     # Whether the answer says where each block of the prompt lies.
     held: bool = False
+    # Kinds of engines that reuse nothing for it: the request wants what needs the whole prompt computed.
+    without_cache: frozenset[str] = frozenset()
     # As far as the prompt was hashed before it is matched (`Matcher.hash_steps`).
     hashers: dict[HashSpace, PromptHasher] = {}
 

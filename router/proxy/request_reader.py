@@ -24,6 +24,7 @@ from kvrouter.router.tokens.client_body import ClientBody, read_client_body
 from kvrouter.router.tokens.forward_ids import forwarded_body
 from kvrouter.router.tokens.prompt_tokens import Prompt, estimated_tokens
 from kvrouter.router.tokens.proxied_paths import AUDIO, WITHOUT_PROMPT
+from kvrouter.router.tokens.without_cache import engines_without_cache
 from kvrouter.router.workers.model_names import ServedModel
 
 # Whisper makes 50 tokens of a second, of which a WAV file has 32 kB and an MP3 file 8 to 16 kB; for load alone.
@@ -112,7 +113,11 @@ class RequestReader:
             request.attempts.tokens_failed()
         request.body = forwarded_body(client.path, request.body, prompt)
         return prompt.question(
-            served.model, cache_salt=body.salt, lora_name=served.lora_name, worker_ids=served.worker_ids
+            served.model,
+            cache_salt=body.salt,
+            lora_name=served.lora_name,
+            worker_ids=served.worker_ids,
+            without_cache=engines_without_cache(read),
         )
 
     def _name_of(self, model: Any) -> str:

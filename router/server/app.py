@@ -279,7 +279,9 @@ async def _start(
         raise StartError(_redis_problem(config, error)) from None
     tokens = TextTokenizer(
         models=core.models,
-        engines=lambda model: [Engine(*known) for known in core.engine_urls(model).items()],
+        engines=lambda model: [
+            Engine(url, f"{kind.name} {epoch}", kind.tokens) for url, (epoch, kind) in core.engine_urls(model).items()
+        ],
         session=await stack.enter_async_context(
             # An engine that closes what is idle must not look like one that died of a prompt.
             aiohttp.ClientSession(headers=engine_headers, connector=aiohttp.TCPConnector(keepalive_timeout=KEEP_IDLE_S))

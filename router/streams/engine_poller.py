@@ -5,7 +5,6 @@ around `engine_liveness.py` and `load/engine_metrics.py`."""
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from http import HTTPStatus
 
@@ -21,16 +20,15 @@ from kvrouter.router.ingest.engine_liveness import (
     Pulse,
     VitalSign,
 )
-from kvrouter.router.load.engine_metrics import EngineLoad, parse_engine_load
+from kvrouter.router.load.engine_metrics import EngineLoad, engine_life, engine_ranks, parse_engine_load
 from kvrouter.router.streams.commit_loop import CommitLoop
 from kvrouter.router.streams.cpu_tier_watch import parse_cpu_tier
 from kvrouter.router.streams.disk_watch import parse_disk
 from kvrouter.router.streams.stream_services import StreamServices
 from kvrouter.router.streams.worker_record import WorkerRecord
-from kvrouter.router.workers.provenance import engine_ranks
 
-# Every second poll requests /metrics too: some 100 kB, with the start time and the load of the engine; only /health
-# says whether its core lives. The load of what the router itself sent is known without a poll.
+# Every second poll requests /metrics too: some 100 kB, with the start time and the load of the engine; only its health
+# path says whether its core lives. The load of what the router itself sent is known without a poll.
 METRICS_EVERY = 2
 # A busy engine answers its /health within a second; what takes longer counts as a miss.
 TIMEOUT_S = 2.0
@@ -43,8 +41,6 @@ POLLS_AT_ONCE = 128
 JITTER = 0.2
 # Some hundred series for each of some hundred LoRA adapters.
 MAX_METRICS_BYTES = 8 * 1024**2
-# The whole line, so that a number cut in two is not taken for one.
-START_TIME = re.compile(rb"^process_start_time_seconds ([0-9.eE+]+)\r?\n", re.MULTILINE)
 # vLLM's /health answers 503 when its engine core is gone; below 500 somebody lives, whatever it thinks of the path.
 FIRST_ERROR_STATUS = 500
 
@@ -101,7 +97,10 @@ class EnginePoller:
             with_start = wanted or facts.vitals.start_s is None or number % METRICS_EVERY == 0
             number += 1
             async with services.polls:
-                sign, asked_s = await self._ask(services.http, "/health"), services.clock()
+                sign, asked_s = (
+                    await self._ask(services.http, self._record.profile.engine.health_path),
+                    services.clock(),
+                )
                 if with_start and isinstance(sign, Pulse):
                     # Answered also while the core behind the HTTP is gone: no sign of life by itself.
                     said = await self._ask(services.http, "/metrics")
@@ -151,9 +150,10 @@ class EnginePoller:
             return Pulse()
         page, _ = await read_at_most(answer, MAX_METRICS_BYTES)
         facts, dp_rank = self._record.facts, self._record.registration.worker.dp_rank
-        if (said := parse_engine_load(page, dp_rank)) is not None:
+        gauges = self._record.profile.engine.gauges
+        if (said := parse_engine_load(page, dp_rank, gauges)) is not None:
             self._engine_load(said)
-        if (ranks := engine_ranks(page)) and ranks != facts.engine_ranks:
+        if (ranks := engine_ranks(page, gauges)) and ranks != facts.engine_ranks:
             facts.engine_ranks = ranks
             self.judge_ranks()
         if (disk := parse_disk(page, dp_rank)) is not None:
@@ -161,5 +161,4 @@ class EnginePoller:
             self._commits.wake()
         if (tier := parse_cpu_tier(page, dp_rank)) is not None:
             facts.cpu_tier.observe(tier, self._services.clock())
-        found = START_TIME.search(page)
-        return Pulse(float(found[1]) if found else None)
+        return Pulse(engine_life(page, gauges))

@@ -24,7 +24,6 @@ from kvrouter.router.tokens.engine.client import Absent, Engine, EngineClient
 from kvrouter.router.tokens.engine.verification import EQUAL, LocalMaker, Verdict
 from kvrouter.router.tokens.engine.verified_engines import LOOK_S, VerifiedEngines, token_path
 from kvrouter.router.tokens.engine.wire import (
-    RENDER_PATHS,
     TOKENIZE_PATH,
     RenderQuirks,
     render_body,
@@ -308,14 +307,12 @@ class TextTokenizer:
     ) -> FoundTokens:
         """Raises Absent and Unknown."""
         if token_path(verdict, request) == "render":
-            answer = await self._client.post(
-                url, RENDER_PATHS[request.kind], render_body(request, model), authorization
-            )
+            path = verdict.ways.render_paths[request.kind]
+            answer = await self._client.post(url, path, render_body(request, model), authorization)
             ids, items = await self._parsed(answer, lambda: rendered(request.kind, answer))
             return FoundTokens(ids, "render", items)
-        answer = await self._client.post(
-            url, TOKENIZE_PATH, tokenize_body(request, verdict.tokenize_habits), authorization
-        )
+        body = tokenize_body(request, verdict.tokenize_habits, verdict.ways)
+        answer = await self._client.post(url, TOKENIZE_PATH, body, authorization)
         return FoundTokens(await self._parsed(answer, lambda: tokenized_ids(answer)), "tokenize")
 
     async def _parsed(self, answer: bytes, parse: Callable[[], T]) -> T:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an engine says of itself over HTTP: its model, and where its event streams are. Pure: from answers to values.
 
-Source: vLLM 0.32.0 entrypoints/serve/instrumentator/basic.py:59, `GET /kv_event_sources`: one KVEventsConfig
-(config/kv_events.py) for each data-parallel rank, its ports already counted up by the rank. vLLM has it from 0.31 on.
+Where it says that, and in which form, `router/engines/` has for each.
 """
 
 from __future__ import annotations
@@ -15,12 +14,7 @@ import msgspec
 
 from kvrouter.router.workers.worker_spec import MAX_DP_RANK, endpoint_problem
 
-SOURCES_PATH = "/kv_event_sources"
 MODELS_PATH = "/v1/models"
-START_WITH = (
-    'start it with --kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
-    '"replay_endpoint": "tcp://*:5558"}\''
-)
 WRITE_THEM = "write events=tcp://HOST:PORT (and replay=) for this worker"
 
 # Hundreds of ranks are the largest deployments; each becomes a worker.
@@ -68,7 +62,6 @@ class EventsConfig(msgspec.Struct):
 
 
 _models = msgspec.json.Decoder(_Models)
-_sources = msgspec.json.Decoder(dict[int, EventsConfig], strict=False)
 
 
 def model_in(answer: bytes) -> str:
@@ -81,16 +74,6 @@ def model_in(answer: bytes) -> str:
         if model.parent is None:
             return model.id
     raise ValueError(f"its {MODELS_PATH} names no model")
-
-
-def streams_in(answer: bytes, url: str) -> EngineAnswers:
-    """What `GET /kv_event_sources` of the engine at `url` says; `streams` is never None. Raises ValueError if it is
-    none."""
-    try:
-        configs = _sources.decode(answer)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise ValueError(f"its {SOURCES_PATH} cannot be read: {error}") from None
-    return streams_of(configs, url, START_WITH)
 
 
 def streams_of(configs: Mapping[int, EventsConfig], url: str, start_with: str) -> EngineAnswers:

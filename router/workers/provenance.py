@@ -8,21 +8,12 @@ changes nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.workers.engine_answers import Stream
 from kvrouter.router.workers.registration import NO_PATCH, Registration
-
-# The cores behind one address, as vLLM's metrics name them in every version: by their rank among all peers.
-_CORE = re.compile(rb'^vllm:num_requests_running\{(?:[^}\n]*,)? *engine="(\d{1,9})"', re.MULTILINE)
-
-
-def engine_ranks(page: bytes) -> tuple[int, ...]:
-    """The ranks that an engine's /metrics names, in order; empty where it names none."""
-    return tuple(sorted({int(rank) for rank in _CORE.findall(page)}))
 
 
 def ranks_allowed(dp_rank: int, alone: bool, engine: Sequence[int]) -> frozenset[int] | None:

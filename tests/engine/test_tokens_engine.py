@@ -27,6 +27,7 @@ from chats import chat, completion, requests
 from engine_process import last_published
 from router_process import RouterError, RouterProcess
 
+from kvrouter.router.engines.vllm.description import VLLM
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.tokens.client_body import read_client_body
 from kvrouter.router.tokens.engine.client import Engine
@@ -96,7 +97,7 @@ async def prompts(server: ChatServer, asked: Asked, local: Path | None) -> list[
     async with aiohttp.ClientSession() as session:
         tokenizing = TextTokenizer(
             models=lambda: [MODEL],
-            engines=lambda _: [Engine(server.url, "1")],
+            engines=lambda _: [Engine(server.url, "1", VLLM.tokens)],
             session=session,
             local={} if local is None else {MODEL: LocalTokenizer(local, datetime.now)},
             timeout_s=TIMEOUT_S,

@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Self
 
@@ -98,10 +99,11 @@ class SglangServer:
         self._has_host = has_host
         self._process: Any = None
         self._port = free_port()
-        self._events_port = free_port()
+        self._events_port, self._replay_port = free_port(), free_port()
         self._log = folder / "sglang.log"
         self.url = f"http://127.0.0.1:{self._port}"
         self.endpoint = f"tcp://127.0.0.1:{self._events_port}"
+        self.replay_endpoint = f"tcp://127.0.0.1:{self._replay_port}"
 
     def __enter__(self) -> Self:
         model = self._folder / "model"
@@ -109,7 +111,8 @@ class SglangServer:
         (model / "config.json").write_text(
             json.dumps(CONFIG | (WINDOWS if self._windows else STATES if self._states else {}))
         )
-        events = {"publisher": "zmq", "endpoint": f"tcp://*:{self._events_port}", "topic": ""}
+        events = {"publisher": "zmq", "endpoint": f"tcp://*:{self._events_port}", "topic": "kv-events"}
+        events["replay_endpoint"] = f"tcp://*:{self._replay_port}"
         command = [sys.executable, "-W", "ignore", "-m", "sglang.launch_server", "--model-path", str(model)]
         command += ["--served-model-name", MODEL, "--load-format", "dummy", "--device", "cpu", "--dtype", "float32"]
         command += ["--attention-backend", "torch_native"]
@@ -164,7 +167,12 @@ class SglangServer:
 
 
 def post(url: str, body: dict[str, Any]) -> tuple[Any, dict[str, str]]:
-    """The answer and its headers."""
+    """The answer and its headers; None where the request is refused."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
-        return json.loads(answer.read()), {name.lower(): value for name, value in answer.headers.items()}
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
+            return json.loads(answer.read()), {name.lower(): value for name, value in answer.headers.items()}
+    except urllib.error.HTTPError as error:
+        if error.code != HTTPStatus.BAD_REQUEST:
+            raise
+        return None, {}

@@ -52,8 +52,9 @@ def stand_in_for_inspector() -> None:
 
 
 class TreeOracle:
-    """One cache and its workload. tap: follows the cache; None: nobody does. core: "python" or "rust". has_host: its nodes
-    may be on the host too, where they are put without SGLang's controller, so no state is given up for the sake of one."""
+    """One cache and its workload. tap: follows the cache; None: nobody does. publish: is given SGLang's own events after
+    each step that has any. core: "python" or "rust". has_host: its nodes may be on the host too, where they are put
+    without SGLang's controller, so no state is given up for the sake of one."""
 
     def __init__(self, layout: TreeLayout, rng: Random, *, has_host: bool = False, core: str = "python") -> None:
         self.layout, self._rng = layout, rng
@@ -97,6 +98,7 @@ class TreeOracle:
             self.cache._execute_and_commit_kv_backup = lambda *given: 0
         self._known: list[TreePrompt] = []
         self.tap: TreeTap | None = None
+        self.publish: Callable[[list[Any]], None] = lambda events: None
 
     @property
     def is_bigram(self) -> bool:
@@ -148,7 +150,8 @@ class TreeOracle:
         self.end_step()
 
     def end_step(self) -> None:
-        self.cache.take_events()
+        if events := self.cache.take_events():
+            self.publish(events)
         if self.tap is not None:
             self.tap.step()
 

@@ -29,6 +29,8 @@ class EngineHttp:
         self.ahead_s = 0.0
         # Answers of other paths, empty by default.
         self.pages: dict[str, bytes] = {}
+        # Paths that it does not have.
+        self.missing: set[str] = set()
         self.asked: list[str] = []
         self._connections: list[socket.socket] = []
         self._server: ThreadingHTTPServer | None = None
@@ -55,7 +57,7 @@ class EngineHttp:
                         body += f"process_start_time_seconds {engine.start_s}\n".encode()
                     body += f"vllm:num_requests_running {float(engine.running)}\n".encode()
                     body += f"vllm:num_requests_waiting {float(engine.waiting)}\n".encode() + engine.metrics
-                self.send_response(engine.status)
+                self.send_response(404 if self.path in engine.missing else engine.status)
                 self.send_header("content-length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)

@@ -79,7 +79,10 @@ class Router:
 
 
 @asynccontextmanager
-async def routing(url: str, *sources: Source, allow: tuple[str, ...] = ()) -> AsyncIterator[Router]:
+async def routing(
+    url: str, *sources: Source, allow: tuple[str, ...] = (), asks_engines: bool = False
+) -> AsyncIterator[Router]:
+    """asks_engines: the core queries engines for what they say of themselves, beside what sources need."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     registry = MetricRegistry()
     async with AsyncExitStack() as stack:
@@ -94,6 +97,7 @@ async def routing(url: str, *sources: Source, allow: tuple[str, ...] = ()) -> As
             zmq_context=context,
             clock=time.monotonic,
             rng=random.Random(),
+            http=session if asks_engines else None,
         )
         await core.start()
         stack.push_async_callback(core.stop)

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from token_engine import TokenEngine, tokens_of
 
+from kvrouter.router.engines.vllm.description import VLLM
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
 from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.tokens.engine.client import Engine
@@ -98,7 +99,9 @@ async def case(
         found: Case
         tokenizing = TextTokenizer(
             models=lambda: [MODEL],
-            engines=lambda _: [Engine(e.url, life) for e, life in zip(found.engines, found.lives, strict=True)],
+            engines=lambda _: [
+                Engine(e.url, life, VLLM.tokens) for e, life in zip(found.engines, found.lives, strict=True)
+            ],
             session=session,
             local=local_makers,
             timeout_s=timeout_s,

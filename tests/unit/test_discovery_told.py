@@ -11,7 +11,8 @@ import pytest
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.discovery.candidate import Candidate, candidate_of, completed, ranked
-from kvrouter.router.workers.engine_answers import EngineAnswers, Stream, model_in, streams_in
+from kvrouter.router.engines.vllm.event_sources import streams_in
+from kvrouter.router.workers.engine_answers import EngineAnswers, Stream, model_in
 from kvrouter.router.workers.registration import Registration
 from kvrouter.router.workers.source_precedence import STATIC
 from kvrouter.router.workers.worker_spec import parse_worker

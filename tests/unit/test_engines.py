@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import msgspec
@@ -13,12 +14,16 @@ from kvrouter.events.vllm.codec import BatchDecoder
 from kvrouter.events.vllm.messages import BlockStored
 from kvrouter.router.common.errors import BadQuestion, SettingError
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.engines.engine import NotThisEngine
 from kvrouter.router.engines.known import ENGINES, engine_named
 from kvrouter.router.engines.sglang.server_info import streams_in
 from kvrouter.router.ingest.worker_profile import WorkerProfile
 from kvrouter.router.kvcache.block_hash import HashScheme
 from kvrouter.router.kvcache.page_hash import page_chain
 from kvrouter.router.kvcache.scheme_verification import HashIdentity, SchemeState
+from kvrouter.router.tokens.engine.wire import RenderQuirks, tokenize_body
+from kvrouter.router.tokens.prompt_tokens import TokensUnknown
+from kvrouter.router.tokens.token_request import TokenRequest
 from kvrouter.router.workers.engine_answers import Stream
 from kvrouter.router.workers.engine_name import ENGINE_NAMES
 from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
@@ -120,7 +125,93 @@ def test_server_info_names_a_stream_a_rank() -> None:
         0: Stream("tcp://10.0.0.2:5557", "tcp://10.0.0.2:5600"),
         1: Stream("tcp://10.0.0.2:5558", "tcp://10.0.0.2:5601"),
     }
-    silent = streams_in(b'{"kv_events": null}', "http://10.0.0.2:30000")
+    silent = streams_in(b'{"kv_events": null, "disable_radix_cache": false}', "http://10.0.0.2:30000")
     assert silent.streams == {} and "--kv-events-config" in silent.problem
     with pytest.raises(ValueError, match="/server_info cannot be read"):
         streams_in(b"[]", "http://10.0.0.2:30000")
+
+
+def test_vllms_own_server_info_is_not_sglangs() -> None:
+    """vLLM has a path of that name, too, in its development mode."""
+    with pytest.raises(NotThisEngine):
+        streams_in(b'{"vllm_config": "model=..."}', "http://10.0.0.2:30000")
+
+
+ROUTER = Path(__file__).parents[2] / "router"
+# The one place that lists their names.
+NAMES = ROUTER / "workers" / "engine_name.py"
+
+
+def names_compared(tree: ast.AST) -> list[int]:
+    """Lines that decide by the name of an engine: comparisons, cases and look-ups with one."""
+    found = []
+    for node in ast.walk(tree):
+        parts: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            parts = [node.left, *node.comparators]
+        elif isinstance(node, ast.MatchValue):
+            parts = [node.value]
+        elif isinstance(node, ast.Subscript):
+            parts = [node.slice]
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            parts = list(node.args) if node.func.attr in ("get", "startswith", "endswith") else []
+        held = [one for part in parts for one in ast.walk(part) if isinstance(one, ast.Constant)]
+        if any(one.value in ENGINE_NAMES for one in held):
+            found.append(node.lineno)  # type: ignore[attr-defined]
+    return found
+
+
+def test_no_room_outside_decides_by_an_engines_name() -> None:
+    found = []
+    for path in sorted(ROUTER.rglob("*.py")):
+        if path.is_relative_to(ROUTER / "engines") or path == NAMES:
+            continue
+        found += [f"{path.relative_to(ROUTER)}:{line}" for line in names_compared(ast.parse(path.read_text()))]
+    assert not found, "ask the engine's description (router/engines/engine.py) instead"
+
+
+@pytest.mark.parametrize(
+    "code", ["if engine == 'sglang': pass", "x = {'vllm': 1}[e] if e in ('vllm', 'b') else 0", "table['sglang']"]
+)
+def test_the_law_sees_a_comparison(code: str) -> None:
+    assert names_compared(ast.parse(code))
+
+
+def test_no_room_outside_imports_one_engine() -> None:
+    found = []
+    for path in sorted(ROUTER.rglob("*.py")):
+        if path.is_relative_to(ROUTER / "engines"):
+            continue
+        for name in ENGINE_NAMES:
+            if f"router.engines.{name}" in path.read_text():
+                found.append(str(path.relative_to(ROUTER)))
+    assert not found
+
+
+def test_tokenize_is_given_what_the_real_endpoint_reads() -> None:
+    asked = {"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False, "documents": [{"a": "b"}]}
+    request = TokenRequest("chat", {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in asked.items()})
+    sent = {name: msgspec.json.decode(tokenize_body(request, RenderQuirks(), ENGINES[name].tokens)) for name in ENGINES}
+    assert sent["vllm"]["add_generation_prompt"] is False
+    assert sent["vllm"]["chat_template_kwargs"] == {"documents": [{"a": "b"}]}
+    # SGLang's chats do not know the field, and its /tokenize does.
+    assert sent["sglang"] == {name: asked[name] for name in ("messages", "documents")}
+    message = TokenRequest("messages", {"messages": msgspec.Raw(msgspec.json.encode(asked["messages"]))})
+    with pytest.raises(TokensUnknown, match="not known"):
+        tokenize_body(message, RenderQuirks(), ENGINES["sglang"].tokens)
+
+
+@pytest.mark.parametrize(
+    ("fields", "vllm", "sglang"),
+    [
+        ({}, False, False),
+        ({"echo": True}, False, False),
+        ({"logprobs": 1}, False, False),
+        ({"echo": True, "logprobs": 1}, True, True),
+        # vLLM reads 0 as a wish, SGLang as none.
+        ({"echo": True, "logprobs": 0}, True, False),
+        ({"prompt_logprobs": 0}, True, False),
+    ],
+)
+def test_what_has_the_whole_prompt_computed(fields: dict[str, object], vllm: bool, sglang: bool) -> None:
+    assert (ENGINES["vllm"].skips_cache(fields), ENGINES["sglang"].skips_cache(fields)) == (vllm, sglang)

@@ -30,7 +30,7 @@ ALLOWED_PACKAGES = {
 ROOMS: dict[str, dict[str, str]] = {
     "events": {
         "transport": "What both streams share: connections, the receive loop, requests, bounds and permits.",
-        "vllm": "vLLM's own event stream.",
+        "vllm": "The engines' own event stream, in vLLM's form, which SGLang has too.",
         "patch": "The reports of the engine patch.",
     },
     "router": {

@@ -11,7 +11,9 @@ import pytest
 
 from kvrouter.router.common.errors import QueueFull
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.load.engine_metrics import EngineLoad, parse_engine_load
+from kvrouter.router.engines.sglang.description import SGLANG
+from kvrouter.router.engines.vllm.description import VLLM
+from kvrouter.router.load.engine_metrics import EngineLoad, engine_life, engine_ranks, parse_engine_load
 from kvrouter.router.load.load_table import LoadTable
 from kvrouter.router.load.pending_prefixes import PIECE_TOKENS, PendingPrefixes, names_of
 from kvrouter.router.load.session_affinity import SessionMemory
@@ -99,16 +101,38 @@ vllm:kv_cache_usage_perc{engine="1",model_name="m"} 1.5e-05
 
 
 def test_each_rank_of_an_engine_has_its_numbers() -> None:
-    assert parse_engine_load(PAGE, 0) == EngineLoad(2, 3, 0.25)
-    assert parse_engine_load(PAGE, 1) == EngineLoad(0, 5, 1.5e-05)
-    assert parse_engine_load(PAGE, 2) is None
+    assert parse_engine_load(PAGE, 0, VLLM.gauges) == EngineLoad(2, 3, 0.25)
+    assert parse_engine_load(PAGE, 1, VLLM.gauges) == EngineLoad(0, 5, 1.5e-05)
+    assert parse_engine_load(PAGE, 2, VLLM.gauges) is None
+
+
+def test_the_ranks_of_an_engine_are_the_labels_of_its_metrics() -> None:
+    page = b'vllm:num_requests_running{engine="5",model_name="m"} 3\nvllm:num_requests_running{engine="4"} 1\n'
+    assert engine_ranks(page, VLLM.gauges) == (4, 5)
+    assert engine_ranks(b"vllm:num_requests_running 3\n", VLLM.gauges) == ()
+
+
+def test_every_engine_has_its_own_names() -> None:
+    page = b"""sglang:num_running_reqs{dp_rank="0",engine_type="unified"} 3.0
+sglang:num_running_reqs{dp_rank="1",engine_type="unified"} 4.0
+sglang:num_queue_reqs{dp_rank="0",engine_type="unified"} 1.0
+sglang:num_queue_reqs{dp_rank="1",engine_type="unified"} 2.0
+sglang:token_usage{dp_rank="1",engine_type="unified"} 0.5
+sglang:startup_time_seconds{model_name="m",phase="scheduler_e2e"} 3.952485339000077
+"""
+    assert parse_engine_load(page, 1, SGLANG.gauges) == EngineLoad(2, 4, 0.5)
+    assert engine_ranks(page, SGLANG.gauges) == (0, 1)
+    assert engine_life(page, SGLANG.gauges) == 3.952485339000077
+    assert parse_engine_load(page, 1, VLLM.gauges) is None and engine_life(page, VLLM.gauges) is None
+    # A number that is cut in two is none.
+    assert engine_life(page[:-3], SGLANG.gauges) is None
 
 
 def test_an_engine_without_core_labels_reports_its_only_core() -> None:
     page = b"vllm:num_requests_running 3\r\nvllm:num_requests_waiting 1\r\n"
-    assert parse_engine_load(page, 4) == EngineLoad(1, 3, 0.0)
+    assert parse_engine_load(page, 4, VLLM.gauges) == EngineLoad(1, 3, 0.0)
     one = b'vllm:num_requests_running{engine="0"} 3\nvllm:num_requests_waiting{engine="0"} 1\n'
-    assert parse_engine_load(one, 4) == EngineLoad(1, 3, 0.0)
+    assert parse_engine_load(one, 4, VLLM.gauges) == EngineLoad(1, 3, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +146,14 @@ def test_an_engine_without_core_labels_reports_its_only_core() -> None:
     ],
 )
 def test_a_page_without_the_numbers_gives_no_report(page: bytes) -> None:
-    assert parse_engine_load(page, 0) is None
+    assert parse_engine_load(page, 0, VLLM.gauges) is None
 
 
 def test_absurd_numbers_are_bounded() -> None:
     said = parse_engine_load(
-        b"vllm:num_requests_running 1e300\nvllm:num_requests_waiting 1e99\nvllm:kv_cache_usage_perc 7\n", 0
+        b"vllm:num_requests_running 1e300\nvllm:num_requests_waiting 1e99\nvllm:kv_cache_usage_perc 7\n",
+        0,
+        VLLM.gauges,
     )
     assert said == EngineLoad(1_000_000, 1_000_000, 1.0)
 

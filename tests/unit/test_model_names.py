@@ -7,7 +7,7 @@ import pytest
 
 from kvrouter.router.common.errors import UnknownModel
 from kvrouter.router.common.ids import WorkerKey
-from kvrouter.router.workers.engine_lists import ServedModels, served_in
+from kvrouter.router.engines.engine_lists import ServedModels, served_in
 from kvrouter.router.workers.model_names import ModelNames, ServedModel, unserved_problem
 from kvrouter.router.workers.registration import CatalogSpec, Registration
 

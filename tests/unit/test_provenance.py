@@ -9,7 +9,7 @@ import pytest
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.workers.engine_answers import Stream
-from kvrouter.router.workers.provenance import engine_ranks, origin_problems, rank_problem, ranks_allowed
+from kvrouter.router.workers.provenance import origin_problems, rank_problem, ranks_allowed
 from kvrouter.router.workers.registration import NO_PATCH, Registration
 
 A_URL, B_URL = "http://10.0.0.1:8000", "http://10.0.0.2:8000"
@@ -58,12 +58,6 @@ def test_which_ranks_are_a_workers_own(
     assert (problem == "") is allowed
     if problem:
         assert f"publishes rank {published}" in problem and "port" in problem
-
-
-def test_the_ranks_of_an_engine_are_the_labels_of_its_metrics() -> None:
-    page = b'vllm:num_requests_running{engine="5",model_name="m"} 3\nvllm:num_requests_running{engine="4"} 1\n'
-    assert engine_ranks(page) == (4, 5)
-    assert engine_ranks(b"vllm:num_requests_running 3\n") == ()
 
 
 def problems(*registrations: Registration, **given: object) -> dict[str, str]:

@@ -11,8 +11,8 @@ import pytest
 
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.core.registration_judge import JUDGE_PAUSE_S, JUDGE_SHARE, RegistrationJudge
+from kvrouter.router.engines.engine_lists import EngineLists
 from kvrouter.router.fleet.worker_registry import WorkerRegistry
-from kvrouter.router.workers.engine_lists import EngineLists
 from kvrouter.router.workers.registration import Registration
 
 
@@ -28,6 +28,7 @@ class Fleet:
         self.streams: dict[WorkerKey, Any] = {WorkerKey("m", "w0", 0): self}
         self.sources: dict[str, Any] = {}
         self.served: dict[str, Any] = {}
+        self.kinds: dict[str, Any] = {}
         self.profile = self.patch = self
         self.epoch = None
 

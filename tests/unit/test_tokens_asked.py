@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvrouter.router.common.errors import BadQuestion
+from kvrouter.router.engines.vllm.description import VLLM
 from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
 from kvrouter.router.tokens.engine.wire import RenderQuirks, refusal_of, tokenize_body
 from kvrouter.router.tokens.forward_ids import MIN_TOKENS, forwarded_body
@@ -108,7 +109,7 @@ def test_tokenize_gets_the_fields_as_the_chat_endpoint_reads_them() -> None:
         "add_special_tokens": True,
         "unheard_of": 1,
     }
-    told = msgspec.json.decode(tokenize_body(asked(body), RenderQuirks()))
+    told = msgspec.json.decode(tokenize_body(asked(body), RenderQuirks(), VLLM.tokens))
     arguments = {"own": 1, "documents": [{"text": "d"}], "reasoning_effort": "none", "enable_thinking": False}
     assert told == {
         "messages": [{"role": "assistant", "content": "a", "reasoning": "r"}],
@@ -116,10 +117,12 @@ def test_tokenize_gets_the_fields_as_the_chat_endpoint_reads_them() -> None:
         "chat_template_kwargs": arguments,
         "add_special_tokens": True,
     }
-    assert "tools" not in msgspec.json.decode(tokenize_body(asked(body), RenderQuirks(keeps_unused_tools=False)))
+    assert "tools" not in msgspec.json.decode(
+        tokenize_body(asked(body), RenderQuirks(keeps_unused_tools=False), VLLM.tokens)
+    )
     for name in ("truncate_prompt_tokens", "suffix"):
         with pytest.raises(TokensUnknown):
-            tokenize_body(asked(CHAT | {name: 1}), RenderQuirks())
+            tokenize_body(asked(CHAT | {name: 1}), RenderQuirks(), VLLM.tokens)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ Source: SGLang 0.5.23 srt/disaggregation/kv_events.py, srt/mem_cache/events.py.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+
 import msgspec
 
 from kvrouter.router.common.ids import CPU, STORAGE
-from kvrouter.router.engines.engine import Engine
+from kvrouter.router.engines.engine import Engine, EngineGauges, OperatorFlags, TokenEndpoints
 from kvrouter.router.engines.sglang.server_info import SERVER_INFO_PATH, streams_in
 from kvrouter.router.kvcache.block_hash import HashScheme
 from kvrouter.router.kvcache.catalog import FULL_KINDS
@@ -46,6 +49,48 @@ def stock_problem(spec: CatalogSpec) -> str:
     )
 
 
+def skips_cache(fields: Mapping[str, object]) -> bool:
+    """The log-probabilities of an echoed prompt begin at its first token, so nothing before them is reused.
+
+    Source: SGLang 0.5.23 entrypoints/openai/serving_completions.py, managers/schedule_batch.py:1774.
+    """
+    return fields.get("echo") is True and bool(fields.get("logprobs"))
+
+
+# There is no process_start_time_seconds: its metrics are gathered from several processes. How long a start took has nine
+# digits, which another start does not have again. Source: SGLang 0.5.23 observability/metrics_collector.py.
+GAUGES = EngineGauges(
+    waiting=b"sglang:num_queue_reqs",
+    running=b"sglang:num_running_reqs",
+    kv_usage=b"sglang:token_usage",
+    rank_label=b"dp_rank",
+    life=re.compile(
+        rb'^sglang:startup_time_seconds\{[^}\n]*phase="scheduler_e2e"[^}\n]*\} ([0-9.eE+-]+)\r?\n', re.MULTILINE
+    ),
+)
+
+# Source: SGLang 0.5.23 entrypoints/openai/serving_tokenize.py, protocol.py (TokenizeRequest). Its chats and completions
+# know neither of the ignored fields.
+TOKENS = TokenEndpoints(
+    render_paths={},
+    how_to_render="SGLang has none",
+    chat_fields=None,
+    text_fields=("prompt",),
+    ignored_fields=frozenset({"add_generation_prompt", "add_special_tokens"}),
+    names_arguments=False,
+    reads_messages=False,
+)
+
+FLAGS = OperatorFlags(
+    serve="python -m sglang.launch_server ...",
+    events=(
+        '--kv-events-config \'{"publisher": "zmq", "endpoint": "tcp://*:5557", "replay_endpoint": "tcp://*:5558"}\''
+    ),
+    usage="--enable-cache-report",
+    prefix_cache="(without --disable-radix-cache)",
+    memory="--mem-fraction-static",
+)
+
 SGLANG = Engine(
     name="sglang",
     title="SGLang",
@@ -56,4 +101,10 @@ SGLANG = Engine(
     tiers_shown=False,
     info_path=SERVER_INFO_PATH,
     streams_in=streams_in,
+    # Its /health takes a second or more and generates a token; this says whether it takes requests.
+    health_path="/ready",
+    gauges=GAUGES,
+    tokens=TOKENS,
+    flags=FLAGS,
+    skips_cache=skips_cache,
 )

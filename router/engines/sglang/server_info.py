@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from kvrouter.router.engines.engine import NotThisEngine
 from kvrouter.router.workers.engine_answers import MAX_RANKS, WRITE_THEM, EngineAnswers, EventsConfig, streams_of
 
 SERVER_INFO_PATH = "/server_info"
@@ -27,17 +28,23 @@ class _Publisher(msgspec.Struct):
 
 class _ServerInfo(msgspec.Struct):
     kv_events: _Publisher | None = None
+    # An argument of its server in every version. vLLM has a path of this name, too, in its development mode.
+    disable_radix_cache: bool | None = None
 
 
 _info = msgspec.json.Decoder(_ServerInfo)
 
 
 def streams_in(answer: bytes, url: str) -> EngineAnswers:
-    """What the engine at `url` says; `streams` is never None. Raises ValueError if it cannot be read."""
+    """What the engine at `url` says; `streams` is never None. Raises NotThisEngine, and ValueError if it cannot be
+    read."""
     try:
-        said = _info.decode(answer).kv_events
+        info = _info.decode(answer)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ValueError(f"its {SERVER_INFO_PATH} cannot be read: {error}") from None
+    said = info.kv_events
+    if info.disable_radix_cache is None and said is None:
+        raise NotThisEngine(f"its {SERVER_INFO_PATH} is not SGLang's")
     if said is None:
         return EngineAnswers(streams={}, problem=f"its engine publishes no KV events: {START_WITH}, or {WRITE_THEM}")
 

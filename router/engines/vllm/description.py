@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
-from kvrouter.router.engines.engine import Engine
+import re
+from collections.abc import Mapping
+
+from kvrouter.router.engines.engine import Engine, EngineGauges, OperatorFlags, TokenEndpoints
+from kvrouter.router.engines.vllm.event_sources import SOURCES_PATH, streams_in
 from kvrouter.router.kvcache.block_hash import HashScheme, known_schemes
 from kvrouter.router.kvcache.page_hash import LOOKAHEAD_TOKENS
-from kvrouter.router.workers.engine_answers import SOURCES_PATH, streams_in
 from kvrouter.router.workers.registration import CatalogSpec
 
 
@@ -34,6 +37,54 @@ def stock_problem(spec: CatalogSpec) -> str:
     return ""
 
 
+def skips_cache(fields: Mapping[str, object]) -> bool:
+    """Log-probabilities of the prompt's tokens need all of it computed.
+
+    Source: vLLM 0.32.0 v1/request.py (skip_reading_prefix_cache), entrypoints/openai/completion/protocol.py.
+    """
+    echoed = fields.get("echo") is True and fields.get("logprobs") is not None
+    return fields.get("prompt_logprobs") is not None or echoed
+
+
+GAUGES = EngineGauges(
+    waiting=b"vllm:num_requests_waiting",
+    running=b"vllm:num_requests_running",
+    kv_usage=b"vllm:kv_cache_usage_perc",
+    rank_label=b"engine",
+    # The whole line, so that a number cut in two is not taken for one.
+    life=re.compile(rb"^process_start_time_seconds ([0-9.eE+]+)\r?\n", re.MULTILINE),
+)
+
+# Source: vLLM 0.32.0 entrypoints/scale_out/render, entrypoints/serve/tokenize.
+TOKENS = TokenEndpoints(
+    render_paths={
+        "chat": "/v1/chat/completions/render",
+        "text": "/v1/completions/render",
+        "responses": "/v1/responses/render",
+        "messages": "/v1/messages/render",
+    },
+    how_to_render="vLLM has one with --enable-scale-out",
+    chat_fields=(
+        *("messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
+        *("chat_template", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs"),
+    ),
+    text_fields=("prompt", "add_special_tokens"),
+    ignored_fields=frozenset(),
+    names_arguments=True,
+    reads_messages=True,
+)
+
+FLAGS = OperatorFlags(
+    serve="vllm serve ...",
+    events=(
+        '--kv-events-config \'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557", '
+        '"replay_endpoint": "tcp://*:5558"}\''
+    ),
+    usage="--enable-prompt-tokens-details",
+    prefix_cache="--enable-prefix-caching",
+    memory="--gpu-memory-utilization",
+)
+
 VLLM = Engine(
     name="vllm",
     title="vLLM",
@@ -44,4 +95,9 @@ VLLM = Engine(
     tiers_shown=True,
     info_path=SOURCES_PATH,
     streams_in=streams_in,
+    health_path="/health",
+    gauges=GAUGES,
+    tokens=TOKENS,
+    flags=FLAGS,
+    skips_cache=skips_cache,
 )

@@ -13,6 +13,7 @@ import aiohttp
 
 from kvrouter.router.common.bounded_read import read_at_most
 from kvrouter.router.common.escaping import printable
+from kvrouter.router.engines.engine import TokenEndpoints
 from kvrouter.router.tokens.engine.wire import refusal_of
 from kvrouter.router.tokens.prompt_tokens import TokensUnknown
 
@@ -33,10 +34,12 @@ REFUSED = frozenset({HTTPStatus.BAD_REQUEST, HTTPStatus.REQUEST_ENTITY_TOO_LARGE
 
 
 class Engine(NamedTuple):
-    """An engine that may be queried. life: changes when it restarts, maybe with another template."""
+    """An engine that may be queried. life: changes when it restarts, maybe with another template. ways: its endpoints
+    for tokens."""
 
     url: str
     life: str
+    ways: TokenEndpoints
 
 
 class Absent(Exception):

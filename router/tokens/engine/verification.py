@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.common.errors import BadQuestion
-from kvrouter.router.tokens.engine.client import Absent, EngineClient
+from kvrouter.router.engines.engine import TokenEndpoints
+from kvrouter.router.tokens.engine.client import Absent, Engine, EngineClient
 from kvrouter.router.tokens.engine.probes import (
     MESSAGE_PROBES,
     PLAIN_CHAT,
@@ -29,9 +30,7 @@ from kvrouter.router.tokens.engine.probes import (
 )
 from kvrouter.router.tokens.engine.wire import (
     COUNT_PATH,
-    HOW_TO_RENDER,
     REAL_PATHS,
-    RENDER_PATHS,
     TOKENIZE_PATH,
     RenderQuirks,
     count_body,
@@ -72,10 +71,11 @@ class LocalMaker(Protocol):
 
 
 class Verdict(msgspec.Struct, frozen=True, eq=False):
-    """What is known of one engine. renders, renders_messages: it has a render endpoint, for messages of Anthropic's API
-    too. tokenizes, local: for each feature EQUAL where
-    that way makes what the engine makes, else why not. truths: what the engine made of the probes."""
+    """What is known of one engine. ways: its endpoints. renders, renders_messages: it has a render endpoint, for
+    messages of Anthropic's API too. tokenizes, local: for each feature EQUAL where that way makes what the engine makes,
+    else why not. truths: what the engine made of the probes."""
 
+    ways: TokenEndpoints
     renders: bool
     renders_messages: bool = False
     tokenizes: dict[Feature, str] = {}
@@ -92,26 +92,29 @@ class Verifier:
         self._client = client
         self._local = local
 
-    async def judge(self, model: str, url: str) -> Verdict:
+    async def judge(self, model: str, engine: Engine) -> Verdict:
         """Raises Unknown when the engine does not answer."""
+        ways = engine.ways
         probes = dict(PROBES)
         truths: dict[Feature, Truth] = {}
-        renders = True
+        renders = bool(ways.render_paths)
         for feature, probe in PROBES.items():
-            renders, truth = await self._truth(model, url, probe, renders)
+            renders, truth = await self._truth(model, engine, probe, renders)
             if feature == "chat" and isinstance(truth, str):
                 probes[feature] = PLAIN_CHAT
-                renders, truth = await self._truth(model, url, PLAIN_CHAT, renders)
+                renders, truth = await self._truth(model, engine, PLAIN_CHAT, renders)
             truths[feature] = truth
         renders_messages = renders
-        for feature, probe in MESSAGE_PROBES.items():
-            renders_messages, truths[feature] = await self._truth(model, url, probe, renders_messages)
-        probes |= MESSAGE_PROBES
+        # Where nobody here knows what the engine makes of them, there is nothing to compare.
+        message_probes = MESSAGE_PROBES if ways.reads_messages else {}
+        for feature, probe in message_probes.items():
+            renders_messages, truths[feature] = await self._truth(model, engine, probe, renders_messages)
+        probes |= message_probes
         tokenizes: dict[Feature, str] = {}
         tokenize_habits = RenderQuirks()
         if not renders_messages:
-            unrendered = MESSAGE_PROBES if renders else probes
-            tokenizes, tokenize_habits = await self._tokenizes(url, unrendered, truths)
+            unrendered = message_probes if renders else probes
+            tokenizes, tokenize_habits = await self._tokenizes(engine, unrendered, truths)
         local: dict[Feature, str] = {}
         local_habits = RenderQuirks()
         maker = self._local.get(model)
@@ -119,14 +122,16 @@ class Verifier:
             local, local_habits = best(
                 [(compared(maker.ids, habits, probes, truths), habits) for habits in maker.likely_habits()]
             )
-        return Verdict(renders, renders_messages, tokenizes, tokenize_habits, local, local_habits, truths)
+        return Verdict(ways, renders, renders_messages, tokenizes, tokenize_habits, local, local_habits, truths)
 
-    async def _truth(self, model: str, url: str, probe: TokenRequest, renders: bool) -> tuple[bool, Truth]:
+    async def _truth(self, model: str, engine: Engine, probe: TokenRequest, renders: bool) -> tuple[bool, Truth]:
         """Whether the engine renders, and what it makes of the probe; of a message that is not rendered, the length."""
+        url = engine.url
         try:
             if renders:
                 try:
-                    answer = await self._client.post(url, RENDER_PATHS[probe.kind], render_body(probe, model))
+                    path = engine.ways.render_paths[probe.kind]
+                    answer = await self._client.post(url, path, render_body(probe, model))
                     return True, rendered(probe.kind, answer)[0]
                 except Absent:
                     renders = False
@@ -142,25 +147,29 @@ class Verifier:
             return renders, unknown.problem
 
     async def _tokenizes(
-        self, url: str, probes: dict[Feature, TokenRequest], truths: dict[Feature, Truth]
+        self, engine: Engine, probes: dict[Feature, TokenRequest], truths: dict[Feature, Truth]
     ) -> tuple[dict[Feature, str], RenderQuirks]:
         found: list[tuple[dict[Feature, str], RenderQuirks]] = []
         for habits in TOKENIZE_HABITS:
             judged: dict[Feature, str] = {}
             for feature, probe in probes.items():
-                judged[feature] = await self._tokenized(url, probe, truths[feature], habits)
+                judged[feature] = await self._tokenized(engine, probe, truths[feature], habits)
             found.append((judged, habits))
             if all(why == EQUAL or isinstance(truths[feature], str) for feature, why in judged.items()):
                 break
         return best(found)
 
-    async def _tokenized(self, url: str, probe: TokenRequest, truth: Truth, habits: RenderQuirks) -> str:
+    async def _tokenized(self, engine: Engine, probe: TokenRequest, truth: Truth, habits: RenderQuirks) -> str:
         if isinstance(truth, str) and probe.kind == "messages":
             return difference(truth, np.empty(0, np.int64))
         try:
-            ids = tokenized_ids(await self._client.post(url, TOKENIZE_PATH, tokenize_body(probe, habits)))
+            body = tokenize_body(probe, habits, engine.ways)
+        except TokensUnknown as unknown:
+            return unknown.problem
+        try:
+            ids = tokenized_ids(await self._client.post(engine.url, TOKENIZE_PATH, body))
         except Absent:
-            return f"it has neither /tokenize nor a render endpoint ({HOW_TO_RENDER})"
+            return f"it has neither /tokenize nor a render endpoint ({engine.ways.how_to_render})"
         except TokensUnknown as unknown:
             if unknown.reason != "refused":
                 raise

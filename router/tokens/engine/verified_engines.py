@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.tokens.engine.client import Engine, EngineClient
 from kvrouter.router.tokens.engine.verification import EQUAL, LocalMaker, Verdict, Verifier, same_truths
-from kvrouter.router.tokens.engine.wire import HOW_TO_RENDER, ONLY_RENDERED
+from kvrouter.router.tokens.engine.wire import ONLY_RENDERED
 from kvrouter.router.tokens.prompt_tokens import Source, TokensUnknown
 from kvrouter.router.tokens.token_metrics import TokenMetrics
 from kvrouter.router.tokens.token_request import Feature, TokenRequest
@@ -109,7 +109,7 @@ class VerifiedEngines:
     async def _judge_one(self, model: str, engine: Engine, judged: _Judged) -> None:
         try:
             async with asyncio.timeout(JUDGE_TIMEOUT_S):
-                verdict = await self._judge.judge(model, engine.url)
+                verdict = await self._judge.judge(model, engine)
         except (TokensUnknown, TimeoutError) as error:
             judged.problem = (
                 error.problem if isinstance(error, TokensUnknown) else f"no answers within {JUDGE_TIMEOUT_S:g} s"
@@ -177,7 +177,7 @@ class VerifiedEngines:
                     "unverified", f"the engine's /tokenize differs from how it reads a request ({feature}: {why})"
                 )
         return TokensUnknown(
-            "unsupported", f"only the engine's render endpoint could return its tokens ({HOW_TO_RENDER})"
+            "unsupported", f"only the engine's render endpoint could return its tokens ({verdict.ways.how_to_render})"
         )
 
     def status(self, model: str, url: str | None) -> TokensStatus:

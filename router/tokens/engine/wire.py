@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests to engines for tokens, and their answers. Pure.
 
-Source: vLLM 0.32.0 entrypoints/scale_out/render, entrypoints/serve/tokenize, renderers/online_renderer.py. A model's
-name is sent with messages alone, which must have one: vLLM takes none for its own, whatever it serves it as.
+Which endpoints an engine has, and what they take, its description says (`TokenEndpoints`). A model's name is sent with
+messages alone, which must have one: vLLM takes none for its own, whatever it serves it as.
 """
 
 from __future__ import annotations
@@ -16,28 +16,18 @@ from numpy.typing import NDArray
 
 from kvrouter.router.common.errors import BadQuestion
 from kvrouter.router.common.json_arrays import token_array
+from kvrouter.router.engines.engine import TokenEndpoints
 from kvrouter.router.kvcache.multimodal import Items, MultimodalItem, in_order
 from kvrouter.router.tokens.anthropic_messages import as_chat
-from kvrouter.router.tokens.client_body import CHAT_PATH, MESSAGES_PATH, RESPONSES_PATH, TEXT_PATH
+from kvrouter.router.tokens.client_body import CHAT_PATH, MESSAGES_PATH, TEXT_PATH
 from kvrouter.router.tokens.prompt_tokens import TokensUnknown
 from kvrouter.router.tokens.token_request import TRUNCATION, Kind, TokenRequest
 
-RENDER_PATHS: dict[Kind, str] = {
-    "chat": f"{CHAT_PATH}/render",
-    "text": f"{TEXT_PATH}/render",
-    "responses": f"{RESPONSES_PATH}/render",
-    "messages": f"{MESSAGES_PATH}/render",
-}
 COUNT_PATH = f"{MESSAGES_PATH}/count_tokens"
 TOKENIZE_PATH = "/tokenize"
 # The engine itself, for what it makes of a probe.
 REAL_PATHS: dict[Kind, str] = {"chat": CHAT_PATH, "text": TEXT_PATH}
 
-# Of a chat, what /tokenize has a field of its own for.
-TOKENIZE_FIELDS = (
-    *("messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens"),
-    *("chat_template", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs"),
-)
 # What only the real endpoint and its render can read.
 ONLY_RENDERED = (TRUNCATION, "suffix")
 # vLLM reads these values of a template's argument as not given. Source: renderers/params.py, merge_kwargs.
@@ -68,36 +58,37 @@ def count_body(asked: TokenRequest, model: str) -> bytes:
     return msgspec.json.encode(asked.fields | {"model": model})
 
 
-def tokenize_body(asked: TokenRequest, habits: RenderQuirks) -> bytes:
+def tokenize_body(asked: TokenRequest, habits: RenderQuirks, ways: TokenEndpoints) -> bytes:
     """Raises Unknown where /tokenize cannot say what the real endpoint would make of it."""
     if asked.kind == "messages":
+        if not ways.reads_messages:
+            raise TokensUnknown("unsupported", "what this engine makes of messages of Anthropic's API is not known")
         asked = as_chat(asked, merges_system=habits.merges_system)
     for name in ONLY_RENDERED:
         if asked.has(name):
             raise TokensUnknown(
-                "unsupported", f"{name} is read by the engine's render endpoint alone ({HOW_TO_RENDER})"
+                "unsupported", f"{name} is read by the engine's render endpoint alone ({ways.how_to_render})"
             )
     if asked.kind == "text":
-        body: dict[str, Any] = {
-            name: asked.fields[name] for name in ("prompt", "add_special_tokens") if name in asked.fields
-        }
+        body: dict[str, Any] = {name: asked.fields[name] for name in ways.text_fields if name in asked.fields}
         return msgspec.json.encode(body)
     if asked.kind != "chat":
         raise TokensUnknown(
-            "unsupported", f"{REAL_PATHS.get(asked.kind, asked.kind)} has a render endpoint alone ({HOW_TO_RENDER})"
+            "unsupported",
+            f"{REAL_PATHS.get(asked.kind, asked.kind)} has a render endpoint alone ({ways.how_to_render})",
         )
-    body = {name: asked.fields[name] for name in TOKENIZE_FIELDS if name in asked.fields}
+    given = asked.fields.keys() - ways.ignored_fields if ways.chat_fields is None else ways.chat_fields
+    body = {name: asked.fields[name] for name in given if name in asked.fields}
     if drops_tools(asked, habits):
         body.pop("tools", None)
+    if not ways.names_arguments:
+        return msgspec.json.encode(body)
     if any("reasoning_content" in message for message in asked.messages):
         body["messages"] = [with_reasoning(message) for message in asked.messages]
     arguments = template_arguments(asked)
     if arguments:
         body["chat_template_kwargs"] = arguments
     return msgspec.json.encode(body)
-
-
-HOW_TO_RENDER = "vLLM has one with --enable-scale-out"
 
 
 def drops_tools(asked: TokenRequest, habits: RenderQuirks) -> bool:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks engines now and then which models and LoRA adapters they serve, and where their KV events are. An async
-shell."""
+"""Asks engines now and then which models and LoRA adapters they serve, what kind they are, and where their KV events
+are. An async shell."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ import aiohttp
 import msgspec
 
 from kvrouter.router.common.bounded_read import read_whole
-from kvrouter.router.workers.engine_answers import MODELS_PATH, SOURCES_PATH, Stream, streams_in
+from kvrouter.router.engines.engine import Engine, NotThisEngine
+from kvrouter.router.engines.known import ENGINES
+from kvrouter.router.workers.engine_answers import MODELS_PATH, Stream
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +27,7 @@ TIMEOUT_S = 2.0
 # Some hundred adapters and their paths; an answer beyond this is no engine's.
 MAX_ANSWER_BYTES = 1024**2
 ENGINES_AT_ONCE = 16
-# vLLM before 0.31 has no list of event sources, and logs each request for one: it is queried again when it may have
+# vLLM before 0.31 says nothing of its event streams, and logs each request for it: it is queried again when it may have
 # been exchanged.
 LOOKS_WITHOUT_SOURCES = 60
 
@@ -87,6 +89,8 @@ class EngineLists:
         # All by URL.
         self.served: dict[str, ServedModels] = {}
         self.sources: dict[str, Mapping[int, Stream]] = {}
+        # Of those that showed it: what kind they are.
+        self.kinds: dict[str, Engine] = {}
 
     @property
     def adapters(self) -> dict[str, dict[str, str]]:
@@ -113,25 +117,28 @@ class EngineLists:
     async def look(self) -> None:
         """Ask all of them once."""
         urls = set(self._urls())
-        before = dict(self.served), dict(self.sources)
+        before = self._known()
         self._new.clear()
-        for known in (self.served, self.sources, self._sources_due):
+        for known in (self.served, self.sources, self.kinds, self._sources_due):
             for url in known.keys() - urls:
                 del known[url]
         await asyncio.gather(*map(self._ask, urls))
         self._looks += 1
-        self._compare(*before)
+        self._compare(before)
 
     async def _look_at_new(self) -> None:
         """Ask those that came, not all for each."""
-        before = dict(self.served), dict(self.sources)
+        before = self._known()
         new, self._new = self._new, set()
         await asyncio.gather(*map(self._ask, new))
-        self._compare(*before)
+        self._compare(before)
 
-    def _compare(self, served: dict[str, ServedModels], sources: dict[str, Mapping[int, Stream]]) -> None:
+    def _known(self) -> tuple[object, ...]:
+        return dict(self.served), dict(self.sources), dict(self.kinds)
+
+    def _compare(self, before: tuple[object, ...]) -> None:
         """What they said before."""
-        if (self.served, self.sources) != (served, sources):
+        if self._known() != before:
             log.info("engine lists changed", extra={"engines": len(self.served), "adapters": len(self.adapters)})
             self._changed()
 
@@ -142,16 +149,25 @@ class EngineLists:
                 self.served[url] = served
             if self._sources_due.get(url, 0) > self._looks:
                 return
-            status, answer = await self._get(url, SOURCES_PATH)
-        if status == HTTPStatus.OK:
-            try:
-                self.sources[url] = streams_in(answer, url).streams or {}
-            except ValueError:
-                # Whoever asks for its streams names what is wrong with the answer.
-                return
-        elif status is not None:
-            self.sources.pop(url, None)
-            self._sources_due[url] = self._looks + LOOKS_WITHOUT_SOURCES
+            # What it was before, first.
+            known = self.kinds.get(url)
+            for engine in sorted(ENGINES.values(), key=lambda one: one is not known):
+                status, answer = await self._get(url, engine.info_path)
+                if status is None:
+                    return
+                if status == HTTPStatus.OK:
+                    try:
+                        self.sources[url] = engine.streams_in(answer, url).streams or {}
+                    except NotThisEngine:
+                        continue
+                    except ValueError:
+                        # Whoever asks for its streams names what is wrong with the answer.
+                        return
+                    self.kinds[url] = engine
+                    return
+        self.sources.pop(url, None)
+        self.kinds.pop(url, None)
+        self._sources_due[url] = self._looks + LOOKS_WITHOUT_SOURCES
 
     async def _get(self, url: str, path: str) -> tuple[int | None, bytes]:
         """Status and body; no status where nothing came. Liveness is judged elsewhere."""

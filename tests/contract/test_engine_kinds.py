@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What kind of engine a worker is, where nobody stated it: queried over HTTP, kept by all routers, and not said otherwise by
+an engine that registers again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import redis
+from engine_http import EngineHttp
+from listed_routers import STILL_S, TIMEOUT_S, Listed, Router, routing
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.workers.registration import Registration
+from kvrouter.router.workers.source_precedence import FILE
+
+SERVER_INFO = {"disable_radix_cache": False, "kv_events": {"publisher": "zmq", "endpoint_port_base": 5557}}
+WORKER = WorkerKey("m", "w")
+
+
+@pytest.fixture
+def url(embedded_url: str) -> Iterator[str]:
+    """The store, empty; and afterwards, as other tests have it too."""
+    client = redis.Redis.from_url(embedded_url)
+    client.flushall()
+    yield embedded_url
+    client.flushall()
+    client.close()
+
+
+@pytest.fixture
+def sglang() -> Iterator[EngineHttp]:
+    engine = EngineHttp()
+    engine.missing = {"/kv_event_sources"}
+    engine.pages["/server_info"] = msgspec.json.encode(SERVER_INFO)
+    yield engine
+    engine.stop()
+
+
+def run(main: Callable[[], Any]) -> None:
+    asyncio.run(main())
+
+
+def written_by_hand(engine: EngineHttp) -> Registration:
+    return Registration(WORKER, url=engine.url, events="tcp://127.0.0.1:1")
+
+
+async def kind_is(router: Router, expected: str | None) -> None:
+    async with asyncio.timeout(TIMEOUT_S):
+        while [one.engine for one in router.core.registrations()] != [expected]:
+            await asyncio.sleep(0.01)
+
+
+def test_an_engine_is_recognised_and_stays_so(url: str, sglang: EngineHttp) -> None:
+    async def main() -> None:
+        async with routing(url, asks_engines=True) as router, routing(url, asks_engines=True) as other:
+            await router.core.register(written_by_hand(sglang))
+            await kind_is(router, "sglang")
+            await kind_is(other, "sglang")
+            assert router.core.registry.streams[WORKER].profile.engine.name == "sglang"
+            # As an engine that registers itself now and then does it.
+            await router.core.register(written_by_hand(sglang))
+            assert [one.engine for one in router.core.registrations()] == ["sglang"]
+
+    run(main)
+
+
+def test_a_source_does_not_undo_what_was_found(url: str, sglang: EngineHttp) -> None:
+    async def main() -> None:
+        source = Listed(FILE, f"w={sglang.url}")
+        async with routing(url, source, asks_engines=True) as router:
+            await kind_is(router, "sglang")
+            epoch = router.core.registry.streams[WORKER]
+            await asyncio.sleep(STILL_S)
+            # The same stream: nothing was registered again.
+            assert router.core.registry.streams[WORKER] is epoch
+            assert [one.engine for one in router.core.registrations()] == ["sglang"]
+
+    run(main)
+
+
+def test_another_engine_at_the_same_place_is_named(url: str, sglang: EngineHttp) -> None:
+    async def main() -> None:
+        async with routing(url, asks_engines=True) as router:
+            stated = msgspec.structs.replace(written_by_hand(sglang), engine="vllm")
+            await router.core.register(stated)
+            async with asyncio.timeout(TIMEOUT_S):
+                while "its HTTP is SGLang's" not in router.core.registry.streams[WORKER].note:
+                    await asyncio.sleep(0.01)
+            # What was stated counts.
+            assert [one.engine for one in router.core.registrations()] == ["vllm"]
+
+    run(main)
+
+
+def test_vllm_needs_no_writing(url: str) -> None:
+    engine = EngineHttp()
+    engine.pages["/kv_event_sources"] = b"{}"
+
+    async def main() -> None:
+        async with routing(url, asks_engines=True) as router:
+            await router.core.register(written_by_hand(engine))
+            async with asyncio.timeout(TIMEOUT_S):
+                while not router.core.engine_lists.kinds:
+                    await asyncio.sleep(0.01)
+            await asyncio.sleep(STILL_S)
+            assert [one.engine for one in router.core.registrations()] == [None]
+
+    run(main)
+    engine.stop()

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The router's own prediction from SGLang's own events: its decoder, ingest, mirror, hashes and hit rule."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+from tree_oracle import TreePrompt
+
+from kvrouter.events.vllm.codec import BatchDecoder
+from kvrouter.events.vllm.stream_items import Batch, StreamItem, fingerprint
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.ingest.ingest import Ingest
+from kvrouter.router.kvcache.prompt_hasher import SegmentMemory
+from kvrouter.router.matching.matcher import HashPlans, Matcher, WorkerView
+from kvrouter.router.matching.mirror import Mirror
+from kvrouter.router.matching.question import Hit, Question
+from kvrouter.router.workers.registration import CatalogSpec, GroupSpec, Registration
+from kvrouter.router.workers.stream_state import StreamState
+
+WORKER = WorkerKey("m", "w")
+
+
+def full_attention(page: int, *, bigrams: bool = False) -> CatalogSpec:
+    """What a user registers of a model that has full attention alone."""
+    groups = (GroupSpec(None, "full_attention", page),)
+    return CatalogSpec(groups=groups, hash_algo="sglang_bigram" if bigrams else None)
+
+
+class StockPredictor:
+    """Follows one worker by its engine's own events."""
+
+    def __init__(self, catalog: CatalogSpec | None) -> None:
+        epochs = itertools.count()
+        registration = Registration(WORKER, events="tcp://127.0.0.1:5557", engine="sglang", catalog=catalog)
+        self.ingest = Ingest(registration, seed=None, decoder=BatchDecoder(), new_epoch=lambda: f"e{next(epochs)}")
+        self.ingest.follow_stock()
+
+    def take(self, item: StreamItem) -> None:
+        self.ingest.apply(item, 0.0)
+
+    def take_payload(self, seq: int, payload: bytes) -> None:
+        self.take(Batch(seq, payload, fingerprint(payload), replayed=False))
+
+    def hit(self, prompt: TreePrompt) -> Hit:
+        profile, held = self.ingest.profile, self.ingest.held
+        mirror = Mirror(1 << 24)
+        mirror.begin_epoch(WORKER, "e")
+        for place in held.blocks.places:
+            hashes = held.blocks.hashes(place)
+            if len(hashes):
+                mirror.add(WORKER, place, hashes)
+        view = WorkerView(
+            WORKER,
+            None,
+            self.ingest.state,
+            self.ingest.state is StreamState.LIVE and profile.identity.explained,
+            "",
+            "e",
+            profile.catalog,
+            profile.identity.scheme,
+            profile.spec.lora_paths,
+        )
+        question = Question(
+            "m",
+            len(prompt.tokens),
+            token_ids=np.array(prompt.tokens, np.int64),
+            lora_name=None if prompt.lora is None else f"name of {prompt.lora}",
+            cache_salt=prompt.salt,
+        )
+        (hit,) = Matcher(mirror, SegmentMemory(0)).match(question, HashPlans.build(mirror, [view]))
+        return hit
+
+    @property
+    def why_not(self) -> str:
+        """Why its blocks earn nothing."""
+        return self.ingest.profile.catalog.problem or ""
+
+
+def positional(events: list[Any]) -> list[list[Any]]:
+    """The events as SGLang wrote them before they were maps (up to 0.5.9): positions up to the medium."""
+    fields = ("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium")
+    found = []
+    for event in events:
+        names = [name for name in fields if hasattr(event, name)]
+        found.append([type(event).__name__, *(getattr(event, name) for name in names)])
+    return found

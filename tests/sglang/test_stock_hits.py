@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Claim: from SGLang's own events the router promises nothing that SGLang would not reuse, in any layout; and for full
+attention alone, stated as such, exactly what it reuses."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import msgspec
+import pytest
+from sglang.srt.disaggregation.kv_events import KVEventBatch
+from stock_predictor import StockPredictor, full_attention, positional
+from tree_layouts import LAYOUTS, TreeLayout
+from tree_oracle import TreeOracle
+
+from kvrouter.events.vllm.stream_items import Connected
+
+# Questions of each layout; 200 make over 6,000 in all.
+PROBES = int(os.environ.get("KVROUTER_TEST_SGLANG_STOCK_PROBES", "60"))
+STEPS_PER_PROBE = 2
+LEAST_NON_ZERO = 0.3
+
+FORMS: dict[str, Callable[[list[Any]], list[Any]]] = {"maps": list, "arrays": positional}
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def followed(oracle: TreeOracle, form: str) -> StockPredictor:
+    """A predictor that is given the oracle's events, as SGLang's publisher writes them."""
+    is_stated = oracle.layout.components == ("FULL",)
+    catalog = full_attention(oracle.layout.page, bigrams=oracle.is_bigram) if is_stated else None
+    predictor = StockPredictor(catalog)
+    predictor.take(Connected())
+    seqs = iter(range(1 << 30))
+
+    def publish(events: list[Any]) -> None:
+        batch = KVEventBatch(ts=1.0, events=FORMS[form](events), attn_dp_rank=0)
+        predictor.take_payload(next(seqs), _encoder.encode(batch))
+
+    oracle.publish = publish
+    return predictor
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_nothing_is_promised_that_is_not_there(layout: TreeLayout, form: str, seed: int) -> None:
+    rng = Random(f"{layout.name} {seed}")
+    oracle = TreeOracle(layout, rng)
+    predictor = followed(oracle, form)
+    counts: Counter[str] = Counter()
+    wrong = []
+    for _ in range(40):
+        oracle.step()
+    for _ in range(PROBES):
+        for _ in range(STEPS_PER_PROBE):
+            oracle.step()
+        prompt = oracle.prompt()
+        predicted = predictor.hit(prompt).gpu
+        reused = oracle.reused(prompt)
+        oracle.end_step()
+        counts["non-zero"] += reused > 0
+        # Which adapter a hash belongs to, SGLang's events do not show: its prompts earn nothing.
+        is_exact = layout.components == ("FULL",) and prompt.lora is None
+        if predicted != (reused if is_exact else 0):
+            wrong.append((len(prompt.tokens), prompt.lora, predicted, reused))
+    assert not wrong, f"{len(wrong)} of {PROBES} wrong: {wrong[:8]}"
+    assert counts["non-zero"] >= LEAST_NON_ZERO * PROBES
+    if layout.components != ("FULL",):
+        assert "load the engine patch" in predictor.why_not
