@@ -293,7 +293,8 @@ def _adapters_of(question: Question, plan: HashPlan) -> Iterable[tuple[str, str]
 def _hits(plan: HashPlan, found: NDArray[np.int64]) -> list[Hit]:
     """found: of each worker of the plan, as `Judge.judge` returns it."""
     return [
-        Hit(view.worker, gpu, cpu, disk, view.state.value, view.reason, (), limiters.get(limiter), False, covered)
+        # `_value_`: an enum's `value` is a call.
+        Hit(view.worker, gpu, cpu, disk, view.state._value_, view.reason, (), limiters.get(limiter), False, covered)
         for view, limiters, (gpu, cpu, disk, limiter, covered) in zip(
             plan.views, plan.limiters, found.tolist(), strict=True
         )

@@ -29,7 +29,7 @@ TIER = "tier"  # loading it back would take longer than computing it elsewhere
 LOST_REASONS = (EXCLUSION, STATE, LOAD, AFFINITY, TEMPERATURE, POLICY, TIER)
 
 
-class Comparison(msgspec.Struct, frozen=True, eq=False):
+class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The workers of a choice, as they were compared. chosen: place of the chosen one; pending: tokens of the prompt that
     are being computed at a worker."""
 
@@ -42,11 +42,8 @@ class Comparison(msgspec.Struct, frozen=True, eq=False):
         """The places of the cheapest workers, the chosen one first: it is the best whatever chance or another policy
         said. most: of them."""
         hits, costs, saturated = self.hits, self.found.costs, self.found.saturated
-        others = (i for i in range(len(hits)) if i != self.chosen)
-
-        def order(i: int) -> tuple[bool, int, int, int]:
-            return i in saturated, costs[i], -hits[i].gpu, -hits[i].cpu
-
+        others = [i for i in range(len(hits)) if i != self.chosen]
+        order = [(i in saturated, costs[i], -hit.gpu, -hit.cpu) for i, hit in enumerate(hits)].__getitem__
         if most is None or most >= len(hits):
             return [self.chosen, *sorted(others, key=order)]
         return [self.chosen, *nsmallest(most - 1, others, key=order)]
@@ -57,7 +54,7 @@ class Comparison(msgspec.Struct, frozen=True, eq=False):
         return [self.found.candidate(i, hit := self.hits[i], pending.get(hit.worker, 0)) for i in self.best()]
 
 
-class Choice(msgspec.Struct, frozen=True):
+class Choice(msgspec.Struct, frozen=True, gc=False):
     """The chosen worker and a sentence why. prefill_tokens: what it must do before the first token, in computed tokens.
     best_hit_tokens: the longest hit of all workers compared; lost: why the chosen one has less, empty if it does not.
     comparison: of the workers, None where it is not kept. all_saturated: every worker was saturated. prefill: the

@@ -12,10 +12,10 @@ from kvrouter.router.placement.placement_metrics import PlacementMetrics
 
 def count_losses(metrics: PlacementMetrics, choice: Choice, everybody: Sequence[Hit], wanted: Sequence[Hit]) -> None:
     """Tokens that the best of all workers would have reused and this one does not. wanted: not excluded."""
-    best = max(hit.disk for hit in everybody)
+    best = max([hit.disk for hit in everybody])
     if best == 0:
         return
-    best_wanted = best if wanted is everybody else max(hit.disk for hit in wanted)
+    best_wanted = best if wanted is everybody else max([hit.disk for hit in wanted])
     model = choice.hit.worker.model
     metrics.achievable_hit_tokens(model).inc(best)
     metrics.chosen_hit_tokens(model).inc(choice.hit.disk)

@@ -22,12 +22,18 @@ from kvrouter.router.api.http.request_parser import RequestParser
 
 LIMITS = HttpLimits()
 PATHS = {b"/query": "/query", b"/query_by_hash": "/query_by_hash"}
+# Where any header may stand, and goes on.
+FORWARDED = {b"/v1/completions": "/v1/completions"}
 BODY = b'{"model": "m", "block_hashes": [1, 2, 3]}'
 PLAIN = b"POST /query HTTP/1.1\r\nHost: router:30000\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
 
 # What is put together to heads: good parts often, so that many heads are taken, and all that parsers stumble over.
 METHODS = [b"POST"] * 30 + [b"GET", b"post", b"POST ", b" POST", b"PUT", b"POS"]
-TARGETS = [b"/query"] * 20 + [b"/query_by_hash", b"/query?x=1", b"/quer%79", b"//query", b"http://h/query", b"*", b""]
+TARGETS = (
+    [b"/query"] * 15
+    + [b"/v1/completions"] * 15
+    + [b"/v1/completions?x", b"/query_by_hash", b"/query?x=1", b"/quer%79", b"//query", b"http://h/query", b"*", b""]
+)
 VERSIONS = [b"HTTP/1.1"] * 30 + [b"HTTP/1.0", b"http/1.1", b"HTTP/1.1 ", b"HTTP/2.0", b"HTTP/1.12", b""]
 ENDS = [b"\r\n"] * 60 + [b"\n", b"\r", b"\r\r\n", b"\r\n ", b"\r\n\t", b"", b"\0\r\n", b"\x80\r\n", b"\r\n\r\n"]
 COLONS = [b": "] * 30 + [b":", b":  ", b" : ", b":\t", b"", b"::"]
@@ -37,6 +43,10 @@ NAMES = [
     *(
         b"Authorization",
         b"X-Request-Id",
+        b"X-Session-Id",
+        b"Proxy-Connection",
+        b"Keep-Alive",
+        b"Trailer",
         b"X-Forwarded-For",
         b"traceparent",
         b"Via",
@@ -79,7 +89,7 @@ def understood(request: Any) -> tuple[object, ...]:
 
 def held_together(data: bytes) -> bool:
     """Whether the short way takes `data`. Fails where the general parser would understand anything else."""
-    head = plain_head(data, PATHS, LIMITS.max_head_bytes)
+    head = plain_head(data, PATHS, FORWARDED, LIMITS.max_head_bytes, LIMITS.max_headers)
     if head is None:
         return False
     sink = Sink()
@@ -89,6 +99,8 @@ def held_together(data: bytes) -> bool:
     short = HttpRequest.plain(head)
     short.body += data[head.body_start :]
     assert understood(sink.requests[0]) == understood(short), data
+    if head.headers is not None:
+        assert short.headers == sink.requests[0].headers, data
     return True
 
 
@@ -155,11 +167,11 @@ def test_whatever_is_not_plain_goes_the_general_way(part: bytes, instead: bytes)
 
 def test_a_plain_head_has_what_its_handler_needs() -> None:
     data = PLAIN.replace(b"\r\n\r\n", b"\r\naccept: application/msgpack\r\nCONTENT-TYPE: application/json\r\n\r\n")
-    head = plain_head(data, PATHS, LIMITS.max_head_bytes)
+    head = plain_head(data, PATHS, FORWARDED, LIMITS.max_head_bytes, LIMITS.max_headers)
     assert isinstance(head, PlainHead)
     assert (head.path, head.content_type, head.accept) == ("/query", "application/json", "application/msgpack")
     assert data[head.body_start :] == BODY
-    assert plain_head(data, PATHS, len(data) - len(BODY) - 10) is None
+    assert plain_head(data, PATHS, FORWARDED, len(data) - len(BODY) - 10, LIMITS.max_headers) is None
 
 
 if __name__ == "__main__":

@@ -2,11 +2,14 @@
 """The short way past the general parser: a POST that lies whole in one read, with a head that leaves nothing to judge.
 
 All else is not taken, and goes through `request_parser.py`, which decides alone what is a request and what is refused:
-any other method, version, header, repeated header, folded line, bare line feed, transfer coding, or byte behind the
-body. What is taken it would understand in the same way; `tests/property/test_plain_head.py` holds the two together.
-Compiled, see `setup.py`."""
+any other method, version, repeated header, folded line, bare line feed, transfer coding, or byte behind the body. Where
+the headers go on to an engine, any name is taken that means nothing here; elsewhere those alone that clients nearly
+always send. What is taken the general parser would understand in the same way;
+`tests/property/test_plain_head.py` holds the two together. Compiled, see `setup.py`."""
 
 from __future__ import annotations
+
+from kvrouter.router.common.head_lines import digits, is_name, line_end, value_start
 
 START = b"POST "
 VERSION = b" HTTP/1.1\r\n"
@@ -20,48 +23,44 @@ NAMES = (
     *(b"x-forwarded-for", b"x-forwarded-proto", b"x-forwarded-host", b"forwarded", b"via"),
 )
 KNOWN = {name: kind for kind, name in enumerate(NAMES)}
-# A body of a hundred gigabytes does not lie in one read.
-MAX_DIGITS = 11
-
-_CR, _LF, _SPACE, _COLON, _ZERO, _NINE, _LAST_PRINTABLE = map(ord, "\r\n :09~")
+# What may decide how a request is read is not taken, wherever its headers go.
+JUDGED_NAMES = frozenset(
+    {
+        b"transfer-encoding",
+        b"expect",
+        b"upgrade",
+        b"http2-settings",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"keep-alive",
+    }
+)
+AUTHORIZATION = b"authorization"
+_COLON = ord(":")
 # By byte: whether it may stand in a host's name.
 _IN_HOST = bytes(c < 128 and (chr(c).isalnum() or chr(c) in ".-") for c in range(256))
 
 
 class PlainHead:
-    """path: as in `paths`. content_type, accept: "" where absent. body_start: index in what was read."""
+    """path: as in `paths`. content_type, accept, authorization: "" where absent. headers: all, names in lower case; None
+    where they go nowhere. body_start: index in what was read."""
 
-    def __init__(self, path: str, content_type: str, accept: str, body_start: int) -> None:
+    def __init__(
+        self,
+        path: str,
+        content_type: str,
+        accept: str,
+        authorization: str,
+        headers: list[tuple[bytes, bytes]] | None,
+        body_start: int,
+    ) -> None:
         self.path = path
         self.content_type = content_type
         self.accept = accept
+        self.authorization = authorization
+        self.headers = headers
         self.body_start = body_start
-
-
-def line_end(data: bytes, at: int) -> int:
-    """Index of the CR LF that ends the line of printable ASCII from `at`; -1 where anything else stands in it."""
-    size = len(data)
-    while at < size:
-        c = data[at]
-        if c == _CR:
-            return at if at + 1 < size and data[at + 1] == _LF else -1
-        if c < _SPACE or c > _LAST_PRINTABLE:
-            return -1
-        at += 1
-    return -1
-
-
-def digits(data: bytes, start: int, end: int) -> int:
-    """The number without a leading zero from `start` to `end`, or -1."""
-    if start == end or end - start > MAX_DIGITS or (data[start] == _ZERO and end - start > 1):
-        return -1
-    value = 0
-    for at in range(start, end):
-        c = data[at]
-        if c < _ZERO or c > _NINE:
-            return -1
-        value = value * 10 + (c - _ZERO)
-    return value
 
 
 def is_host(data: bytes, start: int, end: int) -> bool:
@@ -74,19 +73,28 @@ def is_host(data: bytes, start: int, end: int) -> bool:
     return at > start and (at == end or digits(data, at + 1, end) >= 0)
 
 
-def plain_head(data: bytes, paths: dict[bytes, str], max_head_bytes: int) -> PlainHead | None:
-    """The head of the one request that `data` is, or None where it is not that plain. paths: targets that are taken."""
+def plain_head(
+    data: bytes, paths: dict[bytes, str], forwarded: dict[bytes, str], max_head_bytes: int, max_headers: int
+) -> PlainHead | None:
+    """The head of the one request that `data` is, or None where it is not that plain. paths: targets that are taken;
+    forwarded: those whose headers go on."""
     if not data.startswith(START):
         return None
     at = line_end(data, 0)
     if at < 0 or data[at - len(VERSION) + 2 : at + 2] != VERSION:
         return None
-    path = paths.get(data[len(START) : at - len(VERSION) + 2])
+    target = data[len(START) : at - len(VERSION) + 2]
+    path = paths.get(target)
+    headers: list[tuple[bytes, bytes]] | None = None
+    if path is None:
+        path = forwarded.get(target)
+        headers = []
     if path is None:
         return None
-    content_type = accept = ""
+    content_type = accept = authorization = ""
     length = -1
     seen = 0
+    left = max_headers
     start = at + 2
     while True:
         end = line_end(data, start)
@@ -97,14 +105,23 @@ def plain_head(data: bytes, paths: dict[bytes, str], max_head_bytes: int) -> Pla
         colon = data.find(b":", start, end)
         if colon < 0:
             return None
-        kind = KNOWN.get(data[start:colon].lower(), -1)
+        name = data[start:colon].lower()
+        kind = KNOWN.get(name, -1)
+        left -= 1
+        if left < 0 or (kind < 0 and (headers is None or name in JUDGED_NAMES or not is_name(data, start, colon))):
+            return None
+        value = value_start(data, colon + 1, end)
+        if value < 0:
+            return None
+        if headers is not None:
+            headers.append((name, data[value:end]))
         if kind < 0:
-            return None
-        value = colon + 1
-        while value < end and data[value] == _SPACE:
-            value += 1
-        if value == end or data[end - 1] == _SPACE:
-            return None
+            if name == AUTHORIZATION:
+                if authorization:
+                    return None
+                authorization = data[value:end].decode("latin-1")
+            start = end + 2
+            continue
         if seen >> kind & 1:
             return None
         seen |= 1 << kind
@@ -126,4 +143,4 @@ def plain_head(data: bytes, paths: dict[bytes, str], max_head_bytes: int) -> Pla
         start = end + 2
     if not seen >> HOST & 1 or end + 2 + length != len(data) or length < 0:
         return None
-    return PlainHead(path, content_type, accept, end + 2)
+    return PlainHead(path, content_type, accept, authorization, headers, end + 2)
