@@ -15,7 +15,7 @@ help:
 	@echo "make test         install and run the tests of every part, in minutes"
 	@echo "make test-all     the rest: whole routers, faults, fuzzing, containers, the demo, all examples of the properties"
 	@echo "make test-engine  the same claims against a real vLLM (its CPU build, 3 GB, cached)"
-	@echo "make fuzz         a million inputs against the decoders and what follows, ten million heads, and the HTTP API's description"
+	@echo "make fuzz         a million inputs against the decoders and what follows, ten million heads and answers, and the HTTP API's description"
 	@echo "make sanitize     the compiled modules under gcc's address and undefined-behaviour sanitizers (part of make fuzz)"
 	@echo "make chaos        random schedules of faults: the index is right, or says that it is not (minutes; make test has a short part)"
 	@echo "make takeover     two routers, one killed again and again: how long until the other has its workers, and is it right"
@@ -65,6 +65,7 @@ fuzz: $(VENV)/installed sanitize
 	$(PIP) install 'atheris>=3,<4'
 	$(BIN)/python tests/fuzz/run.py
 	$(BIN)/python tests/property/test_plain_head.py $(HEADS) $(shell date +%s)
+	$(BIN)/python tests/property/test_plain_answer.py $(HEADS) $(shell date +%s)
 	KVROUTER_TEST_FUZZ_EXAMPLES=150 KVROUTER_TEST_FUZZ_PHASES=coverage,fuzzing,stateful \
 	    $(BIN)/python -m pytest -s tests/fuzz/test_openapi.py
 

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 import aiohttp
 import httpx
 import uvloop
+from directly import directly
 from http_client import HttpClient
 from ports import free_port
 from processes import HERE
@@ -37,6 +38,10 @@ SILENCE_S = 60.0
 
 
 async def own(url: str, body: bytes, count: int) -> None:
+    await directly(exchanges(url, body, count))
+
+
+async def exchanges(url: str, body: bytes, count: int) -> None:
     pool = Pool(asyncio.get_running_loop())
     target = target_of(url)
     for _ in range(count):

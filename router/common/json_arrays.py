@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrouter.router.common.errors import BadQuestion
-from kvrouter.router.common.json_numbers import integers_of
+from kvrouter.router.common.json_numbers import all_bits, integers_of
 
 # Engines keep token ids in 32-bit signed integers.
 MAX_TOKEN_ID = 2**31 - 1
@@ -72,7 +72,7 @@ def token_array(raw: NDArray[np.uint64] | msgspec.Raw, *, is_msgpack: bool) -> N
             index = next(i for i, token in enumerate(found) if not 0 <= token <= MAX_TOKEN_ID)
             raise _bad_token(index) from None
     # Seen as unsigned, a negative id is over the limit too, which is all ones.
-    if found.size and int(np.bitwise_or.reduce(found)) > MAX_TOKEN_ID:
+    if all_bits(found) > MAX_TOKEN_ID:
         raise _bad_token(int(np.argmax(found > MAX_TOKEN_ID)))
     return found.view(np.int64)
 

@@ -24,3 +24,8 @@ def split_integers(data: bytes, start: int, names: tuple[bytes, ...]) -> tuple[b
     None: left to msgspec. Of the other fields it sees the quotes and brackets alone, so what is returned may be no JSON
     if `data` is none."""
     return None
+
+
+def all_bits(ids: NDArray[np.uint64]) -> int:
+    """Every bit that is set in any of them."""
+    return int(np.bitwise_or.reduce(ids))

@@ -65,3 +65,11 @@ def split_integers(bytes data not None, Py_ssize_t start, tuple names not None):
     if found < 0:
         return None
     return data[start : array - first] + b"null" + data[behind - first :], found, out[:count]
+
+
+def all_bits(const uint64_t[::1] ids not None):
+    cdef uint64_t found = 0
+    cdef Py_ssize_t i
+    for i in range(ids.shape[0]):
+        found |= ids[i]
+    return found

@@ -35,6 +35,8 @@ class WorkerRegistry:
         self._loads: list[Callable[[WorkerKey, EngineLoad], None]] = []
         self._registrations: tuple[Registration, ...] | None = None
         self._prefill_workers: dict[str, frozenset[WorkerKey]] | None = None
+        # Looked into for each worker of each request.
+        self._drained: frozenset[WorkerKey] | None = None
 
     def subscribe(
         self,
@@ -79,7 +81,7 @@ class WorkerRegistry:
             self._change_members(None)
 
     def _change_members(self, worker: WorkerKey | None) -> None:
-        self._registrations = self._prefill_workers = None
+        self._registrations = self._prefill_workers = self._drained = None
         for subscriber in self._members:
             subscriber(worker)
 
@@ -127,8 +129,9 @@ class WorkerRegistry:
 
     def drains(self, worker: WorkerKey) -> bool:
         """Whether it takes no new requests."""
-        stream = self._streams.get(worker)
-        return stream is not None and stream.registration.drains
+        if self._drained is None:
+            self._drained = frozenset([one.worker for one in self.registrations() if one.drains])
+        return worker in self._drained
 
     def handover(self, worker: WorkerKey) -> HandoverWay:
         """How it is handed a prompt."""

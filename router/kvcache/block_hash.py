@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from kvrouter.router.common.json_numbers import all_bits
 from kvrouter.router.kvcache.chain_hash import hash_blocks
 from kvrouter.router.kvcache.multimodal import Items
 from kvrouter.router.kvcache.page_hash import LOOKAHEAD_TOKENS, page_chain
@@ -205,8 +206,8 @@ def measure_token_ids(token_ids: Sequence[int] | NDArray[np.integer]) -> tuple[N
     if found.dtype == np.uint64 and (high := int(found.max())) > MAX_TOKEN_ID:
         raise ValueError(f"token ids must be from 0 to 2**63-1, got {high}")
     ids = np.ascontiguousarray(found, dtype=np.int64)
-    bits = int(np.bitwise_or.reduce(ids))
-    if bits < 0:
+    bits = all_bits(ids.view(np.uint64))
+    if bits > MAX_TOKEN_ID:
         raise ValueError(f"token ids must be from 0 to 2**63-1, got {int(ids.min())}")
     return ids, bits
 

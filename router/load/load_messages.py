@@ -32,7 +32,7 @@ class WorkerTotals(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, worker: WorkerKey, totals: Totals) -> WorkerTotals:
-        return cls(*worker, *totals)
+        return cls(*worker, totals.prefill_tokens, totals.decode_tokens, totals.requests)
 
     @property
     def worker(self) -> WorkerKey:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import takewhile
-from typing import NamedTuple
 
 import msgspec
 
@@ -27,7 +26,7 @@ PREFILL_TTL_S = 60.0
 MAX_RESERVATIONS = 100_000
 
 
-class Totals(NamedTuple):
+class Totals(msgspec.Struct, frozen=True, gc=False):
     """What one process has in flight at one worker."""
 
     prefill_tokens: int = 0
@@ -65,7 +64,7 @@ class WorkerLoad:
         return not (self.prefill_tokens or self.decode_tokens or self.requests)
 
 
-class Reservation(msgspec.Struct):
+class Reservation(msgspec.Struct, gc=False):
     """One request's load. What of it has been released is 0; it stays known until its end, so that a release is
     found."""
 

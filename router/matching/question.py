@@ -22,7 +22,7 @@ from kvrouter.router.matching.held_runs import HeldRuns
 LONG_PROMPT_TOKENS = 65_536
 
 
-class Question(msgspec.Struct, frozen=True):
+class Question(msgspec.Struct, frozen=True, gc=False):
     """How many tokens of this prompt would each worker of `model` reuse?
 
     Exactly one of `token_ids` (int64, from the first on) and `block_hashes` (uint64, at the hash block size, from block
@@ -101,7 +101,7 @@ class Limiter(msgspec.Struct, frozen=True, array_like=True):
         return HitLimit(self.group_idx, self.kind, f"{why}; {self.withheld}" if self.withheld else why)
 
 
-class Hit(msgspec.Struct, frozen=True, array_like=True):
+class Hit(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens of the prompt that one worker would not compute again; cumulative, so gpu <= cpu <= disk.
 
     `reason` says why credit is withheld or reduced, and is empty when nothing is. groups: of a question that wants

@@ -8,6 +8,7 @@ Belongs to one asyncio loop. `load/wait_queue.py` decides who is next and who ma
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from kvrouter.router.common.errors import RouterError, Saturated
@@ -46,6 +47,8 @@ class AdmissionQueue:
             config.queue_size
         )
         self._looking = False
+        # Somebody waits.
+        self._joined = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -74,6 +77,7 @@ class AdmissionQueue:
         waiter = Waiter(model, ask.question.num_tokens, (ask, began_s, future))
         try:
             self._waiting.join(waiter, retry_after_s)
+            self._joined.set()
         except RouterError:
             self._metrics.queue_refused(model)["full"].inc()
             raise
@@ -132,7 +136,14 @@ class AdmissionQueue:
         while True:
             if len(self._waiting):
                 self.look()
-            if self._clock() >= tick_s:
-                tick_s = self._clock() + TICK_S
+            now = self._clock()
+            if now >= tick_s:
+                tick_s = now + TICK_S
                 self._tick()
-            await asyncio.sleep(LINE_LOOK_S)
+            if len(self._waiting):
+                await asyncio.sleep(LINE_LOOK_S)
+                continue
+            self._joined.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(tick_s - now):
+                    await self._joined.wait()

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from kvrouter.router.common.errors import NoWorker, UnknownWorker
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
@@ -24,7 +26,7 @@ class Pin(NamedTuple):
     dp_rank: int | None = None
 
 
-class Candidates(NamedTuple):
+class Candidates(msgspec.Struct, frozen=True, eq=False, gc=False):
     """hits: of the workers that may take it. wanted: of those that the client did not exclude, in any state."""
 
     hits: list[Hit]

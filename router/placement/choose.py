@@ -29,7 +29,7 @@ TIER = "tier"  # loading it back would take longer than computing it elsewhere
 LOST_REASONS = (EXCLUSION, STATE, LOAD, AFFINITY, TEMPERATURE, POLICY, TIER)
 
 
-class Comparison(msgspec.Struct, frozen=True, eq=False):
+class Comparison(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The workers of a choice, as they were compared. chosen: place of the chosen one; pending: tokens of the prompt that
     are being computed at a worker."""
 
@@ -53,7 +53,7 @@ class Comparison(msgspec.Struct, frozen=True, eq=False):
         return [self.found.candidate(i, hit := self.hits[i], pending.get(hit.worker, 0)) for i in self.best()]
 
 
-class Choice(msgspec.Struct, frozen=True):
+class Choice(msgspec.Struct, frozen=True, gc=False):
     """The chosen worker and a sentence why. prefill_tokens: what it must do before the first token, in computed tokens.
     best_hit_tokens: the longest hit of all workers compared; lost: why the chosen one has less, empty if it does not.
     comparison: of the workers, None where it is not kept. all_saturated: every worker was saturated. prefill: the

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import floor
-from typing import NamedTuple
 
 import msgspec
 
@@ -55,7 +54,7 @@ SESSION_SHARE_BLIND = 0.5
 _NO_LOAD = WorkerLoad()
 
 
-class ChoiceContext(msgspec.Struct, frozen=True):
+class ChoiceContext(msgspec.Struct, frozen=True, gc=False):
     """What counts besides the hits. now: by the clock of the load; turn: prompts of this model that were placed before;
     blind: the prompt's tokens are not known, so hits say nothing."""
 
@@ -101,7 +100,7 @@ class Candidate(msgspec.Struct, frozen=True):
 Terms = tuple[float, float, float, float, float, float, float, float]
 
 
-class Costs(NamedTuple):
+class Costs(msgspec.Struct, frozen=True, gc=False):
     """Of each hit, in tokens: its worker's cost, what of it is others' work there, and how it comes about. saturated:
     places of the hits whose workers are."""
 

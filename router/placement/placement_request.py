@@ -13,7 +13,7 @@ from kvrouter.router.placement.candidates import Pin
 from kvrouter.router.placement.choose import Choice
 
 
-class PlacementRequest(msgspec.Struct, frozen=True):
+class PlacementRequest(msgspec.Struct, frozen=True, gc=False):
     """One request. question: a prompt whose tokens are not known has no block hashes and an estimated length;
     max_tokens: the most that is generated, None: not known; pinned: this worker and no other, as `Pin` or by its name
     (`w0`, `w0@1`); selection_id: the client's own; may_hand_over: whether another worker may compute the prompt for the

@@ -194,7 +194,8 @@ class Placer:
     async def place(self, ask: PlacementRequest) -> Placement:
         """As `reserve`, and waits in line while all are saturated. Raises QueueFull, and Saturated when its time is
         over."""
-        await self._fleet.hash_ahead(ask.question)
+        if ask.question.is_long:
+            await self._fleet.hash_ahead(ask.question)
         return await self._line.place(ask)
 
     def _decide(self, ask: PlacementRequest, now: float, *, anyway: bool = False) -> tuple[Choice, list[int]]:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import NamedTuple, TypeAlias
 
+import msgspec
+
 from kvrouter.router.matching.question import Hit
 
 KV = "kv"
 
 
-class PolicyInput(NamedTuple):
+class PolicyInput(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Who may take a prompt; the lists go together. turn: how many prompts of this model were placed before."""
 
     hits: Sequence[Hit]
@@ -37,7 +39,7 @@ def least_cost(contest: PolicyInput, rng: Random) -> int:
         return contest.costs.index(least)
     hits = contest.hits
     ties = [i for i, cost in enumerate(contest.costs) if cost == least]
-    nearest = max((hits[i].gpu, hits[i].cpu) for i in ties)
+    nearest = max([(hits[i].gpu, hits[i].cpu) for i in ties])
     return rng.choice([i for i in ties if (hits[i].gpu, hits[i].cpu) == nearest])
 
 

@@ -7,8 +7,7 @@ It also tracks the requests that wait for a worker's first byte: they stop waiti
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
@@ -43,7 +42,8 @@ class Admission:
         if self._drains(worker):
             return DRAINING
         breaker = self._known.get(worker)
-        return None if breaker is None else breaker.problem(self._clock())
+        # Nearly all are closed.
+        return None if breaker is None or breaker.until_s is None else breaker.problem(self._clock())
 
     def health(self) -> list[str]:
         """Breakers that are open; an engine whose health checks fail is reported with its stream."""
@@ -62,10 +62,12 @@ class Admission:
         breaker = self._known.get(worker)
         if breaker is None:
             breaker = self._known[worker] = Breaker()
-        breaker.begun(self._clock())
+        if breaker.until_s is not None:
+            breaker.begun(self._clock())
 
     def answered(self, worker: WorkerKey) -> None:
-        if (breaker := self._known.get(worker)) is not None:
+        breaker = self._known.get(worker)
+        if breaker is not None and (breaker.failures or breaker.until_s is not None):
             breaker.answered()
             self._show(worker, breaker)
 
@@ -78,17 +80,15 @@ class Admission:
         if (breaker := self._known.get(worker)) is not None:
             breaker.unknown()
 
-    @contextmanager
-    def waiting(self, worker: WorkerKey, connection: Connection) -> Iterator[None]:
-        """While a request waits there for its first byte."""
-        waiting = self._waiting.setdefault(worker, set())
-        waiting.add(connection)
-        try:
-            yield
-        finally:
-            waiting.discard(connection)
-            if not waiting:
-                self._waiting.pop(worker, None)
+    def waits(self, worker: WorkerKey, connection: Connection) -> None:
+        """A request waits there for its first byte, until `waits_no_more`."""
+        self._waiting.setdefault(worker, set()).add(connection)
+
+    def waits_no_more(self, worker: WorkerKey, connection: Connection) -> None:
+        waiting = self._waiting[worker]
+        waiting.discard(connection)
+        if not waiting:
+            del self._waiting[worker]
 
     def on_view(self, worker: WorkerKey, view: WorkerView | None) -> None:
         """Called when the core's status of `worker` changes; None: it was dropped."""

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+
+import msgspec
 
 import kvrouter.router.proxy.headers as h
 from kvrouter.router.common.ids import WorkerKey
@@ -20,7 +21,7 @@ from kvrouter.router.proxy.worker_addresses import Addresses
 FIRST_SERVER_ERROR = 500
 
 
-class Sent(NamedTuple):
+class Sent(msgspec.Struct, frozen=True, eq=False):
     """An answer has begun."""
 
     target: Target
@@ -112,12 +113,14 @@ class Attempt:
         return connection, await self._ask(connection, worker, head, body)
 
     async def _ask(self, connection: Connection, worker: WorkerKey, head: bytes, body: bytes) -> AnswerHead:
+        self._admission.waits(worker, connection)
         try:
-            with self._admission.waiting(worker, connection):
-                return await connection.ask(head, body, self._silence_s)
+            return await connection.ask(head, body, self._silence_s)
         except BaseException:
             connection.close()
             raise
+        finally:
+            self._admission.waits_no_more(worker, connection)
 
     def give_back(self, sent: Sent) -> None:
         """The answer is whole: its connection may be kept."""

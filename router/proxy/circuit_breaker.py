@@ -27,22 +27,23 @@ class BreakerState(StrEnum):
 
 
 class Breaker:
-    """One worker's. Who sends a request says `begun`, and then exactly one of `answered`, `failed` and `unknown`."""
+    """One worker's. Who sends a request says `begun`, and then exactly one of `answered`, `failed` and `unknown`.
+
+    failures: in a row. until_s: when it may be tried again, None while it is closed."""
 
     def __init__(self) -> None:
-        self._failures = 0
+        self.failures = 0
         self._pause_s = PAUSE_FIRST_S
         self._problem = ""
-        # When it may be tried again; None while it is closed.
-        self._until_s: float | None = None
+        self.until_s: float | None = None
         # The health check says so: not tried before it says otherwise.
         self._lost = False
         self._trying = False
 
     def state(self, now: float) -> BreakerState:
-        if self._until_s is None:
+        if self.until_s is None:
             return BreakerState.CLOSED
-        return BreakerState.OPEN if self._lost or now < self._until_s else BreakerState.HALF_OPEN
+        return BreakerState.OPEN if self._lost or now < self.until_s else BreakerState.HALF_OPEN
 
     def problem(self, now: float) -> str | None:
         """Why the worker takes no requests now; None if it does."""
@@ -54,7 +55,7 @@ class Breaker:
             case BreakerState.OPEN if self._lost:
                 return f"not tried until it answers its health check: {self._problem}"
             case _:
-                left_s = (self._until_s or now) - now
+                left_s = (self.until_s or now) - now
                 return f"not tried for {left_s:.1f} s more, after {self._problem}"
 
     def begun(self, now: float) -> None:
@@ -64,24 +65,24 @@ class Breaker:
 
     def answered(self) -> None:
         """It answered, whatever the status below 500."""
-        self._failures = 0
+        self.failures = 0
         self._trying = False
         if not self._lost:
-            self._until_s = None
+            self.until_s = None
             self._pause_s = PAUSE_FIRST_S
 
     def failed(self, problem: str, now: float) -> None:
         """It did not answer, or with 5xx."""
-        self._failures += 1
+        self.failures += 1
         self._trying = False
         state = self.state(now)
         if state is BreakerState.HALF_OPEN:
             self._pause_s = min(2 * self._pause_s, PAUSE_LAST_S)
         # Requests under way when it opened fail too, and say nothing new.
-        elif state is BreakerState.OPEN or self._failures < FAILURES_TO_OPEN:
+        elif state is BreakerState.OPEN or self.failures < FAILURES_TO_OPEN:
             return
-        self._problem = f"{self._failures} failures in a row, the last: {problem}"
-        self._until_s = now + self._pause_s
+        self._problem = f"{self.failures} failures in a row, the last: {problem}"
+        self.until_s = now + self._pause_s
 
     def unknown(self) -> None:
         """The request ended for reasons that are not the worker's."""
@@ -91,7 +92,7 @@ class Breaker:
         """The health check no longer gets answers."""
         self._lost = True
         self._problem = problem
-        self._until_s = now
+        self.until_s = now
 
     def found(self) -> None:
         """The health check has answers again: one request may try."""

@@ -7,6 +7,7 @@ What belongs to one connection (RFC 9110, 7.6.1) stays on it, in both directions
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
+from functools import lru_cache
 from urllib.parse import quote
 
 from kvrouter.router.proxy.upstream.origin import Target
@@ -64,9 +65,12 @@ _REQUEST_HEADERS = CONNECTION_HEADERS | {
 _ANSWER_HEADERS = CONNECTION_HEADERS | {b"content-length"}
 
 # A name in a header is ASCII without spaces and commas, which part names in RETRIED.
+# Of workers, as headers have them: those of a large fleet.
+MAX_NAMES = 4_096
 _SAFE_IN_NAME = "!#$&'*+-.^_`|~/@:()[]{}<>=?;"
 
 
+@lru_cache(MAX_NAMES)
 def named_in_header(worker: str) -> str:
     """A worker's route name as a header has it: what cannot stand there is percent-encoded."""
     return quote(worker, safe=_SAFE_IN_NAME)
@@ -118,14 +122,14 @@ def answer_headers(given: Headers, added: Headers, request_id: bytes) -> Headers
     """The engine's headers for the client, and ours; the request's id where the engine does not give one."""
     dropped = _connection_headers(given, _ANSWER_HEADERS)
     kept = [(name, value) for name, value in given if name not in dropped and not name.startswith((_OURS, _CORS))]
-    if not any(name == REQUEST_ID for name, _ in kept):
+    if header(kept, REQUEST_ID) is None:
         kept.append((REQUEST_ID, request_id))
     return kept + added
 
 
 def _connection_headers(headers: Headers, always: frozenset[bytes]) -> Container[bytes]:
     """`always`, and what this message's own Connection headers name."""
-    named = [value for name, value in headers if name == b"connection"]
-    if not named:
+    if header(headers, b"connection") is None:
         return always
+    named = [value for name, value in headers if name == b"connection"]
     return always | {part.strip().lower() for value in named for part in value.split(b",")}

@@ -7,7 +7,6 @@ errors go to the client; the router's own errors say what to do."""
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -15,6 +14,7 @@ import msgspec
 import kvrouter.router.proxy.headers as h
 from kvrouter.router.common.errors import NoWorker, RouterError, Saturated, WorkerSilent, WorkerUnreachable
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.common.random_ids import RandomIds
 from kvrouter.router.placement.placement_request import Placement, PlacementRequest
 from kvrouter.router.placement.placer import Placer
 from kvrouter.router.proxy.admission import Admission
@@ -91,6 +91,7 @@ class Proxy:
         self.prefill_leg = PrefillLeg(self._sending, admission, metrics)
         self._worker_authorization = None if worker_key is None else f"Bearer {worker_key}".encode()
         self._has_own_key = has_own_key
+        self._new_id = RandomIds()
         self._open = 0
         metrics.open.set_function(lambda: self._open)
         self._addressed: Sequence[Registration] | None = None
@@ -99,7 +100,7 @@ class Proxy:
     async def forward(self, client: Client) -> None:
         """Answers the client; raises nothing but defects and its own cancellation, which means that the client is
         gone."""
-        request_id = h.header(client.headers, h.REQUEST_ID) or secrets.token_hex(16).encode()
+        request_id = h.header(client.headers, h.REQUEST_ID) or self._new_id().encode()
         watch = self._quality.begin(client.path, client.headers, request_id.decode("latin-1"))
         request = Request(client, watch, request_id)
         outcome = "client_gone"
@@ -229,11 +230,12 @@ class Proxy:
     ) -> _Answer:
         """The first byte of this worker's answer. failed: the workers that failed. Raises Failure,
         Spent."""
+        body, added = request.body, h.NOTHING
         try:
-            given = await self.prefill_leg.hand_over(request, ask, placement, self.addresses(), failed)
-            sent = await self._sending.send(
-                request, placement.worker, given.body, request.client.headers, given.headers
-            )
+            if placement.prefill is not None:
+                given = await self.prefill_leg.hand_over(request, ask, placement, self.addresses(), failed)
+                body, added = given.body, given.headers
+            sent = await self._sending.send(request, placement.worker, body, request.client.headers, added)
         except BaseException:
             placement.done()
             raise

@@ -185,7 +185,10 @@ class RequestWatch:
             # It had failed, and is the answer since nobody has a better one.
             self._flight = self._quality.flights.begun(self._placement.worker)
         self._status, self._streams = status, streams
-        encoded = any(name == b"content-encoding" and value.strip().lower() != b"identity" for name, value in headers)
+        encoded = False
+        for name, value in headers:
+            if name == b"content-encoding":
+                encoded = encoded or value.strip().lower() != b"identity"
         self._tap = AnswerTap(send, self._quality.clock, self._flight, streams=streams, readable=not encoded)
         return self._tap
 
@@ -238,7 +241,17 @@ class RequestWatch:
             e2e_s = self._quality.clock() - self._began_s
             ended = Outcome(outcome, None, None, None, None, None, e2e_s)
         else:
-            ended = Outcome(outcome, **self.told().fields())
+            told = self.told()
+            usage = told.usage
+            ended = Outcome(
+                outcome,
+                told.predicted,
+                told.delivered,
+                None if usage is None else usage.prompt_tokens,
+                None if usage is None else usage.completion_tokens,
+                told.ttft_s,
+                told.e2e_s,
+            )
         decisions.end(placement.selection_id, ended)
 
     def _land(self) -> None:

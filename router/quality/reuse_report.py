@@ -10,7 +10,7 @@ import msgspec
 from kvrouter.router.quality.usage_reader import Usage
 
 
-class ReuseReport(msgspec.Struct, frozen=True):
+class ReuseReport(msgspec.Struct, frozen=True, gc=False):
     """In tokens and seconds; None: not known. delivered: what was reused of the prompt."""
 
     predicted: int | None

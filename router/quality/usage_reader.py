@@ -30,9 +30,10 @@ DONE = (b"[DONE]", b'message_stop"}')
 MAX_TOKENS = 2**40
 
 _decoder = json.JSONDecoder()
+_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
 
 
-class Usage(msgspec.Struct, frozen=True):
+class Usage(msgspec.Struct, frozen=True, gc=False):
     """In tokens; None: not reported. cached_tokens: of the prompt, not computed again."""
 
     prompt_tokens: int
@@ -106,12 +107,29 @@ class UsageReader:
 
 
 def _usage(value: bytes) -> Usage | None:
+    if (told := _plain_object(value)) is not None:
+        return usage_of(told)
     text = value.decode("utf-8", "replace")
     try:
         told, _ = _decoder.raw_decode(text, text.index("{"))
     except (ValueError, RecursionError):
         return None
     return usage_of(told)
+
+
+def _plain_object(value: bytes) -> Mapping[str, Any] | None:
+    """The object that begins here, where it ends with the brace that closes as many as were opened: nearly always, as
+    only text could have another."""
+    start = value.find(b"{")
+    end = value.find(b"}", start) + 1
+    while end and value.count(b"{", start, end) > value.count(b"}", start, end):
+        end = value.find(b"}", end) + 1
+    if not end:
+        return None
+    try:
+        return _decode_object(value[start:end])
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
 
 
 def usage_of(told: Mapping[str, Any]) -> Usage | None:

@@ -32,6 +32,7 @@ from kvrouter.router.api.http.fastapi_app import build_api
 from kvrouter.router.api.http.http_api import HttpApi
 from kvrouter.router.api.http.http_connection import connection_factory
 from kvrouter.router.common.errors import StartError
+from kvrouter.router.common.random_ids import RandomIds
 from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.common.task_supervisor import TaskSupervisor
 from kvrouter.router.config.loading import Origin
@@ -78,11 +79,6 @@ SPARE_SOCKETS = 64
 PRIVATE_TOKEN = "private"
 
 
-def new_selection_id() -> str:
-    """Nobody can guess it, so nobody can end another's reservation."""
-    return secrets.token_hex(16)
-
-
 def build_router(
     core: Core,
     placing: Placer,
@@ -101,7 +97,7 @@ def build_router(
         placing=placing,
         tokens=tokens,
         resolve=core.resolve,
-        registrations=core.registrations,
+        registrations=core.registry.registrations,
         admission=admission,
         pool=Pool(asyncio.get_running_loop()),
         metrics=metrics.proxy,
@@ -246,7 +242,8 @@ async def _start(
             metrics=metrics.placement,
             clock=time.monotonic,
             rng=random.Random(),
-            new_id=new_selection_id,
+            # Nobody can guess one, so nobody can end another's reservation.
+            new_id=RandomIds(),
             unavailable=admission.problem,
             prefillers=core.registry.prefill_workers,
             record=decisions.record,

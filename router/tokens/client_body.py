@@ -26,7 +26,7 @@ ID_FIELDS = {TEXT_PATH: (b"prompt",), EMBEDDINGS_PATH: (b"input",)}
 _fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
-class ClientBody(msgspec.Struct, frozen=True, eq=False):
+class ClientBody(msgspec.Struct, frozen=True, eq=False, gc=False):
     """raw: as it came. fields: each as the JSON that the client wrote; null for an array of plain integers in
     ID_FIELDS, which is in ids (uint64, negative ones as two's complement)."""
 

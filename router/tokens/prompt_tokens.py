@@ -40,7 +40,7 @@ class FoundTokens(NamedTuple):
     items: Items = ()
 
 
-class Prompt(msgspec.Struct, frozen=True, eq=False):
+class Prompt(msgspec.Struct, frozen=True, eq=False, gc=False):
     """num_tokens: its length, an estimate where not all ids are known. token_ids: int64, as the engine will have them.
 
     known_tokens: the number of known ids, from the beginning, if not all are; token_ids then has only these. problem:

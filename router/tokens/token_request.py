@@ -177,7 +177,9 @@ def read(path: str, body: ClientBody) -> TokenRequest | NDArray[np.int64]:
     Raises BadQuestion where its prompt cannot be read, and TokensUnknown where it has no tokens or none that could be
     found out."""
     fields = body.fields
-    truncated = bytes(fields.get(TRUNCATION, NULL)) != NULL
+    truncated = TRUNCATION in fields and bytes(fields[TRUNCATION]) != NULL
+    if path == TEXT_PATH and body.ids is not None and not truncated and "prompt_embeds" not in fields:
+        return _given(body.ids)
     kept = {
         name: value
         for name, value in fields.items()

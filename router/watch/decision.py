@@ -15,7 +15,7 @@ from kvrouter.router.placement.placement_request import PlacementRequest
 KEPT_CANDIDATES = 64
 
 
-class KeptChoice(msgspec.Struct, frozen=True, array_like=True):
+class KeptChoice(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A choice with the workers that were compared. hits, costs, loads, terms, pending: of each, the chosen one first
     and the others by their cost; saturated: places in them. compared: how many workers there were."""
 
@@ -44,7 +44,7 @@ class KeptChoice(msgspec.Struct, frozen=True, array_like=True):
         return [found.candidate(i, hit, self.pending[i]) for i, hit in enumerate(self.hits)]
 
 
-class Decision(msgspec.Struct, frozen=True, array_like=True):
+class Decision(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """time_s: seconds since 1970. known_tokens: of the prompt's, how many are known; None where only its hashes are."""
 
     selection_id: str
@@ -60,7 +60,7 @@ class Decision(msgspec.Struct, frozen=True, array_like=True):
     prefill: KeptChoice | None
 
 
-class Outcome(msgspec.Struct, frozen=True):
+class Outcome(msgspec.Struct, frozen=True, gc=False):
     """What came of a request. outcome: as the metric of proxied requests names it. predicted_tokens: None where nothing
     can be predicted; delivered_tokens: None where the engine does not say. Times: seconds from the whole request."""
 

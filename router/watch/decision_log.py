@@ -36,7 +36,7 @@ _decode = msgspec.msgpack.Decoder(Decision).decode
 _decode_event = msgspec.msgpack.Decoder(FleetEvent).decode
 
 
-class KeptDecision(msgspec.Struct):
+class KeptDecision(msgspec.Struct, gc=False):
     """One decision as it stands in the log. data: a `Decision` as MessagePack."""
 
     data: bytes

@@ -12,6 +12,7 @@ import pytest
 import uvloop
 
 # pytest's importlib mode leaves sys.path alone.
+from directly import directly
 from proxy_support import BODY, CHAT, OK, RAW, WAIT_S, code, fleet, proxying, raw_request, received, until, worker
 from scripted_engine import STREAM_HEAD, Asked, Script, ScriptedEngine, Wire, chunk, hang, plain, reset, stream
 
@@ -244,24 +245,21 @@ def test_a_kept_connection_whose_end_was_on_its_way_when_the_request_went_is_sta
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(lambda: Connection(loop), *listener.getsockname())
         engine, _ = listener.accept()
-        asking = loop.create_task(connection.ask(b"POST / HTTP/1.1\r\n\r\n", b"", WAIT_S))
-        await asyncio.sleep(0)
+        answered = connection.ask(b"POST / HTTP/1.1\r\n\r\n", b"", WAIT_S)
         assert engine.recv(1_000)
         engine.sendall(answer)
-        await asking
+        await answered
         assert connection.reusable() and connection.is_open
-        if read:
-            asking = loop.create_task(connection.ask(b"POST / HTTP/1.1\r\n\r\n", b"body", WAIT_S))
-            await asyncio.sleep(0)
-            assert engine.recv(1_000)
-            engine.close()
-        else:
+        if not read:
             engine.close()
             assert not connection.is_open
-            # As if that had been looked at a moment before.
-            asking = loop.create_task(connection.ask(b"POST / HTTP/1.1\r\n\r\n", b"body", WAIT_S))
+        # As if that had been looked at a moment before.
+        answered = connection.ask(b"POST / HTTP/1.1\r\n\r\n", b"body", WAIT_S)
+        if read:
+            assert engine.recv(1_000)
+            engine.close()
         with pytest.raises(Failure) as found:
-            await asking
+            await answered
         connection.close()
         return found.value
 
@@ -269,5 +267,5 @@ def test_a_kept_connection_whose_end_was_on_its_way_when_the_request_went_is_sta
         socket.create_server(("127.0.0.1", 0)) as listener,
         asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
     ):
-        assert runner.run(exchange(listener, read=False)).kind is Kind.STALE
-        assert runner.run(exchange(listener, read=True)).kind is Kind.RESET
+        assert runner.run(directly(exchange(listener, read=False))).kind is Kind.STALE
+        assert runner.run(directly(exchange(listener, read=True))).kind is Kind.RESET

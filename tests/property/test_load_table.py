@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 from examples import examples
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from msgspec.structs import astuple
 
 from kvrouter.router.common.errors import Conflict
 from kvrouter.router.common.ids import WorkerKey
@@ -127,7 +128,7 @@ class Machine(RuleBasedStateMachine):
             parts = [self.own(worker), *(known.get(worker, NOTHING) for _, known in self.others.values())]
             load = self.table.loads.get(worker)
             found = NOTHING if load is None else Totals(load.prefill_tokens, load.decode_tokens, load.requests)
-            assert found == Totals(*(sum(column) for column in zip(*parts, strict=True)))
+            assert found == Totals(*(sum(column) for column in zip(*map(astuple, parts), strict=True)))
             # A worker without load takes no room.
             assert (load is None) == (found == NOTHING)
         assert len(self.table) == len(self.held)

@@ -23,12 +23,18 @@ from kvrouter.router.api.http.request_parser import RequestParser
 LIMITS = HttpLimits()
 BELOW = b"/reservations/"
 PATHS = {b"/query": "/query", b"/query_by_hash": "/query_by_hash"}
+# Where any header may stand, and goes on.
+FORWARDED = {b"/v1/completions": "/v1/completions"}
 BODY = b'{"model": "m", "block_hashes": [1, 2, 3]}'
 PLAIN = b"POST /query HTTP/1.1\r\nHost: router:30000\r\nContent-Length: %d\r\n\r\n" % len(BODY) + BODY
 
 # What is put together to heads: good parts often, so that many heads are taken, and all that parsers stumble over.
 METHODS = [b"POST"] * 30 + [b"DELETE"] * 10 + [b"GET", b"post", b"POST ", b" POST", b"PUT", b"POS"]
-TARGETS = [b"/query"] * 20 + [b"/query_by_hash", b"/query?x=1", b"/quer%79", b"//query", b"http://h/query", b"*", b""]
+TARGETS = (
+    [b"/query"] * 15
+    + [b"/v1/completions"] * 15
+    + [b"/v1/completions?x", b"/query_by_hash", b"/query?x=1", b"/quer%79", b"//query", b"http://h/query", b"*", b""]
+)
 TARGETS += [b"/reservations/s-1", b"/reservations/s.1/prefill_complete"] * 4
 TARGETS += [b"/reservations/a%2fb", b"/reservations/a?b", b"/reservations/", b"/reservations//", b"/reservations/a#b"]
 VERSIONS = [b"HTTP/1.1"] * 30 + [b"HTTP/1.0", b"http/1.1", b"HTTP/1.1 ", b"HTTP/2.0", b"HTTP/1.12", b""]
@@ -40,6 +46,10 @@ NAMES = [
     *(
         b"Authorization",
         b"X-Request-Id",
+        b"X-Session-Id",
+        b"Proxy-Connection",
+        b"Keep-Alive",
+        b"Trailer",
         b"X-Forwarded-For",
         b"traceparent",
         b"Via",
@@ -82,7 +92,7 @@ def understood(request: Any) -> tuple[object, ...]:
 
 def held_together(data: bytes) -> bool:
     """Whether the short way takes `data`. Fails where the general parser would understand anything else."""
-    head = plain_head(data, PATHS, BELOW, LIMITS.max_head_bytes)
+    head = plain_head(data, PATHS, FORWARDED, BELOW, LIMITS.max_head_bytes, LIMITS.max_headers)
     if head is None:
         return False
     sink = Sink()
@@ -92,6 +102,8 @@ def held_together(data: bytes) -> bool:
     short = HttpRequest.plain(head)
     short.body += data[head.body_start :]
     assert understood(sink.requests[0]) == understood(short), data
+    if head.headers is not None:
+        assert short.headers == sink.requests[0].headers, data
     return True
 
 
@@ -158,11 +170,11 @@ def test_whatever_is_not_plain_goes_the_general_way(part: bytes, instead: bytes)
 
 def test_a_plain_head_has_what_its_handler_needs() -> None:
     data = PLAIN.replace(b"\r\n\r\n", b"\r\naccept: application/msgpack\r\nCONTENT-TYPE: application/json\r\n\r\n")
-    head = plain_head(data, PATHS, BELOW, LIMITS.max_head_bytes)
+    head = plain_head(data, PATHS, FORWARDED, BELOW, LIMITS.max_head_bytes, LIMITS.max_headers)
     assert isinstance(head, PlainHead)
     assert (head.path, head.content_type, head.accept) == ("/query", "application/json", "application/msgpack")
     assert data[head.body_start :] == BODY
-    assert plain_head(data, PATHS, BELOW, len(data) - len(BODY) - 10) is None
+    assert plain_head(data, PATHS, FORWARDED, BELOW, len(data) - len(BODY) - 10, LIMITS.max_headers) is None
 
 
 if __name__ == "__main__":

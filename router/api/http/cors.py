@@ -52,8 +52,8 @@ class CorsPolicy:
         """Whether this is a browser's question before a request of an allowed origin. It has no key: browsers send
         none."""
         return (
-            bool(self._origins)
-            and method == "OPTIONS"
+            method == "OPTIONS"
+            and bool(self._origins)
             and h.header(request, WANTED_METHOD) is not None
             and bool(self._allowed(request))
         )

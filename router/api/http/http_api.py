@@ -120,6 +120,8 @@ class HttpApi:
             if self._key is None and path not in self._proxied_paths and (tracing is None or path not in TRACED_PATHS)
         }
         self.plain_below = RESERVATIONS.encode() if self._key is None else b""
+        # The same of those whose headers go on.
+        self.forwarded_paths = {path.encode(): path for path in self._proxied_paths}
 
     def forwarder(self, request: HttpRequest) -> Forwarder | None:
         """Who answers it piece by piece; None: its answer is whole at once."""

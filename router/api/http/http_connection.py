@@ -2,9 +2,9 @@
 """One client's connection to the HTTP server: requests in, answers out in their order.
 
 A whole request of a hot path is answered at once in one write, without a task; where its head is plain, without the
-general parser (`plain_head.py`). Cold paths and answers that wait have a task each, proxied requests theirs
-(`proxied_answer.py`). uvicorn's server accepts the connections, keeps the Date header and ends them; of it are used
-`ServerState` and `shutdown`, which its documented `http=` option takes."""
+general parser (`plain_head.py`). Cold paths and answers that wait have a task each; a proxied request goes on in the
+callbacks of its sockets (`proxied_answer.py`, `direct_task.py`). uvicorn's server accepts the connections, keeps the
+Date header and ends them; of it are used `ServerState` and `shutdown`, which its documented `http=` option takes."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from kvrouter.router.api.http.plain_head import PlainHead, plain_head
 from kvrouter.router.api.http.proxied_answer import ProxiedAnswer
 from kvrouter.router.api.http.request import CONTINUE, HttpRequest
 from kvrouter.router.api.http.request_parser import RequestParser
+from kvrouter.router.common.direct_task import DirectTask
 from kvrouter.router.common.errors import HeadTooLarge, RouterError, TooManyConnections, TooSlow
 from kvrouter.router.common.sockets import poller
 
@@ -37,7 +38,7 @@ LAST_REQUEST_S = 0.5
 class HttpConnection(asyncio.Protocol):
     """Closes over the limits: with an answer that says why, where the client waits for one.
 
-    16 attributes: its transport and what was handed in, the requests in their order, and its own condition."""
+    17 attributes: its transport and what was handed in, the requests in their order, and its own condition."""
 
     _transport: asyncio.Transport
     _deadlines: Deadlines
@@ -56,6 +57,8 @@ class HttpConnection(asyncio.Protocol):
         self._is_reading = True
         self._is_write_paused = False
         self._stops = False
+        # Within `_answer_next`.
+        self._is_answering = False
         # Of a client that closed its half: when it is looked next whether it still reads.
         self._reader_look: asyncio.TimerHandle | None = None
 
@@ -78,11 +81,18 @@ class HttpConnection(asyncio.Protocol):
         parser, deadlines = self._parser, self._deadlines
         deadlines.end_idling()
         if not (self._queue or parser.in_message or self._stops or self._api.shutdown.begun):
-            api = self._api
-            head = plain_head(data, api.plain_paths, api.plain_below, self._limits.max_head_bytes)
+            api, limits = self._api, self._limits
+            head = plain_head(
+                data,
+                api.plain_paths,
+                api.forwarded_paths,
+                api.plain_below,
+                limits.max_head_bytes,
+                limits.max_headers,
+            )
             if head is not None and len(data) - head.body_start <= api.max_body_bytes:
                 deadlines.expect_nothing()
-                if self._answer_plain(head, data):
+                if self._take_plain(head, data):
                     return
         before = parser.messages
         try:
@@ -216,33 +226,53 @@ class HttpConnection(asyncio.Protocol):
     def _answer_next(self) -> None:
         """Answers requests in their order, as long as one can be answered now. Who does not read answers waits."""
         queue = self._queue
-        while queue and not self._is_write_paused and not self._transport.is_closing():
-            request = queue[0]
-            if request.answer_begun:
-                break
-            if request.refusal is not None:
+        if self._is_answering:
+            # What ended is gone from the queue: the loop below goes on.
+            return
+        self._is_answering = True
+        try:
+            while queue and not self._is_write_paused and not self._transport.is_closing():
+                request = queue[0]
+                if request.answer_begun:
+                    break
+                if request.refusal is not None:
+                    request.answer_begun = True
+                    self.write_answer(request, self._api.refuse(request, request.refusal))
+                    continue
+                if not request.is_whole:
+                    if request.expects_continue:
+                        request.expects_continue = False
+                        self._transport.write(CONTINUE)
+                    break
                 request.answer_begun = True
-                self.write_answer(request, self._api.refuse(request, request.refusal))
-                continue
-            if not request.is_whole:
-                if request.expects_continue:
-                    request.expects_continue = False
-                    self._transport.write(CONTINUE)
-                break
-            request.answer_begun = True
-            if (forward := self._api.forwarder(request)) is not None:
-                self._run(self._forward(request, forward))
-                break
-            answer = self._api.respond(request)
-            if not isinstance(answer, tuple):
-                self._run(self._answer_later(request, answer))
-                break
-            self.write_answer(request, answer)
+                if (forward := self._api.forwarder(request)) is not None:
+                    task = DirectTask(self._forward(request, forward), self._loop, self._on_forwarded)
+                    self._server.tasks.add(task)  # type: ignore[arg-type]
+                    task.resume()
+                    continue
+                answer = self._api.respond(request)
+                if not isinstance(answer, tuple):
+                    self._run(self._answer_later(request, answer))
+                    break
+                self.write_answer(request, answer)
+        finally:
+            self._is_answering = False
         self._regulate_reading()
 
+    def _take_plain(self, head: PlainHead, data: bytes) -> bool:
+        """Answers the only request there is. Nobody reads while writing is paused, so it is not. False: it takes the
+        long way."""
+        if head.headers is None:
+            return self._answer_plain(head, data)
+        request = HttpRequest.plain(head)
+        request.refusal = self._api.refusal(request)
+        request.body = data[head.body_start :]
+        self._queue.append(request)
+        self._answer_next()
+        return True
+
     def _answer_plain(self, head: PlainHead, data: bytes) -> bool:
-        """Answers the only request there is, without a task where that needs none. Nobody reads while writing is
-        paused, so it is not. False: it takes the long way."""
+        """Answers a hot request, without a task where that needs none; False as `_take_plain`."""
         answer = self._api.respond_plain(head, data)
         if answer is None:
             return False
@@ -256,6 +286,7 @@ class HttpConnection(asyncio.Protocol):
             self._deadlines.begin_idling()
         else:
             request = HttpRequest.plain(head)
+            request.answer_begun = True
             self._queue.append(request)
             self._run(self._answer_later(request, answer))
         return True
@@ -289,6 +320,9 @@ class HttpConnection(asyncio.Protocol):
         finally:
             if self._proxied is answer:
                 self._proxied = None
+
+    def _on_forwarded(self, task: DirectTask) -> None:
+        self._server.tasks.discard(task)
         self._answer_next()
 
     def _write_answer(self, status: int, headers: list[tuple[bytes, bytes]], content: bytes, keep_alive: bool) -> None:

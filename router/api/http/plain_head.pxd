@@ -2,22 +2,19 @@
 cimport cython
 from libc.stdint cimport int64_t, uint8_t
 
-cdef uint8_t _CR, _LF, _SPACE, _COLON, _ZERO, _NINE, _LAST_PRINTABLE
-cdef int64_t HOST, CONTENT_LENGTH, CONTENT_TYPE, ACCEPT, CONNECTION, IGNORED, MAX_DIGITS
+from kvrouter.router.common.head_lines cimport digits, is_name, line_end, value_start
+
+cdef uint8_t _COLON
+cdef int64_t HOST, CONTENT_LENGTH, CONTENT_TYPE, ACCEPT, CONNECTION, IGNORED
 cdef bytes _IN_HOST, _IN_PATH
 
 
 @cython.final
 cdef class PlainHead:
-    cdef readonly str method, path, content_type, accept
+    cdef readonly str method, path, content_type, accept, authorization
+    cdef readonly list headers
     cdef readonly int64_t body_start
 
-
-@cython.locals(size=int64_t, c=uint8_t)
-cdef int64_t line_end(bytes data, int64_t at) noexcept
-
-@cython.locals(value=int64_t, at=int64_t, c=uint8_t)
-cdef int64_t digits(bytes data, int64_t start, int64_t end) noexcept
 
 @cython.locals(at=int64_t, c=uint8_t)
 cdef bint is_host(bytes data, int64_t start, int64_t end)
@@ -26,6 +23,9 @@ cdef bint is_host(bytes data, int64_t start, int64_t end)
 cdef bint is_path(bytes target)
 
 @cython.locals(
-    is_post=bint, target=bytes, at=int64_t, length=int64_t, seen=int64_t, start=int64_t, end=int64_t, colon=int64_t, kind=int64_t, value=int64_t
+    is_post=bint, target=bytes, at=int64_t, left=int64_t, length=int64_t, seen=int64_t, start=int64_t, end=int64_t,
+    colon=int64_t, kind=int64_t, value=int64_t, name=bytes, headers=list
 )
-cpdef PlainHead plain_head(bytes data, dict paths, bytes below, int64_t max_head_bytes)
+cpdef PlainHead plain_head(
+    bytes data, dict paths, dict forwarded, bytes below, int64_t max_head_bytes, int64_t max_headers
+)

@@ -2,11 +2,14 @@
 """The short way past the general parser: a request that lies whole in one read, with a head that leaves nothing to judge.
 
 All else is not taken, and goes through `request_parser.py`, which decides alone what is a request and what is refused:
-any other method, version, header, repeated header, folded line, bare line feed, transfer coding, or byte behind the
-body. What is taken it would understand in the same way; `tests/property/test_plain_head.py` holds the two together.
-Compiled, see `setup.py`."""
+any other method, version, repeated header, folded line, bare line feed, transfer coding, or byte behind the body. Where
+the headers go on to an engine, any name is taken that means nothing here; elsewhere those alone that clients nearly
+always send. What is taken the general parser would understand in the same way;
+`tests/property/test_plain_head.py` holds the two together. Compiled, see `setup.py`."""
 
 from __future__ import annotations
+
+from kvrouter.router.common.head_lines import digits, is_name, line_end, value_start
 
 POST, DELETE = b"POST ", b"DELETE "
 VERSION = b" HTTP/1.1\r\n"
@@ -20,10 +23,21 @@ NAMES = (
     *(b"x-forwarded-for", b"x-forwarded-proto", b"x-forwarded-host", b"forwarded", b"via"),
 )
 KNOWN = {name: kind for kind, name in enumerate(NAMES)}
-# A body of a hundred gigabytes does not lie in one read.
-MAX_DIGITS = 11
-
-_CR, _LF, _SPACE, _COLON, _ZERO, _NINE, _LAST_PRINTABLE = map(ord, "\r\n :09~")
+# What may decide how a request is read is not taken, wherever its headers go.
+JUDGED_NAMES = frozenset(
+    {
+        b"transfer-encoding",
+        b"expect",
+        b"upgrade",
+        b"http2-settings",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"keep-alive",
+    }
+)
+AUTHORIZATION = b"authorization"
+_COLON = ord(":")
 # By byte: whether it may stand in a host's name.
 _IN_HOST = bytes(c < 128 and (chr(c).isalnum() or chr(c) in ".-") for c in range(256))
 # The same in a target that is its own path: without escapes and without a query.
@@ -31,41 +45,26 @@ _IN_PATH = bytes(c < 128 and (chr(c).isalnum() or chr(c) in ".-_~/") for c in ra
 
 
 class PlainHead:
-    """path: as in `paths`, or its own, below. content_type, accept: "" where absent. body_start: index in what was
-    read."""
+    """path: as in `paths`, or its own, below. content_type, accept, authorization: "" where absent. headers: all, names
+    in lower case; None where they go nowhere. body_start: index in what was read."""
 
-    def __init__(self, method: str, path: str, content_type: str, accept: str, body_start: int) -> None:
+    def __init__(
+        self,
+        method: str,
+        path: str,
+        content_type: str,
+        accept: str,
+        authorization: str,
+        headers: list[tuple[bytes, bytes]] | None,
+        body_start: int,
+    ) -> None:
         self.method = method
         self.path = path
         self.content_type = content_type
         self.accept = accept
+        self.authorization = authorization
+        self.headers = headers
         self.body_start = body_start
-
-
-def line_end(data: bytes, at: int) -> int:
-    """Index of the CR LF that ends the line of printable ASCII from `at`; -1 where anything else stands in it."""
-    size = len(data)
-    while at < size:
-        c = data[at]
-        if c == _CR:
-            return at if at + 1 < size and data[at + 1] == _LF else -1
-        if c < _SPACE or c > _LAST_PRINTABLE:
-            return -1
-        at += 1
-    return -1
-
-
-def digits(data: bytes, start: int, end: int) -> int:
-    """The number without a leading zero from `start` to `end`, or -1."""
-    if start == end or end - start > MAX_DIGITS or (data[start] == _ZERO and end - start > 1):
-        return -1
-    value = 0
-    for at in range(start, end):
-        c = data[at]
-        if c < _ZERO or c > _NINE:
-            return -1
-        value = value * 10 + (c - _ZERO)
-    return value
 
 
 def is_host(data: bytes, start: int, end: int) -> bool:
@@ -86,9 +85,16 @@ def is_path(target: bytes) -> bool:
     return True
 
 
-def plain_head(data: bytes, paths: dict[bytes, str], below: bytes, max_head_bytes: int) -> PlainHead | None:
+def plain_head(
+    data: bytes,
+    paths: dict[bytes, str],
+    forwarded: dict[bytes, str],
+    below: bytes,
+    max_head_bytes: int,
+    max_headers: int,
+) -> PlainHead | None:
     """The head of the one request that `data` is, or None where it is not that plain. paths: targets of POST that are
-    taken; below: with what others of POST and DELETE begin, b"": none."""
+    taken; forwarded: those whose headers go on; below: with what others of POST and DELETE begin, b"": none."""
     is_post = data.startswith(POST)
     if not (is_post or (below and data.startswith(DELETE))):
         return None
@@ -96,15 +102,21 @@ def plain_head(data: bytes, paths: dict[bytes, str], below: bytes, max_head_byte
     if at < 0 or data[at - len(VERSION) + 2 : at + 2] != VERSION:
         return None
     target = data[len(POST) if is_post else len(DELETE) : at - len(VERSION) + 2]
+    headers: list[tuple[bytes, bytes]] | None = None
     path = paths.get(target) if is_post else None
+    if path is None and is_post:
+        path = forwarded.get(target)
+        if path is not None:
+            headers = []
     if path is None:
         if not (below and target.startswith(below) and is_path(target)):
             return None
         path = target.decode("ascii")
-    content_type = accept = ""
+    content_type = accept = authorization = ""
     # A DELETE usually has no body, and then no length.
     length = -1 if is_post else 0
     seen = 0
+    left = max_headers
     start = at + 2
     while True:
         end = line_end(data, start)
@@ -115,14 +127,23 @@ def plain_head(data: bytes, paths: dict[bytes, str], below: bytes, max_head_byte
         colon = data.find(b":", start, end)
         if colon < 0:
             return None
-        kind = KNOWN.get(data[start:colon].lower(), -1)
+        name = data[start:colon].lower()
+        kind = KNOWN.get(name, -1)
+        left -= 1
+        if left < 0 or (kind < 0 and (headers is None or name in JUDGED_NAMES or not is_name(data, start, colon))):
+            return None
+        value = value_start(data, colon + 1, end)
+        if value < 0:
+            return None
+        if headers is not None:
+            headers.append((name, data[value:end]))
         if kind < 0:
-            return None
-        value = colon + 1
-        while value < end and data[value] == _SPACE:
-            value += 1
-        if value == end or data[end - 1] == _SPACE:
-            return None
+            if name == AUTHORIZATION:
+                if authorization:
+                    return None
+                authorization = data[value:end].decode("latin-1")
+            start = end + 2
+            continue
         if seen >> kind & 1:
             return None
         seen |= 1 << kind
@@ -144,4 +165,4 @@ def plain_head(data: bytes, paths: dict[bytes, str], below: bytes, max_head_byte
         start = end + 2
     if not seen >> HOST & 1 or end + 2 + length != len(data) or length < 0:
         return None
-    return PlainHead("POST" if is_post else "DELETE", path, content_type, accept, end + 2)
+    return PlainHead("POST" if is_post else "DELETE", path, content_type, accept, authorization, headers, end + 2)

@@ -56,7 +56,7 @@ class ProxiedAnswer:
         self.url = request.url
         self.headers = request.headers
         self.body = bytes(request.body)
-        request.body.clear()
+        request.body = b""
         self._task = asyncio.current_task()
         self._source: Source | None = None
         # What was not sent yet of the head, which goes with the first bytes of the body.
@@ -107,11 +107,14 @@ class ProxiedAnswer:
         self.has_begun = True
         self._api.count_answer(self.path, head.status)
         parts = [b"HTTP/1.1 %d " % head.status, head.reason or _phrase(head.status), b"\r\n"]
-        headers = [*headers, *self._api.cors.answer_headers(self.headers)]
-        # The engine's own Date, where it has one.
-        has_date = any(name == b"date" for name, _ in headers)
-        for name, value in headers if has_date else (*headers, *self._connection.date_headers):
+        has_date = False
+        for name, value in (*headers, *self._api.cors.answer_headers(self.headers)):
             parts += (name, b": ", value, b"\r\n")
+            has_date = has_date or name == b"date"
+        # The engine's own Date, where it has one.
+        if not has_date:
+            for name, value in self._connection.date_headers:
+                parts += (name, b": ", value, b"\r\n")
         if head.status in NO_CONTENT:
             # A length would announce a body.
             pass

@@ -100,22 +100,21 @@ class HttpRequest:
         self.url = origin_form(target)
         self.path = _path_of(self.url)
         self.keep_alive = keep_alive and self.speaks_1_1 and not upgrades
-        self.body = bytearray()
+        self.body: bytes | bytearray = bytearray()
         self.refusal: RouterError | None = None
         self.is_whole = self.answer_begun = self.answer_ended = False
 
     @classmethod
     def plain(cls, head: PlainHead) -> Self:
-        """A whole request that is being answered. Its headers are not kept: who asks for them does not take this
-        way."""
+        """A whole request; without its headers where they go nowhere."""
         self = cls.__new__(cls)
         self.method, self.speaks_1_1, self.keep_alive = head.method, True, True
         self.path, self.url = head.path, head.path.encode()
-        self.content_type, self.accept, self.authorization = head.content_type, head.accept, ""
-        self.headers, self.content_length, self.refusal = [], None, None
+        self.content_type, self.accept, self.authorization = head.content_type, head.accept, head.authorization
+        self.headers, self.content_length, self.refusal = head.headers or [], None, None
         self.body = bytearray()
-        self.is_whole = self.answer_begun = True
-        self.expects_continue = self.answer_ended = False
+        self.is_whole = True
+        self.expects_continue = self.answer_begun = self.answer_ended = False
         return self
 
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One kept HTTP/1.1 connection to an engine, with one exchange at a time, on the parser that uvicorn uses
-(docs/adr/0013).
+(docs/adr/0013); an answer that leaves nothing to judge is read without it (`plain_answer.py`).
 
 The body of an answer is handed on as it comes, without a task in between; whoever takes it says when it has enough for
 now, and then the socket is left unread. Nothing here retries, follows a redirect or decodes content.
@@ -16,9 +16,11 @@ from typing import cast
 import httptools
 import msgspec
 
+from kvrouter.router.common.direct_task import Signal
 from kvrouter.router.common.sockets import poller, untaken_bytes
 from kvrouter.router.proxy.headers import Headers
 from kvrouter.router.proxy.upstream.failure import Failure, Kind
+from kvrouter.router.proxy.upstream.plain_answer import plain_answer, whole_chunks
 
 # Of the head of an answer with the interim ones before it, of a chunk's extensions or of trailers: engines send some
 # hundred bytes.
@@ -31,11 +33,13 @@ MAX_WAITING_BYTES = 256 * 1024
 NO_CONTENT = frozenset({204, 304})
 FIRST_FINAL_STATUS = 200
 VERSIONS = frozenset({"1.0", "1.1"})
+# What the general parser has to know of an answer whose first chunks were read without it.
+CHUNKED_HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 Take = Callable[[list[bytes]], None]
 
 
-class AnswerHead(msgspec.Struct):
+class AnswerHead(msgspec.Struct, gc=False):
     """length: of the body, None where the engine does not say."""
 
     status: int
@@ -51,19 +55,23 @@ class Connection(asyncio.Protocol):
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._readable: select.poll | None = None
+        # Set once for many exchanges: it looks how long ago something was heard.
         self._timer: asyncio.TimerHandle | None = None
+        self._silence_s = 0.0
         self.used = False
         # When it became idle, on the loop's clock.
         self.idle_s = 0.0
         self._clear()
 
     def _clear(self) -> None:
-        self._parser = httptools.HttpResponseParser(self)
-        self._head: asyncio.Future[AnswerHead] | None = None
-        self._end: asyncio.Future[None] | None = None
+        # From where an answer is not plain.
+        self._parser: httptools.HttpResponseParser | None = None
+        self._head: Signal[AnswerHead] | None = None
+        self._end: Signal[None] | None = None
         self._status = 0
         self._reason = b""
         self._headers: Headers = []
+        self._length: int | None = None
         self._head_whole = self._whole = self._until_close = self._stays_open = False
         self._fruitless_bytes = self._interim_answers = 0
         self._parts: list[bytes] = []
@@ -71,43 +79,49 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self._failure: Failure | None = None
         self._take: Take | None = None
-        self._silence_s = 0.0
         self._heard_s = 0.0
         # Of the request; and of these, what the engine's side had not taken when it closed the connection.
         self._sent_bytes = 0
         self._untaken_bytes = 0
 
-    async def ask(self, head: bytes, body: bytes, silence_s: float) -> AnswerHead:
-        """Sends a request and returns once the first byte of the answer's body is here, or its end. Raises Failure.
+    def ask(self, head: bytes, body: bytes, silence_s: float) -> Signal[AnswerHead]:
+        """Sends a request; to be awaited for the first byte of the answer's body, or its end. Raises Failure, and so
+        may what is awaited.
 
         The head alone is no answer yet: vLLM sends that of a stream before it computes anything."""
         assert self._transport is not None and self._head is None
         if self._transport.is_closing():
             raise self._closed()
         self._sent_bytes = len(head) + len(body)
-        self._head = self._loop.create_future()
+        answered = self._head = Signal()
         self._silence_s = silence_s
         self._heard_s = self._loop.time()
-        self._timer = self._loop.call_later(silence_s, self._on_silence)
+        if self._timer is None:
+            self._timer = self._loop.call_later(silence_s, self._on_silence)
         if len(body) < MAX_WAITING_BYTES:
             # One segment, and one wake-up of the engine, for nearly every request.
             self._transport.write(head + body)
         else:
             self._transport.writelines((head, body))
-        return await self._head
+        return answered
 
-    async def relay(self, take: Take) -> None:
-        """Hands the body on, until its end. Raises Failure, after what came before it was handed on."""
+    def relay(self, take: Take) -> Signal[None]:
+        """Hands the body on; to be awaited until its end. Raises Failure, after what came before it was handed on, and
+        so may what is awaited."""
         self._take = take
         parts, self._parts = self._parts, []
         if parts:
             take(parts)
-        self._unpause()
+        if self._paused:
+            self._unpause()
         if self._failure is not None:
             raise self._failure
-        if not self._whole:
-            self._end = self._loop.create_future()
-            await self._end
+        ended: Signal[None] = Signal()
+        if self._whole:
+            ended.set(None)
+        else:
+            self._end = ended
+        return ended
 
     def pause(self) -> None:
         """Whoever takes the body has enough for now."""
@@ -128,7 +142,7 @@ class Connection(asyncio.Protocol):
 
     def give_up(self, failure: Failure) -> None:
         """Ends an exchange that waits for its first byte; a later one is left alone."""
-        if self._head is not None and not self._head.done():
+        if self._head is not None and not self._head.is_set:
             self._fail(failure)
 
     def close(self) -> None:
@@ -146,7 +160,8 @@ class Connection(asyncio.Protocol):
         unsent = transport.is_closing() or transport.get_write_buffer_size() > 0
         if unsent or not self._stays_open:
             return False
-        self._unpause()
+        if self._paused:
+            self._unpause()
         self._clear()
         self.used = True
         return True
@@ -171,6 +186,12 @@ class Connection(asyncio.Protocol):
             self._stays_open = False
             self.close()
             return
+        if self._parser is None:
+            if self._take_plain(data):
+                self._heard_s = self._loop.time()
+                self._progress()
+                return
+            self._parser = self._general_parser()
         self._fruitless_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -188,12 +209,53 @@ class Connection(asyncio.Protocol):
             return
         self._progress()
 
+    def _take_plain(self, data: bytes) -> bool:
+        """Whether it is a whole answer, or the next chunks of one, that leaves nothing to judge. If not, nothing of it
+        was taken."""
+        start = 0
+        head = None
+        if not self._head_whole:
+            head = plain_answer(data, MAX_HEAD_BYTES)
+            if head is None:
+                return False
+            start = head.body_start
+        parts: list[bytes] = []
+        if head is not None and head.length >= 0:
+            if len(data) - start != head.length:
+                return False
+            whole = True
+            if head.length:
+                parts.append(data[start:])
+        else:
+            ended = whole_chunks(data, start, parts)
+            if ended < 0:
+                return False
+            whole = ended == 1
+        if head is not None:
+            self._status, self._reason, self._headers = head.status, head.reason, head.headers
+            self._length = head.length if head.length >= 0 else None
+            self._head_whole = self._stays_open = True
+        self._parts += parts
+        self._waiting_bytes += len(data) - start
+        self._whole = whole
+        return True
+
+    def _general_parser(self) -> httptools.HttpResponseParser:
+        """One that takes what follows."""
+        parser = self._parser = httptools.HttpResponseParser(self)
+        if self._head_whole:
+            known = self._status, self._reason
+            parser.feed_data(CHUNKED_HEAD)
+            self._status, self._reason = known
+        return parser
+
     def eof_received(self) -> None:
         # Now, as the socket is closed when the connection is lost. The close acknowledges all that came before it.
         assert self._transport is not None
         self._untaken_bytes = untaken_bytes(self._transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
         if self._head is None or self._whole:
             return
         if self._until_close and exc is None:
@@ -218,6 +280,7 @@ class Connection(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
+        assert self._parser is not None
         self._status = self._parser.get_status_code()
         if self._status < FIRST_FINAL_STATUS:
             self._interim_answers += 1
@@ -230,7 +293,8 @@ class Connection(asyncio.Protocol):
             raise httptools.HttpParserError("a transfer coding other than chunked, or another version")
         self._head_whole = True
         chunked = bool(codings)
-        self._until_close = not chunked and self._length() is None and self._status not in NO_CONTENT
+        self._length = self._announced_length()
+        self._until_close = not chunked and self._length is None and self._status not in NO_CONTENT
         # Now, as the parser forgets it with the end of the message.
         self._stays_open = self._parser.should_keep_alive()
 
@@ -252,8 +316,10 @@ class Connection(asyncio.Protocol):
         self._heard_s = self._loop.time()
 
     def _progress(self) -> None:
-        """After new bytes: hand on what can be handed on."""
-        assert self._head is not None
+        """After new bytes: hand on what can be handed on. Whoever waits goes on within it, so it is the last that
+        happens to them."""
+        head = self._head
+        assert head is not None
         if self._take is not None:
             if self._parts:
                 parts, self._parts = self._parts, []
@@ -261,14 +327,13 @@ class Connection(asyncio.Protocol):
                 self._take(parts)
         elif self._waiting_bytes > MAX_WAITING_BYTES:
             self.pause()
-        if self._whole:
-            self._stop_timer()
-        if not self._head.done() and self._head_whole and (self._parts or self._whole):
-            self._head.set_result(AnswerHead(self._status, self._reason, self._headers, self._length()))
-        if self._whole and self._end is not None and not self._end.done():
-            self._end.set_result(None)
+        if not head.is_set:
+            if self._head_whole and (self._parts or self._whole):
+                head.set(AnswerHead(self._status, self._reason, self._headers, self._length))
+        elif self._whole and self._end is not None:
+            self._end.set(None)
 
-    def _length(self) -> int | None:
+    def _announced_length(self) -> int | None:
         for name, value in self._headers:
             if name == b"content-length":
                 return int(value)
@@ -289,19 +354,21 @@ class Connection(asyncio.Protocol):
         if self._failure is not None:
             return
         self._failure = failure
-        waiting = self._end if self._head is not None and self._head.done() else self._head
-        if waiting is not None and not waiting.done():
-            waiting.set_exception(failure)
+        waiting = self._end if self._head is not None and self._head.is_set else self._head
         self.close()
+        if waiting is not None:
+            waiting.fail(failure)
 
     def _on_silence(self) -> None:
+        self._timer = None
+        if self._head is None or self._whole:
+            return
         now = self._loop.time()
         # While nothing is read, it is not the engine that is silent.
         left_s = self._silence_s if self._paused else self._heard_s + self._silence_s - now
         if left_s > 0:
             self._timer = self._loop.call_later(left_s, self._on_silence)
             return
-        self._timer = None
         self._fail(Failure(Kind.SILENT, f"the engine sent nothing for {self._silence_s:g} s"))
 
     def _stop_timer(self) -> None:

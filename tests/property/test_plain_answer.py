@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's answer is the same whether the short way past the general parser takes it, a part of it or nothing:
+wherever its bytes are cut, and whatever is wrong with them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+
+import itertools
+
+from examples import examples
+
+from kvrouter.router.common.direct_task import DirectTask
+from kvrouter.router.proxy.upstream.connection import Connection
+from kvrouter.router.proxy.upstream.failure import Failure
+from kvrouter.router.proxy.upstream.plain_answer import plain_answer, whole_chunks
+
+VERSIONS = [b"HTTP/1.1"] * 30 + [b"HTTP/1.0", b"HTTP/1.2", b"http/1.1", b"HTTP/2"]
+STATUSES = [b"200 OK"] * 20 + [b"404 Not Found", b"500 ", b"200", b"200  OK", b"204 No", b"304 No", b"99 x", b"1000 x"]
+ENDS = [b"\r\n"] * 60 + [b"\n", b"\r", b"\r\n ", b"\0\r\n", b""]
+COLONS = [b": "] * 30 + [b":", b":  ", b" : ", b":\t", b""]
+NAMES = [
+    *(b"Content-Type", b"Date", b"X-Request-Id", b"Connection", b"Content-Length", b"Transfer-Encoding", b"Trailer"),
+    *(b"Proxy-Connection", b"Upgrade", b"Keep-Alive", b"", b"X Y", b"X-More"),
+]
+VALUES = [b"a", b"a b", b"", b"keep-alive", b"close", b"chunked", b"gzip, chunked", b"2", b"02", b"+2", b"\xff", b"a "]
+
+
+def some_chunks(draw: random.Random) -> bytes:
+    data = b""
+    for _ in range(draw.randrange(4)):
+        part = bytes(draw.randrange(256) for _ in range(draw.randrange(1, 20)))
+        extension = draw.choice((b"",) * 20 + (b";x=1", b" ", b";"))
+        data += b"%x%b\r\n%b" % (len(part), extension, part) + draw.choice(ENDS[:50] + ENDS[-4:])
+    trailer = draw.choice((b"",) * 20 + (b"x: 1\r\n", b"x"))
+    return data + draw.choice((b"0", b"0", b"0", b"00", b"")) + b"\r\n" + trailer + b"\r\n"
+
+
+def some_answer(draw: random.Random) -> bytes:
+    """Mostly what engines send, with something strange now and then."""
+    strange = draw.random() < 0.5
+    body = bytes(draw.randrange(256) for _ in range(draw.randrange(20)))
+    fields = [(b"Content-Type", b"application/json")]
+    if draw.random() < 0.5:
+        fields.append((b"Content-Length", b"%d" % len(body)))
+    else:
+        fields.append((b"Transfer-Encoding", b"chunked"))
+        body = some_chunks(draw)
+    if strange:
+        for _ in range(draw.randrange(3)):
+            again = draw.choice(fields) if draw.random() < 0.3 else (draw.choice(NAMES), draw.choice(VALUES))
+            fields.insert(draw.randrange(len(fields) + 1), again)
+    ends = ENDS if strange else ENDS[:1]
+    head = draw.choice(VERSIONS if strange else VERSIONS[:1]) + b" " + draw.choice(STATUSES) + draw.choice(ends)
+    for name, value in fields:
+        head += name + (draw.choice(COLONS) if strange else b": ") + value + draw.choice(ends)
+    data = head + draw.choice(ends) + body
+    if draw.random() < 0.2:
+        at = draw.randrange(len(data))
+        data = draw.choice((data[:at], data + b"more", data[:at] + bytes((draw.randrange(256),)) + data[at + 1 :]))
+    return data
+
+
+def cut(draw: random.Random, data: bytes) -> list[bytes]:
+    """In one piece, or in some; often where a chunk may end."""
+    places = {draw.randrange(1, len(data)) for _ in range(draw.choice((0, 0, 1, 2, 5)))} if len(data) > 1 else set()
+    if draw.random() < 0.5:
+        places |= {at + 2 for at in range(len(data) - 2) if data[at : at + 2] == b"\r\n" and draw.random() < 0.3}
+    edges = [0, *sorted(places), len(data)]
+    return [data[start:end] for start, end in itertools.pairwise(edges)]
+
+
+class General(Connection):
+    """Without the short way."""
+
+    def _take_plain(self, data: bytes) -> bool:
+        return False
+
+
+class Transport:
+    """What the connection does to its socket; the bytes come from the test."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self.closed = False
+        self.paused = False
+
+    def get_extra_info(self, name: str) -> Any:
+        return self._end
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def abort(self) -> None:
+        self.closed = True
+
+    def write(self, data: bytes) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+
+
+@contextmanager
+def connected(kind: type[Connection], loop: asyncio.AbstractEventLoop) -> Iterator[Connection]:
+    ends = socket.socketpair()
+    connection = kind(loop)
+    connection.connection_made(Transport(ends[0]))  # type: ignore[arg-type]
+    try:
+        yield connection
+    finally:
+        connection.close()
+        for end in ends:
+            end.close()
+
+
+def outcome(kind: type[Connection], loop: asyncio.AbstractEventLoop, pieces: list[bytes], *, closes: bool) -> list[Any]:
+    """What becomes of an exchange in which these bytes come, and then perhaps the end of the connection."""
+    found: list[Any] = []
+
+    async def exchange(connection: Connection) -> None:
+        try:
+            head = await connection.ask(b"POST / HTTP/1.1\r\n\r\n", b"", 60.0)
+            found.append((head.status, head.reason, head.headers, head.length))
+            body = bytearray()
+            found.append(body)
+            await connection.relay(lambda parts: body.extend(b"".join(parts)))
+            found.append("whole")
+        except Failure as failure:
+            found.append((failure.kind, failure.text))
+        found.append(connection.reusable())
+
+    with connected(kind, loop) as connection:
+        DirectTask(exchange(connection), loop, lambda task: None).resume()
+        for piece in pieces:
+            if not connection._transport.is_closing():  # type: ignore[union-attr]
+                connection.data_received(piece)
+        if closes:
+            connection.connection_lost(None)
+    return found
+
+
+def held_together(draw: random.Random, count: int) -> int:
+    """How many answers begin on the short way. Fails where it makes a difference."""
+    loop = asyncio.new_event_loop()
+    taken = 0
+    try:
+        for _ in range(count):
+            data = some_answer(draw)
+            pieces, closes = cut(draw, data), draw.random() < 0.5
+            short = outcome(Connection, loop, pieces, closes=closes)
+            assert short == outcome(General, loop, pieces, closes=closes), pieces
+            taken += plain_answer(pieces[0], 65_536) is not None
+    finally:
+        loop.close()
+    return taken
+
+
+@pytest.mark.property
+def test_an_answer_is_the_same_on_the_short_way_and_past_it() -> None:
+    count = examples(30_000)
+    taken = held_together(random.Random(20262), count)
+    # Neither everything nor nothing.
+    assert count / 20 < taken < count * 19 / 20, taken
+
+
+@pytest.mark.parametrize(
+    "data, ends, parts",
+    [
+        (b"", 0, []),
+        (b"3\r\nabc\r\n", 0, [b"abc"]),
+        (b"3\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n", 1, [b"abc", b"0123456789"]),
+        (b"3\r\nabc\r", -1, None),
+        (b"3\r\nabcd\r\n", -1, None),
+        (b"3;x\r\nabc\r\n", -1, None),
+        (b"0\r\n\r\nx", -1, None),
+        (b"0\r\nx: 1\r\n\r\n", -1, None),
+        (b"0000003\r\nabc\r\n", -1, None),
+        (b"\r\n", -1, None),
+    ],
+)
+def test_chunks_are_taken_whole_or_not_at_all(data: bytes, ends: int, parts: list[bytes] | None) -> None:
+    found: list[bytes] = []
+    assert whole_chunks(data, 0, found) == ends
+    assert parts is None or found == parts
+
+
+if __name__ == "__main__":
+    # COUNT SEED
+    begun = held_together(random.Random(int(sys.argv[2])), int(sys.argv[1]))
+    print(f"{sys.argv[1]} answers, {begun} on the short way, none otherwise")
