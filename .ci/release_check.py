@@ -24,7 +24,9 @@ def notes(tag: str, pyproject: str, changelog: str) -> str:
         title, _, text = section.partition("\n")
         if re.fullmatch(rf"{re.escape(version)}( .*)?", title) and text.strip():
             return text.strip() + "\n"
-    raise ValueError(f"CHANGELOG.md has no section `## {version}` with text: rename `## Unreleased`, with the date behind it")
+    raise ValueError(
+        f"CHANGELOG.md has no section `## {version}` with text: rename `## Unreleased`, with the date behind it"
+    )
 
 
 def main() -> int:

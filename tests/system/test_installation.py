@@ -78,7 +78,9 @@ def test_a_wheel_made_of_the_sdist_installs_and_predicts(tmp_path: Path, version
     inside = tmp_path / "venv" / "bin"
     run([inside / "pip", "--disable-pip-version-check", "install", sdist])
     sizes = subprocess.run(
-        ["du", "-sm", "--exclude=pip*", *(tmp_path / "venv/lib").glob("*/site-packages")], capture_output=True, text=True
+        ["du", "-sm", "--exclude=pip*", *(tmp_path / "venv/lib").glob("*/site-packages")],
+        capture_output=True,
+        text=True,
     )
     assert int(sizes.stdout.split()[0]) < MAX_SITE_MB
     # It compares every prediction with what the replicas then reuse, and fails where one is wrong.

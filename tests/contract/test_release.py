@@ -51,7 +51,10 @@ def test_the_workflow_is_one() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     broken = subprocess.run(
-        [*command[:-1], "/dev/stdin"], input=WORKFLOW.read_text().replace("runs-on", "runs"), capture_output=True, text=True
+        [*command[:-1], "/dev/stdin"],
+        input=WORKFLOW.read_text().replace("runs-on", "runs"),
+        capture_output=True,
+        text=True,
     )
     assert broken.returncode == 1
 
@@ -60,7 +63,12 @@ def test_the_workflow_publishes_nothing_that_was_not_tested() -> None:
     jobs = yaml.safe_load(WORKFLOW.read_text())["jobs"]
     assert set(jobs["publish"]["needs"]) == jobs.keys() - {"publish"}
     assert any(".ci/run" in step.get("run", "") for step in jobs["check"]["steps"])
-    targets = {step["run"].split()[1] for job in jobs.values() for step in job["steps"] if step.get("run", "").startswith("make ")}
+    targets = {
+        step["run"].split()[1]
+        for job in jobs.values()
+        for step in job["steps"]
+        if step.get("run", "").startswith("make ")
+    }
     makefile = (ROOT / "Makefile").read_text()
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
 
