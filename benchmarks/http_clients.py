@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"
 import aiohttp
 import httpx
 import uvloop
-from directly import directly
 from http_client import HttpClient
 from ports import free_port
 from processes import HERE
 from proxy_overhead import Prompts
 from report import machine, markdown
 
+from kvrouter.router.common.direct_task import directly
 from kvrouter.router.proxy.headers import request_head
 from kvrouter.router.proxy.upstream.origin import target_of
 from kvrouter.router.proxy.upstream.pool import Pool

@@ -98,7 +98,8 @@ def adapters_of(core: Any) -> Mapping[str, str]:
     """The names of adapters that requests have used, by the `extra_key` that keeps their prompts apart."""
     recorder = core.kv_events
     # The Rust core's recorder keeps them to itself.
-    names: Mapping[str, str] = getattr(recorder, "lora_names", getattr(recorder, "_lora_names", None))._names
+    found: Any = recorder.lora_names if hasattr(recorder, "lora_names") else recorder._lora_names
+    names: Mapping[str, str] = found._names
     return names
 
 

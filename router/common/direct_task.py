@@ -143,3 +143,29 @@ class DirectTask:
     def uncancel(self) -> int:
         self._cancels -= 1
         return self._cancels
+
+
+async def directly(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that only a `DirectTask` can run, for tasks of asyncio. Cancelled with its caller."""
+    loop = asyncio.get_running_loop()
+    found: asyncio.Future[T] = loop.create_future()
+
+    async def run() -> None:
+        try:
+            result = await work
+        except Exception as error:
+            if not found.done():
+                found.set_exception(error)
+        else:
+            if not found.done():
+                found.set_result(result)
+
+    def end(_: DirectTask) -> None:
+        found.cancel()
+
+    task = DirectTask(run(), loop, end)
+    task.resume()
+    try:
+        return await found
+    finally:
+        task.cancel()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 import kvrouter.router.proxy.headers as h
+from kvrouter.router.common.direct_task import directly
 from kvrouter.router.common.errors import RATE_LIMIT, NoWorker, RouterError, Saturated
 from kvrouter.router.common.escaping import printable
 from kvrouter.router.common.ids import WorkerKey
@@ -140,7 +141,8 @@ class Picker:
             where = self._destination(placement, endpoints, addresses)
             given = Given(request.body, h.NOTHING)
             if placement.prefill is not None:
-                given = await self._proxy.prefill_leg.hand_over(request, ask, placement, addresses, set())
+                # gRPC's tasks are asyncio's.
+                given = await directly(self._proxy.prefill_leg.hand_over(request, ask, placement, addresses, set()))
             return self._sent(request, ask, placement, where, given, addresses)
         except AttemptsSpent as spent:
             placement.done()

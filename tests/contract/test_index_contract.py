@@ -12,21 +12,11 @@ from typing import Any
 
 import pytest
 import redis
-
-from kvrouter.router.index import keys
-from kvrouter.router.index.commit import Commit
-from kvrouter.router.index.log_entry import LogEntry
-from kvrouter.router.index.log_follower import LogFollower, Reload
-from kvrouter.router.index.store import IndexStore
-from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
-
-# pytest's importlib mode leaves sys.path alone.
-pytest.register_assert_rewrite("index_support", "index_commit_laws", "index_lease_laws", "index_follow_laws")
-from index_checkpoint_laws import CheckpointLaws  # noqa: E402
-from index_commit_laws import CommitLaws  # noqa: E402
-from index_follow_laws import FollowLaws, ScanLaws  # noqa: E402
-from index_lease_laws import LeaseLaws  # noqa: E402
-from index_support import (  # noqa: E402
+from index_checkpoint_laws import CheckpointLaws
+from index_commit_laws import CommitLaws
+from index_follow_laws import FollowLaws, ScanLaws
+from index_lease_laws import LeaseLaws
+from index_support import (
     APPLIED,
     GPU,
     ME,
@@ -37,7 +27,14 @@ from index_support import (  # noqa: E402
     next_items,
     supervisor,
 )
-from tls_redis import TlsRedis  # noqa: E402
+from tls_redis import TlsRedis
+
+from kvrouter.router.index import keys
+from kvrouter.router.index.commit import Commit
+from kvrouter.router.index.log_entry import LogEntry
+from kvrouter.router.index.log_follower import LogFollower, Reload
+from kvrouter.router.index.store import IndexStore
+from kvrouter.router.redis_client.errors import StoreError, StoreUnavailable
 
 
 class IndexContract(CommitLaws, CheckpointLaws, LeaseLaws, FollowLaws):

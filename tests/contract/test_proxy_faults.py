@@ -12,10 +12,10 @@ import pytest
 import uvloop
 
 # pytest's importlib mode leaves sys.path alone.
-from directly import directly
 from proxy_support import BODY, CHAT, OK, RAW, WAIT_S, code, fleet, proxying, raw_request, received, until, worker
 from scripted_engine import STREAM_HEAD, Asked, Script, ScriptedEngine, Wire, chunk, hang, plain, reset, stream
 
+from kvrouter.router.common.direct_task import directly
 from kvrouter.router.common.ids import WorkerKey
 from kvrouter.router.matching.matcher import WorkerView
 from kvrouter.router.proxy.circuit_breaker import FAILURES_TO_OPEN

@@ -37,8 +37,8 @@ def interpreter(version: str) -> Path | None:
     """That Python, from the PATH or from pyenv; None where there is none that runs."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     on_path = shutil.which(f"python{version}")
-    places = [*([on_path] if on_path else []), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
-    for place in map(Path, places):
+    places = [*([Path(on_path)] if on_path else []), *sorted(pyenv.glob(f"{version}.*/bin/python"))]
+    for place in places:
         code = "import sys, venv, ensurepip; print('.'.join(map(str, sys.version_info[:2])))"
         asked = subprocess.run([place, "-c", code], capture_output=True, text=True, check=False)
         if asked.stdout.strip() == version:

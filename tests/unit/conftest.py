@@ -24,7 +24,12 @@ PATIENCE_S = 15.0
 
 @pytest.fixture(autouse=True)
 def _no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
+    start = subprocess.Popen.__init__
+
+    def refuse(process: Any, args: Any, *rest: Any, **options: Any) -> None:
+        # matplotlib asks fontconfig for the fonts, once a machine.
+        if isinstance(args, list) and args[0] == "fc-list":
+            return start(process, args, *rest, **options)
         raise AssertionError("a unit test starts no process; tests/contract and tests/system do")
 
     monkeypatch.setattr(subprocess.Popen, "__init__", refuse)

@@ -65,5 +65,5 @@ def causal_conv1d_update(
 
 def register() -> None:
     if os.environ.get(SWITCH):
-        model = importlib.import_module("sglang.srt.models.lfm2")
+        model: Any = importlib.import_module("sglang.srt.models.lfm2")
         model.causal_conv1d_fn, model.causal_conv1d_update = causal_conv1d_fn, causal_conv1d_update
