@@ -75,13 +75,19 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
         for engine in engines.values():
             post(f"{engine.url}{TEXT_PATH}", {"model": MODEL, "prompt": list(range(10, 200)), "max_tokens": 2})
         until(lambda: kinds_of(router) == {"vllm": ("vllm", "live"), "sglang": ("sglang", "live")}, "recognised")
-        until(lambda: tokens_of(router, {"prompt": "hello"}) is not None, "tokens of texts are known")
+        # From the first text on both are verified, with requests of their own.
+        tokens_of(router, {"prompt": "hello"})
+        until(lambda: ways_of(router) == {"vllm": "tokenize", "sglang": "tokenize"}, "both are verified")
         yield made
 
 
 def kinds_of(router: RouterProcess) -> dict[str, tuple[str, str]]:
     rows = router.request("GET", "/workers")["workers"]
     return {row["worker_id"]: (row["engine"], row["state"]) for row in rows}
+
+
+def ways_of(router: RouterProcess) -> dict[str, str]:
+    return {row["worker_id"]: row["tokens"]["way"] for row in router.request("GET", "/workers")["workers"]}
 
 
 def tokens_of(router: RouterProcess, body: Body) -> int | None:
