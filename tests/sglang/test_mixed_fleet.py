@@ -87,7 +87,9 @@ def kinds_of(router: RouterProcess) -> dict[str, tuple[str, str]]:
 
 
 def ways_of(router: RouterProcess) -> dict[str, str]:
-    return {row["worker_id"]: row["tokens"]["way"] for row in router.request("GET", "/workers")["workers"]}
+    return {
+        row["worker_id"]: row.get("tokens", {}).get("way", "") for row in router.request("GET", "/workers")["workers"]
+    }
 
 
 def tokens_of(router: RouterProcess, body: Body) -> int | None:
