@@ -113,10 +113,11 @@ class CommitLoop:
         while left:
             await turns.wait()
             begun_s = clock()
+            room_blocks = MAX_PENDING_BLOCKS - self.unwritten_blocks
             try:
                 while left and clock() - begun_s < TURN_S:
                     apply(left.popleft(), received_s)
-                    if record.ingest.held.blocks.pending_blocks > MAX_PENDING_BLOCKS:
+                    if record.ingest.held.blocks.pending_blocks > room_blocks:
                         break
                 record.refresh()
                 self.wake()
