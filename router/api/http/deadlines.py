@@ -67,6 +67,13 @@ class Deadlines:
         timeout_s = self._limits.body_timeout_s if body else self._limits.head_timeout_s
         self._deadline = self._loop.call_later(timeout_s, self._on_late)
 
+    def restart(self) -> None:
+        """What is awaited could not come, as nobody read: its time begins now."""
+        if self._awaited is not None:
+            message, body = self._awaited
+            self.expect_nothing()
+            self.expect(message, body=body)
+
     def expect_nothing(self) -> None:
         """What was awaited is there."""
         if self._awaited is not None:

@@ -355,6 +355,7 @@ class HttpConnection(asyncio.Protocol):
             return
         self._is_reading = reads
         if reads:
+            self._deadlines.restart()
             self._transport.resume_reading()
         else:
             self._transport.pause_reading()
@@ -374,8 +375,7 @@ class HttpConnection(asyncio.Protocol):
         limits, parser = self._limits, self._parser
         if not self._is_reading:
             # It waits for us.
-            self._deadlines.expect_nothing()
-            self._deadlines.expect(parser.messages, body=parser.in_body)
+            self._deadlines.restart()
         elif parser.in_body:
             text = f"the body did not come in {limits.body_timeout_s:g} s; send it at once, or less of it"
             self._refuse("body_time", TooSlow(text))
