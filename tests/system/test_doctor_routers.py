@@ -28,7 +28,7 @@ from kvrouter.router.index import keys
 KEY = "open-sesame"
 SMALL_BUDGET = 16 * 1024**2
 # More blocks than find room in it.
-BATCHES, BATCH_BLOCKS = 16, 50_000
+BATCHES, BATCH_BLOCKS = 24, 50_000
 # Its clock is a minute ahead, its version another, and one of its tasks fails again and again.
 ODD_PROCESS = """\
 import time
