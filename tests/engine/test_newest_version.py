@@ -33,7 +33,7 @@ MORE_FILES = ("test_cpu_hits.py", "test_simple_hits.py", "test_patch_reports.py"
 @pytest.mark.parametrize("name", [*FILES, *MORE_FILES] if WHOLE else FILES)
 def test_the_same_claims_hold(name: str) -> None:
     chosen = [] if WHOLE else ["-k", FILES[name]]
-    arguments = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(HERE / name), *chosen]
+    arguments = ["-p", "no:cacheprovider", "-p", "no:xdist", str(HERE / name), *chosen]
     said = run_under(NEWEST, HERE / "run_pytest.py", *arguments, timeout_s=TIMEOUT_S, hash_seed=None)
     print(said)
     assert "passed" in said and " failed" not in said
