@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from kvrouter.engine_patch.sglang.tree_residency import Changes, Held, TreeGroup, TreePlace, net_changes
+from kvrouter.engine_patch.sglang.tree_residency import Changes, Held, TreeGroup, TreePlace, net_changes, watch_reset
 from kvrouter.events.vllm.messages import GPU
 
 # Methods of the core whose results name nodes: the path to each may have changed.
@@ -297,14 +297,4 @@ def watch_rust(core: Any, residency: RustResidency, cleared: Callable[[], None],
 
     wrap("_cache_action_from_tagged", acted)
 
-    def reset_tree(*given: Any, **named: Any) -> Any:
-        residency.clear()
-        try:
-            return reset(*given, **named)
-        finally:
-            try:
-                cleared()
-            except Exception:
-                failed()
-
-    reset, core.reset = core.reset, reset_tree
+    watch_reset(core, residency.clear, cleared, failed)

@@ -180,10 +180,27 @@ def watch_values(data_class: Any) -> None:
     data_class.__setattr__ = __setattr__
 
 
+def watch_reset(core: Any, clear: Callable[[], None], cleared: Callable[[], None], failed: Callable[[], None]) -> None:
+    """Calls `clear` before a tree of either core is emptied, and `cleared` behind it, whether or not that raised."""
+    reset = core.reset
+
+    def reset_tree(*given: Any, **named: Any) -> Any:
+        clear()
+        try:
+            return reset(*given, **named)
+        finally:
+            try:
+                cleared()
+            except Exception:
+                failed()
+
+    core.reset = reset_tree
+
+
 def watch_tree(core: Any, residency: TreeResidency, cleared: Callable[[], None], failed: Callable[[], None]) -> None:
     """Follows the nodes of a tree, which must be the Python core's. cleared: called when it was emptied; failed: in an
     `except` block."""
-    register, unregister, reset = core._register_node, core._unregister_node, core.reset
+    register, unregister = core._register_node, core._unregister_node
 
     def _register_node(node: Any) -> None:
         register(node)
@@ -199,16 +216,7 @@ def watch_tree(core: Any, residency: TreeResidency, cleared: Callable[[], None],
         except Exception:
             failed()
 
-    def reset_tree(*given: Any, **named: Any) -> Any:
-        residency.clear()
-        try:
-            return reset(*given, **named)
-        finally:
-            try:
-                cleared()
-            except Exception:
-                failed()
-
-    core._register_node, core._unregister_node, core.reset = _register_node, _unregister_node, reset_tree
+    core._register_node, core._unregister_node = _register_node, _unregister_node
+    watch_reset(core, residency.clear, cleared, failed)
     for node in core._node_arena.values():
         residency.add(node)

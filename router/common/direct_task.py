@@ -58,7 +58,7 @@ class DirectTask:
     """ended: called once, when the coroutine has ended, however it did; an error that leaves it goes to the loop's
     handler."""
 
-    __slots__ = ("_awaited", "_cancels", "_coroutine", "_ended", "_is_cancelled", "_loop", "_waits")
+    __slots__ = ("_awaited", "_cancels", "_coroutine", "_ended", "_is_cancelled", "_loop")
 
     def __init__(
         self, coroutine: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop, ended: Callable[[DirectTask], None]

@@ -20,22 +20,18 @@ import zmq
 
 pytest.importorskip("vllm")
 
-import aiohttp
 from chat_model import write_adapter, write_chat_model
 from chat_server import ChatServer
 from chats import chat, completion, requests
 from engine_process import last_published
+from engine_tokens import tokenized
 from router_process import RouterError, RouterProcess
 
 from kvrouter.router.engines.vllm.description import VLLM
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.tokens.client_body import read_client_body
 from kvrouter.router.tokens.engine.client import Engine
 from kvrouter.router.tokens.forward_ids import forwarded_body
 from kvrouter.router.tokens.local.local_tokenizer import LocalTokenizer
 from kvrouter.router.tokens.prompt_tokens import Prompt
-from kvrouter.router.tokens.token_metrics import TokenMetrics
-from kvrouter.router.tokens.tokenizer import TextTokenizer
 
 pytestmark = pytest.mark.engine
 
@@ -94,27 +90,8 @@ def truths(server: ChatServer, asked: Asked) -> list[list[int] | None]:
 
 
 async def prompts(server: ChatServer, asked: Asked, local: Path | None) -> list[Prompt]:
-    async with aiohttp.ClientSession() as session:
-        tokenizing = TextTokenizer(
-            models=lambda: [MODEL],
-            engines=lambda _: [Engine(server.url, "1", VLLM.tokens)],
-            session=session,
-            local={} if local is None else {MODEL: LocalTokenizer(local, datetime.now)},
-            timeout_s=TIMEOUT_S,
-            metrics=TokenMetrics(MetricRegistry()),
-            clock=time.monotonic,
-            rng=random.Random(1),
-        )
-        tokenizing.start()
-        try:
-            found = [
-                await tokenizing.prompt(path, MODEL, read_client_body(path, msgspec.json.encode(body)))
-                for path, body in asked
-            ]
-            assert tokenizing.health() == []
-            return found
-        finally:
-            await tokenizing.stop()
+    tokenizer = None if local is None else LocalTokenizer(local, datetime.now)
+    return await tokenized(MODEL, Engine(server.url, "1", VLLM.tokens), asked, tokenizer)
 
 
 @pytest.mark.parametrize("here", [False, True], ids=["asked", "made here"])

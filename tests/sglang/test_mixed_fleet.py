@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -15,25 +14,21 @@ from contextlib import ExitStack
 from random import Random
 from typing import Any
 
-import aiohttp
-import msgspec
 import pytest
 import zmq
 from chat_fleet import Fleet, until
 from chat_model import write_chat_model
 from chat_server import ChatServer
 from chats import WORDS, chat, completion
+from engine_tokens import tokenized
 from router_process import RouterProcess
 from sglang_server import MODEL, PAGE_TOKENS, SglangServer, post
 from tiny_tokenizer import VOCAB_SIZE
 
 from kvrouter.router.engines.known import ENGINES
 from kvrouter.router.load.engine_metrics import engine_life, parse_engine_load
-from kvrouter.router.telemetry.metric_registry import MetricRegistry
-from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH, read_client_body
+from kvrouter.router.tokens.client_body import CHAT_PATH, TEXT_PATH
 from kvrouter.router.tokens.engine.client import Engine
-from kvrouter.router.tokens.token_metrics import TokenMetrics
-from kvrouter.router.tokens.tokenizer import TextTokenizer
 
 # Each goes to either engine; then some through the proxy.
 PROMPTS, PROXIED = 60, 30
@@ -226,30 +221,7 @@ def test_tokens_are_those_of_sglang(fleet: Fleet, seed: int) -> None:
     sglang = fleet.engines["sglang"]
     asked = [(CHAT_PATH, chat(rng)) if rng.random() < 0.7 else (TEXT_PATH, completion(rng)) for _ in range(REQUESTS)]
 
-    async def made() -> list[Any]:
-        async with aiohttp.ClientSession() as session:
-            tokenizing = TextTokenizer(
-                models=lambda: [MODEL],
-                engines=lambda _: [Engine(sglang.url, "1", ENGINES["sglang"].tokens)],
-                session=session,
-                local={},
-                timeout_s=TIMEOUT_S,
-                metrics=TokenMetrics(MetricRegistry()),
-                clock=time.monotonic,
-                rng=Random(1),
-            )
-            tokenizing.start()
-            try:
-                found = [
-                    await tokenizing.prompt(path, MODEL, read_client_body(path, msgspec.json.encode(body)))
-                    for path, body in asked
-                ]
-                assert tokenizing.health() == []
-                return found
-            finally:
-                await tokenizing.stop()
-
-    prompts = asyncio.run(made())
+    prompts = asyncio.run(tokenized(MODEL, Engine(sglang.url, "1", ENGINES["sglang"].tokens), asked))
     wrong, equal = [], 0
     for (path, body), prompt in zip(asked, prompts, strict=True):
         answer, _ = post(sglang.url + path, body | {"model": MODEL, "max_tokens": 1, "return_token_ids": True})

@@ -239,7 +239,7 @@ class RouterProcess:
         )
 
     def wait_row(self, worker_id: str, reached: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
-        """The worker's row once `reached` holds of it. It is absent for a moment when it is registered anew, with the kind
+        """The worker's row once `reached` holds of it. It is absent for a moment when it is registered again, with the kind
         of its engine."""
         deadline = time.monotonic() + VISIBLE_TIMEOUT_S
         while True:
