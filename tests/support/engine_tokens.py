@@ -23,9 +23,9 @@ TIMEOUT_S = 60.0
 
 
 async def tokenized(
-    model: str, engine: Engine, asked: Iterable[tuple[str, dict[str, Any]]], local: LocalMaker | None = None
+    model: str, engine: Engine, queries: Iterable[tuple[str, dict[str, Any]]], local: LocalMaker | None = None
 ) -> list[Prompt]:
-    """asked: path and body of each request. Afterwards nothing is reported of the engine."""
+    """queries: path and body of each request. Afterwards nothing is reported of the engine."""
     async with aiohttp.ClientSession() as session:
         tokenizing = TextTokenizer(
             models=lambda: [model],
@@ -41,7 +41,7 @@ async def tokenized(
         try:
             found = [
                 await tokenizing.prompt(path, model, read_client_body(path, msgspec.json.encode(body)))
-                for path, body in asked
+                for path, body in queries
             ]
             assert tokenizing.health() == []
             return found
