@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -35,6 +36,10 @@ REGISTRY_LOOK_S = 0.25
 REGISTRY_READ_S = 10.0
 # Of a registration: what a stream does not depend on.
 STREAMLESS_FIELDS = ("url", "lora_name", "draining", "retiring", "role", "handover", "source", "note")
+
+REPLACED = "it is registered again, and begins with nothing in a moment"
+
+T = TypeVar("T")
 
 
 class Fleet:
@@ -136,8 +141,9 @@ class Fleet:
                 self._update(known, registration)
                 continue
             if known is not None:
-                await self._end(worker)
-            elif len(self._streams) >= self._max_workers:
+                await self._replace([worker], registration, known.forget)
+                continue
+            if len(self._streams) >= self._max_workers:
                 log.warning("registered worker left out: raise max_workers", extra={"worker": worker})
                 left_out[worker] = f"it has {self._max_workers} workers, as many as it follows: raise max_workers"
                 continue
@@ -210,11 +216,18 @@ class Fleet:
                     "max_workers",
                     code="too_many_workers",
                 )
-            for other in replaced:
-                await self._drop(other)
-            version = await self._store.registry.put(worker, raw)
-            await self._begin(registration)
-            self._take_version(version)
+
+            async def put() -> int:
+                if known is not None:
+                    await self._store.registry.void(worker)
+                version = await self._store.registry.put(worker, raw)
+                # After it: nobody who reads the registry meanwhile misses both.
+                for other in replaced:
+                    if other != worker:
+                        await self._store.registry.drop(other)
+                return version
+
+            self._take_version(await self._replace(replaced, registration, put))
             log.info(
                 "registered", extra={"worker": worker, "events": registration.events, "source": registration.source}
             )
@@ -265,16 +278,46 @@ class Fleet:
             await self._drop(worker)
             return True
 
-    async def _begin(self, registration: Registration) -> None:
+    async def _replace(
+        self, replaced: Sequence[WorkerKey], registration: Registration, store: Callable[[], Awaitable[T]]
+    ) -> T:
+        """Begin `registration` in place of these workers. store: makes Redis so, once nobody follows them here.
+
+        Until then they are shown, without credit. Raises StoreError: they are followed again when Redis answers."""
+        for other in replaced:
+            stream = self._streams[other]
+            stream.image_lost(REPLACED)
+            await stream.stop()
+            await self._mirror.forget(other)
+        try:
+            stored = await store()
+            await self._begin(registration, replaced)
+        except StoreError as error:
+            for other in replaced:
+                await self._begin(self._streams[other].registration, [other], problem=str(error))
+            raise
+        return stored
+
+    async def _begin(
+        self, registration: Registration, replaced: Sequence[WorkerKey] = (), *, problem: str = ""
+    ) -> None:
+        """Follow the worker from what Redis holds of it. replaced: workers whose streams have ended. problem: why Redis
+        is not asked."""
         worker = registration.worker
         stream = self._make_stream(registration)
+        image = WorkerImage.empty(worker)
         try:
-            image = await self._store.load(worker)
-            stream.prepare(image, {} if image.epoch is None else await self._store.load_copies(worker))
-            problem = stream.unreadable(image)
+            if not problem:
+                image = await self._store.load(worker)
+                stream.prepare(image, {} if image.epoch is None else await self._store.load_copies(worker))
+                problem = stream.unreadable(image)
         except StoredValueError as error:
             problem = str(error)
             stream.prepare(WorkerImage.empty(worker), {})
+        # From here on nothing waits: nobody sees the one go before the other comes.
+        for other in replaced:
+            self._registry.remove(other)
+            self._metrics.forget_worker(other)
         self._registry.add(stream)
         if problem:
             self._mirror.take_unreadable(worker, problem)
@@ -291,7 +334,7 @@ class Fleet:
         log.info("unregistered", extra={"worker": worker})
 
     async def _end(self, worker: WorkerKey) -> None:
-        """Another process dropped or replaced it: end it here, with what it has in Redis if it was followed here."""
+        """Another process dropped it: end it here, with what it has in Redis if it was followed here."""
         await self._registry.remove(worker).forget()
         await self._forget(worker)
 
