@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from churn import Churn
-from fleet import paused, register, wait_seqs, wait_shared
+from fleet import held, paused, register, until, wait_seqs
 from former_release import dump, environment, write
 from router_process import RouterProcess
 from store_server import StoreServer
@@ -53,7 +53,7 @@ def main() -> None:
                 for body in OTHERS:
                     two.request("POST", "/register", body)
                 two.request("PATCH", "/workers/drained", {"state": "draining"})
-                wait_shared((one, two), ENGINES + len(OTHERS))
+                until(lambda: held(one) and held(two), "one of them follows nothing")
                 churn.ask("go")
                 wait_seqs(two, dict.fromkeys(churn.workers, SEQ))
                 wait_seqs(one, paused(churn))
