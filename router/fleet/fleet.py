@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -130,9 +131,9 @@ class Fleet:
             # Changed, or lost, while it was read: who is missing may have been lost with it.
             return False
         self._missing = set()
-        for worker in missing:
-            await self._end(worker)
-            log.info("unregistered elsewhere", extra={"worker": worker})
+        # Of another model, and registered for this one now: replaced below.
+        moved = {worker for worker in missing if worker[1:] in {one[1:] for one in stored}}
+        await self._end_all(missing - moved)
         for worker, registration in stored.items():
             known = self._streams.get(worker)
             if known is not None and known.registration == registration:
@@ -140,14 +141,16 @@ class Fleet:
             if known is not None and _same_stream(known.registration, registration):
                 self._update(known, registration)
                 continue
-            if known is not None:
-                await self._replace([worker], registration, known.forget)
+            alike = self._registry.workers_with(worker.worker_id, worker.dp_rank)
+            if replaced := [one for one in alike if one == worker or one in moved]:
+                await self._replace(replaced, registration, partial(self._forget_all, replaced))
                 continue
             if len(self._streams) >= self._max_workers:
                 log.warning("registered worker left out: raise max_workers", extra={"worker": worker})
                 left_out[worker] = f"it has {self._max_workers} workers, as many as it follows: raise max_workers"
                 continue
             await self._begin(registration)
+        await self._end_all(moved & self._streams.keys())
         self._registry.leave_out(left_out)
         self._version = version
         return True
@@ -333,10 +336,17 @@ class Fleet:
         await self._store.registry.drop(worker)
         log.info("unregistered", extra={"worker": worker})
 
-    async def _end(self, worker: WorkerKey) -> None:
-        """Another process dropped it: end it here, with what it has in Redis if it was followed here."""
-        await self._registry.remove(worker).forget()
-        await self._forget(worker)
+    async def _end_all(self, workers: Collection[WorkerKey]) -> None:
+        """Another process dropped them: end them here, with what they have in Redis if they were followed here."""
+        for worker in workers:
+            await self._registry.remove(worker).forget()
+            await self._forget(worker)
+            log.info("unregistered elsewhere", extra={"worker": worker})
+
+    async def _forget_all(self, workers: Collection[WorkerKey]) -> None:
+        """Of workers that are still shown, what they have in Redis if they were followed here."""
+        for worker in workers:
+            await self._streams[worker].forget()
 
     async def _forget(self, worker: WorkerKey) -> None:
         """Its stream has ended."""
