@@ -25,7 +25,6 @@ from store_server import StoreServer
 
 from kvrouter.router.core.router_core import Core
 from kvrouter.router.index import checkpoint, keys
-from kvrouter.router.index import keys
 from kvrouter.router.streams import commit_loop
 
 META = keys.meta(WORKER)

@@ -33,9 +33,7 @@ def environment(folder: Path) -> dict[str, str]:
     """Unpacks the sources into `folder`; what a process needs to run them."""
     site = folder / "kvrouter"
     site.mkdir(parents=True)
-    with subprocess.Popen(
-        ["git", "-C", str(ROOT), "archive", COMMIT, *PACKAGES], stdout=subprocess.PIPE
-    ) as archive:
+    with subprocess.Popen(["git", "-C", str(ROOT), "archive", COMMIT, *PACKAGES], stdout=subprocess.PIPE) as archive:
         subprocess.run(["tar", "-x", "-C", str(site)], stdin=archive.stdout, check=True)
     assert archive.returncode == 0
     return {"PYTHONPATH": str(folder), UNCOMPILED: "1"}

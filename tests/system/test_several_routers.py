@@ -146,6 +146,11 @@ def looks(port: int, path: str, question: dict[str, Any] | None, ended: threadin
     return count, missed
 
 
+def w0(routers: tuple[RouterProcess, ...]) -> list[dict[str, Any]]:
+    """Its row at each."""
+    return [rows(router)["w0"] for router in routers]
+
+
 @pytest.mark.parametrize("what", ["address", "model"])
 def test_a_worker_that_is_registered_again_is_never_missed(
     server: StoreServer, churn: Churn, pair: tuple[RouterProcess, RouterProcess], what: str
@@ -170,8 +175,11 @@ def test_a_worker_that_is_registered_again_is_never_missed(
                 model = MODEL if what == "address" else f"m{turn}"
                 # At each router, the one that follows it and the other.
                 pair[turn // 2 % 2].register("w0", model, events, replay, patch_endpoint="off")
-                until(lambda: all(rows(one)["w0"]["model"] == model for one in pair), "it is not known to both")
-                until(lambda: all(rows(one)["w0"]["state"] == "live" for one in pair), "it is not followed again")
+                wanted = {(model, "live")}
+                until(
+                    lambda wanted=wanted: {(row["model"], row["state"]) for row in w0(pair)} == wanted,
+                    "it is not followed again by both",
+                )
         finally:
             ended.set()
     for one in asked:

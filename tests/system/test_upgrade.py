@@ -139,9 +139,9 @@ def test_a_registration_that_cannot_be_taken_over_is_named_and_the_others_are_th
     with start(tmp_path, server, "new", "--allow-host", "127.0.0.1") as router:
         assert set(rows(router)) == WORKERS
         reasons = [one for one in router.request("GET", "/health")["reasons"] if "not all taken over" in one]
-        assert sorted(word for word in ("bad@0", "the name of a field", "worker far") if word in str(reasons)) == sorted(
-            ("bad@0", "the name of a field", "worker far")
-        )
+        assert sorted(
+            word for word in ("bad@0", "the name of a field", "worker far") if word in str(reasons)
+        ) == sorted(("bad@0", "the name of a field", "worker far"))
         assert router.metric("kvrouter_registrations_left") == 3 == len(reasons)
         assert others(server) == before
         server.client.hdel(FORMER_REGISTRY, "bad@0", "w@x")
@@ -190,9 +190,7 @@ def test_beside_a_newer_schema_a_router_keeps_to_its_own_and_says_so(
             server.client.flushall()
             spoil()
             until(
-                lambda: (
-                    server.client.type(keys.SCHEMAS) == b"hash" and server.client.hkeys(keys.SCHEMAS) == [b"2"]
-                ),
+                lambda: server.client.type(keys.SCHEMAS) == b"hash" and server.client.hkeys(keys.SCHEMAS) == [b"2"],
                 "the schema is not noted again",
             )
         assert "Traceback" not in router.log_tail()
@@ -202,49 +200,49 @@ def test_beside_a_newer_schema_a_router_keeps_to_its_own_and_says_so(
 def test_two_routers_of_each_version_side_by_side(tmp_path: Path, server: StoreServer, churn: Churn) -> None:
     former = former_release.environment(tmp_path / "former")
     flags = ["--redis", server.url]
-    with start(tmp_path, server, "c") as three:
-        with (
-            RouterProcess(tmp_path / "a", flags, former) as one,
-            RouterProcess(tmp_path / "b", flags, former) as two,
-        ):
-            register(one, churn)
+    with (
+        start(tmp_path, server, "c") as three,
+        RouterProcess(tmp_path / "a", flags, former) as one,
+        RouterProcess(tmp_path / "b", flags, former) as two,
+    ):
+        register(one, churn)
+        churn.ask("go")
+        wait_shared((one, two), len(churn.workers))
+        wait_seqs(two, dict.fromkeys(churn.workers, 20))
+        # What is registered at an old one is known at the new one, which follows all by itself.
+        until(lambda: set(rows(three)) == set(churn.workers), "a worker of the old routers is not known")
+        until(lambda: three.metric("kvrouter_leases_held") == len(churn.workers), "the new router follows less")
+        assert check((one, two, three), server.client, churn) > 20
+        one.request("PATCH", "/workers/w0", {"state": "draining"})
+        until(lambda: rows(three)["w0"]["draining"], "a change at an old router is not known")
+        one.request("PATCH", "/workers/w0", {"state": "active"})
+        two.request("POST", "/register", {"worker_id": "late", "model": MODEL, "url": "http://127.0.0.1:9"})
+        until(lambda: "late" in rows(three), "a late worker is not known")
+        two.unregister("late")
+        until(lambda: "late" not in rows(three) and not rows(three)["w0"]["draining"], "it is still there")
+        # The other way nothing comes.
+        three.request("POST", "/register", {"worker_id": "new", "model": "x", "url": "http://127.0.0.1:9"})
+        churn.ask("go")
+        with start(tmp_path, server, "d") as four:
+            wait_shared((three, four), len(churn.workers) + 1)
+            check((one, two, three, four), server.client, churn)
+            assert set(rows(one)) == set(churn.workers)
+            before = others(server)
+            one.__exit__()
             churn.ask("go")
-            wait_shared((one, two), len(churn.workers))
-            wait_seqs(two, dict.fromkeys(churn.workers, 20))
-            # What is registered at an old one is known at the new one, which follows all by itself.
-            until(lambda: set(rows(three)) == set(churn.workers), "a worker of the old routers is not known")
-            until(lambda: three.metric("kvrouter_leases_held") == len(churn.workers), "the new router follows less")
-            assert check((one, two, three), server.client, churn) > 20
-            one.request("PATCH", "/workers/w0", {"state": "draining"})
-            until(lambda: rows(three)["w0"]["draining"], "a change at an old router is not known")
-            one.request("PATCH", "/workers/w0", {"state": "active"})
-            two.request("POST", "/register", {"worker_id": "late", "model": MODEL, "url": "http://127.0.0.1:9"})
-            until(lambda: "late" in rows(three), "a late worker is not known")
-            two.unregister("late")
-            until(lambda: "late" not in rows(three) and not rows(three)["w0"]["draining"], "it is still there")
-            # The other way nothing comes.
-            three.request("POST", "/register", {"worker_id": "new", "model": "x", "url": "http://127.0.0.1:9"})
+            check((two, three, four), server.client, churn)
+            two.__exit__()
             churn.ask("go")
-            with start(tmp_path, server, "d") as four:
-                wait_shared((three, four), len(churn.workers) + 1)
-                check((one, two, three, four), server.client, churn)
-                assert set(rows(one)) == set(churn.workers)
-                before = others(server)
-                one.__exit__()
-                churn.ask("go")
-                check((two, three, four), server.client, churn)
-                two.__exit__()
-                churn.ask("go")
-                check((three, four), server.client, churn)
-                # The old ones' heartbeats and leases are gone by themselves; nobody wrote what else they left.
-                after = others(server)
-                assert {key for key in after if key.endswith(":workers")} <= set(before)
-                assert not [key for key in after if key not in before]
-                for router in (three, four):
-                    assert set(rows(router)) == {*churn.workers, "new"}
-                    assert router.metric("kvrouter_stream_gaps_total") == 0
-                    assert "Traceback" not in router.log_tail()
-                    assert router.metric("kvrouter_index_commits_total", outcome="fenced") == 0
+            check((three, four), server.client, churn)
+            # The old ones' heartbeats and leases are gone by themselves; nobody wrote what else they left.
+            after = others(server)
+            assert {key for key in after if key.endswith(":workers")} <= set(before)
+            assert not [key for key in after if key not in before]
+            for router in (three, four):
+                assert set(rows(router)) == {*churn.workers, "new"}
+                assert router.metric("kvrouter_stream_gaps_total") == 0
+                assert "Traceback" not in router.log_tail()
+                assert router.metric("kvrouter_index_commits_total", outcome="fenced") == 0
 
 
 def test_one_router_after_the_other_on_its_private_store(tmp_path: Path, left: Stored) -> None:

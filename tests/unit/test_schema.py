@@ -34,9 +34,7 @@ def forms() -> dict[str, Any]:
     entry = entry_fields(
         EntryKind.COMMIT, 7, "e", (3, 4), [ResidencyDelta(PLACE, hashes, hashes[:1])], {"catalog": b"c"}
     )
-    _, structs = msgspec.json.schema_components(
-        [Registration, Heartbeat, Claims, LoadMessage], ref_template="{name}"
-    )
+    _, structs = msgspec.json.schema_components([Registration, Heartbeat, Claims, LoadMessage], ref_template="{name}")
     return {
         "schema": keys.SCHEMA,
         "former": [keys.FORMER_SCHEMA, keys.FORMER_PREFIX],
