@@ -46,7 +46,7 @@ class Adoption:
         self.cautions: list[str] = []
 
     async def watch(self) -> None:
-        """A store that lost everything is told the schema again, too."""
+        """A store that lost everything gets the schema's number again, too."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:

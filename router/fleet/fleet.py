@@ -305,7 +305,7 @@ class Fleet:
         self, registration: Registration, replaced: Sequence[WorkerKey] = (), *, problem: str = ""
     ) -> None:
         """Follow the worker from what Redis holds of it. replaced: workers whose streams have ended. problem: why Redis
-        is not asked."""
+        is not read."""
         worker = registration.worker
         stream = self._make_stream(registration)
         image = WorkerImage.empty(worker)

@@ -15,7 +15,7 @@ so that no brace, colon, slash or newline in a name can reach another worker's k
 | `kvr:2:registrations` | STRING | number of changes ever made to the registry: says whether to read it again |
 | `kvr:2:routers` | HASH | token of each router process -> its heartbeat (`heartbeat.py`) |
 | `kvr:2:router:TOKEN` | STRING | how often that router process renewed this, its lease; expires |
-| `kvr:2:adopted` | HASH | worker's tag -> its registration in the former schema, as it was taken over (`schemas.py`) |
+| `kvr:2:adopted` | HASH | worker's tag -> its registration in the former schema, when it was taken over (`schemas.py`) |
 | `kvr:2:claims` | HASH | token of each router process -> the workers that its sources show it (`fleet.py`) |
 | `kvr:2:loads` | STREAM | what router processes have in flight (`load/messages.py`); trimmed |
 | `kvr:2:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |

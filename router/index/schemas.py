@@ -55,7 +55,7 @@ class Schemas:
         try:
             version = await self._transactions.reply(former, command("GET", former))
         except StoredValueError:
-            # Routers of that schema drop it and count anew.
+            # Routers of that schema drop it and count again.
             version = b""
         return SchemasSeen(newer, None if version is None else _number(version) or 0)
 

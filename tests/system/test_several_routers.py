@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,11 +133,11 @@ def test_registrations_are_known_to_all(
 
 
 def looks(port: int, path: str, question: dict[str, Any] | None, ended: threading.Event) -> tuple[int, list[str]]:
-    """How often it was asked, and the answers that lack w0, until `ended`."""
+    """How many answers came, and those that lack w0, until `ended`."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     count, missed = 0, []
     while not ended.is_set():
-        connection.request("GET" if question is None else "POST", path, question and json.dumps(question))
+        connection.request("GET" if question is None else "POST", path, None if question is None else json.dumps(question))
         answer = json.loads(connection.getresponse().read())
         listed = [row["worker_id"] for row in answer["workers"]] if question is None else answer.get("instances", ())
         count += 1
@@ -146,9 +147,9 @@ def looks(port: int, path: str, question: dict[str, Any] | None, ended: threadin
     return count, missed
 
 
-def w0(routers: tuple[RouterProcess, ...]) -> list[dict[str, Any]]:
-    """Its row at each."""
-    return [rows(router)["w0"] for router in routers]
+def shows(routers: tuple[RouterProcess, ...], model: str) -> bool:
+    """Whether w0 is live at each, as a worker of this model."""
+    return all((row["model"], row["state"]) == (model, "live") for row in (rows(router)["w0"] for router in routers))
 
 
 @pytest.mark.parametrize("what", ["address", "model"])
@@ -175,11 +176,7 @@ def test_a_worker_that_is_registered_again_is_never_missed(
                 model = MODEL if what == "address" else f"m{turn}"
                 # At each router, the one that follows it and the other.
                 pair[turn // 2 % 2].register("w0", model, events, replay, patch_endpoint="off")
-                wanted = {(model, "live")}
-                until(
-                    lambda wanted=wanted: {(row["model"], row["state"]) for row in w0(pair)} == wanted,
-                    "it is not followed again by both",
-                )
+                until(partial(shows, pair, model), "it is not followed again by both")
         finally:
             ended.set()
     for one in asked:

@@ -185,7 +185,7 @@ def test_beside_a_newer_schema_a_router_keeps_to_its_own_and_says_so(
         assert server.client.mget(list(newer)) == list(newer.values())
         server.client.hdel(keys.SCHEMAS, "3")
         until(lambda: "warnings" not in router.request("GET", "/health"), "it is still said")
-        # A store that comes back empty, or with what no router writes, is told again.
+        # A store that comes back empty, or with what no router writes, has its number again.
         for spoil in (lambda: None, lambda: server.client.set(keys.SCHEMAS, "x")):
             server.client.flushall()
             spoil()
