@@ -137,7 +137,9 @@ def looks(port: int, path: str, question: dict[str, Any] | None, ended: threadin
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
     count, missed = 0, []
     while not ended.is_set():
-        connection.request("GET" if question is None else "POST", path, None if question is None else json.dumps(question))
+        connection.request(
+            "GET" if question is None else "POST", path, None if question is None else json.dumps(question)
+        )
         answer = json.loads(connection.getresponse().read())
         listed = [row["worker_id"] for row in answer["workers"]] if question is None else answer.get("instances", ())
         count += 1
