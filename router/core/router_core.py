@@ -32,6 +32,7 @@ from kvrouter.router.core.registration_judge import RegistrationJudge
 from kvrouter.router.core.worker_report import count_worker, worker_status
 from kvrouter.router.engines.engine import Engine
 from kvrouter.router.engines.engine_lists import LOOK_S, EngineLists
+from kvrouter.router.fleet.adoption import Adoption
 from kvrouter.router.fleet.fleet import Fleet
 from kvrouter.router.fleet.mirror_sync import MirrorSync
 from kvrouter.router.fleet.router_peers import RouterPeers
@@ -182,6 +183,7 @@ class Core:
             mirror=self.mirror_sync,
             make_stream=make_stream,
         )
+        self.adoption = Adoption(self.fleet, store.schemas, metrics=metrics.fleet, clock=clock)
         self._runs = {
             "mirror": self.mirror_sync.follow,
             "mirror_reload": self.mirror_sync.reload,
@@ -191,6 +193,7 @@ class Core:
             "leases": leases.run,
             "followers": self.peers.judge_followers,
             "registry": self.fleet.watch_registry,
+            "schemas": self.adoption.watch,
             "store_settings": self._watch_store_settings,
         }
         if http is not None:
@@ -206,6 +209,7 @@ class Core:
     async def start(self) -> None:
         """Load what Redis holds, then follow it and the workers. Raises StoreError when Redis cannot be read."""
         await self.fleet.start()
+        await self.adoption.look()
         self._loaded = True
         self._judge.judge()
         self._tasks += [self._supervisor.start(name, run) for name, run in self._runs.items()]
@@ -336,10 +340,14 @@ class Core:
 
     def statuses(self, worker_id: str | None = None) -> Iterator[WorkerStatus]:
         unread, now = self._contact.unread_problem, self._clock()
-        for worker, stream in sorted(self.registry.streams.items()):
-            # It may have gone since the row before was read.
-            if worker_id in (None, worker.worker_id) and self.registry.streams.get(worker) is stream:
-                yield worker_status(stream, self.mirror_sync, unread, now)
+        shown: set[tuple[str, int]] = set()
+        # Since the row before was read one may have gone, or been registered again, also with another model.
+        while missing := [worker for worker in self.registry.streams if worker[1:] not in shown]:
+            for worker in sorted(missing):
+                shown.add(worker[1:])
+                stream = self.registry.streams.get(worker)
+                if stream is not None and worker_id in (None, worker.worker_id):
+                    yield worker_status(stream, self.mirror_sync, unread, now)
 
     @property
     def contact(self) -> StoreContact:
@@ -379,13 +387,13 @@ class Core:
             if view.state is not StreamState.LIVE or view.catalog.problem is not None:
                 why = view.reason or view.catalog.problem or ""
                 problems.append(f"{name} is {view.state.value}: {why}")
-        return problems + self.registry.problems + self._supervisor.health()
+        return problems + self.registry.problems + self.adoption.problems + self._supervisor.health()
 
     def cautions(self) -> list[str]:
         """What works now and is a risk all the same; it degrades nothing."""
         return [
             caution
-            for caution in (open_to_all(self._config), compiled.caution(), *self._evicting)
+            for caution in (open_to_all(self._config), compiled.caution(), *self._evicting, *self.adoption.cautions)
             if caution is not None
         ]
 

@@ -152,6 +152,7 @@ class Diagnosis:
                 problem=store.problem or "",
                 unwritten=tuple(sorted({stream.problem for stream in streams if stream.problem})),
                 unreadable=tuple(core.registry.problems),
+                schemas=(*core.adoption.problems, *core.adoption.cautions),
                 servers=servers,
                 is_private=self._config.redis is None,
             ),

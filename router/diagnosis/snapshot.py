@@ -92,11 +92,13 @@ class Contested(msgspec.Struct, frozen=True):
 
 class StoreFacts(msgspec.Struct, frozen=True, kw_only=True):
     """problem: why Redis is not heard. unwritten: why it takes no commits. unreadable: what it holds that no router
-    writes. servers: by address; empty where they do not answer. is_private: it is this router's own server."""
+    writes. schemas: which other schemas it holds, and what of the former one is not taken over. servers: by address; empty
+    where they do not answer. is_private: it is this router's own server."""
 
     problem: str = ""
     unwritten: tuple[str, ...] = ()
     unreadable: tuple[str, ...] = ()
+    schemas: tuple[str, ...] = ()
     servers: Mapping[str, ServerSettings] = {}
     is_private: bool = False
 

@@ -32,6 +32,13 @@ def store_findings(snapshot: Snapshot) -> Iterator[Finding]:
             problem,
             "delete the key or correct the value, and give this Redis database to routers alone",
         )
+    for problem in store.schemas:
+        yield found(
+            "KV507",
+            "Redis",
+            problem,
+            "finish the upgrade: replace the routers of the other version, then remove what they left (docs/how-to/upgrade.md)",
+        )
     for address, server in store.servers.items():
         yield from _of_server(f"Redis at {address}" if address else "Redis", address, server, store, snapshot.time_s)
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -35,6 +37,10 @@ REGISTRY_LOOK_S = 0.25
 REGISTRY_READ_S = 10.0
 # Of a registration: what a stream does not depend on.
 STREAMLESS_FIELDS = ("url", "lora_name", "draining", "retiring", "role", "handover", "source", "note")
+
+REPLACED = "it is registered again, and begins with nothing in a moment"
+
+T = TypeVar("T")
 
 
 class Fleet:
@@ -125,9 +131,9 @@ class Fleet:
             # Changed, or lost, while it was read: who is missing may have been lost with it.
             return False
         self._missing = set()
-        for worker in missing:
-            await self._end(worker)
-            log.info("unregistered elsewhere", extra={"worker": worker})
+        # Of another model, and registered for this one now: replaced below.
+        moved = {worker for worker in missing if worker[1:] in {one[1:] for one in stored}}
+        await self._end_all(missing - moved)
         for worker, registration in stored.items():
             known = self._streams.get(worker)
             if known is not None and known.registration == registration:
@@ -135,13 +141,16 @@ class Fleet:
             if known is not None and _same_stream(known.registration, registration):
                 self._update(known, registration)
                 continue
-            if known is not None:
-                await self._end(worker)
-            elif len(self._streams) >= self._max_workers:
+            alike = self._registry.workers_with(worker.worker_id, worker.dp_rank)
+            if replaced := [one for one in alike if one == worker or one in moved]:
+                await self._replace(replaced, registration, partial(self._forget_all, replaced))
+                continue
+            if len(self._streams) >= self._max_workers:
                 log.warning("registered worker left out: raise max_workers", extra={"worker": worker})
                 left_out[worker] = f"it has {self._max_workers} workers, as many as it follows: raise max_workers"
                 continue
             await self._begin(registration)
+        await self._end_all(moved & self._streams.keys())
         self._registry.leave_out(left_out)
         self._version = version
         return True
@@ -210,11 +219,18 @@ class Fleet:
                     "max_workers",
                     code="too_many_workers",
                 )
-            for other in replaced:
-                await self._drop(other)
-            version = await self._store.registry.put(worker, raw)
-            await self._begin(registration)
-            self._take_version(version)
+
+            async def put() -> int:
+                if known is not None:
+                    await self._store.registry.void(worker)
+                version = await self._store.registry.put(worker, raw)
+                # After it: nobody who reads the registry meanwhile misses both.
+                for other in replaced:
+                    if other != worker:
+                        await self._store.registry.drop(other)
+                return version
+
+            self._take_version(await self._replace(replaced, registration, put))
             log.info(
                 "registered", extra={"worker": worker, "events": registration.events, "source": registration.source}
             )
@@ -265,16 +281,46 @@ class Fleet:
             await self._drop(worker)
             return True
 
-    async def _begin(self, registration: Registration) -> None:
+    async def _replace(
+        self, replaced: Sequence[WorkerKey], registration: Registration, store: Callable[[], Awaitable[T]]
+    ) -> T:
+        """Begin `registration` in place of these workers. store: makes Redis so, once nobody follows them here.
+
+        Until then they are shown, without credit. Raises StoreError: they are followed again when Redis answers."""
+        for other in replaced:
+            stream = self._streams[other]
+            stream.image_lost(REPLACED)
+            await stream.stop()
+            await self._mirror.forget(other)
+        try:
+            stored = await store()
+            await self._begin(registration, replaced)
+        except StoreError as error:
+            for other in replaced:
+                await self._begin(self._streams[other].registration, [other], problem=str(error))
+            raise
+        return stored
+
+    async def _begin(
+        self, registration: Registration, replaced: Sequence[WorkerKey] = (), *, problem: str = ""
+    ) -> None:
+        """Follow the worker from what Redis holds of it. replaced: workers whose streams have ended. problem: why Redis
+        is not read."""
         worker = registration.worker
         stream = self._make_stream(registration)
+        image = WorkerImage.empty(worker)
         try:
-            image = await self._store.load(worker)
-            stream.prepare(image, {} if image.epoch is None else await self._store.load_copies(worker))
-            problem = stream.unreadable(image)
+            if not problem:
+                image = await self._store.load(worker)
+                stream.prepare(image, {} if image.epoch is None else await self._store.load_copies(worker))
+                problem = stream.unreadable(image)
         except StoredValueError as error:
             problem = str(error)
             stream.prepare(WorkerImage.empty(worker), {})
+        # From here on nothing waits: nobody sees the one go before the other comes.
+        for other in replaced:
+            self._registry.remove(other)
+            self._metrics.forget_worker(other)
         self._registry.add(stream)
         if problem:
             self._mirror.take_unreadable(worker, problem)
@@ -290,10 +336,17 @@ class Fleet:
         await self._store.registry.drop(worker)
         log.info("unregistered", extra={"worker": worker})
 
-    async def _end(self, worker: WorkerKey) -> None:
-        """Another process dropped or replaced it: end it here, with what it has in Redis if it was followed here."""
-        await self._registry.remove(worker).forget()
-        await self._forget(worker)
+    async def _end_all(self, workers: Collection[WorkerKey]) -> None:
+        """Another process dropped them: end them here, with what they have in Redis if they were followed here."""
+        for worker in workers:
+            await self._registry.remove(worker).forget()
+            await self._forget(worker)
+            log.info("unregistered elsewhere", extra={"worker": worker})
+
+    async def _forget_all(self, workers: Collection[WorkerKey]) -> None:
+        """Of workers that are still shown, what they have in Redis if they were followed here."""
+        for worker in workers:
+            await self._streams[worker].forget()
 
     async def _forget(self, worker: WorkerKey) -> None:
         """Its stream has ended."""

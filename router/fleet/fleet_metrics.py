@@ -9,6 +9,8 @@ from kvrouter.router.telemetry.metric_registry import MetricRegistry
 # routers.
 UNREADABLE = ("worker", "registry", "claims")
 
+OTHER_SCHEMAS = ("newer", "former")
+
 
 class FleetMetrics:
     def __init__(self, registry: MetricRegistry) -> None:
@@ -19,6 +21,13 @@ class FleetMetrics:
             "heartbeats_ignored_total", "Values among the routers' heartbeats in the store that are none"
         )
         self.registry_repairs = counter("registry_repairs_total", "Registrations that were lost and written back")
+        schemas = registry.gauge(
+            "other_schema", "1 while Redis also holds keys of a newer or the former schema", which=OTHER_SCHEMAS
+        )
+        self.schemas_present = {which: schemas.labels(which) for which in OTHER_SCHEMAS}
+        self.registrations_left = registry.gauge(
+            "registrations_left", "Registrations of the former schema in Redis that are not taken over"
+        )
         self.store_up = registry.gauge("store_up", "1 while the store answers")
         self.unreadable_values = registry.counters(
             "unreadable_values_total", "Values in Redis that no router writes, as they were met", where=UNREADABLE

@@ -27,7 +27,6 @@ HEAD_FIELDS = (
     keys.META_PLACES,
     keys.META_LEASE,
     keys.META_CHECKPOINT,
-    keys.META_LAYOUT,
     keys.META_UNREADABLE,
 )
 
@@ -133,7 +132,6 @@ class Head(msgspec.Struct, frozen=True):
         places: bytes | None,
         lease: bytes | None,
         checkpoint: bytes | None,
-        layout: bytes | None,
         unreadable: bytes | None = None,
     ) -> Head:
         """key: where the fields stand. unreadable: what a router said that cannot read the worker's values."""
@@ -147,9 +145,6 @@ class Head(msgspec.Struct, frozen=True):
                 problem = problem or StoredValueError(key, field, value)
                 return absent
 
-        if epoch is not None and layout != keys.LAYOUT:
-            # First, as it says what the others mean.
-            problem = StoredValueError(key, keys.META_LAYOUT, layout)
         head = cls(
             epoch=read(keys.META_EPOCH, epoch, decode_text, None),
             places=read(keys.META_PLACES, places, parse_places, {}),
@@ -172,7 +167,7 @@ class Head(msgspec.Struct, frozen=True):
     @property
     def hides_keys(self) -> bool:
         """Whether it cannot be said which keys the epoch has."""
-        return self.problem is not None and self.problem.field in (keys.META_LAYOUT, keys.META_EPOCH, keys.META_PLACES)
+        return self.problem is not None and self.problem.field in (keys.META_EPOCH, keys.META_PLACES)
 
 
 def continues(commit: Commit, seq: int | None) -> bool:

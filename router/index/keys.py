@@ -1,24 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every Redis key of the index, and the text forms used inside its values.
 
+They begin with the number of their schema, `kvr:2:`, so that routers of two schemas share a Redis during an upgrade and
+neither reads what the other wrote (ADR 42). Only `kvr:schemas` is common to all.
+
 All keys of one worker share the hash tag `{model/worker_id}` (`{model/worker_id@3}` for dp_rank 3), so that one
 commit is one transaction on one node of a cluster. Names come from users and from the wire: each is percent-quoted,
 so that no brace, colon, slash or newline in a name can reach another worker's keys.
 
 | key | type | content |
 |---|---|---|
-| `kvr:models` | SET | the quoted names of the models that have workers |
-| `kvr:registrations` | STRING | number of changes ever made to the registry: says whether to read it again |
-| `kvr:routers` | HASH | token of each router process -> its heartbeat (`heartbeat.py`) |
-| `kvr:router:TOKEN` | STRING | how often that router process renewed this, its lease; expires |
-| `kvr:claims` | HASH | token of each router process -> the workers that its sources show it (`fleet.py`) |
-| `kvr:loads` | STREAM | what router processes have in flight (`load/messages.py`); trimmed |
-| `kvr:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |
-| `kvr:{tag}:meta` | HASH | `META_FIELDS` and what the owner adds |
-| `kvr:{tag}:EPOCH:gK:MEDIUM[:OWNER]` | STRING | 8-byte big-endian block hashes resident there at the checkpoint |
-| `kvr:{tag}:EPOCH:copies` | HASH | place text + 8 bytes -> number of copies, only 2 or more |
-| `kvr:{tag}:log` | STREAM | one entry a commit; trimmed, never behind the checkpoint |
-| `kvr:{tag}:lease` | STRING | `token:number` of the process that ingests this worker |
+| `kvr:schemas` | HASH | number of each schema that this Redis holds -> version of the router that wrote it first |
+| `kvr:2:models` | SET | the quoted names of the models that have workers |
+| `kvr:2:registrations` | STRING | number of changes ever made to the registry: says whether to read it again |
+| `kvr:2:routers` | HASH | token of each router process -> its heartbeat (`heartbeat.py`) |
+| `kvr:2:router:TOKEN` | STRING | how often that router process renewed this, its lease; expires |
+| `kvr:2:adopted` | HASH | worker's tag -> its registration in the former schema, when it was taken over (`schemas.py`) |
+| `kvr:2:claims` | HASH | token of each router process -> the workers that its sources show it (`fleet.py`) |
+| `kvr:2:loads` | STREAM | what router processes have in flight (`load/messages.py`); trimmed |
+| `kvr:2:{model}:workers` | HASH | `worker_id@dp_rank` -> registration |
+| `kvr:2:{tag}:meta` | HASH | `META_FIELDS` and what the owner adds |
+| `kvr:2:{tag}:EPOCH:gK:MEDIUM[:OWNER]` | STRING | 8-byte big-endian block hashes resident there at the checkpoint |
+| `kvr:2:{tag}:EPOCH:copies` | HASH | place text + 8 bytes -> number of copies, only 2 or more |
+| `kvr:2:{tag}:log` | STREAM | one entry a commit; trimmed, never behind the checkpoint |
+| `kvr:2:{tag}:lease` | STRING | `token:number` of the process that ingests this worker |
 """
 
 from __future__ import annotations
@@ -29,11 +34,23 @@ from urllib.parse import quote, unquote
 from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.workers.worker_spec import MAX_DP_RANK
 
-MODELS = "kvr:models"
-REGISTRATIONS = "kvr:registrations"
-ROUTERS = "kvr:routers"
-CLAIMS = "kvr:claims"
-LOADS = "kvr:loads"
+# Rises when a router of an earlier number would misread, or write away, a part of what routers of this one write: another
+# form, another meaning, or a field that says how a worker is judged. tests/golden/schema.json has the forms.
+SCHEMA = 2
+PREFIX = f"kvr:{SCHEMA}:"
+# The schema before, of which registrations are taken over. It had no number in its keys.
+FORMER_SCHEMA = 1
+FORMER_PREFIX = "kvr:"
+FORMER_REGISTRATIONS = f"{FORMER_PREFIX}registrations"
+
+SCHEMAS = "kvr:schemas"
+ADOPTED = f"{PREFIX}adopted"
+ADOPTED_VERSION = "version"  # the former registry's, up to which it is taken over; no tag is like it
+MODELS = f"{PREFIX}models"
+REGISTRATIONS = f"{PREFIX}registrations"
+ROUTERS = f"{PREFIX}routers"
+CLAIMS = f"{PREFIX}claims"
+LOADS = f"{PREFIX}loads"
 LOADS_MESSAGE = "m"
 
 # The fields of `meta` that the store itself writes; a commit's own meta fields must not be named like these.
@@ -42,7 +59,6 @@ META_SEQ = "seq"  # last committed seq of the epoch; absent before its first com
 META_COMMITS = "commits"  # number of log entries ever written for this worker; each entry carries its number
 META_PLACES = "places"  # the places of the checkpoint, quoted, with their blocks: what to UNLINK when it is voided
 META_CHECKPOINT = "checkpoint"  # number of the last log entry whose changes the checkpoint has
-META_LAYOUT = "layout"  # how the epoch is stored: what another layout holds is void
 META_LEASE = "lease"  # number of the last lease on this worker: each taking has a higher one
 META_UNREADABLE = "unreadable"  # set by a router that cannot read what is stored: its owner then opens a new epoch
 META_FIELDS = frozenset(
@@ -54,10 +70,8 @@ META_FIELDS = frozenset(
         META_LEASE,
         META_UNREADABLE,
         META_CHECKPOINT,
-        META_LAYOUT,
     }
 )
-LAYOUT = b"log-first"
 
 # A number that we write: counts, and seqs, of which an engine can send any of 64 bits.
 _NUMBER = re.compile(rb"[0-9]{1,20}")
@@ -80,41 +94,45 @@ def worker_tag(worker: WorkerKey) -> str:
 
 
 def meta(worker: WorkerKey) -> str:
-    return f"kvr:{worker_tag(worker)}:meta"
+    return f"{PREFIX}{worker_tag(worker)}:meta"
 
 
 def log(worker: WorkerKey) -> str:
-    return f"kvr:{worker_tag(worker)}:log"
+    return f"{PREFIX}{worker_tag(worker)}:log"
 
 
 def lease(worker: WorkerKey) -> str:
-    return f"kvr:{worker_tag(worker)}:lease"
+    return f"{PREFIX}{worker_tag(worker)}:lease"
 
 
 def router_lease(token: str) -> str:
-    return f"kvr:router:{_quoted(token)}"
+    return f"{PREFIX}router:{_quoted(token)}"
 
 
 def copies(worker: WorkerKey, epoch: str) -> str:
-    return f"kvr:{worker_tag(worker)}:{_quoted(epoch)}:copies"
+    return f"{PREFIX}{worker_tag(worker)}:{_quoted(epoch)}:copies"
 
 
 def of_epochs(worker: WorkerKey) -> str:
     """The pattern of the keys of all epochs of `worker`: those of no epoch have one part less."""
-    return f"kvr:{worker_tag(worker)}:*:*"
+    return f"{PREFIX}{worker_tag(worker)}:*:*"
 
 
 def residents(worker: WorkerKey, epoch: str, place: Place) -> str:
     """The block hashes that `worker` held at `place` of `epoch` at its checkpoint."""
-    return f"kvr:{worker_tag(worker)}:{_quoted(epoch)}:{place_text(place)}"
+    return f"{PREFIX}{worker_tag(worker)}:{_quoted(epoch)}:{place_text(place)}"
 
 
-def registry(model: str) -> str:
-    return f"kvr:{{{_quoted(model)}}}:workers"
+def registry(model: str, prefix: str = PREFIX) -> str:
+    return f"{prefix}{{{_quoted(model)}}}:workers"
+
+
+def models(prefix: str = PREFIX) -> str:
+    return f"{prefix}models"
 
 
 def model_member(model: str) -> str:
-    """The member of `kvr:models` that stands for `model`."""
+    """The member of `models` that stands for `model`."""
     return _quoted(model)
 
 

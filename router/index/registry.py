@@ -29,15 +29,23 @@ encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Registration).decode
 
 
-def decode(worker: WorkerKey, raw: bytes) -> Registration:
-    """What is registered for `worker`. Raises StoredValueError."""
+def decode(worker: WorkerKey, raw: bytes, prefix: str = keys.PREFIX) -> Registration:
+    """What is registered for `worker`, in the schema of `prefix`. Raises StoredValueError."""
     try:
         registration = _decode(raw)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         registration = None
     if registration is None or registration.worker != worker or any(_problems(registration)):
-        raise StoredValueError(keys.registry(worker.model), keys.registry_field(worker), raw)
+        raise StoredValueError(keys.registry(worker.model, prefix), keys.registry_field(worker), raw)
     return registration
+
+
+def worker_of(raw: bytes) -> WorkerKey | None:
+    """Whom a registration is of; None: it is none."""
+    try:
+        return _decode(raw).worker
+    except (msgspec.MsgspecError, ValueError, RecursionError):
+        return None
 
 
 def _problems(registration: Registration) -> Iterator[str | None]:
@@ -120,27 +128,7 @@ class Registry:
 
     async def load(self) -> tuple[dict[WorkerKey, bytes], list[StoredValueError]]:
         """All registered workers, of all models, and what of the registry cannot be read."""
-        found: dict[WorkerKey, bytes] = {}
-        unreadable: list[StoredValueError] = []
-        members = await self._transactions.reply(keys.MODELS, command("SMEMBERS", keys.MODELS))
-        for member in members:
-            try:
-                model = keys.parse_model_member(member)
-            except ValueError:
-                unreadable.append(StoredValueError(keys.MODELS, "a member", member))
-                continue
-            key = keys.registry(model)
-            try:
-                fields = await self._transactions.reply(key, command("HGETALL", key))
-            except StoredValueError as error:
-                unreadable.append(error)
-                continue
-            for field, value in pairs(fields):
-                try:
-                    found[keys.parse_registry_field(model, field)] = value
-                except ValueError:
-                    unreadable.append(StoredValueError(key, "the name of a field", field))
-        return found, unreadable
+        return await load_registry(self._transactions)
 
     async def drop(self, worker: WorkerKey) -> bool:
         """Forgets `worker` and unlinks all that the index holds of it; its owner is FENCED from then on.
@@ -158,5 +146,36 @@ class Registry:
             if left:
                 await self._servers.run(keys.MODELS, command("SADD", keys.MODELS, member))
         await self._servers.run(keys.REGISTRATIONS, command("INCR", keys.REGISTRATIONS))
-        await self._transactions.run(worker, lambda holder, head: [unlink_all(worker, head)])
+        await self.void(worker)
         return bool(dropped)
+
+    async def void(self, worker: WorkerKey) -> None:
+        """Unlinks all that the index holds of `worker`, which stays registered; its owner is FENCED from then on."""
+        await self._transactions.run(worker, lambda holder, head: [unlink_all(worker, head)])
+
+
+async def load_registry(
+    transactions: Transactions, prefix: str = keys.PREFIX
+) -> tuple[dict[WorkerKey, bytes], list[StoredValueError]]:
+    """See Registry.load. prefix: of the schema whose registry it is."""
+    found: dict[WorkerKey, bytes] = {}
+    unreadable: list[StoredValueError] = []
+    models = keys.models(prefix)
+    for member in await transactions.reply(models, command("SMEMBERS", models)):
+        try:
+            model = keys.parse_model_member(member)
+        except ValueError:
+            unreadable.append(StoredValueError(models, "a member", member))
+            continue
+        key = keys.registry(model, prefix)
+        try:
+            fields = await transactions.reply(key, command("HGETALL", key))
+        except StoredValueError as error:
+            unreadable.append(error)
+            continue
+        for field, value in pairs(fields):
+            try:
+                found[keys.parse_registry_field(model, field)] = value
+            except ValueError:
+                unreadable.append(StoredValueError(key, "the name of a field", field))
+    return found, unreadable

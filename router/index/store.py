@@ -37,6 +37,7 @@ from kvrouter.router.index.leases import Leases
 from kvrouter.router.index.log_entry import EntryKind, encode_text, entry_fields
 from kvrouter.router.index.peers import Peers
 from kvrouter.router.index.registry import Registry
+from kvrouter.router.index.schemas import Schemas
 from kvrouter.router.index.stored_worker import load_copies, load_image
 from kvrouter.router.index.transactions import Transactions
 from kvrouter.router.redis_client.errors import StoredValueError
@@ -62,6 +63,7 @@ class IndexStore:
         self.leases = Leases(self._transactions)
         self.peers = Peers(self._transactions)
         self.registry = Registry(self._transactions)
+        self.schemas = Schemas(self._transactions)
         self._log_entries = log_entries
 
     @classmethod
@@ -107,7 +109,6 @@ class IndexStore:
             garbage = head.hides_keys
             meta_key, commits = keys.meta(worker), head.commits + 1
             own = {
-                keys.META_LAYOUT: keys.LAYOUT,
                 keys.META_EPOCH: encode_text(epoch),
                 keys.META_COMMITS: b"%d" % commits,
                 keys.META_CHECKPOINT: b"%d" % commits,

@@ -48,7 +48,7 @@ class CommitLaws:
                 meta={"state": b"live"},
             )
             assert await store.commit(commit, ME) is APPLIED
-            tag = f"kvr:{{model/{worker.worker_id}}}"
+            tag = f"{keys.PREFIX}{{model/{worker.worker_id}}}"
             own = {f"{tag}:meta", f"{tag}:log", f"{tag}:lease", f"{tag}:e1:copies"}
             assert world.stored_keys() == own
             assert await store.checkpoint(checkpoint(worker, "e1", 7, {GPU: (1, 2**64 - 1), DISK: (3,)}), ME) is APPLIED

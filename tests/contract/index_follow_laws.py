@@ -153,7 +153,7 @@ class FollowLaws:
             stored = {
                 key
                 for key in world.stored_keys()
-                if key.startswith(f"kvr:{tag}:") and "e" in key[len(f"kvr:{tag}:") :][:1]
+                if key.startswith(f"{keys.PREFIX}{tag}:") and "e" in key[len(f"{keys.PREFIX}{tag}:") :][:1]
             }
             wanted = {keys.residents(worker, epoch, place) for place in stored_places}
             assert stored == wanted | ({keys.copies(worker, epoch)} if kept else set())
@@ -376,16 +376,15 @@ class FollowLaws:
 class ScanLaws:
     """Of a user who may look at the names of all keys."""
 
-    def test_another_layout_is_named_and_voided(self, world: World) -> None:
+    def test_keys_that_nothing_names_are_found_and_voided(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
             worker = await world.owned(store)
-            tag = f"kvr:{keys.worker_tag(worker)}"
-            world.raw.hdel(f"{tag}:meta", "layout", "checkpoint")
+            tag = f"{keys.PREFIX}{keys.worker_tag(worker)}"
             world.raw.hset(f"{tag}:meta", "places", "g0:GPU")
             world.raw.sadd(f"{tag}:e1:g0:GPU", b"12345678")
-            with pytest.raises(StoredValueError, match="layout of"):
+            with pytest.raises(StoredValueError, match="places of"):
                 await store.load(worker)
-            with pytest.raises(StoredValueError, match="layout of"):
+            with pytest.raises(StoredValueError, match="places of"):
                 await store.commit(Commit(worker, "e1", 0, 0), ME)
             assert await store.open_epoch(worker, "e2", ME) is APPLIED
             assert not any(":e1:" in key for key in world.stored_keys())

@@ -198,7 +198,7 @@ class LeaseLaws:
 
     def test_heartbeats_go_on_where_another_kind_of_key_stood(self, world: World) -> None:
         async def body(store: IndexStore) -> None:
-            world.raw.zadd("kvr:routers", {"older": 9e15})
+            world.raw.zadd(keys.ROUTERS, {"older": 9e15})
             with pytest.raises(StoreError, match="WRONGTYPE"):
                 await store.peers.beat("a", b"1")
             assert await store.peers.beat("a", b"1") == {b"a": b"1"}

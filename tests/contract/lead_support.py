@@ -95,7 +95,7 @@ def is_well(core: Core, blocks: int) -> bool:
 
 
 def held_in_store(server: StoreServer) -> set[int]:
-    return read_residency(server.client, f"kvr:{keys.worker_tag(WORKER)}").get("g0:GPU", set())
+    return read_residency(server.client, f"{keys.PREFIX}{keys.worker_tag(WORKER)}").get("g0:GPU", set())
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:

@@ -19,7 +19,7 @@ import uvicorn
 from api_support import TinyCore, build, hit
 
 from kvrouter.router.api.http.deadlines import HttpLimits
-from kvrouter.router.api.http.http_connection import connection_factory
+from kvrouter.router.api.http.http_connection import LAST_REQUEST_S, connection_factory
 from kvrouter.router.api.http_metrics import CUT_REASONS
 
 # Short, so that the tests are; far above what a loopback exchange takes.
@@ -52,6 +52,10 @@ class Server:
         self._thread.start()
         while not self._server.started:
             time.sleep(0.01)
+
+    def end(self) -> None:
+        """Asks it to stop, and to wait for its connections."""
+        self._server.should_exit = True
 
     def close(self) -> None:
         self._server.should_exit = self._server.force_exit = True
@@ -321,3 +325,25 @@ def test_pipelined_queries_wait_until_their_answers_are_read() -> None:
         assert server.cuts() == {"send_time": 1.0}
         # As many as the kernel's buffers hold, and one that waits.
         assert 0 < len(server.core.asked) < questions / 2
+
+
+def test_a_server_that_stops_waits_for_who_may_be_about_to_send() -> None:
+    """A request that meets a closed connection is lost: its client cannot know whether it was read."""
+    with running(HttpLimits(next_request_s=3_600)) as server, server.connect() as new, server.connect() as kept:
+        kept.sendall(request("/query_by_hash", ASKED, close=False))
+        assert kept.recv(65_536).startswith(b"HTTP/1.1 200 ")
+        server.end()
+        # All others are closed by then.
+        time.sleep(3 * LAST_REQUEST_S)
+        for client in (new, kept):
+            client.sendall(request("/query_by_hash", ASKED, close=False))
+            answer = received(client)
+            assert answer.startswith(b"HTTP/1.1 200 ") and b"connection: close" in answer
+
+
+def test_a_server_that_stops_closes_who_was_idle_for_long() -> None:
+    with running(HttpLimits(next_request_s=0)) as server, server.connect() as kept:
+        kept.sendall(request("/query_by_hash", ASKED, close=False))
+        assert kept.recv(65_536).startswith(b"HTTP/1.1 200 ")
+        server.end()
+        assert received(kept) == b""

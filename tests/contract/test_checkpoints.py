@@ -43,7 +43,7 @@ def is_settled(server: StoreServer) -> bool:
 
 def stored_bytes(server: StoreServer) -> int:
     epoch = (server.client.hget(META, keys.META_EPOCH) or b"").decode()
-    return int(server.client.strlen(f"kvr:{keys.worker_tag(WORKER)}:{epoch}:g0:GPU"))
+    return int(server.client.strlen(f"{keys.PREFIX}{keys.worker_tag(WORKER)}:{epoch}:g0:GPU"))
 
 
 async def loaded(core: Core) -> set[int]:

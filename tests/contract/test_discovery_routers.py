@@ -199,10 +199,10 @@ def test_what_a_dead_router_saw_keeps_nothing(url: str) -> None:
         async with routing(url, file) as router:
             await router.owners_are(a=FILE, b=FILE)
             client = redis.Redis.from_url(url)
-            client.hset("kvr:claims", "dead", b'{"workers":{"file":[["a",0]]}}')
+            client.hset(keys.CLAIMS, "dead", b'{"workers":{"file":[["a",0]]}}')
             file.show(B)
             await router.owners_are(b=FILE)
-            assert client.hget("kvr:claims", "dead") is None
+            assert client.hget(keys.CLAIMS, "dead") is None
             client.close()
 
     run(main)

@@ -18,6 +18,7 @@ from store_server import StoreServer, wait_stored
 from stored_residency import read_residency
 
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.index import keys
 
 MODEL = "m"
 TIMEOUT_S = 40.0
@@ -138,7 +139,7 @@ def wrong_index(client: Any, churn: Churn, truth: dict[str, Any]) -> list[str]:
     """Where what Redis holds differs from what the engines hold, block by block."""
     wrong = []
     for number, worker in enumerate(churn.workers):
-        tag = f"kvr:{{{MODEL}/{worker}}}"
+        tag = f"{keys.PREFIX}{{{MODEL}/{worker}}}"
         try:
             stored = read_residency(client, tag)
         except redis.ResponseError as error:
@@ -149,7 +150,7 @@ def wrong_index(client: Any, churn: Churn, truth: dict[str, Any]) -> list[str]:
             expected = set(truth["held"][number][group])
             if there != expected:
                 wrong.append(f"{worker} group {group}: {len(there - expected)} ghosts, {len(expected - there)} missing")
-        others = [key for key in client.scan_iter(f"kvr:{{{MODEL}/{worker}}}:*", count=1000) if b":g" in key]
+        others = [key for key in client.scan_iter(f"{keys.PREFIX}{{{MODEL}/{worker}}}:*", count=1000) if b":g" in key]
         if len(others) > len(KINDS):
             wrong.append(f"{worker} has keys of dead epochs: {others}")
     return wrong

@@ -227,7 +227,7 @@ class RouterProcess:
         def beats(row: dict[str, Any]) -> int:
             return row["patch"]["heartbeats"] if row["patch"] else 0
 
-        before = beats(self.wait_row(worker_id, lambda row: True, "listed"))
+        before = beats(self.worker(worker_id))
         return self.wait_row(
             worker_id, lambda row: row["state"] == "live" and beats(row) > before and more(row), "proven"
         )
@@ -239,13 +239,11 @@ class RouterProcess:
         )
 
     def wait_row(self, worker_id: str, reached: Callable[[dict[str, Any]], bool], what: str) -> dict[str, Any]:
-        """The worker's row once `reached` holds of it. It is absent for a moment when it is registered again, with the kind
-        of its engine."""
+        """The worker's row once `reached` holds of it."""
         deadline = time.monotonic() + VISIBLE_TIMEOUT_S
         while True:
-            rows = self.request("GET", "/workers")["workers"]
-            row: dict[str, Any] | None = next((dict(one) for one in rows if one["worker_id"] == worker_id), None)
-            if row is not None and reached(row):
+            row = self.worker(worker_id)
+            if reached(row):
                 return row
             if time.monotonic() > deadline:
                 raise RouterError(f"not {what} {worker_id} after {VISIBLE_TIMEOUT_S} s: {row}\n{self.log_tail()}")

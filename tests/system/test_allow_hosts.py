@@ -23,6 +23,8 @@ from fake_engine import FakeEngine
 from fake_reporter import FakeReporter
 from router_process import RouterProcess
 
+from kvrouter.router.index import keys
+
 GOOD = "127.0.0.1"
 # Loopback too, so that what connects there in error does no harm.
 FORBIDDEN = "127.0.0.2"
@@ -92,7 +94,7 @@ def test_no_way_of_registering_leads_elsewhere(
         # Another process on Redis writes a registration of its own. Whoever starts next finds it.
         store = redis.Redis(unix_socket_path=str(next((tmp_path / "data").glob("*.sock"))))
         planted = {"worker": ["m", "planted", 0], "events": forbidden, "url": "http://127.0.0.1:1"}
-        store.hset("kvr:{m}:workers", "planted@0", json.dumps(planted))
+        store.hset(keys.registry("m"), "planted@0", json.dumps(planted))
         store.close()
     with RouterProcess(tmp_path, ["--allow-host", GOOD]) as router:
         row = router.worker("planted")

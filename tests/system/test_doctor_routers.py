@@ -161,12 +161,12 @@ def test_kv502_to_kv504_settings_of_redis(
 
 def test_kv506_a_registration_that_no_router_wrote(well: Clinic, store: StoreServer) -> None:
     store.client.sadd(keys.MODELS, "m")
-    store.client.hset("kvr:{m}:workers", "w@x", b"\xff")
+    store.client.hset(keys.registry("m"), "w@x", b"\xff")
     store.client.incr(keys.REGISTRATIONS)
     try:
-        assert "kvr:{m}:workers" in well.find("KV506", "Redis").evidence
+        assert keys.registry("m") in well.find("KV506", "Redis").evidence
     finally:
-        store.client.hdel("kvr:{m}:workers", "w@x")
+        store.client.hdel(keys.registry("m"), "w@x")
         store.client.incr(keys.REGISTRATIONS)
     until(lambda: "KV506" not in well.codes(), "it is well again")
 

@@ -17,6 +17,7 @@ from router_process import RouterProcess
 from store_server import StoreServer
 
 from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat, encode_heartbeat
+from kvrouter.router.index import keys
 
 ENGINES = 4
 RATE = 2_000.0
@@ -79,7 +80,7 @@ def test_what_no_router_wrote_gets_no_worker(forged: str, tmp_path: Path, server
         register(one, churn)
         churn.ask("go")
         until(lambda: live(one), "the workers are not live")
-        server.client.hset("kvr:routers", field, value)
+        server.client.hset(keys.ROUTERS, field, value)
         begun_s = time.monotonic()
         while time.monotonic() < begun_s + SETTLED_S:
             time.sleep(0.05)

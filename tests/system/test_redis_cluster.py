@@ -15,6 +15,8 @@ from fleet import MODEL, check, register, rows, until, wait_busy, wait_shared, w
 from router_process import RouterProcess
 from store_server import StoreCluster
 
+from kvrouter.router.index import keys
+
 ENGINES = 6
 RATE = 3_000.0
 
@@ -52,8 +54,8 @@ def pair(tmp_path: Path, cluster: StoreCluster, churn: Churn) -> Iterator[Pair]:
 
 def test_slots_that_move_are_followed(pair: Pair, cluster: StoreCluster, churn: Churn) -> None:
     for worker in churn.workers:
-        cluster.move_slot(f"kvr:{{{MODEL}/{worker}}}:meta")
-    cluster.move_slot("kvr:routers")
+        cluster.move_slot(f"{keys.PREFIX}{{{MODEL}/{worker}}}:meta")
+    cluster.move_slot(keys.ROUTERS)
     for router in pair:
         wait_well(router, ENGINES)
     assert check(pair, cluster.client, churn) > 100

@@ -27,11 +27,12 @@ from router_process import RouterError, RouterProcess
 from store_server import StoreServer, wait_stored
 
 from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.index import keys
 
 ENGINES = 3
 RATE = 2_000.0
 SPOILED = "w0"
-TAG = f"kvr:{{{MODEL}/{SPOILED}}}"
+TAG = f"{keys.PREFIX}{{{MODEL}/{SPOILED}}}"
 META, LOG, LEASE = f"{TAG}:meta", f"{TAG}:log", f"{TAG}:lease"
 
 Pair = tuple[RouterProcess, RouterProcess]
@@ -82,7 +83,6 @@ HEADS: dict[str, Spoil] = {
     "places": field("places", b"g0:GPU=1 g:x:y:z=1"),
     "lease number": field("lease", b"-"),
     "the name of a field": field(b"\xff", b"1"),
-    "layout": field("layout", b"sets"),
     "number of the checkpoint": field("checkpoint", b"99999999"),
     "a checkpoint that is gone": checkpointed(lambda client: client.delete(residents(client))),
     "a checkpoint that is cut": checkpointed(lambda client: client.set(residents(client), b"short")),
@@ -177,7 +177,7 @@ def test_a_bad_value_of_a_worker_that_nobody_follows_is_named_and_loaded_when_it
         wait_well(one, ENGINES)
         residency = rows(one)[SPOILED]["residency"]
     # As if another router followed it.
-    client.set("kvr:router:another", 1, ex=3_600)
+    client.set(keys.router_lease("another"), 1, ex=3_600)
     client.set(LEASE, "another:999999")
     saved = {key: client.dump(key) for key in client.scan_iter(f"{TAG}:*", count=1000)}
     HEADS["seq"](client)
@@ -221,15 +221,15 @@ def cannot_be_read(router: RouterProcess) -> dict[str, Any] | None:
 
 
 REGISTRY: dict[str, Spoil] = {
-    "a field without a rank": lambda client: client.hset(f"kvr:{{{MODEL}}}:workers", "w9", b"x"),
-    "a field that is no text": lambda client: client.hset(f"kvr:{{{MODEL}}}:workers", b"\xff@0", b"x"),
-    "a model that is no text": lambda client: client.sadd("kvr:models", b"\xff"),
+    "a field without a rank": lambda client: client.hset(keys.registry(MODEL), "w9", b"x"),
+    "a field that is no text": lambda client: client.hset(keys.registry(MODEL), b"\xff@0", b"x"),
+    "a model that is no text": lambda client: client.sadd(keys.MODELS, b"\xff"),
     "a registration of another worker": lambda client: client.hset(
-        f"kvr:{{{MODEL}}}:workers", "w9@0", client.hget(f"kvr:{{{MODEL}}}:workers", "w1@0")
+        keys.registry(MODEL), "w9@0", client.hget(keys.registry(MODEL), "w1@0")
     ),
-    "a registration that is none": lambda client: client.hset(f"kvr:{{{MODEL}}}:workers", "w0@0", b'{"worker":7}'),
+    "a registration that is none": lambda client: client.hset(keys.registry(MODEL), "w0@0", b'{"worker":7}'),
     "workers of another type": lambda client: (
-        client.set("kvr:{other}:workers", b"x") and client.sadd("kvr:models", "other")
+        client.set(keys.registry("other"), b"x") and client.sadd(keys.MODELS, "other")
     ),
 }
 
@@ -243,7 +243,7 @@ def test_a_bad_entry_of_the_registry_is_named_and_left_out(
     saved = {
         key: client.dump(key)
         for key in client.scan_iter("kvr:*")
-        if key in (b"kvr:models", f"kvr:{{{MODEL}}}:workers".encode())
+        if key in (keys.MODELS.encode(), keys.registry(MODEL).encode())
     }
     REGISTRY[kind](client)
     # Registrations of others are known all the same.
@@ -259,10 +259,10 @@ def test_a_bad_entry_of_the_registry_is_named_and_left_out(
         assert {"w1", "w2", "late"} <= set(rows(three))
         assert named(three)
     one.unregister("late")
-    client.delete("kvr:{other}:workers")
+    client.delete(keys.registry("other"))
     for key, value in saved.items():
         client.restore(key, 0, value, replace=True)
-    client.incr("kvr:registrations")
+    client.incr(keys.REGISTRATIONS)
     for router in pair:
         wait_well(router, ENGINES)
     check(pair, client, churn)
@@ -286,10 +286,10 @@ def test_a_bad_version_of_the_registry_is_begun_anew(pair: Pair, server: StoreSe
     events, replay = churn.endpoints[0]
     for number, spoil in enumerate((b"abc", b"1e3", None)):
         if spoil is None:
-            server.client.delete("kvr:registrations")
-            server.client.sadd("kvr:registrations", b"x")
+            server.client.delete(keys.REGISTRATIONS)
+            server.client.sadd(keys.REGISTRATIONS, b"x")
         else:
-            server.client.set("kvr:registrations", spoil)
+            server.client.set(keys.REGISTRATIONS, spoil)
 
         def registered(name: str = f"late{number}") -> bool:
             try:
@@ -310,11 +310,11 @@ def test_bad_words_of_other_routers_change_nothing(
     tmp_path: Path, pair: Pair, server: StoreServer, churn: Churn
 ) -> None:
     client = server.client
-    client.hset("kvr:routers", mapping={b"\xff\xfe": b"x", b"other": b"\xff"})
-    client.hset("kvr:claims", mapping={b"\xff": b"x", b"gone": b"\xff", b"other": b'{"workers":{"static":[["w0"]]}}'})
+    client.hset(keys.ROUTERS, mapping={b"\xff\xfe": b"x", b"other": b"\xff"})
+    client.hset(keys.CLAIMS, mapping={b"\xff": b"x", b"gone": b"\xff", b"other": b'{"workers":{"static":[["w0"]]}}'})
     for message in (b"junk", b"\xff", b"\x97\xa1a\xc3\x91\x96\xa1m\xa2w0\x00\xff\x00\x00\x90\x90\x90"):
-        client.xadd("kvr:loads", {b"m": message})
-    client.xadd("kvr:loads", {b"\xff": b"\xff"})
+        client.xadd(keys.LOADS, {b"m": message})
+    client.xadd(keys.LOADS, {b"\xff": b"\xff"})
     specs = [f"{name}=http://127.0.0.1:9,model=m3,events={churn.endpoints[0][0]}" for name in ("s0", "s1")]
     flags = [part for spec in specs for part in ("--worker", spec)]
     with RouterProcess(tmp_path / "c", ["--redis", server.url, *flags]) as three:

@@ -4,9 +4,14 @@ nothing."""
 
 from __future__ import annotations
 
+import http.client
+import json
 import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +20,8 @@ from churn import Churn
 from fleet import MODEL, check, held, register, rows, until, wait_busy, wait_seqs, wait_shared
 from router_process import RouterProcess
 from store_server import StoreServer
+
+from kvrouter.router.index import keys
 
 ENGINES = 5
 RATE = 5_000.0
@@ -94,7 +101,7 @@ def test_registrations_are_known_to_all(
     until(lambda: len(rows(two)) == ENGINES, "workers registered at the other router are not known", 5.0)
     two.request("POST", "/unregister", {"worker_id": "w0"})
     until(lambda: "w0" not in rows(one), "a worker unregistered at the other router is still there", 5.0)
-    until(lambda: not list(server.client.scan_iter(f"kvr:{{{MODEL}/w0}}*")), "keys of a dropped worker stay")
+    until(lambda: not list(server.client.scan_iter(f"{keys.PREFIX}{{{MODEL}/w0}}*")), "keys of a dropped worker stay")
     # Another address for the same worker: an update.
     events, replay = churn.endpoints[0]
     two.register("w1", MODEL, events, replay, patch_endpoint="off")
@@ -123,3 +130,62 @@ def test_registrations_are_known_to_all(
 
     until(lambda: told(one) == told(two), "the routers show different things", 5.0)
     assert {row["state"] for row in told(one)} == {"live"} and all(row["catalog"]["groups"] for row in told(one))
+
+
+def looks(port: int, path: str, question: dict[str, Any] | None, ended: threading.Event) -> tuple[int, list[str]]:
+    """How many answers came, and those that lack w0, until `ended`."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    count, missed = 0, []
+    while not ended.is_set():
+        connection.request(
+            "GET" if question is None else "POST", path, None if question is None else json.dumps(question)
+        )
+        answer = json.loads(connection.getresponse().read())
+        listed = [row["worker_id"] for row in answer["workers"]] if question is None else answer.get("instances", ())
+        count += 1
+        if "w0" not in listed:
+            missed.append(str(answer)[:300])
+    connection.close()
+    return count, missed
+
+
+def shows(routers: tuple[RouterProcess, ...], model: str) -> bool:
+    """Whether w0 is live at each, as a worker of this model."""
+    return all((row["model"], row["state"]) == (model, "live") for row in (rows(router)["w0"] for router in routers))
+
+
+@pytest.mark.parametrize("what", ["address", "model"])
+def test_a_worker_that_is_registered_again_is_never_missed(
+    server: StoreServer, churn: Churn, pair: tuple[RouterProcess, RouterProcess], what: str
+) -> None:
+    """By any look at any router; what is predicted of it meanwhile is nothing. With another model it is another's."""
+    register(pair[0], churn)
+    churn.ask("go")
+    wait_shared(pair, ENGINES)
+    # Whose engine w0 is in turns.
+    pair[0].unregister("w4")
+    questions: list[tuple[str, dict[str, Any] | None]] = [("/workers", None)]
+    if what == "address":
+        questions.append(("/query", {"model": MODEL, "token_ids": list(range(64))}))
+    ended = threading.Event()
+    with ThreadPoolExecutor(4) as threads:
+        asked = [
+            threads.submit(looks, router.port, path, question, ended) for router in pair for path, question in questions
+        ]
+        try:
+            for turn in range(20):
+                events, replay = churn.endpoints[4 * (turn % 2) if what == "address" else 0]
+                model = MODEL if what == "address" else f"m{turn}"
+                # At each router, the one that follows it and the other.
+                pair[turn // 2 % 2].register("w0", model, events, replay, patch_endpoint="off")
+                until(partial(shows, pair, model), "it is not followed again by both")
+        finally:
+            ended.set()
+    for one in asked:
+        count, missed = one.result()
+        assert count > 20 and not missed, missed[:3]
+    # Each its own again: w0 first.
+    register(pair[0], churn)
+    check(pair, server.client, churn)
+    for router in pair:
+        assert "Traceback" not in router.log_tail()

@@ -34,14 +34,14 @@ HASHES = st.lists(st.integers(0, 2**64 - 1), max_size=5).map(lambda values: np.a
 
 def test_keys_look_as_documented() -> None:
     worker = WorkerKey("m", "w", 0)
-    assert keys.meta(worker) == "kvr:{m/w}:meta"
-    assert keys.log(worker) == "kvr:{m/w}:log"
-    assert keys.lease(worker) == "kvr:{m/w}:lease"
-    assert keys.copies(worker, "e1") == "kvr:{m/w}:e1:copies"
-    assert keys.residents(worker, "e1", Place(0, "GPU")) == "kvr:{m/w}:e1:g0:GPU"
-    assert keys.residents(worker, "e1", Place(None, "STORAGE", "fs")) == "kvr:{m/w}:e1:g-:STORAGE:fs"
-    assert keys.meta(WorkerKey("m", "w", 3)) == "kvr:{m/w@3}:meta"
-    assert keys.registry("m") == "kvr:{m}:workers"
+    assert keys.meta(worker) == "kvr:2:{m/w}:meta"
+    assert keys.log(worker) == "kvr:2:{m/w}:log"
+    assert keys.lease(worker) == "kvr:2:{m/w}:lease"
+    assert keys.copies(worker, "e1") == "kvr:2:{m/w}:e1:copies"
+    assert keys.residents(worker, "e1", Place(0, "GPU")) == "kvr:2:{m/w}:e1:g0:GPU"
+    assert keys.residents(worker, "e1", Place(None, "STORAGE", "fs")) == "kvr:2:{m/w}:e1:g-:STORAGE:fs"
+    assert keys.meta(WorkerKey("m", "w", 3)) == "kvr:2:{m/w@3}:meta"
+    assert keys.registry("m") == "kvr:2:{m}:workers"
 
 
 @given(

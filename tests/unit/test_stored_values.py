@@ -10,7 +10,6 @@ from kvrouter.router.common.ids import Place, WorkerKey
 from kvrouter.router.index import keys, registry
 from kvrouter.router.index.checkpoint import parse_places, parse_residents
 from kvrouter.router.index.commit import Head, Lease
-from kvrouter.router.index.keys import LAYOUT
 from kvrouter.router.redis_client.errors import StoredValueError
 from kvrouter.router.workers.registration import MAX_GROUPS, CatalogSpec, GroupSpec, Registration
 
@@ -54,14 +53,14 @@ def test_a_model_is_as_it_is_written(member: bytes) -> None:
 
 
 def test_a_head_reads_what_it_can_and_names_the_first_that_it_cannot() -> None:
-    head = Head.of("k", b"e", b"abc", b"5", b"g0:GPU=7", b"3", b"x", LAYOUT)
+    head = Head.of("k", b"e", b"abc", b"5", b"g0:GPU=7", b"3", b"x")
     assert (head.epoch, head.seq, head.commits, head.lease, head.checkpoint) == ("e", None, 5, 3, 0)
     assert isinstance(head.problem, StoredValueError)
     assert (head.problem.key, head.problem.field) == ("k", "seq") and "b'abc'" in str(head.problem)
-    good = Head.of("k", b"e", b"4", b"5", b"g0:GPU=7 g-:CPU=0", b"3", b"5", LAYOUT)
+    good = Head.of("k", b"e", b"4", b"5", b"g0:GPU=7 g-:CPU=0", b"3", b"5")
     assert good == Head("e", 4, 5, {"g0:GPU": 7, "g-:CPU": 0}, 3, 5)
-    assert Head.of("k", *[None] * 8) == Head(None, None, 0, {}, 0, 0)
-    told = Head.of("k", b"e", b"4", b"5", b"", b"3", b"1", LAYOUT, b"another router cannot read it")
+    assert Head.of("k", *[None] * 7) == Head(None, None, 0, {}, 0, 0)
+    told = Head.of("k", b"e", b"4", b"5", b"", b"3", b"1", b"another router cannot read it")
     assert told.problem is not None and "another router cannot read it" in str(told.problem)
 
 
@@ -72,14 +71,14 @@ def test_places_are_as_they_are_written(text: bytes) -> None:
 
 
 def test_a_log_longer_than_any_is_named() -> None:
-    problem = Head.of("k", b"e", b"4", b"%d" % (2**64 - 1), b"", b"3", b"1", LAYOUT).problem
+    problem = Head.of("k", b"e", b"4", b"%d" % (2**64 - 1), b"", b"3", b"1").problem
     assert problem is not None and problem.field == "checkpoint"
 
 
-@pytest.mark.parametrize(("layout", "checkpoint"), [(None, b"1"), (b"sets", b"1"), (LAYOUT, b"6"), (LAYOUT, b"x")])
-def test_another_layout_and_a_checkpoint_after_the_log_are_named(layout: bytes | None, checkpoint: bytes) -> None:
-    problem = Head.of("k", b"e", b"4", b"5", b"g0:GPU=1", b"3", checkpoint, layout).problem
-    assert problem is not None and problem.field == ("checkpoint" if layout == LAYOUT else "layout")
+@pytest.mark.parametrize("checkpoint", [b"6", b"x"])
+def test_a_checkpoint_after_the_log_is_named(checkpoint: bytes) -> None:
+    problem = Head.of("k", b"e", b"4", b"5", b"g0:GPU=1", b"3", checkpoint).problem
+    assert problem is not None and problem.field == "checkpoint"
 
 
 @pytest.mark.parametrize("value", [None, b"", bytes(8), bytes(15), bytes(24), 7, [b"x"]])
@@ -135,5 +134,5 @@ def group(**fields: object) -> CatalogSpec:
 def test_a_registration_that_no_router_writes_is_refused_by_name(raw: bytes) -> None:
     with pytest.raises(StoredValueError) as caught:
         registry.decode(WORKER, raw)
-    assert (caught.value.key, caught.value.field) == ("kvr:{m}:workers", "w0@2")
+    assert (caught.value.key, caught.value.field) == (keys.registry("m"), "w0@2")
     assert len(str(caught.value)) < 300

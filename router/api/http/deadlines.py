@@ -27,6 +27,9 @@ class HttpLimits(msgspec.Struct, frozen=True):
     # Longer than the usual keep-alive of clients and load balancers (60 s), so that they close first and no request
     # meets a closed connection.
     idle_timeout_s: float = 75.0
+    # When the server stops, of who has just connected, or has just read the end of an answer that left the connection open:
+    # it sends its next request once it is scheduled, which on a busy machine takes seconds, and that would be lost.
+    next_request_s: float = 5.0
     # Gateways keep some tens of connections each; one that does nothing costs some 20 kB here.
     max_connections: int = 4_096
 
@@ -54,7 +57,7 @@ class Deadlines:
         self._deadline: asyncio.TimerHandle | None = None
         # Set once for many requests: it looks how long ago the last of them ended.
         self._idle_look: asyncio.TimerHandle | None = None
-        self._idle_since_s: float | None = None
+        self._idle_since_s: float | None = loop.time()
         self._unread_bytes = 0
         self._send_deadline: asyncio.TimerHandle | None = None
 
@@ -90,6 +93,11 @@ class Deadlines:
 
     def end_idling(self) -> None:
         self._idle_since_s = None
+
+    @property
+    def idle_s(self) -> float:
+        """For how long nothing was to be done; a new connection begins so."""
+        return 0.0 if self._idle_since_s is None else self._loop.time() - self._idle_since_s
 
     def await_reading(self) -> None:
         """The client has to read on; the deadline is for the next byte that it takes."""

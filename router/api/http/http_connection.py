@@ -30,8 +30,7 @@ from kvrouter.router.common.sockets import poller
 # takes an engine's time; a look is one system call.
 READER_LOOK_S = 0.1
 
-# When the server stops: how long an idle connection is kept for a request that is on its way. Who has just connected
-# sends it a round trip later.
+# When the server stops: how long an idle connection is kept at least, for a request that is on its way.
 LAST_REQUEST_S = 0.5
 
 
@@ -361,11 +360,13 @@ class HttpConnection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def _rest(self) -> None:
-        """Idles unless there is something to answer or a request comes; not for long where the server stops."""
+        """Idles unless there is something to answer or a request comes; where the server stops, only so long as a client may
+        be about to send one."""
         if self._queue or self._parser.in_message:
             return
         if self._stops:
-            self._loop.call_later(LAST_REQUEST_S, self._close_idle)
+            kept_s = max(LAST_REQUEST_S, self._limits.next_request_s - self._deadlines.idle_s)
+            self._loop.call_later(kept_s, self._close_idle)
         else:
             self._deadlines.begin_idling()
 

@@ -353,7 +353,7 @@ class ProcessSchedule(Stage):
         """(ghosts, lost) of what the store has against what the engine holds."""
         worker = WorkerKey(MODEL, engine.name)
         held = {keys.place_text(RouterPlace(*place)): blocks for place, blocks in engine.held().items()}
-        ask, tag = self._valkey.ask, f"kvr:{keys.worker_tag(worker)}"
+        ask, tag = self._valkey.ask, f"{keys.PREFIX}{keys.worker_tag(worker)}"
         meta = await ask("HGETALL", f"{tag}:meta")
         stored = {place: await ask("GET", key) for place, key in place_keys(tag, meta).items()}
         log = await ask("XRANGE", f"{tag}:log", "-", "+")

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the version before left in Redis, and its routers beside those of this one: nothing is misread, nobody registers
+again, and all is known again when the old ones are gone.
+
+`schema_1.json` was written by that version (`tests/golden/make_schema_1.py`); its routers run from the repository's
+history, where that is there."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import former_release
+import pytest
+from churn import BLOCK, HASHES, Churn
+from fleet import MODEL, check, paused, register, rows, until, wait_busy, wait_seqs, wait_shared
+from former_release import Stored
+from router_process import RouterProcess
+from store_server import StoreServer
+
+from kvrouter.router.common.ids import WorkerKey
+from kvrouter.router.index import keys
+
+FIXTURE = Path(__file__).parents[1] / "golden" / "schema_1.json"
+RATE = 3_000.0
+FORMER_REGISTRY = keys.registry(MODEL, keys.FORMER_PREFIX)
+OWN = (keys.PREFIX.encode(), keys.SCHEMAS.encode())
+# Of the fixture; `w0` and `w1` are engines that stored blocks.
+WORKERS = {"w0", "w1", "drained", "prefill", "a/b:{c}", "stated"}
+
+
+@pytest.fixture
+def churn() -> Iterator[Churn]:
+    with Churn(2, RATE) as churn:
+        yield churn
+
+
+def moved(stored: Stored, churn: Churn) -> Stored:
+    """The fixture with the addresses of engines that run."""
+    fields = []
+    for field, text in stored[FORMER_REGISTRY]["value"]:
+        registration = json.loads(text)
+        for worker, (events, replay) in zip(churn.workers, churn.endpoints, strict=True):
+            if field == f"{worker}@0":
+                registration |= {"events": events, "replay": replay}
+        fields.append((field, json.dumps(registration)))
+    return stored | {FORMER_REGISTRY: {"type": "hash", "value": fields}}
+
+
+@pytest.fixture
+def left(server: StoreServer, churn: Churn) -> Stored:
+    """What the former version left, in `server`."""
+    stored = moved(former_release.read(FIXTURE), churn)
+    former_release.load(server.client, stored)
+    return stored
+
+
+def others(server: StoreServer) -> Stored:
+    """All that is not this schema's, without what expires."""
+    found = former_release.dump(server.client)
+    return {key: one for key, one in found.items() if not key.encode().startswith(OWN) and "expires_ms" not in one}
+
+
+def start(tmp_path: Path, server: StoreServer, name: str = "new", *flags: str) -> RouterProcess:
+    return RouterProcess(tmp_path / name, ["--redis", server.url, *flags])
+
+
+def over_credited(router: RouterProcess, churn: Churn, truth: dict[str, Any]) -> list[str]:
+    """Where more is predicted than the engines hold, which stand still."""
+    found = []
+    for chain, tokens in zip(HASHES, truth["reuse"], strict=True):
+        question = {"model": MODEL, "block_hashes": chain, "num_tokens": len(chain) * BLOCK + 1}
+        answer = router.request("POST", "/query_by_hash", question)["instances"]
+        for worker, most in zip(churn.workers, tokens, strict=True):
+            if worker in answer and answer[worker]["gpu"] > most:
+                found.append(f"{worker}: {answer[worker]['gpu']} of {most}")
+    return found
+
+
+def test_the_fixture_is_what_the_former_version_wrote() -> None:
+    stored = former_release.read(FIXTURE)
+    assert all(key.startswith(keys.FORMER_PREFIX) and not key.startswith(keys.PREFIX) for key in stored)
+    metas = [dict(entry["value"]) for key, entry in stored.items() if key.endswith("/w0}:meta")]
+    # It said how it stored, and held something.
+    assert [meta["layout"] for meta in metas] == ["log-first"] and int(metas[0]["seq"]) > 0
+
+
+def test_what_the_former_version_left_is_registered_and_its_index_is_void_by_name(
+    tmp_path: Path, server: StoreServer, churn: Churn, left: Stored
+) -> None:
+    """The engines live on with other blocks than the old index has: nothing of it may be credited."""
+    before = others(server)
+    churn.ask("go")
+    time.sleep(0.5)
+    paused(churn)
+    truth = churn.ask("dump")
+    with start(tmp_path, server) as router:
+        shown = rows(router)
+        assert set(shown) == WORKERS
+        assert shown["drained"]["draining"] and shown["prefill"]["role"] == "prefill"
+        assert (shown["a/b:{c}"]["model"], shown["stated"]["dp_rank"]) == ("m{}:/", 3)
+        assert shown["stated"]["catalog"]["groups"]
+        # From its first answer on, until it knows all.
+        until(lambda: not over_credited(router, churn, truth) and rows(router)["w0"]["state"] == "live", "w0 is live")
+        check([router], server.client, churn)
+        said = router.request("GET", "/health")
+        assert any("schema 1 of an earlier version" in one for one in said["warnings"])
+        assert router.metric("kvrouter_other_schema", which="former") == 1
+        assert router.metric("kvrouter_other_schema", which="newer") == 0
+        assert router.metric("kvrouter_registrations_left") == 0
+        log = router.log_tail()
+        assert "registrations taken over" in log and "Traceback" not in log
+        findings = router.request("GET", "/diagnosis")["findings"]
+        assert [one["code"] for one in findings if one["subject"] == "Redis"].count("KV507") == 1
+        # Once: what is dropped here stays so.
+        router.unregister("drained")
+    assert others(server) == before
+    with start(tmp_path, server, "again") as router:
+        assert set(rows(router)) == WORKERS - {"drained"}
+        assert "registrations taken over" not in router.log_tail()
+        # As docs/how-to/upgrade.md has it.
+        for key in list(server.client.scan_iter("kvr:[mrcl{]*")):
+            server.client.unlink(key)
+        until(lambda: "warnings" not in router.request("GET", "/health"), "it is still said")
+        assert others(server) == {} and set(rows(router)) == WORKERS - {"drained"}
+
+
+def test_a_registration_that_cannot_be_taken_over_is_named_and_the_others_are_there(
+    tmp_path: Path, server: StoreServer, left: Stored
+) -> None:
+    server.client.hset(FORMER_REGISTRY, "bad@0", b'{"worker":7}')
+    server.client.hset(FORMER_REGISTRY, "w@x", b"\xff")
+    foreign = {"worker": [MODEL, "far", 0], "url": "http://192.0.2.1:8000"}
+    server.client.hset(FORMER_REGISTRY, "far@0", json.dumps(foreign))
+    before = others(server)
+    with start(tmp_path, server, "new", "--allow-host", "127.0.0.1") as router:
+        assert set(rows(router)) == WORKERS
+        reasons = [one for one in router.request("GET", "/health")["reasons"] if "not all taken over" in one]
+        assert sorted(
+            word for word in ("bad@0", "the name of a field", "worker far") if word in str(reasons)
+        ) == sorted(("bad@0", "the name of a field", "worker far"))
+        assert router.metric("kvrouter_registrations_left") == 3 == len(reasons)
+        assert others(server) == before
+        server.client.hdel(FORMER_REGISTRY, "bad@0", "w@x")
+        server.client.hset(FORMER_REGISTRY, "far@0", json.dumps(foreign | {"url": "http://127.0.0.1:9"}))
+        server.client.incr(keys.FORMER_REGISTRATIONS)
+        until(lambda: router.metric("kvrouter_registrations_left") == 0, "it is not taken over")
+        assert set(rows(router)) == WORKERS | {"far"}
+
+
+def test_what_a_node_lost_of_the_former_registry_takes_no_worker_away(
+    tmp_path: Path, server: StoreServer, left: Stored
+) -> None:
+    """Only a change that was counted does."""
+    with start(tmp_path, server) as router:
+        assert set(rows(router)) == WORKERS
+        registry = server.client.hgetall(FORMER_REGISTRY)
+        server.client.delete(FORMER_REGISTRY)
+    with start(tmp_path, server, "again") as router:
+        assert set(rows(router)) == WORKERS
+        # Back, but for one that a router of that version dropped.
+        server.client.hset(FORMER_REGISTRY, mapping={name: raw for name, raw in registry.items() if name != b"w1@0"})
+        server.client.incr(keys.FORMER_REGISTRATIONS)
+        until(lambda: set(rows(router)) == WORKERS - {"w1"}, "what was dropped there is still here")
+
+
+def test_beside_a_newer_schema_a_router_keeps_to_its_own_and_says_so(
+    tmp_path: Path, server: StoreServer, churn: Churn
+) -> None:
+    newer = {b"kvr:3:models": b"of another form", b"kvr:3:{m/w0}:meta": b"x"}
+    server.client.mset(newer)
+    with start(tmp_path, server) as router:
+        register(router, churn)
+        churn.ask("go")
+        assert "warnings" not in router.request("GET", "/health")
+        server.client.hset(keys.SCHEMAS, mapping={"3": "9.9", "x": "y"})
+        until(lambda: router.metric("kvrouter_other_schema", which="newer") == 1, "the newer schema is not seen")
+        (caution,) = router.request("GET", "/health")["warnings"]
+        assert "schema 3" in caution and "9.9" in caution and caution in router.log_tail()
+        wait_busy(server.client, churn)
+        check([router], server.client, churn)
+        assert server.client.mget(list(newer)) == list(newer.values())
+        server.client.hdel(keys.SCHEMAS, "3")
+        until(lambda: "warnings" not in router.request("GET", "/health"), "it is still said")
+        # A store that comes back empty, or with what no router writes, has its number again.
+        for spoil in (lambda: None, lambda: server.client.set(keys.SCHEMAS, "x")):
+            server.client.flushall()
+            spoil()
+            until(
+                lambda: server.client.type(keys.SCHEMAS) == b"hash" and server.client.hkeys(keys.SCHEMAS) == [b"2"],
+                "the schema is not noted again",
+            )
+        assert "Traceback" not in router.log_tail()
+
+
+@pytest.mark.skipif(not former_release.is_known(), reason="the repository's history is not here")
+def test_two_routers_of_each_version_side_by_side(tmp_path: Path, server: StoreServer, churn: Churn) -> None:
+    former = former_release.environment(tmp_path / "former")
+    flags = ["--redis", server.url]
+    with (
+        start(tmp_path, server, "c") as three,
+        RouterProcess(tmp_path / "a", flags, former) as one,
+        RouterProcess(tmp_path / "b", flags, former) as two,
+    ):
+        register(one, churn)
+        churn.ask("go")
+        wait_shared((one, two), len(churn.workers))
+        wait_seqs(two, dict.fromkeys(churn.workers, 20))
+        # What is registered at an old one is known at the new one, which follows all by itself.
+        until(lambda: set(rows(three)) == set(churn.workers), "a worker of the old routers is not known")
+        until(lambda: three.metric("kvrouter_leases_held") == len(churn.workers), "the new router follows less")
+        assert check((one, two, three), server.client, churn) > 20
+        one.request("PATCH", "/workers/w0", {"state": "draining"})
+        until(lambda: rows(three)["w0"]["draining"], "a change at an old router is not known")
+        one.request("PATCH", "/workers/w0", {"state": "active"})
+        two.request("POST", "/register", {"worker_id": "late", "model": MODEL, "url": "http://127.0.0.1:9"})
+        until(lambda: "late" in rows(three), "a late worker is not known")
+        two.unregister("late")
+        until(lambda: "late" not in rows(three) and not rows(three)["w0"]["draining"], "it is still there")
+        # The other way nothing comes.
+        three.request("POST", "/register", {"worker_id": "new", "model": "x", "url": "http://127.0.0.1:9"})
+        churn.ask("go")
+        with start(tmp_path, server, "d") as four:
+            wait_shared((three, four), len(churn.workers) + 1)
+            check((one, two, three, four), server.client, churn)
+            assert set(rows(one)) == set(churn.workers)
+            before = others(server)
+            one.__exit__()
+            churn.ask("go")
+            check((two, three, four), server.client, churn)
+            two.__exit__()
+            churn.ask("go")
+            check((three, four), server.client, churn)
+            # The old ones' heartbeats and leases are gone by themselves; nobody wrote what else they left.
+            after = others(server)
+            assert {key for key in after if key.endswith(":workers")} <= set(before)
+            assert not [key for key in after if key not in before]
+            for router in (three, four):
+                assert set(rows(router)) == {*churn.workers, "new"}
+                assert router.metric("kvrouter_stream_gaps_total") == 0
+                assert "Traceback" not in router.log_tail()
+                assert router.metric("kvrouter_index_commits_total", outcome="fenced") == 0
+
+
+def test_one_router_after_the_other_on_its_private_store(tmp_path: Path, left: Stored) -> None:
+    """Stopped, and started with the same data directory."""
+    with RouterProcess(tmp_path / "first") as router, router.store() as client:
+        client.flushall()
+        former_release.load(client, left)
+    with RouterProcess(tmp_path / "first") as router:
+        assert set(rows(router)) == WORKERS
+        with router.store() as client:
+            assert client.hget(keys.SCHEMAS, "2") and client.exists(keys.registry("m"))
+            assert client.hget(keys.registry("m"), keys.registry_field(WorkerKey("m", "w0", 0)))

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All that routers write into Redis for each other, as forms. Who changes one decides by ADR 42 whether routers of the
+version before would misread it, or write it away: then `keys.SCHEMA` rises, and `keys.FORMER_PREFIX` follows it.
+
+To write the file: `python tests/unit/test_schema.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from kvrouter.router.common.ids import Place, WorkerKey
+from kvrouter.router.fleet.heartbeat import VERSION, Heartbeat
+from kvrouter.router.fleet.router_peers import Claims
+from kvrouter.router.index import keys
+from kvrouter.router.index.checkpoint import places_text
+from kvrouter.router.index.commit import Lease
+from kvrouter.router.index.log_entry import EntryKind, entry_fields
+from kvrouter.router.ingest.net_changes import ResidencyDelta
+from kvrouter.router.load.load_messages import LoadMessage
+from kvrouter.router.workers.registration import Registration
+
+FILE = Path(__file__).parents[1] / "golden" / "schema.json"
+WORKER = WorkerKey("m", "w", 1)
+PLACE = Place(0, "GPU")
+
+
+def forms() -> dict[str, Any]:
+    hashes = np.array([1, 2], np.uint64)
+    entry = entry_fields(
+        EntryKind.COMMIT, 7, "e", (3, 4), [ResidencyDelta(PLACE, hashes, hashes[:1])], {"catalog": b"c"}
+    )
+    _, structs = msgspec.json.schema_components([Registration, Heartbeat, Claims, LoadMessage], ref_template="{name}")
+    return {
+        "schema": keys.SCHEMA,
+        "former": [keys.FORMER_SCHEMA, keys.FORMER_PREFIX],
+        "keys": [
+            keys.SCHEMAS,
+            keys.ADOPTED,
+            keys.MODELS,
+            keys.REGISTRATIONS,
+            keys.ROUTERS,
+            keys.CLAIMS,
+            keys.LOADS,
+            keys.router_lease("token"),
+            keys.registry("m"),
+            keys.meta(WORKER),
+            keys.log(WORKER),
+            keys.lease(WORKER),
+            keys.copies(WORKER, "e"),
+            keys.residents(WORKER, "e", PLACE),
+        ],
+        "registry field": keys.registry_field(WORKER),
+        "meta": sorted(keys.META_FIELDS),
+        "places": places_text({PLACE: hashes}).decode(),
+        "copies field": keys.copies_field(PLACE, 1).decode("latin-1"),
+        "lease": Lease("token", 7).value.decode(),
+        "entry": [part.decode("latin-1") for part in entry],
+        "heartbeat": VERSION,
+        "structs": structs,
+    }
+
+
+def test_what_routers_write_for_each_other_is_as_it_was_or_has_another_number() -> None:
+    known = json.loads(FILE.read_text())
+    now = json.loads(json.dumps(forms()))
+    different = [name for name in known.keys() | now.keys() if known.get(name) != now.get(name)]
+    assert not different, f"{different} changed: decide by ADR 42 whether keys.SCHEMA rises, then write the file again"
+
+
+def test_no_key_of_one_schema_is_a_key_of_another() -> None:
+    mine = [key for key in forms()["keys"] if key != keys.SCHEMAS]
+    assert all(key.startswith(keys.PREFIX) for key in mine)
+    assert keys.PREFIX != keys.FORMER_PREFIX
+    # Of the former schema only the registry is read.
+    assert keys.registry("m", keys.FORMER_PREFIX) not in mine and keys.FORMER_REGISTRATIONS not in mine
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(forms(), indent=1) + "\n")
