@@ -62,7 +62,7 @@ def options(url: str, api_key: str | None, timeouts: Timeouts, tls: ssl.SSLConte
 
 def failure(error: httpx2.RequestError, call: Call[Any]) -> RouterError:
     """The library's error as one of ours."""
-    what = f"{call.method} {call.path}: {error or type(error).__name__}"
+    what = f"{call.method} {call.path}: {str(error) or type(error).__name__}"
     if isinstance(error, (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout)):
         return RouterUnreachable(f"{what}; is a router listening there?")
     if isinstance(error, httpx2.TimeoutException):
