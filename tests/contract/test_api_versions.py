@@ -102,13 +102,20 @@ def test_a_reservation_below_the_version_ends_on_both_ways(method: str, part: st
     line = f"{method} /v1/reservations/{SELECTION}{part} HTTP/1.1\r\nHost: x\r\n"
     length = "Content-Length: 0\r\n\r\n"
     short = f"{line}{length}".encode()
-    assert plain_head(short, app.plain_paths, app.forwarded_paths, app.plain_below, 1_000, 100) is not None
+    head = plain_head(short, app.plain_paths, app.forwarded_paths, app.plain_below, 1_000, 100)
+    assert head is not None
+
+    def reserve() -> None:
+        call(app, "POST", "/v1/select_and_reserve", {"model": "m", "token_ids": [1], "selection_id": SELECTION})
+
+    reserve()
+    # The content alone: it is done, without the long way.
+    assert app.respond_plain(head, short) == b'{"status":"ok"}'
     for sent in (short, f"{line}X-Unknown: 1\r\n{length}".encode()):
-        body = {"model": "m", "token_ids": [1], "selection_id": SELECTION}
-        call(app, "POST", "/v1/select_and_reserve", body)
+        reserve()
         received = asyncio.run(exchange(app, sent, hang_up=True))
         assert received.startswith(b"HTTP/1.1 200 ") and received.endswith(b'{"status":"ok"}')
-    assert counted(registry)[f"/reservations/{{selection_id}}{part}", "200"] == 2
+    assert counted(registry)[f"/reservations/{{selection_id}}{part}", "200"] == 3
 
 
 def test_what_openai_clients_send_keeps_its_path() -> None:
