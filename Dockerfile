@@ -17,6 +17,7 @@ RUN apt-get update -qq \
  && apt-get install -y -qq --no-install-recommends gcc libc6-dev \
  && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml README.md LICENSE setup.py ./
+COPY client/ client/
 COPY events/ events/
 COPY router/ router/
 COPY engine_patch/ engine_patch/

@@ -26,6 +26,7 @@ from kvrouter.router.api.http.http_api import HttpApi
 from kvrouter.router.api.http.http_connection import connection_factory
 from kvrouter.router.api.http.request import HttpRequest
 from kvrouter.router.api.http_metrics import HttpMetrics
+from kvrouter.router.api.versioned_paths import VersionedPaths
 from kvrouter.router.common.shutdown import Shutdown
 from kvrouter.router.config.settings import Config
 from kvrouter.router.telemetry.metric_registry import MetricRegistry
@@ -74,9 +75,8 @@ def serve(way: str) -> None:
     print(listener.getsockname()[1], flush=True)
     hot = {HOT: lambda asked: REPLY}
     metrics = HttpMetrics(MetricRegistry())
-    api = HttpApi(
-        hot, {}, lambda method, path: None, cold, Config(), metrics, None, None, time.perf_counter, Shutdown()
-    )
+    no_end, clock, paths = (lambda method, path: None), time.perf_counter, VersionedPaths(hot)
+    api = HttpApi(hot, {}, no_end, cold, Config(), metrics, None, None, clock, Shutdown(), paths=paths)
     own = way == WAYS[0]
     config = uvicorn.Config(
         cold if own else asgi(api),

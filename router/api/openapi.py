@@ -14,6 +14,7 @@ from kvrouter.router.api import requests as bodies
 from kvrouter.router.api import responses as replies
 from kvrouter.router.api.examples import EXAMPLES, PATH_PARTS
 from kvrouter.router.api.field_texts import text_of
+from kvrouter.router.api.versioned_paths import VERSION
 from kvrouter.router.diagnosis.finding import DiagnosisReport
 from kvrouter.router.diagnosis.store_view import StoreReply
 from kvrouter.router.tokens.proxied_paths import AUDIO
@@ -116,6 +117,12 @@ PROXIED_NOTE = (
 PROXIED_PROBLEMS = (400, 404, 413, 429, 502, 503, 504)
 
 
+# Where an endpoint of ours is: the first is what generated clients take.
+SERVERS = [
+    {"url": VERSION, "description": "stable"},
+    {"url": "/", "description": "the same, without a version"},
+]
+
 _MANY = {"type": "array", "items": {"type": "string"}}
 
 EVENTS_OPERATION: dict[str, Any] = {
@@ -184,6 +191,8 @@ def document(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
         for method, operation in operations.items():
             # FastAPI's own answer to a wrong parameter, which ours (400) takes the place of.
             operation["responses"].pop("422", None)
+            if len(app.state.paths.spellings(path)) > 1:
+                operation["servers"] = SERVERS
             _illustrate(operation, EXAMPLES.get((method.upper(), path)))
     _, schemas = msgspec.json.schema_components(SCHEMAS, ref_template=SCHEMA_REF)
     for name, schema in schemas.items():
@@ -258,7 +267,8 @@ def page(document: dict[str, Any]) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f"<title>{title}</title><style>{STYLE}</style></head><body>"
-        f'<h1>{title}</h1><p>The same as <a href="openapi.json">OpenAPI</a>, for your client generator.</p>'
+        f'<h1>{title}</h1><p>The same as <a href="openapi.json">OpenAPI</a>, for your client generator. Paths without a '
+        f"version are also served below <code>{VERSION}</code>.</p>"
         f"<table><tr><td>endpoint</td><td>what it does</td><td>body</td><td>answer</td></tr>{''.join(rows)}</table>"
         f"<h2>Bodies and answers</h2>{''.join(schemas)}</body></html>"
     )

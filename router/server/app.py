@@ -54,6 +54,7 @@ from kvrouter.router.server.checks import log_cautions, tracing_of
 from kvrouter.router.server.listener import bound_socket, port_taken, start_line
 from kvrouter.router.server.private_store import private_store
 from kvrouter.router.server.router_metrics import RouterMetrics
+from kvrouter.router.server.service_manager import announce
 from kvrouter.router.server.siblings import Siblings
 from kvrouter.router.server.stopping import Beside, Server, stopping_on_signals
 from kvrouter.router.telemetry.log_format import set_up_logs
@@ -344,8 +345,11 @@ async def _start(
 
     def started() -> None:
         workers = len(core.registrations())
-        # A supervisor reads the number, and prints the line itself when all its processes serve.
-        print(start_line(config, listener, workers, gateway_port) if part is None else workers, flush=True)
+        if part is None:
+            announce(start_line(config, listener, workers, gateway_port), os.environ)
+        else:
+            # A supervisor reads the number, and announces itself when all its processes serve.
+            print(workers, flush=True)
 
     return Server(settings, started, beside)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import signal
 import socket
@@ -31,6 +32,7 @@ from kvrouter.router.server.app import PRIVATE_TOKEN, ProcessPart, serve
 from kvrouter.router.server.checks import local_tokenizers, log_cautions
 from kvrouter.router.server.listener import bound_socket, start_line
 from kvrouter.router.server.private_store import private_store
+from kvrouter.router.server.service_manager import announce
 from kvrouter.router.server.stopping import HURRY
 from kvrouter.router.telemetry.log_format import set_up_logs
 
@@ -107,7 +109,7 @@ async def _run(config: Config, origin: Origin, listener: socket.socket, running:
                         await child.ready.wait()
                 for child in children:
                     await child.ready.wait()
-                print(start_line(config, listener, children[0].workers, config.gateway_port), flush=True)
+                announce(start_line(config, listener, children[0].workers, config.gateway_port), os.environ)
         except* RouterError as errors:
             raise errors.exceptions[0] from None
 

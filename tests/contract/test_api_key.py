@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 KEY = "correct-horse-battery"
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
-HEALTH_PATHS = {"/health", "/ready"}
+HEALTH_PATHS = {"/health", "/ready", "/v1/health", "/v1/ready"}
 WRONG = (
     None,
     "",
@@ -56,7 +56,12 @@ def routes() -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "path", sorted(routes() | {"/", "/nothing", "/health/x", "//health", "/health/", "/query/../health"})
+    "path",
+    sorted(
+        {version + path for path in routes() for version in ("", "/v1")}
+        | {"/", "/nothing", "/health/x", "//health", "/health/", "/query/../health"}
+        | {"/v1//health", "//v1/health", "/v1/v1/health", "/v1/health/x", "/v1/../health", "/v1", "/v1/"}
+    ),
 )
 def test_no_path_but_health_is_open(path: str) -> None:
     core = TinyCore([hit("w0", 16, 32, 48)])
@@ -71,7 +76,7 @@ def test_no_path_but_health_is_open(path: str) -> None:
                 assert answer.status == 401, (method, given)
                 assert method == "HEAD" or answer.error["code"] == "invalid_api_key"
                 assert KEY not in str(answer)
-        if (method, path) == ("GET", "/events"):
+        if method == "GET" and path in ("/events", "/v1/events"):
             # With the key it has no end.
             continue
         right = call(app, method, called, b"{}", headers={"authorization": f"Bearer {KEY}"})

@@ -21,7 +21,7 @@ from kvrouter.router.api.http.request import HttpRequest
 from kvrouter.router.api.http.request_parser import RequestParser
 
 LIMITS = HttpLimits()
-BELOW = b"/reservations/"
+BELOW = (b"/reservations/", b"/v1/reservations/")
 PATHS = {b"/query": "/query", b"/query_by_hash": "/query_by_hash"}
 # Where any header may stand, and goes on.
 FORWARDED = {b"/v1/completions": "/v1/completions"}
@@ -35,7 +35,7 @@ TARGETS = (
     + [b"/v1/completions"] * 15
     + [b"/v1/completions?x", b"/query_by_hash", b"/query?x=1", b"/quer%79", b"//query", b"http://h/query", b"*", b""]
 )
-TARGETS += [b"/reservations/s-1", b"/reservations/s.1/prefill_complete"] * 4
+TARGETS += [b"/reservations/s-1", b"/reservations/s.1/prefill_complete", b"/v1/reservations/s-1"] * 4
 TARGETS += [b"/reservations/a%2fb", b"/reservations/a?b", b"/reservations/", b"/reservations//", b"/reservations/a#b"]
 VERSIONS = [b"HTTP/1.1"] * 30 + [b"HTTP/1.0", b"http/1.1", b"HTTP/1.1 ", b"HTTP/2.0", b"HTTP/1.12", b""]
 ENDS = [b"\r\n"] * 60 + [b"\n", b"\r", b"\r\r\n", b"\r\n ", b"\r\n\t", b"", b"\0\r\n", b"\x80\r\n", b"\r\n\r\n"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("events", "router", "engine_patch", "simulator", "replay")
+FOLDERS = ("client", "events", "router", "engine_patch", "simulator", "replay")
 FILES = ("pyproject.toml", "setup.py", "README.md", "LICENSE")
 NO_COMPILER = "/bin/false"
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")

@@ -145,7 +145,9 @@ def test_the_builder_gets_the_source_and_nothing_else() -> None:
         if step.name == "COPY" and not step.text.startswith("--from")
         for word in step.words()[:-1]
     ]
-    assert {"events", "router", "engine_patch", "simulator", "replay", "pyproject.toml", "setup.py"} <= set(wanted)
+    assert {"client", "events", "router", "engine_patch", "simulator", "replay", "pyproject.toml", "setup.py"} <= set(
+        wanted
+    )
     for name in wanted:
         assert (ROOT / name).exists()
         assert sent(f"{name}/api/workers.py" if (ROOT / name).is_dir() else name)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-FILE = re.compile(r"`((?:events|router|engine_patch|simulator|replay|tests|benchmarks|deploy)/[\w./-]+\.\w+)`")
+FILE = re.compile(r"`((?:client|events|router|engine_patch|simulator|replay|tests|benchmarks|deploy)/[\w./-]+\.\w+)`")
 MENTION = re.compile(r"\bdocs/[\w/-]+\.md\b")
 # One job a page, and the folder says which.
 KINDS = {"tutorials", "how-to", "reference", "explanation", "adr"}

@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("events", "router", "engine_patch", "simulator", "replay")
+PACKAGES = ("client", "events", "router", "engine_patch", "simulator", "replay")
 
 # What each package may import of ours.
 ALLOWED_PACKAGES = {
+    # Whoever calls a router needs nothing of it.
+    "client": {"client"},
     "events": {"events"},
     "router": {"router", "events"},
     "engine_patch": {"engine_patch", "events"},
@@ -28,6 +30,9 @@ ALLOWED_PACKAGES = {
 # The rooms of each package from the bottom up, each with what it is for; a room imports only rooms above its own line
 # here. A room inside another stands with it. "" is the package's root.
 ROOMS: dict[str, dict[str, str]] = {
+    "client": {
+        "": "A client of the HTTP API: one core, a shell that blocks and one for asyncio.",
+    },
     "events": {
         "transport": "What both streams share: connections, the receive loop, requests, bounds and permits.",
         "vllm": "The engines' own event stream, in vLLM's form, which SGLang has too.",
@@ -177,6 +182,7 @@ def test_no_modules_import_each_other() -> None:
 
 
 def test_the_check_itself_sees_a_run_back() -> None:
+    assert violations("client", "calls", "kvrouter.events.vllm.codec")
     assert violations("router", "kvcache.gpu_hit", "kvrouter.router.core.router_core")
     assert violations("events", "vllm.codec", "kvrouter.router.common.ids")
     assert violations("events", "vllm.codec", "kvrouter.events.patch.decode")

@@ -28,6 +28,7 @@ from kvrouter.router.api.query import QueryRoutes
 from kvrouter.router.api.reservations import end_here, load_routes
 from kvrouter.router.api.responses import encode
 from kvrouter.router.api.select import SelectRoutes
+from kvrouter.router.api.versioned_paths import VersionedPaths
 from kvrouter.router.api.workers import worker_routes
 from kvrouter.router.common.errors import (
     BadQuestion,
@@ -165,6 +166,9 @@ def build_api(
         "/select_and_reserve": selecting.select_and_reserve,
     }
     streams = {} if watch is None else {EVENTS: EventStream(watch.feed).forward}
+    # Pages and the document are for people and tools that look for them where they are.
+    described = (route.path for route in app.state.routes if isinstance(route, APIRoute) and route.include_in_schema)
+    app.state.paths = VersionedPaths([*hot, EVENTS, *described])
     return HttpApi(
         hot,
         streams,
@@ -176,6 +180,7 @@ def build_api(
         tracing,
         clock,
         shutdown,
+        paths=app.state.paths,
         open_files=[f"{FILES}{name}" for name in pages],
         login=login_page(pages[INDEX]),
     )

@@ -23,6 +23,7 @@ from kvrouter.router.api.http_metrics import HttpMetrics
 from kvrouter.router.api.requests import HotRequest
 from kvrouter.router.api.reservations import ENDED
 from kvrouter.router.api.responses import JSON, encode
+from kvrouter.router.api.versioned_paths import VersionedPaths
 from kvrouter.router.common.errors import (
     BadQuestion,
     MethodNotAllowed,
@@ -75,9 +76,10 @@ class HttpApi:
 
     end_here: of method and path below RESERVATIONS, the route if the request is done with that.
 
-    cold: the ASGI application of all other paths. proxy: has its paths' requests to itself; without it there are none.
-    tracing: None where no traces are wanted. clock: seconds, for those. open_files: paths that take no key. login: what
-    a browser without the key gets at PAGE."""
+    paths: which of ours are also served below a version; all other arguments have them without it. cold: the ASGI
+    application of all other paths. proxy: has its paths' requests to itself; without it there are none. tracing: None
+    where no traces are wanted. clock: seconds, for those. open_files: paths that take no key. login: what a browser
+    without the key gets at PAGE."""
 
     def __init__(
         self,
@@ -92,6 +94,7 @@ class HttpApi:
         clock: Callable[[], float],
         shutdown: Shutdown,
         *,
+        paths: VersionedPaths,
         open_files: Iterable[str] = (),
         login: PageFile | None = None,
     ) -> None:
@@ -99,6 +102,7 @@ class HttpApi:
         self._open_paths = OPEN_PATHS.union(open_files)
         self._login = login
         self.cors = CorsPolicy(config.cors_origins)
+        self.paths = paths
         self._hot = hot
         self._streams = streams
         self._end_here = end_here
@@ -115,11 +119,13 @@ class HttpApi:
         self._json_head = b""
         # Targets whose handlers need no header but those of the body: not a key's, and not a trace's.
         self.plain_paths = {
-            path.encode(): path
+            spelling.encode(): path
             for path in hot
+            for spelling in paths.spellings(path)
             if self._key is None and path not in self._proxied_paths and (tracing is None or path not in TRACED_PATHS)
         }
-        self.plain_below = RESERVATIONS.encode() if self._key is None else b""
+        below = paths.spellings(RESERVATIONS) if self._key is None else ()
+        self.plain_below = tuple(spelling.encode() for spelling in below)
         # The same of those whose headers go on.
         self.forwarded_paths = {path.encode(): path for path in self._proxied_paths}
 
@@ -218,7 +224,7 @@ class HttpApi:
         if "msgpack" in head.accept:
             return None
         try:
-            route = self._end_here(head.method, head.path)
+            route = self._end_here(head.method, self.paths.unversioned(head.path))
         except Exception:
             return self.bug_answer(OTHER_PATH, head.accept)
         if route is None:

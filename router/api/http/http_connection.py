@@ -152,6 +152,7 @@ class HttpConnection(asyncio.Protocol):
     # The parser's side.
 
     def on_request(self, request: HttpRequest) -> None:
+        request.path = self._api.paths.unversioned(request.path)
         if self._stops or self._api.shutdown.begun:
             request.keep_alive = False
         request.refusal = self._api.refusal(request)

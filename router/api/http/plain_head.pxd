@@ -27,5 +27,5 @@ cdef bint is_path(bytes target)
     colon=int64_t, kind=int64_t, value=int64_t, name=bytes, headers=list
 )
 cpdef PlainHead plain_head(
-    bytes data, dict paths, dict forwarded, bytes below, int64_t max_head_bytes, int64_t max_headers
+    bytes data, dict paths, dict forwarded, tuple below, int64_t max_head_bytes, int64_t max_headers
 )

@@ -45,7 +45,7 @@ _IN_PATH = bytes(c < 128 and (chr(c).isalnum() or chr(c) in ".-_~/") for c in ra
 
 
 class PlainHead:
-    """path: as in `paths`, or its own, below. content_type, accept, authorization: "" where absent. headers: all, names
+    """path: as in `paths`, or as it came, below. content_type, accept, authorization: "" where absent. headers: all, names
     in lower case; None where they go nowhere. body_start: index in what was read."""
 
     def __init__(
@@ -89,12 +89,12 @@ def plain_head(
     data: bytes,
     paths: dict[bytes, str],
     forwarded: dict[bytes, str],
-    below: bytes,
+    below: tuple[bytes, ...],
     max_head_bytes: int,
     max_headers: int,
 ) -> PlainHead | None:
     """The head of the one request that `data` is, or None where it is not that plain. paths: targets of POST that are
-    taken; forwarded: those whose headers go on; below: with what others of POST and DELETE begin, b"": none."""
+    taken; forwarded: those whose headers go on; below: with what others of POST and DELETE begin."""
     is_post = data.startswith(POST)
     if not (is_post or (below and data.startswith(DELETE))):
         return None

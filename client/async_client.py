@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The client for asyncio, with the methods of `sync_client.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import ssl
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Self, TypeVar
+
+from kvrouter.client import calls
+from kvrouter.client.answers import HealthReply, QueryReply, RegisteredReply, SelectReply, WorkerStatus
+from kvrouter.client.bodies import QueryBody, QueryByHashBody, RegisterBody, SelectBody, UnregisterBody
+from kvrouter.client.calls import Call, Reply
+from kvrouter.client.errors import NotFound, RouterError
+from kvrouter.client.retries import Retries
+from kvrouter.client.transport import DEFAULT_URL, Timeouts, failure, httpx2, options
+
+log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class AsyncClient:
+    """As `Client`, in one asyncio loop. Close it: it then waits for releases that are under way."""
+
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        timeouts: Timeouts | None = None,
+        retries: Retries | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        self._http = httpx2.AsyncClient(**options(url, api_key, timeouts or Timeouts(), tls))
+        self._retries = retries or Retries()
+        # What goes on though who began it was cancelled. Each ends by its timeouts.
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._http.aclose()
+
+    async def query(self, body: QueryBody) -> QueryReply:
+        """How much of a prompt each worker would reuse, by token ids."""
+        return await self._ask(calls.query(body))
+
+    async def query_by_hash(self, body: QueryByHashBody) -> QueryReply:
+        """The same by block hashes."""
+        return await self._ask(calls.query_by_hash(body))
+
+    async def select(self, body: SelectBody) -> SelectReply:
+        """The worker with the lowest cost for a prompt, and why; reserves nothing."""
+        return await self._ask(calls.select(body))
+
+    async def select_and_reserve(self, body: SelectBody) -> SelectReply:
+        """The same, and its load counts until it is released or expires. `reserve` releases by itself."""
+        return await self._ask(calls.select_and_reserve(body))
+
+    @asynccontextmanager
+    async def reserve(self, body: SelectBody) -> AsyncIterator[SelectReply]:
+        """A worker whose load counts as long as the body of `async with` runs. The reservation is released however that
+        ends, also by a cancellation, and also while the choice is still awaited: a cancelled task ends at once, and the
+        answer is awaited and released behind it. One that cannot be released now is logged, and expires at the
+        router."""
+        call, selection_id = calls.own_reservation(body)
+        asking = self._begin(self._ask(call))
+        try:
+            yield await asyncio.shield(asking)
+        finally:
+            leaving = self._begin(self._leave(asking, selection_id))
+            # Whoever is cancelled does not wait for the answer.
+            if asking.done():
+                await asyncio.shield(leaving)
+
+    async def prefill_complete(self, selection_id: str) -> None:
+        """The first token came: the prefill part of a reservation counts no longer."""
+        await self._ask(calls.prefill_complete(selection_id))
+
+    async def release(self, selection_id: str) -> bool:
+        """Ends a reservation; False if there is none: it was released, has expired, or was never made."""
+        try:
+            await self._ask(calls.release(selection_id))
+        except NotFound as error:
+            if not calls.is_gone(error):
+                raise
+            return False
+        return True
+
+    async def workers(self) -> list[WorkerStatus]:
+        """All workers, rank by rank."""
+        return (await self._ask(calls.workers())).workers
+
+    async def register(self, body: RegisterBody) -> RegisteredReply:
+        """Adds a worker, or replaces it. The same again changes nothing."""
+        return await self._ask(calls.register(body))
+
+    async def unregister(self, body: UnregisterBody) -> RegisteredReply:
+        """Drops a worker and its residency."""
+        return await self._ask(calls.unregister(body))
+
+    async def health(self) -> HealthReply:
+        """Whether the router is well, and why not."""
+        return await self._ask(calls.health())
+
+    def _begin(self, work: Coroutine[Any, Any, Result]) -> asyncio.Task[Result]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _leave(self, asking: asyncio.Task[SelectReply], selection_id: str) -> None:
+        """Releases what `asking` reserves, once it is known to be over."""
+        await asyncio.wait({asking})
+        error = None if asking.cancelled() else asking.exception()
+        if isinstance(error, RouterError) and not error.may_have_acted:
+            return
+        try:
+            await self.release(selection_id)
+        except RouterError as problem:
+            log.warning("a reservation was not released: it expires at the router", extra={"error": str(problem)})
+
+    async def _ask(self, call: Call[Reply]) -> Reply:
+        content, attempt = call.content(), 0
+        while True:
+            try:
+                return await self._send(call, content)
+            except RouterError as error:
+                pause_s = self._retries.pause_s(
+                    error, attempt, is_repeatable=call.is_repeatable, chance=random.random()
+                )
+                if pause_s is None:
+                    raise
+            await asyncio.sleep(pause_s)
+            attempt += 1
+
+    async def _send(self, call: Call[Reply], content: bytes | None) -> Reply:
+        try:
+            answer = await self._http.request(call.method, call.path, content=content)
+        except httpx2.RequestError as error:
+            raise failure(error, call) from error
+        return call.read(answer.status_code, answer.headers, answer.content)
