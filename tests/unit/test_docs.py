@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from doc_blocks import PAGES as BLOCK_PAGES
+from doc_blocks import all_blocks, counts, stray_marks
+from doc_worlds import WORLDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -17,6 +20,9 @@ MENTION = re.compile(r"\bdocs/[\w/-]+\.md\b")
 # One job a page, and the folder says which.
 KINDS = {"tutorials", "how-to", "reference", "explanation", "adr"}
 README_LINES_MAX = 120
+REASON_WORDS_MAX = 16
+# Pages whose blocks wait for their marks.
+UNSETTLED = {"docs/how-to/hardening.md"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -64,4 +70,67 @@ def test_pages_that_the_repository_mentions_exist() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES_MAX
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert sum(not line.startswith("<!--") for line in lines) <= README_LINES_MAX
+
+
+def test_every_shell_block_is_run_or_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints how many there are of each. What is run is in tests/system/test_docs_run.py."""
+    shells = [block for block in all_blocks() if block.is_shell and block.page not in UNSETTLED]
+    unmarked = [str(block) for block in shells if block.not_run is None and block.page not in WORLDS]
+    with capsys.disabled():
+        print(f"\n{counts(set(WORLDS))}")
+    assert not unmarked, (
+        "neither run nor marked. Write `<!-- not run: REASON -->` on the line before the block, or give its page a "
+        "world in tests/support/doc_worlds.py; a block that is no shell has a language (```text)\n" + "\n".join(unmarked)
+    )
+
+
+def test_reasons_for_not_running_are_short_and_name_what_exists() -> None:
+    for block in all_blocks():
+        if block.not_run is None:
+            continue
+        assert block.is_shell, f"{block}: only shell blocks are run"
+        assert 2 <= len(block.not_run.split()) <= REASON_WORDS_MAX, f"{block}: {block.not_run}"
+        for name in re.findall(r"tests/[\w./-]+", block.not_run):
+            assert (ROOT / name).exists(), f"{block}: no {name}"
+    stray = [page for page in BLOCK_PAGES if stray_marks(page)]
+    assert not stray, f"a mark before no block: {stray}"
+
+
+def test_the_sites_nav_has_every_page() -> None:
+    nav = re.findall(r"^ +- (?:\w+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    docs = ROOT / "docs"
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
+    # The index of decisions has them.
+    decisions = {page for page in pages if re.match(r"adr/\d", page)}
+    assert sorted(nav) == sorted(pages - decisions), "add the page to `nav` in mkdocs.yml"
+    index = (docs / "adr" / "README.md").read_text()
+    assert not [page for page in decisions if f"]({Path(page).name})" not in index], "docs/adr/README.md lacks it"
+
+
+# Pages that quote figures, with the columns of their tables that have them.
+QUOTING = {"how-to/sizing.md": {"measured", "measured, us at the median"}, "explanation/comparison.md": {"kvrouter", "peer", "ratio"}}
+FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
+
+
+def quoted_figures(page: str) -> list[str]:
+    found: list[str] = []
+    columns: list[int] = []
+    for line in (ROOT / "docs" / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if not cells:
+            columns = []
+        elif set(cells) & QUOTING[page]:
+            columns = [number for number, cell in enumerate(cells) if cell in QUOTING[page]]
+        else:
+            found += [figure for number in columns for figure in FIGURE.findall(cells[number])]
+    return found
+
+
+@pytest.mark.parametrize("page", sorted(QUOTING))
+def test_figures_that_a_page_quotes_stand_in_the_benchmarks(page: str) -> None:
+    known = set(FIGURE.findall((ROOT / "docs/reference/benchmarks.md").read_text()))
+    figures = quoted_figures(page)
+    assert len(figures) > 20
+    assert not [figure for figure in figures if figure not in known]
