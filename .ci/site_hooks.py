@@ -18,6 +18,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 SOURCE = "source"
 _LINK = re.compile(r"(?<=\]\()(?P<path>[^)#\s:]+)(?=[)#])")
+# ```json example=events: tests read what stands behind the language.
+_INFO = re.compile(r"^(?P<fence> *```\w+) [^\n`]*$", re.MULTILINE)
 # A row of the map in docs/README.md: pages, and what they are for.
 _ROW = re.compile(r"^\| (?P<pages>\[.+?) \| (?P<text>.+) \|$", re.MULTILINE)
 _PAGE = re.compile(r"\]\((?P<path>[\w/.-]+\.md)\)")
@@ -55,7 +57,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             return found["path"]
         return posixpath.relpath(site_path(target), posixpath.dirname(source) or ".")
 
-    return _LINK.sub(moved, markdown)
+    return _INFO.sub(r"\g<fence>", _LINK.sub(moved, markdown))
 
 
 def on_post_build(config: Any) -> None:

@@ -21,6 +21,8 @@ class World:
     engines: tuple[str, ...] = ()
     # Flags of a `kvrouter serve` that runs before the first block.
     router: str | None = None
+    # Commands that run before the first block, so that there is something to see.
+    sent: tuple[str, ...] = ()
     # A Valkey on its usual port, 6379.
     store: bool = False
     # Names beside localhost, all of this machine.
@@ -67,7 +69,11 @@ def trace(requests: int) -> str:
 
 TWO = (engine("10.0.0.1"), engine("10.0.0.2"))
 TWO_WORKERS = "--worker w0=http://10.0.0.1:8000 --worker w1=http://10.0.0.2:8000"
-TOKENS = " ".join(map(str, range(1, 200)))
+# A prompt at each engine, so that their groups are known.
+WARM = tuple(
+    f"""curl -s http://10.0.0.{n}:8000/v1/completions -d '{{"model": "gemma", "prompt": {list(range(1, 200))}, "max_tokens": 1}}'"""
+    for n in (1, 2)
+) + ("sleep 1",)
 
 WORLDS: dict[str, World] = {
     "README.md": World(
@@ -108,6 +114,7 @@ WORLDS: dict[str, World] = {
     "docs/how-to/monitoring.md": World(
         engines=TWO,
         router=f"--redis redis://127.0.0.1:6379/0 {TWO_WORKERS}",
+        sent=WARM,
         store=True,
         hosts=("otel-collector",),
         shown=(r'"status": ?"ok"',),

@@ -33,16 +33,16 @@ _NAMES = {
 _MEDIA = {GPU: "GPU", CPU: "CPU"}
 
 # In user units: a block is BOX wide, and the whole fits a phone when it is scaled.
-BOX, HEIGHT, GAP, LEFT, TOP = 48, 30, 26, 20, 50
+BOX, HEIGHT, GAP, LEFT, TOP = 48, 30, 30, 24, 54
 WIDTH = LEFT * 2 + 11 * BOX
 # Opaque, so that it reads on any page; the dark one where the browser asks for it.
 STYLE = """
-    .page { fill: #ffffff; stroke: #d0d7de } text { font: 13px system-ui, sans-serif; fill: #1f2328 }
-    .small { font-size: 11px; fill: #59636e } .none { fill: none; stroke: #8c959f; stroke-dasharray: 3 3 }
-    .held { fill: #54aeff; stroke: #0969da } .tier { fill: #f2b84b; stroke: #9a6700 } .used { stroke-width: 3 }
+    .page { fill: #ffffff; stroke: #d0d7de } text { font: 15px system-ui, sans-serif; fill: #1f2328 }
+    .small { font-size: 13px; fill: #59636e } .on { fill: #1f2328 } .none { fill: none; stroke: #8c959f; stroke-dasharray: 3 3 }
+    .held { fill: #54aeff; stroke: #0969da } .tier { fill: #f2b84b; stroke: #9a6700 }
     .hit { stroke: #cf222e; stroke-width: 2.5 } .hit-text { fill: #cf222e; font-weight: 600 }
     @media (prefers-color-scheme: dark) {
-      .page { fill: #161b22; stroke: #3d444d } text { fill: #f0f6fc } .small { fill: #9198a1 }
+      .page { fill: #161b22; stroke: #3d444d } text { fill: #f0f6fc } .small { fill: #9198a1 } .on { fill: #ffffff }
       .none { stroke: #656c76 } .held { fill: #1f6feb; stroke: #79c0ff } .tier { fill: #9e6a03; stroke: #e3b341 }
       .hit { stroke: #ff7b72 } .hit-text { fill: #ff7b72 }
     }"""
@@ -96,7 +96,7 @@ PICTURES = (
 def draw(picture: Picture) -> str:
     """The picture as SVG, without anything from elsewhere."""
     rows = sorted(picture.held, key=lambda place: (place.group_idx, place.medium != GPU))
-    bottom = TOP + len(rows) * (HEIGHT + GAP)
+    bottom = TOP + len(rows) * (HEIGHT + GAP) - GAP + 12
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {bottom + 34}" role="img">',
         f"  <title>{escape(picture.title)}: {picture.tokens} of {PROMPT_TOKENS} tokens are reused</title>",
@@ -121,7 +121,7 @@ def draw(picture: Picture) -> str:
                 f'height="{HEIGHT}" rx="4"/>'
             )
             lines.append(
-                f'  <text class="small" x="{LEFT + number * BOX + BOX // 2}" y="{y + 19}" '
+                f'  <text class="small{" on" if is_held else ""}" x="{LEFT + number * BOX + BOX // 2}" y="{y + 20}" '
                 f'text-anchor="middle">{number}</text>'
             )
         tail = LEFT + blocks * BOX + 2

