@@ -36,7 +36,9 @@ def parser() -> Any:
     return make_arg_parser(FlexibleArgumentParser())
 
 
-@pytest.mark.parametrize(("where", "words"), starts("vllm serve"), ids=lambda value: value if type(value) is str else "")
+@pytest.mark.parametrize(
+    ("where", "words"), starts("vllm serve"), ids=lambda value: value if type(value) is str else ""
+)
 def test_vllm_takes_the_flags_of_a_page(parser: Any, where: str, words: list[str]) -> None:
     args = parser.parse_args(words)
     assert args.model_tag == words[0], where

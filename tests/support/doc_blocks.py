@@ -19,9 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
 SHELLS = {"", "sh", "bash"}
 
-_FENCE = re.compile(
-    r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL
-)
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
 # pip needs a registry: test_installation.py installs the package, its extras come with the tests' own environment.
 _INSTALL = re.compile(r"(?:\S+/)?pip3? install ")

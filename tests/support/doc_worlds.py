@@ -70,10 +70,8 @@ def trace(requests: int) -> str:
 TWO = (engine("10.0.0.1"), engine("10.0.0.2"))
 TWO_WORKERS = "--worker w0=http://10.0.0.1:8000 --worker w1=http://10.0.0.2:8000"
 # A prompt at each engine, so that their groups are known.
-WARM = tuple(
-    f"""curl -s http://10.0.0.{n}:8000/v1/completions -d '{{"model": "gemma", "prompt": {list(range(1, 200))}, "max_tokens": 1}}'"""
-    for n in (1, 2)
-) + ("sleep 1",)
+_PROMPT = json.dumps({"model": "gemma", "prompt": list(range(1, 200)), "max_tokens": 1})
+WARM = (*(f"curl -s http://10.0.0.{n}:8000/v1/completions -d '{_PROMPT}'" for n in (1, 2)), "sleep 1")
 
 WORLDS: dict[str, World] = {
     "README.md": World(
@@ -123,7 +121,9 @@ WORLDS: dict[str, World] = {
     "docs/how-to/proxy.md": World(
         engines=TWO, router=TWO_WORKERS, hosts=("router",), shown=(r'"model": ?"gemma"', r"draining")
     ),
-    "docs/how-to/replay.md": World(files={"requests.jsonl": trace(30)}, shown=(r"(?m)^kv\* ", r"would save this fleet")),
+    "docs/how-to/replay.md": World(
+        files={"requests.jsonl": trace(30)}, shown=(r"(?m)^kv\* ", r"would save this fleet")
+    ),
     "docs/how-to/sglang.md": World(
         engines=(engine(flags="--model m"),), router="", fill={"ROUTER": "127.0.0.1", "HOST": "10.0.0.1"}
     ),

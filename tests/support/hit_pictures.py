@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pictures of docs/explanation/hit-rule.md, drawn from the hits that the router's own rule gives.
 
-    PYTHONPATH=tests/support python tests/support/hit_pictures.py    # writes docs/images/hit-*.svg
+PYTHONPATH=tests/support python tests/support/hit_pictures.py    # writes docs/images/hit-*.svg
 """
 
 from __future__ import annotations

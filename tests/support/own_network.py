@@ -71,9 +71,7 @@ class OwnNetwork:
             if pipe is not None:
                 pipe.close()
 
-    def start(
-        self, script: str, folder: Path, environment: Mapping[str, str], output: Path
-    ) -> subprocess.Popen[bytes]:
+    def start(self, script: str, folder: Path, environment: Mapping[str, str], output: Path) -> subprocess.Popen[bytes]:
         """A bash script in that folder, its output in that file; a process group of its own."""
         with output.open("wb") as file:
             return subprocess.Popen(
@@ -104,11 +102,11 @@ def _inside(holder: int) -> list[int]:
     """The processes of its network, itself included."""
     found = []
     with contextlib.suppress(OSError):
-        network = os.readlink(f"/proc/{holder}/ns/net")
-        for name in os.listdir("/proc"):
+        network = Path(f"/proc/{holder}/ns/net").readlink()
+        for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if name.isdigit() and os.readlink(f"/proc/{name}/ns/net") == network:
-                    found.append(int(name))
+                if entry.name.isdigit() and (entry / "ns/net").readlink() == network:
+                    found.append(int(entry.name))
     return found
 
 

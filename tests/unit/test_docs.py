@@ -82,7 +82,8 @@ def test_every_shell_block_is_run_or_says_why_not(capsys: pytest.CaptureFixture[
         print(f"\n{counts(set(WORLDS))}")
     assert not unmarked, (
         "neither run nor marked. Write `<!-- not run: REASON -->` on the line before the block, or give its page a "
-        "world in tests/support/doc_worlds.py; a block that is no shell has a language (```text)\n" + "\n".join(unmarked)
+        "world in tests/support/doc_worlds.py; a block that is no shell has a language (```text)\n"
+        + "\n".join(unmarked)
     )
 
 
@@ -114,7 +115,10 @@ OF_ENGINES = {"--block-size"}
 
 
 # Pages that quote figures, with the columns of their tables that have them.
-QUOTING = {"how-to/sizing.md": {"measured", "measured, us at the median"}, "explanation/comparison.md": {"kvrouter", "peer", "ratio"}}
+QUOTING = {
+    "how-to/sizing.md": {"measured", "measured, us at the median"},
+    "explanation/comparison.md": {"kvrouter", "peer", "ratio"},
+}
 FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
@@ -146,4 +150,6 @@ def test_flags_that_others_users_are_told_of_exist() -> None:
     flags = {flag for row in rows for flag in re.findall(r"--[a-z][a-z-]+", row)}
     assert len(flags) > 15
     # What a cell says of the other side: what it is called there.
-    assert not [flag for flag in flags if f"`{flag} " not in known and f"`{flag}`" not in known and flag not in OF_ENGINES]
+    assert not [
+        flag for flag in flags if f"`{flag} " not in known and f"`{flag}`" not in known and flag not in OF_ENGINES
+    ]
