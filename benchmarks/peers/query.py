@@ -3,17 +3,21 @@
 
 Both servers follow the same 16 event streams and are queried by the same client over one kept connection, in turns;
 once idle, and once while 50,000 blocks/s are published to the one that is queried. Answers are compared first. CPU is
-that of the server's processes; while they ingest, what ingest alone took just before is left out.
+that of the server's processes; while they ingest, what ingest alone took just before is left out. A note says what the
+same exchange takes of a server that understands nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
-from processes import Publisher, Served, cpu_s
+from ports import free_port
+from processes import HERE, Publisher, Served, cpu_s, serving
 from report import progress
 from workload import (
     CHAIN_BLOCKS,
@@ -40,6 +44,8 @@ INGEST_BLOCKS_S = 50_000
 # Prompts queried in turn.
 PROMPTS = 64
 WARM_REQUESTS = 50
+# Another exchange of the same bytes, in the note.
+BARE = "a bare protocol"
 IDLE, BUSY = "idle", f"while ingesting {INGEST_BLOCKS_S:,} blocks/s"
 
 
@@ -73,6 +79,18 @@ def busy_round(
     sent = publisher.finish()
     ingest = (alone - before) / (middle - began) * (end - middle)
     return taken, max(0.0, whole - alone - ingest), sent["blocks"] / (sent["end"] - sent["start"])
+
+
+@contextlib.contextmanager
+def bare_server(folder: Path, answer: bytes) -> Iterator[Served]:
+    """A server that answers every question with these bytes."""
+    path, port = folder / "bare-answer.bin", free_port()
+    head = f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: {len(answer)}\r\n\r\n"
+    path.write_bytes(head.encode() + answer)
+    with serving(
+        [sys.executable, str(HERE / "bare_server.py"), str(port), str(path)], port, folder / "bare.log"
+    ) as pid:
+        yield Served(pid, port, BARE)
 
 
 def check_groups(server: Served, chain: Chain, groups: int) -> None:
@@ -114,9 +132,12 @@ def measure(settings: PeerSettings, groups: Sequence[Kind] = ONE_GROUP) -> Findi
         check_equal(servers, chains[:count])
         check_groups(servers[0], chains[0], len(groups))
         questions = {server.name: [server.question(chain) for chain in chains[:PROMPTS]] for server in servers}
+        _, answer = servers[0].client.send(questions[servers[0].name][0])
+        bare = stack.enter_context(bare_server(settings.folder, answer))
+        questions[BARE] = questions[servers[0].name]
         for turn in range(rounds):
             progress(f"query: idle, round {turn + 1} of {rounds}")
-            for server in rotate(servers, turn):
+            for server in rotate([*servers, bare], turn):
                 latencies(server, questions[server.name], WARM_REQUESTS)
                 before = cpu_s(server.pid)
                 taken = latencies(server, questions[server.name], requests)
@@ -128,6 +149,8 @@ def measure(settings: PeerSettings, groups: Sequence[Kind] = ONE_GROUP) -> Findi
                 taken, used_s, rate = busy_round(server, publishers[server.name], asked, per_round, busy_s)
                 samples.add(BUSY, server.name, taken, used_s)
                 published.append(rate)
+    floor_us = float(np.median([np.median(one) for one in samples.taken[IDLE].pop(BARE)]))
+    floor_cpu = float(np.median(samples.cpu[IDLE].pop(BARE)))
     goal = 1.5 if len(groups) == 1 else 1.0
     rows = []
     for kind in (IDLE, BUSY):
@@ -136,4 +159,10 @@ def measure(settings: PeerSettings, groups: Sequence[Kind] = ONE_GROUP) -> Findi
         rows += latency_rows(what, INDEXER, samples.taken[kind], goal=goal, problem=problem)
         cpu = samples.cpu[kind]
         rows.append(peer_row(f"{what}, CPU", "us/request", INDEXER, cpu, goal=goal, problem=problem))
-    return Findings(rows, [f"{loaded:,} entries; published meanwhile: {np.median(published):,.0f} blocks/s"])
+    return Findings(
+        rows,
+        [
+            f"{loaded:,} entries; published meanwhile: {np.median(published):,.0f} blocks/s",
+            f"the same bytes exchanged with {BARE}, idle: p50 {floor_us:.1f} us, CPU {floor_cpu:.1f} us/request",
+        ],
+    )
