@@ -114,34 +114,57 @@ def test_the_sites_nav_has_every_page() -> None:
 OF_ENGINES = {"--block-size"}
 
 
-# Pages that quote figures, with the columns of their tables that have them.
-QUOTING = {
-    "how-to/sizing.md": {"measured", "measured, us at the median"},
-    "explanation/comparison.md": {"kvrouter", "peer", "ratio"},
-}
 FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
+BENCHMARKS = (ROOT / "docs/reference/benchmarks.md").read_text()
 
 
-def quoted_figures(page: str) -> list[str]:
-    found: list[str] = []
-    columns: list[int] = []
+def rows_below(page: str, column: str) -> list[list[str]]:
+    """The cells of each row of the tables whose head has that column, the head left out."""
+    found: list[list[str]] = []
+    is_wanted = False
     for line in (ROOT / "docs" / page).read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
-        if not cells:
-            columns = []
-        elif set(cells) & QUOTING[page]:
-            columns = [number for number, cell in enumerate(cells) if cell in QUOTING[page]]
-        else:
-            found += [figure for number in columns for figure in FIGURE.findall(cells[number])]
+        if not cells or column in cells:
+            is_wanted = column in cells
+        elif is_wanted and not cells[0].startswith("---"):
+            found.append(cells)
     return found
 
 
-@pytest.mark.parametrize("page", sorted(QUOTING))
-def test_figures_that_a_page_quotes_stand_in_the_benchmarks(page: str) -> None:
-    known = set(FIGURE.findall((ROOT / "docs/reference/benchmarks.md").read_text()))
-    figures = quoted_figures(page)
-    assert len(figures) > 20
-    assert not [figure for figure in figures if figure not in known]
+def section(anchor: str) -> str:
+    """A section of the benchmarks, with those below it."""
+    heads = [
+        (found, re.sub(r"[^\w\- ]", "", found[2].lower()).replace(" ", "-")) for found in HEADS.finditer(BENCHMARKS)
+    ]
+    (number,) = (number for number, (_, name) in enumerate(heads) if name == anchor)
+    first = heads[number][0]
+    ends = [found.start() for found, _ in heads[number + 1 :] if len(found[1]) <= len(first[1])]
+    return BENCHMARKS[first.start() : ends[0] if ends else None]
+
+
+HEADS = re.compile(r"^(#+) (.+)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("column", ["measured", "measured, us at the median"])
+def test_figures_for_sizing_stand_in_the_section_that_they_name(column: str) -> None:
+    text = ""
+    rows = rows_below("how-to/sizing.md", column)
+    assert len(rows) >= 4
+    for _, measured, where, *_ in rows:
+        if link := re.search(r"benchmarks\.md#([\w-]+)", where):
+            text = section(link[1])
+        figures = FIGURE.findall(measured)
+        known = set(FIGURE.findall(text))
+        assert all(figure in known for figure in figures), (measured, where)
+
+
+def test_figures_of_the_comparison_stand_in_one_row_of_the_benchmarks() -> None:
+    rows = rows_below("explanation/comparison.md", "ratio")
+    assert len(rows) > 10
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in BENCHMARKS.splitlines()]
+    for what, ours, theirs, which, ratio in rows:
+        quoted = [ours, theirs, which.replace("`", ""), ratio.strip("*")]
+        assert any(cells[2:6] == quoted for cells in lines), (what, quoted)
 
 
 def test_flags_that_others_users_are_told_of_exist() -> None:
