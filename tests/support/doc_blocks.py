@@ -100,15 +100,16 @@ def _is_whole(text: str) -> bool:
 
 def counts(run_pages: set[str]) -> str:
     """One line a page with shell blocks, and their sum. run_pages: those whose blocks a test runs."""
-    rows = []
+    lines = [f"{'page':<40} {'run':>4} {'not':>4} {'unmarked':>9}"]
+    sums = [0, 0, 0]
     for page in PAGES:
         shells = [block for block in blocks_of(page) if block.is_shell]
-        run = sum(block.not_run is None for block in shells) if page in run_pages else 0
         marked = sum(block.not_run is not None for block in shells)
-        rows.append((page, run, marked, len(shells) - run - marked))
-    lines = [f"{'page':<40} {'run':>4} {'not':>4} {'unmarked':>9}"]
-    lines += [f"{page:<40} {run:>4} {marked:>4} {rest:>9}" for page, run, marked, rest in rows if run + marked + rest]
-    sums = [sum(row[i] for row in rows) for i in (1, 2, 3)]
+        run = len(shells) - marked if page in run_pages else 0
+        row = [run, marked, len(shells) - run - marked]
+        if shells:
+            lines.append(f"{page:<40} {row[0]:>4} {row[1]:>4} {row[2]:>9}")
+        sums = [sum(pair) for pair in zip(sums, row, strict=True)]
     return "\n".join([*lines, f"{'all':<40} {sums[0]:>4} {sums[1]:>4} {sums[2]:>9}"])
 
 

@@ -64,7 +64,7 @@ class Picture:
         """What the engine reuses, tiers included."""
         return judge(self.groups, self.held, PROMPT_TOKENS).cpu
 
-    def covered(self) -> dict[int, int]:
+    def covered(self) -> dict[int | None, int]:
         """How far each group alone would let the GPU's hit reach."""
         return {one.group_idx: one.covered for one in judge(self.groups, self.held, PROMPT_TOKENS).groups}
 

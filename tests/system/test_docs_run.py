@@ -61,6 +61,7 @@ class Shell:
         self._environment = {**own, **home, "PATH": path, "NO_COLOR": "1", "COLUMNS": "100"}
         self._running: list[tuple[str, subprocess.Popen[bytes], Path]] = []
         self._outputs: list[str] = []
+        self._count = 0
 
     @property
     def output(self) -> str:
@@ -73,23 +74,29 @@ class Shell:
         assert done.returncode == 0, f"exit code {done.returncode} of\n{command}\n{done.stdout[-4000:]}"
         return done.stdout
 
-    def start(self, command: str) -> None:
-        """Until it is ready: it answers, or has printed something."""
+    def start(self, *commands: str) -> None:
+        """Side by side, until all are ready: they answer, or have printed something."""
+        started = [self._launch(command) for command in commands]
+        deadline = time.monotonic() + READY_S
+        for command, process, log in started:
+            while not self._is_ready(command, log):
+                shown = log.read_text(errors="replace")[-4000:]
+                if process.poll() is not None:
+                    self._running.remove((command, process, log))
+                    raise AssertionError(f"exit code {process.returncode} of\n{command}\n{shown}")
+                assert time.monotonic() < deadline, f"not ready after {READY_S} s:\n{command}\n{shown}"
+                time.sleep(0.1)
+
+    def _launch(self, command: str) -> tuple[str, subprocess.Popen[bytes], Path]:
         if ROUTER.search(command):
             # One at a time: a page shows several ways to start it.
             for one in [row for row in self._running if ROUTER.search(row[0])]:
                 self._end(*one)
-        log = self._folder / f".output-{len(self._outputs)}-{len(self._running)}"
+        self._count += 1
+        log = self._folder / f".output-{self._count}"
         process = self._network.start(command, self._folder, self._environment, log)
         self._running.append((command, process, log))
-        deadline = time.monotonic() + READY_S
-        while not self._is_ready(command, log):
-            shown = log.read_text(errors="replace")[-4000:]
-            if process.poll() is not None:
-                self._running.remove((command, process, log))
-                raise AssertionError(f"exit code {process.returncode} of\n{command}\n{shown}")
-            assert time.monotonic() < deadline, f"not ready after {READY_S} s:\n{command}\n{shown}"
-            time.sleep(0.1)
+        return self._running[-1]
 
     def _is_ready(self, command: str, log: Path) -> bool:
         if not ROUTER.search(command):
@@ -137,8 +144,7 @@ def shell_of(world: World) -> Iterator[Shell]:
         shell = Shell(network, folder)
         if world.store:
             shell.start(f"{get_binary_path()} --appendonly yes --dir {folder}")
-        for flags in world.engines:
-            shell.start(f"kvrouter sim {flags}")
+        shell.start(*(f"kvrouter sim {flags}" for flags in world.engines))
         if world.router is not None:
             shell.start(f"kvrouter serve {world.router}")
         for command in world.sent:

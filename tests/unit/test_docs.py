@@ -167,6 +167,13 @@ def test_figures_of_the_comparison_stand_in_one_row_of_the_benchmarks() -> None:
         assert any(cells[2:6] == quoted for cells in lines), (what, quoted)
 
 
+def test_troubleshooting_leads_to_every_code_of_the_doctor() -> None:
+    codes = re.findall(r"^### (KV\d+)$", (ROOT / "docs/how-to/doctor.md").read_text(), re.MULTILINE)
+    text = (ROOT / "docs/how-to/troubleshooting.md").read_text()
+    assert len(codes) > 40
+    assert not [code for code in codes if f"[{code}](doctor.md#{code.lower()})" not in text], "add it to the page"
+
+
 def test_flags_that_others_users_are_told_of_exist() -> None:
     known = (ROOT / "docs/reference/settings.md").read_text() + (ROOT / "docs/reference/cli.md").read_text()
     rows = re.findall(r"^\| `[^|]+ \| ([^|]+) \|$", (ROOT / "docs/how-to/migration.md").read_text(), re.MULTILINE)
