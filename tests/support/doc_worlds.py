@@ -32,6 +32,8 @@ class World:
     prepare: Callable[[Path], None] | None = None
     # What stands for the page's placeholders.
     fill: Mapping[str, str] = field(default_factory=dict)
+    # Whether a block that sends a prompt to an engine ends when the router has heard of it, as a reader's pause does.
+    settles: bool = False
     # What the page says that its commands print; regular expressions.
     shown: tuple[str, ...] = ()
 
@@ -80,15 +82,17 @@ WORLDS: dict[str, World] = {
         shown=(r"x-kvrouter-worker: w[01]", r'"worker_id": ?"w1"', r"(?m)^ *w1 "),
     ),
     "docs/tutorials/first-steps.md": World(
+        settles=True,
         # Each step's own words, and step 6's again after its answer.
         shown=(
             r"x-kvrouter-predicted-hit: 0\b",
             r'"longest_matched": ?688',
             r"x-kvrouter-predicted-hit: 688\b",
             r'"cached_tokens": ?688',
-        )
+        ),
     ),
     "docs/how-to/containers.md": World(
+        settles=True,
         engines=simulators(3),
         router="--port 30001 "
         + " ".join(f"--worker replica-{number}=http://127.0.0.1:{8001 + number}" for number in range(3)),

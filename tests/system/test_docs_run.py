@@ -103,12 +103,27 @@ class Shell:
             shown = log.read_bytes().strip()
             return DEMO_READY in shown if "--stay" in command else bool(shown)
         words = shlex.split(command.replace("\\\n", " "), comments=True)
-        port = int(words[words.index("--port") + 1]) if "--port" in words else DEFAULT_PORT
-        rows = self._asked(f"{URL.format(port=port)}/workers")
-        if rows is None:
-            return False
+        rows = self._workers(words)
         named = words.count("--worker") + sum(flag in words for flag in ("--workers-file", "--config"))
-        return len(rows["workers"]) >= named and all(row["state"] == "live" for row in rows["workers"])
+        return rows is not None and len(rows) >= named and all(row["state"] == "live" for row in rows)
+
+    def _workers(self, words: list[str]) -> list[dict[str, Any]] | None:
+        """Those of the router that was started with these words; None where it does not answer."""
+        port = int(words[words.index("--port") + 1]) if "--port" in words else DEFAULT_PORT
+        answer = self._asked(f"{URL.format(port=port)}/workers")
+        return None if answer is None else list(answer["workers"])
+
+    def residency(self) -> Any:
+        """What the running router knows of each worker's blocks."""
+        words = [one.split() for one, _, _ in self._running if ROUTER.search(one)]
+        return [row["residency"] for row in self._workers(words[0]) or []] if words else []
+
+    def wait_residency(self, before: Any) -> None:
+        """Until it is another."""
+        deadline = time.monotonic() + READY_S
+        while self.residency() == before:
+            assert time.monotonic() < deadline, "the router has not heard of a prompt's blocks"
+            time.sleep(0.1)
 
     def _asked(self, url: str) -> Any:
         """None where nobody answers."""
@@ -176,7 +191,10 @@ def test_every_shell_block_of_a_page_runs(page: str) -> None:
     with shell_of(world) as shell:
         for block in blocks:
             try:
+                before = shell.residency() if world.settles else None
                 run_block(shell, block, world)
+                if world.settles and "/v1/completions" in block.text:
+                    shell.wait_residency(before)
             except AssertionError as failed:
                 raise AssertionError(f"{block}\n{failed}") from None
     missing = [pattern for pattern in world.shown if not re.search(pattern, shell.output)]
