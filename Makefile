@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # mypy sees a namespace package only through real files: the strict mode links each one.
 STRICT := --config-settings editable_mode=strict
 
-.PHONY: help demo test test-all test-engine fuzz sanitize chaos takeover soak lint format chart-readme bench bench-peers audit lock sbom image-check clean
+.PHONY: help demo test test-all test-engine fuzz sanitize chaos takeover soak lint format chart-readme bench bench-peers docs audit lock sbom image-check clean
 
 help:
 	@echo "make demo         install into .venv and watch the router predict what four replicas reuse"
@@ -24,6 +24,7 @@ help:
 	@echo "make chart-readme renew the table of values in the Helm chart's README"
 	@echo "make bench-peers  beside dynamo.indexer, dynamo.select_service, vllm-router and llm-d's layout in Redis"
 	@echo "make bench        what has no peer: a match in process, a start with a full store"
+	@echo "make docs         the documentation as a site: build/site/index.html"
 	@echo "make audit        known vulnerabilities of the installed packages (needs the public database)"
 	@echo "make lock         renew requirements-test.lock, and those of the image, with hashes"
 	@echo "make sbom         what is in the router's image, as CycloneDX: build/sbom.json"
@@ -112,6 +113,18 @@ bench-peers: $(VENV)/installed
 bench: $(VENV)/installed
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
+# An environment of its own: nothing of it is needed anywhere else.
+DOCS := .venv-docs
+$(DOCS)/installed: requirements-docs.lock
+	rm -rf $(DOCS) && $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip --disable-pip-version-check --quiet install --requirement requirements-docs.lock
+	@touch $@
+
+# A warning is an error: broken links and anchors, pages that the nav lacks. (With --quiet none is counted.) The variable is about the theme's own future.
+docs: $(DOCS)/installed
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+	@echo "build/site/index.html"
+
 # Not part of CI: what it says changes without us, and its database is not everywhere reachable.
 audit: $(VENV)/installed
 	$(PIP) install 'pip-audit>=2.9,<3'
@@ -133,6 +146,10 @@ lock: $(VENV)/installed
 	$(BIN)/pip-compile $(LOCK_OPTIONS) --generate-hashes --no-emit-options --allow-unsafe --output-file build/build.txt build/build.in
 	{ grep '^#' requirements-build.lock; cat build/build.txt; } > build/build.lock
 	mv build/build.lock requirements-build.lock
+	grep '^# needs: ' requirements-docs.lock | cut -c10- > build/docs.in
+	$(BIN)/pip-compile $(LOCK_OPTIONS) --allow-unsafe --output-file build/docs.txt build/docs.in
+	{ grep '^#' requirements-docs.lock; cat build/docs.txt; } > build/docs.lock
+	mv build/docs.lock requirements-docs.lock
 
 # CycloneDX of what the lock installs into the image, with licences; hashes are in the lock, and Debian's part is its base's.
 sbom: $(VENV)/installed
@@ -149,4 +166,4 @@ image-check: $(VENV)/installed
 	$(BIN)/python tests/system/image_chroot.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) build .engine-site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(DOCS) build .engine-site .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

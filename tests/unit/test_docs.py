@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from doc_blocks import PAGES as BLOCK_PAGES
+from doc_blocks import all_blocks, counts, stray_marks
+from doc_worlds import WORLDS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -17,6 +20,9 @@ MENTION = re.compile(r"\bdocs/[\w/-]+\.md\b")
 # One job a page, and the folder says which.
 KINDS = {"tutorials", "how-to", "reference", "explanation", "adr"}
 README_LINES_MAX = 120
+REASON_WORDS_MAX = 16
+# Pages whose blocks wait for their marks.
+UNSETTLED = {"docs/how-to/hardening.md"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -64,4 +70,116 @@ def test_pages_that_the_repository_mentions_exist() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES_MAX
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert sum(not line.startswith("<!--") for line in lines) <= README_LINES_MAX
+
+
+def test_every_shell_block_is_run_or_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints how many there are of each. What is run is in tests/system/test_docs_run.py."""
+    shells = [block for block in all_blocks() if block.is_shell and block.page not in UNSETTLED]
+    unmarked = [str(block) for block in shells if block.not_run is None and block.page not in WORLDS]
+    with capsys.disabled():
+        print(f"\n{counts(set(WORLDS))}")
+    assert not unmarked, (
+        "neither run nor marked. Write `<!-- not run: REASON -->` on the line before the block, or give its page a "
+        "world in tests/support/doc_worlds.py; a block that is no shell has a language (```text)\n"
+        + "\n".join(unmarked)
+    )
+
+
+def test_reasons_for_not_running_are_short_and_name_what_exists() -> None:
+    for block in all_blocks():
+        if block.not_run is None:
+            continue
+        assert block.is_shell, f"{block}: only shell blocks are run"
+        assert 2 <= len(block.not_run.split()) <= REASON_WORDS_MAX, f"{block}: {block.not_run}"
+        for name in re.findall(r"tests/[\w./-]+", block.not_run):
+            assert (ROOT / name).exists(), f"{block}: no {name}"
+    stray = [page for page in BLOCK_PAGES if stray_marks(page)]
+    assert not stray, f"a mark before no block: {stray}"
+
+
+def test_the_sites_nav_has_every_page() -> None:
+    nav = re.findall(r"^ +- (?:\w+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    docs = ROOT / "docs"
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
+    # The index of decisions has them.
+    decisions = {page for page in pages if re.match(r"adr/\d", page)}
+    assert sorted(nav) == sorted(pages - decisions), "add the page to `nav` in mkdocs.yml"
+    index = (docs / "adr" / "README.md").read_text()
+    assert not [page for page in decisions if f"]({Path(page).name})" not in index], "docs/adr/README.md lacks it"
+
+
+# Flags of vLLM that a page names beside the router's.
+OF_ENGINES = {"--block-size"}
+
+
+FIGURE = re.compile(r"\d[\d,]*(?:\.\d+)?")
+BENCHMARKS = (ROOT / "docs/reference/benchmarks.md").read_text()
+
+
+def rows_below(page: str, column: str) -> list[list[str]]:
+    """The cells of each row of the tables whose head has that column, the head left out."""
+    found: list[list[str]] = []
+    is_wanted = False
+    for line in (ROOT / "docs" / page).read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")] if line.startswith("|") else []
+        if not cells or column in cells:
+            is_wanted = column in cells
+        elif is_wanted and not cells[0].startswith("---"):
+            found.append(cells)
+    return found
+
+
+def section(anchor: str) -> str:
+    """A section of the benchmarks, with those below it."""
+    heads = [
+        (found, re.sub(r"[^\w\- ]", "", found[2].lower()).replace(" ", "-")) for found in HEADS.finditer(BENCHMARKS)
+    ]
+    (number,) = (number for number, (_, name) in enumerate(heads) if name == anchor)
+    first = heads[number][0]
+    ends = [found.start() for found, _ in heads[number + 1 :] if len(found[1]) <= len(first[1])]
+    return BENCHMARKS[first.start() : ends[0] if ends else None]
+
+
+HEADS = re.compile(r"^(#+) (.+)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("column", ["measured", "measured, us at the median"])
+def test_figures_for_sizing_stand_in_the_section_that_they_name(column: str) -> None:
+    text = ""
+    rows = rows_below("how-to/sizing.md", column)
+    assert len(rows) >= 4
+    for _, measured, where, *_ in rows:
+        if link := re.search(r"benchmarks\.md#([\w-]+)", where):
+            text = section(link[1])
+        figures = FIGURE.findall(measured)
+        known = set(FIGURE.findall(text))
+        assert all(figure in known for figure in figures), (measured, where)
+
+
+def test_figures_of_the_comparison_stand_in_one_row_of_the_benchmarks() -> None:
+    rows = rows_below("explanation/comparison.md", "ratio")
+    assert len(rows) > 10
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in BENCHMARKS.splitlines()]
+    for what, ours, theirs, which, ratio in rows:
+        quoted = [ours, theirs, which.replace("`", ""), ratio.strip("*")]
+        assert any(cells[2:6] == quoted for cells in lines), (what, quoted)
+
+
+def test_troubleshooting_leads_to_every_code_of_the_doctor() -> None:
+    codes = re.findall(r"^### (KV\d+)$", (ROOT / "docs/how-to/doctor.md").read_text(), re.MULTILINE)
+    text = (ROOT / "docs/how-to/troubleshooting.md").read_text()
+    assert len(codes) > 40
+    assert not [code for code in codes if f"[{code}](doctor.md#{code.lower()})" not in text], "add it to the page"
+
+
+def test_flags_that_others_users_are_told_of_exist() -> None:
+    known = (ROOT / "docs/reference/settings.md").read_text() + (ROOT / "docs/reference/cli.md").read_text()
+    rows = re.findall(r"^\| `[^|]+ \| ([^|]+) \|$", (ROOT / "docs/how-to/migration.md").read_text(), re.MULTILINE)
+    flags = {flag for row in rows for flag in re.findall(r"--[a-z][a-z-]+", row)}
+    assert len(flags) > 15
+    # What a cell says of the other side: what it is called there.
+    assert not [
+        flag for flag in flags if f"`{flag} " not in known and f"`{flag}`" not in known and flag not in OF_ENGINES
+    ]

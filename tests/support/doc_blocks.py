@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The blocks of code in the pages, and which of them a test runs.
+
+A fence without a language, or with `sh` or `bash`, is a shell block. `<!-- not run: REASON -->` on the line before it
+says why no test runs it; all others run, in the world of their page (`doc_worlds.py`).
+
+    python tests/support/doc_blocks.py      # how many there are of each, page by page
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", *sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/**/*.md")))
+SHELLS = {"", "sh", "bash"}
+
+_FENCE = re.compile(r"^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<text>.*?)^(?P=indent)```[ ]*$", re.MULTILINE | re.DOTALL)
+_MARK = re.compile(r"<!-- not run: (?P<reason>.+?) -->")
+# pip needs a registry: test_installation.py installs the package, its extras come with the tests' own environment.
+_INSTALL = re.compile(r"(?:\S+/)?pip3? install ")
+INSTALLED = "tests/system/test_installation.py installs the package"
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    language: str
+    text: str
+    # Why no test runs it.
+    not_run: str | None
+
+    @property
+    def is_shell(self) -> bool:
+        return self.language in SHELLS
+
+    @property
+    def commands(self) -> list[str]:
+        """Whole commands, in order, without comments and without installations."""
+        return [command for command in whole_commands(self.text) if not _INSTALL.match(command)]
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.text.strip().splitlines()[0][:80]}"
+
+
+def blocks_of(page: str) -> list[Block]:
+    text = (ROOT / page).read_text()
+    found = []
+    for fence in _FENCE.finditer(text):
+        before = text[: fence.start()].rstrip().rpartition("\n")[2]
+        mark = _MARK.fullmatch(before.strip())
+        language = fence["info"].split(" ")[0]
+        line = text.count("\n", 0, fence.start()) + 1
+        block = Block(page, line, language, fence["text"], mark["reason"] if mark else None)
+        if block.is_shell and block.not_run is None and not block.commands:
+            block = replace(block, not_run=INSTALLED)
+        found.append(block)
+    return found
+
+
+def all_blocks() -> Iterator[Block]:
+    for page in PAGES:
+        yield from blocks_of(page)
+
+
+def stray_marks(page: str) -> int:
+    """Marks that stand before no block."""
+    marks = len(_MARK.findall((ROOT / page).read_text()))
+    return marks - sum(block.not_run not in (None, INSTALLED) for block in blocks_of(page))
+
+
+def whole_commands(text: str) -> list[str]:
+    """A command each, which may go over lines: by a backslash at their end, or within quotes."""
+    found, lines = [], []
+    for line in text.splitlines():
+        lines.append(line)
+        so_far = "\n".join(lines)
+        if line.endswith("\\") or not _is_whole(so_far):
+            continue
+        lines = []
+        if shlex.split(so_far.replace("\\\n", " "), comments=True):
+            found.append(so_far)
+    if lines:
+        raise ValueError(f"quotes that do not end: {lines}")
+    return found
+
+
+def _is_whole(text: str) -> bool:
+    try:
+        shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError:
+        return False
+    return True
+
+
+def counts(run_pages: set[str]) -> str:
+    """One line a page with shell blocks, and their sum. run_pages: those whose blocks a test runs."""
+    lines = [f"{'page':<40} {'run':>4} {'not':>4} {'unmarked':>9}"]
+    sums = [0, 0, 0]
+    for page in PAGES:
+        shells = [block for block in blocks_of(page) if block.is_shell]
+        marked = sum(block.not_run is not None for block in shells)
+        run = len(shells) - marked if page in run_pages else 0
+        row = [run, marked, len(shells) - run - marked]
+        if shells:
+            lines.append(f"{page:<40} {row[0]:>4} {row[1]:>4} {row[2]:>9}")
+        sums = [sum(pair) for pair in zip(sums, row, strict=True)]
+    return "\n".join([*lines, f"{'all':<40} {sums[0]:>4} {sums[1]:>4} {sums[2]:>9}"])
+
+
+if __name__ == "__main__":
+    from doc_worlds import WORLDS
+
+    print(counts(set(WORLDS)))
